@@ -1,0 +1,49 @@
+"""Writing decisions into a graph, in the one form torchao's prepare reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantizer
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, QuantizationSpecBase
+
+__all__ = ["NodeSpecs", "SpecQuantizer"]
+
+
+@dataclass
+class NodeSpecs:
+    """The specs of one node: per input node, and of its output. None: not observed there."""
+
+    inputs: dict[Node, QuantizationSpecBase] = field(default_factory=dict)
+    output: QuantizationSpecBase | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs) or self.output is not None
+
+
+class SpecQuantizer(Quantizer):  # type: ignore[misc]
+    """A torchao Quantizer that writes decisions taken before; it takes none itself."""
+
+    def __init__(self, decided: Mapping[Node, NodeSpecs]) -> None:
+        super().__init__()
+        # By name: torchao fuses batch norm into convolutions first, which erases nodes.
+        self.decided = {node.name: specs for node, specs in decided.items()}
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        for node in model.graph.nodes:
+            specs = self.decided.get(node.name)
+            if specs:
+                # Sharing is decided here, edge by edge; torchao's implicit sharing would join
+                # observers of different classes whose ranges happen to agree.
+                node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
+                    input_qspec_map=dict(specs.inputs),
+                    output_qspec=specs.output,
+                    allow_implicit_sharing=False,
+                    _annotated=True,
+                )
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        """Nothing to check: the decisions were made from this graph."""

@@ -1,0 +1,268 @@
+"""Decide, op by op in graph order, what is observed; no node is changed here.
+
+FX's rules: an op with a QConfig and a matching backend pattern has its inputs observed, unless the producer
+already yields that dtype, and its output observed, with an observer of its own or with that of its first
+input. An op without stays float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.ao.quantization import HistogramObserver
+from torch.ao.quantization.backend_config import ObservationType
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
+
+from torchq_compat.annotate.annotation import NodeSpecs
+from torchq_compat.annotate.dtype_rules import find_dtype_config, refusal
+from torchq_compat.annotate.groups import OpGroup, find_groups
+from torchq_compat.annotate.preserving import preserves_values
+from torchq_compat.annotate.slots import Slot, Slots
+from torchq_compat.decisions import Action, Decision
+from torchq_compat.legacy.backend_configs import BackendTable, PatternEntry
+from torchq_compat.legacy.qconfig_mappings import QConfigRules
+from torchq_compat.specs.dtypes import is_integer
+from torchq_compat.specs.observers import translate_constructor
+from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
+from torchq_compat.specs.selectors import Selection, select_for_function, select_for_module
+
+__all__ = ["GraphDecisions", "LeafBoundary", "decide_graph"]
+
+#: Ops that hand values on without computing: not reported, never observed.
+SILENT_TARGETS = {"getitem", "sym_size.int"}
+
+
+@dataclass(frozen=True)
+class LeafBoundary:
+    """What a custom-module node wants at its inputs and yields at its outputs."""
+
+    input_spec: QuantizationSpec | None
+    output_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class GraphDecisions:
+    """The specs to write and the decisions to show."""
+
+    specs: dict[Node, NodeSpecs]
+    decisions: tuple[Decision, ...]
+
+
+def decide_graph(
+    graph_module: GraphModule,
+    model: nn.Module,
+    rules: QConfigRules,
+    backend: BackendTable,
+    leaves: Mapping[Node, LeafBoundary],
+    kept_float: Iterable[str],
+) -> GraphDecisions:
+    """Decide for every op of ``graph_module``.
+
+    Args:
+        graph_module: the captured model, custom modules as leaf calls.
+        model: what was exported.
+        rules: the QConfigMapping.
+        backend: the BackendConfig.
+        leaves: the boundary of each leaf call.
+        kept_float: paths of modules inside which nothing is quantized.
+    """
+    state = _State(rules, backend, tuple(kept_float))
+    groups = {group.nodes[-1]: group for group in find_groups(graph_module, model)}
+    fused = _fuse(groups.values(), rules, backend)
+    for node in graph_module.graph.nodes:
+        if node in leaves:
+            state.take_leaf(node, leaves[node])
+        elif node in groups and groups[node] not in fused.absorbed:
+            state.take_group(groups[node], fused.second_of.get(node))
+    return GraphDecisions(state.slots.node_specs(graph_module.graph.nodes), tuple(state.decisions))
+
+
+@dataclass(frozen=True)
+class _Fusions:
+    second_of: dict[Node, OpGroup]
+    absorbed: tuple[OpGroup, ...]
+
+
+def _fuse(groups: Iterable[OpGroup], rules: QConfigRules, backend: BackendTable) -> _Fusions:
+    """Pairs like linear + relu that the backend runs as one op: nothing is observed between them."""
+    by_node = {node: group for group in groups for node in group.nodes}
+    second_of: dict[Node, OpGroup] = {}
+    absorbed: list[OpGroup] = []
+    for group in groups:
+        if group.output is None or group in absorbed or len(group.output.users) != 1:
+            continue
+        follower = by_node.get(next(iter(group.output.users)))
+        if follower is None or len(follower.inputs) != 1:
+            continue
+        entry = backend.find(group.origin.object_types, follower.origin.object_types)
+        if entry is not None and _select(rules, group).qconfig and _select(rules, follower).qconfig:
+            second_of[group.nodes[-1]] = follower
+            absorbed.append(follower)
+    return _Fusions(second_of, tuple(absorbed))
+
+
+def _select(rules: QConfigRules, group: OpGroup) -> Selection:
+    origin = group.origin
+    if origin.is_module_call:
+        return select_for_module(rules, origin.module_type, origin.module_path)
+    return select_for_function(rules, origin.object_types, origin.module_type, origin.module_path)
+
+
+@dataclass
+class _State:
+    rules: QConfigRules
+    backend: BackendTable
+    kept_float: tuple[str, ...]
+    slots: Slots = field(default_factory=Slots)
+    decisions: list[Decision] = field(default_factory=list)
+    #: The quantized dtype a node's value has for its consumers.
+    dtype_of: dict[Node, torch.dtype] = field(default_factory=dict)
+    #: Edges already observed, by producer: consumers that want the same share one observer.
+    edges_from: dict[Node, list[tuple[Slot, QuantizationSpec]]] = field(default_factory=dict)
+
+    def take_leaf(self, node: Node, boundary: LeafBoundary) -> None:
+        if boundary.input_spec is not None:
+            for producer in node.all_input_nodes:
+                if _is_float(producer):
+                    self._observe_input(producer, node, boundary.input_spec)
+        if boundary.output_dtype is not None:
+            for user in node.users:
+                self.dtype_of[user] = boundary.output_dtype
+
+    def take_group(self, group: OpGroup, second: OpGroup | None) -> None:
+        if group.kind in SILENT_TARGETS or group.output is None and not group.inputs:
+            return
+        selection = _select(self.rules, group)
+        chain = (group.origin.object_types, *((second.origin.object_types,) if second else ()))
+        entry = self.backend.find(*chain)
+        action, reason = self._decide(group, second or group, selection, entry)
+        kind = f"{group.kind} + {second.kind}" if second else group.kind
+        node = (second or group).output
+        self.decisions.append(Decision(group.label, kind, action, reason, node=node.name if node else ""))
+
+    def _decide(
+        self, group: OpGroup, last: OpGroup, selection: Selection, entry: PatternEntry | None
+    ) -> tuple[Action, str]:
+        path = group.origin.module_path
+        if any(path == name or path.startswith(f"{name}.") for name in self.kept_float):
+            return Action.FLOAT, "non_traceable: never quantized inside"
+        if selection.qconfig is None:
+            return Action.FLOAT, f"its qconfig is None ({selection.rule})"
+        if last.output is None:
+            return Action.FLOAT, "it has no single float output that could be observed"
+        specs = OpSpecs(selection.qconfig)
+        if entry is None:
+            return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
+        if specs.reuses_input or entry.observation_for(len(group.inputs)) is SHARE:
+            return self._share_with_input(group, last, specs, entry)
+        config = find_dtype_config(entry, specs, check_weight=not group.origin.is_module_call)
+        if config is None:
+            return Action.FLOAT, refusal(entry, specs)
+        self._observe_op(group, last, specs, quantize_weight=_is_quantized(config.weight_dtype))
+        return Action.QUANTIZED, f"qconfig from {selection.rule}"
+
+    def _observe_op(self, group: OpGroup, last: OpGroup, specs: OpSpecs, *, quantize_weight: bool) -> None:
+        activation = specs.activation
+        if activation is not None:
+            for producer, node in group.inputs:
+                self._observe_input(producer, node, self._input_spec(specs))
+        if quantize_weight and specs.weight is not None:
+            for weight, node in group.weights:
+                self.slots.observe((weight, node), specs.weight)
+        if activation is not None and not specs.is_dynamic:
+            assert last.output is not None
+            self.slots.observe(last.output, activation)
+            self.dtype_of[last.output] = specs.activation_dtype
+
+    def _input_spec(self, specs: OpSpecs) -> QuantizationSpec:
+        """FX observes an input with the constructor of the output. For fixed qparams that cuts the input
+        of a sigmoid to [0, 1): the observer of the global QConfig is taken instead, or a histogram."""
+        assert specs.activation is not None
+        if not specs.activation_constructor.settings.has_fixed_qparams:
+            return specs.activation
+        dtype = specs.activation_dtype
+        general = OpSpecs(self.rules.global_qconfig) if self.rules.global_qconfig else None
+        if general and general.is_static and general.activation_dtype == dtype and general.activation:
+            return general.activation
+        return make_spec(translate_constructor(HistogramObserver.with_args(dtype=dtype)))
+
+    def _observe_input(self, producer: Node, node: Node, spec: QuantizationSpec) -> None:
+        edge = (producer, node)
+        if edge in self.slots or (self.dtype_of.get(producer) == spec.dtype and not spec.is_dynamic):
+            return
+        for other, other_spec in self.edges_from.setdefault(producer, []):
+            if _same_observer(spec, other_spec):
+                self.slots.share(edge, other)
+                return
+        self.slots.observe(edge, spec)
+        self.edges_from[producer].append((edge, spec))
+
+    def _share_with_input(
+        self, group: OpGroup, last: OpGroup, specs: OpSpecs, entry: PatternEntry
+    ) -> tuple[Action, str]:
+        assert last.output is not None
+        if not group.inputs:
+            return Action.FLOAT, "it has no float input to share an observer with"
+        if not specs.reuses_input:
+            if find_dtype_config(entry, specs, check_weight=False) is None:
+                return Action.FLOAT, refusal(entry, specs)
+            assert specs.activation is not None
+            for producer, node in group.inputs:
+                self._observe_input(producer, node, self._input_spec(specs))
+        sources = [self._slot_of_input(producer, node) for producer, node in group.inputs]
+        first = sources[0]
+        dtypes = {self.dtype_of.get(producer) for producer, _ in group.inputs}
+        if first is None:
+            return self._follow_leaf(group, last, specs, dtypes)
+        for source in sources[1:]:
+            if source is not None:
+                self.slots.share(source, first)
+        self.slots.share(last.output, first)
+        self.dtype_of[last.output] = self.dtype_of.get(group.inputs[0][0], specs.activation_dtype)
+        return Action.SHARED, "its output shares the observer of its first input"
+
+    def _slot_of_input(self, producer: Node, node: Node) -> Slot | None:
+        for slot in ((producer, node), producer):
+            if slot in self.slots:
+                return slot
+        return None
+
+    def _follow_leaf(
+        self, group: OpGroup, last: OpGroup, specs: OpSpecs, dtypes: set[torch.dtype | None]
+    ) -> tuple[Action, str]:
+        """The input comes from a custom module, already quantized, with no observer to share. FX traces
+        back through the module and takes the observer of its input, which has another range."""
+        assert last.output is not None
+        if dtypes == {None}:
+            return Action.FLOAT, "it reuses the qparams of its input, which is float"
+        dtype = next(d for d in dtypes if d is not None)
+        if len(group.inputs) == 1 and all(preserves_values(node) for node in group.nodes):
+            self.dtype_of[last.output] = dtype
+            return Action.SHARED, "it hands on the quantized values of a custom module unchanged"
+        if specs.activation is None or specs.reuses_input:
+            return Action.FLOAT, "it reuses the qparams of a custom module but changes the values"
+        self.slots.observe(last.output, specs.activation)
+        self.dtype_of[last.output] = specs.activation_dtype
+        return Action.QUANTIZED, "its input is a custom module's output; its own output is observed apart"
+
+
+SHARE = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def _is_quantized(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and (dtype is torch.float16 or is_integer(dtype))
+
+
+def _same_observer(a: QuantizationSpec, b: QuantizationSpec) -> bool:
+    """FX's test for reusing an observer another consumer already has: same class, same dtype."""
+    mine, other = a.observer_or_fake_quant_ctr.settings, b.observer_or_fake_quant_ctr.settings
+    return bool(mine == other)

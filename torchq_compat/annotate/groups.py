@@ -1,0 +1,102 @@
+"""Op groups: the nodes of an exported graph that were one node in FX.
+
+A torch.nn module may export to several aten nodes; FX quantizes it as one op, at its inputs and output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.weights import PARAMETER_POSITIONS, weight_of
+from torchq_compat.capture.origins import Origin, find_origin
+
+__all__ = ["OpGroup", "find_groups", "is_float_tensor"]
+
+
+@dataclass(frozen=True)
+class OpGroup:
+    """One op as FX saw it.
+
+    Attributes:
+        nodes: its nodes in order.
+        origin: where it came from.
+        inputs: (producer, consumer in the group) of every float activation that enters.
+        weights: (producer, consumer) of the weights a QConfig's weight constructor is about.
+        output: the node whose value leaves, or None if several do or it is no float tensor.
+    """
+
+    nodes: tuple[Node, ...]
+    origin: Origin
+    inputs: tuple[tuple[Node, Node], ...]
+    weights: tuple[tuple[Node, Node], ...]
+    output: Node | None
+
+    @property
+    def label(self) -> str:
+        """Module path for a module, ``scope/node`` for a function."""
+        if self.origin.is_module_call:
+            return self.origin.module_path
+        return f"{self.origin.module_path}/{self.nodes[-1].name}" if self.origin.module_path else self.nodes[-1].name
+
+    @property
+    def kind(self) -> str:
+        if self.origin.is_module_call:
+            return self.origin.module_type.__name__
+        target = self.nodes[-1].target
+        return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def find_groups(graph_module: GraphModule, model: nn.Module) -> list[OpGroup]:
+    """The op groups of ``graph_module`` in graph order; ``model`` is what was exported."""
+    members: dict[str, list[Node]] = {}
+    origins: dict[str, Origin] = {}
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function" or "val" not in node.meta:
+            continue
+        origin = find_origin(node, model)
+        members.setdefault(origin.call, []).append(node)
+        origins[origin.call] = origin
+    return [_group(tuple(nodes), origins[call]) for call, nodes in members.items()]
+
+
+def is_float_tensor(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+def _group(nodes: tuple[Node, ...], origin: Origin) -> OpGroup:
+    inside = set(nodes)
+    inputs: list[tuple[Node, Node]] = []
+    weights: list[tuple[Node, Node]] = []
+    for node in nodes:
+        weight = weight_of(node)
+        if weight is not None:
+            weights.append((weight, node))
+        for producer in _activations(node, origin):
+            if producer not in inside and (producer, node) not in inputs:
+                inputs.append((producer, node))
+    leaving = [node for node in nodes if any(user not in inside for user in node.users)]
+    output = leaving[0] if len(leaving) == 1 and is_float_tensor(leaving[0]) else None
+    return OpGroup(nodes, origin, tuple(inputs), tuple(weights), output)
+
+
+def _activations(node: Node, origin: Origin) -> list[Node]:
+    positions = PARAMETER_POSITIONS.get(node.target, ())
+    parameters = {node.args[i] for i in positions if i < len(node.args) and isinstance(node.args[i], Node)}
+    return [
+        producer
+        for producer in _nodes_in_order(node)
+        if producer not in parameters
+        and is_float_tensor(producer)
+        and not (origin.is_module_call and producer.op == "get_attr")
+    ]
+
+
+def _nodes_in_order(node: Node) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found

@@ -1,0 +1,89 @@
+"""torch.export, called so that a legacy model stays as free in its sizes as an FX graph was."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as symbolic_shapes_config
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
+from torchq_compat.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
+
+__all__ = ["capture", "capture_flat", "explain_failure"]
+
+LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None) -> GraphModule:
+    """``model`` as an aten graph that keeps its input and output structure.
+
+    Args:
+        model: captured as it is, its training flags included.
+        args: example positional arguments.
+        dynamic_shapes: as torch.export takes it; None makes every dimension dynamic that the model allows.
+
+    Raises:
+        Exception: whatever torch.export or the model raises; see ``explain_failure``.
+    """
+    program = _export(model, args, dynamic_shapes)
+    options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
+    graph_module = program.module(**options)
+    assert isinstance(graph_module, GraphModule)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+    return graph_module
+
+
+def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
+    """``capture`` of a module with tensor arguments and a tuple of tensors as result, without pytree in
+    its calling code: it is called once per time step."""
+    captured = capture(model, args)
+    flat = GraphModule(captured, captured.graph)
+    flat.graph.set_codegen(torch.fx.graph.CodeGen())
+    flat.recompile()
+    return flat
+
+
+def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError:
+    """The error of ours for a failed capture of ``model`` (the float one): do the inputs fit at all?"""
+    if isinstance(cause, TorchQCompatError):
+        return cause
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model)(*copy.deepcopy(args))
+    except Exception as problem:
+        return InputError.does_not_fit(type(model).__name__, problem)
+    return CaptureError.from_export(type(model).__name__, _user_line(cause), cause)
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    if dynamic_shapes is not None:
+        return torch.export.export(model, args, dynamic_shapes=dynamic_shapes, strict=False)
+    # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
+    with symbolic_shapes_config.patch(backed_size_oblivious=True):
+        return torch.export.export(model, args, dynamic_shapes=_every_dimension(args), strict=False)
+
+
+def _every_dimension(args: tuple[Any, ...]) -> Any:
+    def dimensions(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO)
+        return None
+
+    return pytree.tree_map(dimensions, args)
+
+
+def _user_line(cause: BaseException) -> str | None:
+    """File and line of the last frame that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+        path = Path(frame.filename)
+        if path.exists() and not any(path.is_relative_to(root) for root in LIBRARY_ROOTS):
+            return f"{path.name}:{frame.lineno} ({(frame.line or '').strip()})"
+    return None

@@ -1,0 +1,18 @@
+"""``torch.ao.quantization.fx.custom_config``: the same classes, from here on.
+
+A config object is data; torch.ao's own class is read as it is, so a script's objects keep working.
+"""
+
+from torch.ao.quantization.fx.custom_config import (
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    StandaloneModuleConfigEntry,
+)
+
+__all__ = [
+    "ConvertCustomConfig",
+    "FuseCustomConfig",
+    "PrepareCustomConfig",
+    "StandaloneModuleConfigEntry",
+]

@@ -1,0 +1,103 @@
+"""The quantized boundary of converted leaf modules, as FX has it.
+
+Into a leaf: the dequantize before each input is bypassed, the module receives integers. Out of a leaf: each
+used result leaves as integers through one dequantize, and whoever consumes it is not quantized again. A leaf
+that feeds a leaf hands its integers straight on. The grids go into the call's layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
+from torchq_compat.specs.grids import Grid, PerTensorGrid
+
+__all__ = ["quantize_boundaries"]
+
+OPS = torch.ops.quantized_decomposed
+DEQUANTIZE = OPS.dequantize_per_tensor.default
+GRID_KEY = "torchq_compat_grid"
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An argument of a leaf call: the node to pass, and the grid of its integers, or None for floats."""
+
+    node: Node
+    grid: Grid | None
+
+
+def quantize_boundaries(graph_module: GraphModule) -> None:
+    """Rewrite the calls of all leaf modules in a converted graph."""
+    for call in leaf_nodes(graph_module):
+        module = graph_module.get_submodule(str(call.target))
+        assert isinstance(module, LeafModule)
+        inputs = [_decide_input(arg) for arg in call.args if isinstance(arg, Node)]
+        output_grids = module.output_grids(call.meta["val"])
+        _apply(graph_module, call, module, inputs, output_grids)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+
+
+def _decide_input(arg: Node) -> _Input:
+    if GRID_KEY in arg.meta:
+        source = arg.args[0]
+        assert isinstance(source, Node)
+        return _Input(source, arg.meta[GRID_KEY])
+    if arg.target is DEQUANTIZE:
+        source, scale, zero_point, quant_min, quant_max, dtype = arg.args[:6]
+        assert isinstance(source, Node)
+        return _Input(source, PerTensorGrid(scale, zero_point, quant_min, quant_max, dtype))  # type: ignore[arg-type]
+    return _Input(arg, None)
+
+
+def _apply(
+    graph_module: GraphModule,
+    call: Node,
+    module: LeafModule,
+    inputs: list[_Input],
+    output_grids: tuple[Grid | None, ...],
+) -> None:
+    call.args = tuple(entry.node for entry in inputs)
+    index = call.kwargs["layout"]
+    assert isinstance(index, int)
+    module.layouts[index] = module.layouts[index].with_grids(tuple(i.grid for i in inputs), output_grids)
+    for getitem in list(call.users):
+        position = getitem.args[1]
+        assert isinstance(position, int)
+        grid = output_grids[position]
+        if grid is not None:
+            _insert_dequantize(graph_module, getitem, grid)
+
+
+def _insert_dequantize(graph_module: GraphModule, getitem: Node, grid: Grid) -> None:
+    graph = graph_module.graph
+    value = getitem.meta["val"]
+    with graph.inserting_after(getitem):
+        if isinstance(grid, PerTensorGrid):
+            qparams = (grid.scale, grid.zero_point, grid.quant_min, grid.quant_max, grid.dtype)
+            dequantize = graph.call_function(DEQUANTIZE, (getitem, *qparams))
+        else:
+            scales, zero_points = grid.tensors(value.device)
+            scales_node = _constant(graph_module, f"{getitem.name}_scales", scales)
+            zero_points_node = _constant(graph_module, f"{getitem.name}_zero_points", zero_points)
+            dequantize = graph.call_function(
+                OPS.dequantize_per_channel.default,
+                (getitem, scales_node, zero_points_node, grid.axis, grid.quant_min, grid.quant_max, grid.dtype),
+            )
+            dequantize.prepend(scales_node)
+            dequantize.prepend(zero_points_node)
+    dequantize.meta = {**getitem.meta, GRID_KEY: grid}
+    with value.fake_mode:
+        getitem.meta["val"] = value.to(grid.dtype)
+    getitem.replace_all_uses_with(dequantize, delete_user_cb=lambda user: user is not dequantize)
+
+
+def _constant(graph_module: GraphModule, name: str, value: Tensor) -> Node:
+    nn.Module.register_buffer(graph_module, name, value)
+    return graph_module.graph.get_attr(name)

@@ -1,0 +1,92 @@
+"""The opaque leaf op: how a custom module looks to torch.export.
+
+During capture a ``LeafCaller`` stands where the float module was. It flattens its arguments and calls one
+custom operator, of which torch.export sees only the fake kernel; so the module inside is never traced and
+no size of it is fixed. After capture every such node becomes a ``call_module`` of the observed module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from torchq_compat.custom_modules.layouts import CallLayout, Structure
+
+__all__ = ["LEAF_OP", "CaptureSession", "LeafCaller"]
+
+#: Computes the nested result of a call from fake arguments: shapes and dtypes only.
+FakeCall = Callable[..., Any]
+
+
+@dataclass
+class _Leaf:
+    fake_call: FakeCall
+    layouts: list[CallLayout] = field(default_factory=list)
+
+
+@dataclass
+class CaptureSession:
+    """The leaves of one capture, by handle, and the layouts of their calls in the order of the calls."""
+
+    leaves: dict[str, _Leaf] = field(default_factory=dict)
+
+    def add(self, handle: str, fake_call: FakeCall) -> LeafCaller:
+        """Register a leaf and return the module to put in its place."""
+        self.leaves[handle] = _Leaf(fake_call)
+        return LeafCaller(handle)
+
+    def layouts(self, handle: str) -> list[CallLayout]:
+        return self.leaves[handle].layouts
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The leaf op resolves its handles in this session for the duration."""
+        token = _SESSION.set(self)
+        try:
+            yield
+        finally:
+            _SESSION.reset(token)
+
+
+_SESSION: ContextVar[CaptureSession] = ContextVar("torchq_compat_capture_session")
+
+
+class LeafCaller(nn.Module):
+    """Stands for a custom module during capture."""
+
+    def __init__(self, handle: str) -> None:
+        super().__init__()
+        self.handle = handle
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaf = _SESSION.get().leaves[self.handle]
+        inputs, tensors = Structure.take_apart((args, kwargs))
+        # Only the structure is wanted here, not the shape computation in the user's graph.
+        with disable_proxy_modes_tracing():
+            outputs, _ = Structure.take_apart(leaf.fake_call(*args, **kwargs))
+        leaf.layouts.append(CallLayout(inputs, outputs))
+        flat = torch.ops.torchq_compat.custom_module(tensors, self.handle, len(leaf.layouts) - 1)
+        return outputs.put_together(flat)
+
+
+@torch.library.custom_op("torchq_compat::custom_module", mutates_args=())
+def _custom_module(tensors: list[Tensor], handle: str, layout: int) -> list[Tensor]:
+    raise RuntimeError("torchq_compat::custom_module exists during capture only")
+
+
+@_custom_module.register_fake  # type: ignore[misc]
+def _custom_module_fake(tensors: list[Tensor], handle: str, layout: int) -> list[Tensor]:
+    leaf = _SESSION.get().leaves[handle]
+    args, kwargs = leaf.layouts[layout].inputs.put_together(tensors)
+    _, results = Structure.take_apart(leaf.fake_call(*args, **kwargs))
+    return results
+
+
+LEAF_OP = torch.ops.torchq_compat.custom_module.default

@@ -1,0 +1,121 @@
+"""A cell as a graph: exported once, its nodes named after the parts, annotated and prepared by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec
+
+from torchq_compat.annotate.annotation import NodeSpecs
+from torchq_compat.capture.export import capture_flat
+from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
+from torchq_compat.custom_modules.recurrent.parts import Part, PartKind
+from torchq_compat.observed_graph import convert_graph, prepare_graph
+from torchq_compat.specs.grids import PerTensorGrid
+
+__all__ = ["CellDtypes", "converted_grids", "part_nodes", "prepare_cell", "reference_cell"]
+
+LINEAR = torch.ops.aten.linear.default
+DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
+#: meta key under which a node of a cell carries the name of its part.
+PART_KEY = "torchq_compat_part"
+
+
+@dataclass(frozen=True)
+class CellDtypes:
+    """The quantized dtypes in which a cell's input and hidden state arrive."""
+
+    x: torch.dtype
+    hidden: torch.dtype
+
+
+def prepare_cell(
+    cell: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    parts: Sequence[Part],
+    specs: CellSpecs,
+    arriving: CellDtypes,
+) -> GraphModule:
+    """Export ``cell`` with a dynamic batch and put the observers of ``parts`` in."""
+    graph_module = capture_flat(cell, example_inputs)
+    _name_nodes_after_parts(graph_module, parts)
+    decided = _decide(graph_module, parts, specs, arriving)
+    return prepare_graph(graph_module, decided, is_qat=False)
+
+
+def reference_cell(prepared: GraphModule) -> GraphModule:
+    """The q-dq form of a prepared cell, int8 weights folded. Changes ``prepared``: hand in a copy."""
+    return convert_graph(prepared)
+
+
+def part_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
+    """(part name, node) in the order of computation, of a prepared or converted cell."""
+    for node in graph_module.graph.nodes:
+        if PART_KEY in node.meta and node.op == "call_function":
+            yield node.meta[PART_KEY], node
+
+
+def converted_grids(graph_module: GraphModule) -> tuple[PerTensorGrid | None, ...]:
+    """The grid of each output of a converted cell: the last dequantize before it."""
+    output = graph_module.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, (tuple, list))
+    return tuple(_grid_of(node) for node in results if isinstance(node, Node))
+
+
+def _grid_of(node: Node) -> PerTensorGrid | None:
+    if node.target is not DEQUANTIZE:
+        return None
+    _, scale, zero_point, quant_min, quant_max, dtype = node.args[:6]
+    return PerTensorGrid(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
+
+
+def _name_nodes_after_parts(graph_module: GraphModule, parts: Sequence[Part]) -> None:
+    names = {part.name for part in parts}
+    for node in graph_module.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        path = str(list(stack.values())[-1][0]) if stack else ""
+        if node.op == "call_function" and path in names:
+            node.meta[PART_KEY] = path
+            node._rename(path.replace(".", "_"))
+    graph_module.recompile()
+
+
+def _decide(
+    graph_module: GraphModule, parts: Sequence[Part], specs: CellSpecs, arriving: CellDtypes
+) -> dict[Node, NodeSpecs]:
+    by_name = {part.name: part for part in parts}
+    first_reader: dict[Node, Node] = {}
+    decided: dict[Node, NodeSpecs] = {}
+    for name, node in part_nodes(graph_module):
+        part = by_name[name]
+        node_specs = NodeSpecs(output=specs.output_spec(part))
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if part.kind is PartKind.LINEAR:
+            input_spec = specs.linear_input_spec(_dtype_of(source, by_name, specs, arriving))
+            weight, weight_spec = node.args[1], specs.weight_spec()
+            assert isinstance(weight, Node)
+            if weight_spec is not None:
+                node_specs.inputs[weight] = weight_spec
+        else:
+            input_spec = specs.input_spec(part)
+        if input_spec is not None:
+            reader = first_reader.setdefault(source, node)
+            node_specs.inputs[source] = (
+                input_spec if reader is node else SharedQuantizationSpec((source, reader))
+            )
+        decided[node] = node_specs
+    return decided
+
+
+def _dtype_of(node: Node, by_name: dict[str, Part], specs: CellSpecs, arriving: CellDtypes) -> torch.dtype:
+    """The quantized dtype of what a linear reads: the cell's input, its hidden state, or another part."""
+    if node.op == "placeholder":
+        return arriving.x if node.target == "x" else arriving.hidden
+    return specs.output_constructor(by_name[node.meta[PART_KEY]]).settings.dtype

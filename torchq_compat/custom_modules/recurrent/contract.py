@@ -1,0 +1,153 @@
+"""The calling contract of torch.nn.LSTM, apart from what happens inside a layer.
+
+Source: the documentation of torch.nn.LSTM. Shapes are written with T steps, B batch, I inputs, H hidden,
+P outputs (the projection size, or H), L layers, D directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from torchq_compat.errors import CustomModuleError
+
+__all__ = ["LSTMStructure", "State", "call_lstm"]
+
+State = tuple[Tensor, Tensor]
+#: (x (T, B, I), (h0 (L*D, B, P), c0 (L*D, B, H))) -> (output (T, B, D*P), (h_n, c_n)).
+RunLayers = Callable[[Tensor, State], tuple[Tensor, State]]
+
+
+@dataclass(frozen=True)
+class LSTMStructure:
+    """The constructor arguments of a torch.nn.LSTM."""
+
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    bias: bool
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+    proj_size: int
+
+    @classmethod
+    def of(cls, lstm: nn.LSTM) -> LSTMStructure:
+        return cls(
+            input_size=lstm.input_size,
+            hidden_size=lstm.hidden_size,
+            num_layers=lstm.num_layers,
+            bias=lstm.bias,
+            batch_first=lstm.batch_first,
+            dropout=float(lstm.dropout),
+            bidirectional=lstm.bidirectional,
+            proj_size=lstm.proj_size,
+        )
+
+    @property
+    def num_directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def output_size(self) -> int:
+        """P: width of the hidden state."""
+        return self.proj_size or self.hidden_size
+
+
+def call_lstm(
+    structure: LSTMStructure, path: str, run_layers: RunLayers, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, State]:
+    """``lstm(*args, **kwargs)`` in every form torch.nn.LSTM accepts, around ``run_layers``.
+
+    Raises:
+        CustomModuleError: arguments torch.nn.LSTM would refuse; the message names ``path``.
+    """
+    x, hidden = _bind(path, args, kwargs)
+    if isinstance(x, PackedSequence):
+        raise CustomModuleError.call_failed(path, "a PackedSequence cannot be captured by torch.export")
+    _check_input(structure, path, x)
+    batched = x.dim() == 3
+    steps_first = _steps_first(structure, x)
+    state = _initial_state(structure, path, steps_first, hidden, batched)
+    output, (h_n, c_n) = run_layers(steps_first, state)
+    if not batched:
+        return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
+    return (output.transpose(0, 1) if structure.batch_first else output), (h_n, c_n)
+
+
+def _bind(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """nn.LSTM calls its arguments ``input, hx``; the quantizable LSTM calls them ``x, hidden``."""
+    given = dict(zip(("input", "hx"), args, strict=False))
+    for name, value in kwargs.items():
+        legacy_name = {"x": "input", "hidden": "hx"}.get(name, name)
+        if legacy_name not in ("input", "hx") or legacy_name in given:
+            raise CustomModuleError.call_failed(path, f"unexpected or repeated argument {name!r}")
+        given[legacy_name] = value
+    if len(args) > 2 or "input" not in given:
+        raise CustomModuleError.call_failed(path, "it takes an input and an optional (h, c)")
+    return given["input"], given.get("hx")
+
+
+def _check_input(structure: LSTMStructure, path: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise CustomModuleError.call_failed(path, f"the input must be a tensor, got {type(x).__name__}")
+    if x.dim() not in (2, 3):
+        raise CustomModuleError.call_failed(path, f"the input must have 2 or 3 dimensions, got {x.dim()}")
+    if x.shape[-1] != structure.input_size:
+        raise CustomModuleError.call_failed(
+            path, f"the input's last dimension must be {structure.input_size}, got {x.shape[-1]}"
+        )
+
+
+def _steps_first(structure: LSTMStructure, x: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x.unsqueeze(1)
+    return x.transpose(0, 1) if structure.batch_first else x
+
+
+def _initial_state(
+    structure: LSTMStructure, path: str, x: Tensor, hidden: Any, batched: bool
+) -> State:
+    rows = structure.num_layers * structure.num_directions
+    widths = (structure.output_size, structure.hidden_size)
+    if hidden is None:
+        h0, c0 = (x.new_zeros(rows, x.shape[1], width) for width in widths)
+        return h0, c0
+    if not isinstance(hidden, (tuple, list)) or len(hidden) != 2:
+        raise CustomModuleError.call_failed(path, "the state must be a pair (h, c)")
+    h, c = (_state(path, name, state, (rows, x.shape[1], width), batched)
+            for name, state, width in zip(("h", "c"), hidden, widths, strict=True))
+    return h, c
+
+
+def _state(path: str, name: str, state: Any, expected: tuple[int, Any, int], batched: bool) -> Tensor:
+    if not isinstance(state, Tensor):
+        raise CustomModuleError.call_failed(path, f"{name} must be a tensor, got {type(state).__name__}")
+    if state.dim() != (3 if batched else 2):
+        raise CustomModuleError.call_failed(
+            path, f"{name} must have {3 if batched else 2} dimensions like the input, got {state.dim()}"
+        )
+    batched_state = state if batched else state.unsqueeze(1)
+    if tuple(batched_state.shape) != expected:
+        raise CustomModuleError.call_failed(
+            path, f"{name} must have shape {expected}, got {tuple(batched_state.shape)}"
+        )
+    return batched_state
+
+
+def fake_layers(structure: LSTMStructure) -> RunLayers:
+    """``run_layers`` that computes shapes only."""
+
+    def run(x: Tensor, state: State) -> tuple[Tensor, State]:
+        width = structure.num_directions * structure.output_size
+        return x.new_empty(x.shape[0], x.shape[1], width), (
+            torch.empty_like(state[0]),
+            torch.empty_like(state[1]),
+        )
+
+    return run

@@ -1,0 +1,104 @@
+"""Swap custom modules: decide which modules become leaf calls, then put the leaf calls in.
+
+Deciding and changing are two functions; the model that is changed is the package's own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchq_compat.custom_modules.leaf_op import CaptureSession
+from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest, handlers
+from torchq_compat.decisions import Action, Decision
+from torchq_compat.legacy.custom_configs import PrepareSettings
+from torchq_compat.legacy.qconfig_mappings import QConfigRules
+from torchq_compat.specs.quantization_specs import OpSpecs
+from torchq_compat.specs.selectors import select_for_module
+
+__all__ = ["Swap", "apply_swaps", "decide_swaps"]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One module that becomes a leaf call.
+
+    Attributes:
+        paths: where the module stands; the first is its path in the graph, the others are aliases.
+        request: how to observe it, or None to leave it float behind an opaque call.
+    """
+
+    module: nn.Module
+    paths: tuple[str, ...]
+    handler: CustomModuleHandler
+    request: ObserveRequest | None
+
+
+def decide_swaps(
+    model: nn.Module, rules: QConfigRules, settings: PrepareSettings
+) -> tuple[list[Swap], list[Decision]]:
+    """Which modules of ``model`` become leaf calls, and the decisions about those that stay float."""
+    swaps: list[Swap] = []
+    decisions: list[Decision] = []
+    for module, paths in _modules_with_paths(model):
+        path = paths[0]
+        request, reason = _request(module, path, rules, settings)
+        mapped = settings.float_to_observed.get(type(module))
+        handler = next((h for h in handlers() if request and mapped and h.takes(type(module), mapped)), None)
+        if handler is not None and request is not None:
+            swaps.append(Swap(module, paths, handler, request))
+            decisions.append(Decision(path, type(module).__name__, Action.QUANTIZED, reason))
+            continue
+        remedy = next((r for h in handlers() if (r := h.remedy(module)) is not None), None)
+        if remedy is not None:
+            decisions.append(_left_float(module, path, rules, reason, remedy))
+        opaque = next((h for h in handlers() if h.is_opaque(module)), None)
+        if opaque is not None:
+            swaps.append(Swap(module, paths, opaque, None))
+    return swaps, decisions
+
+
+def apply_swaps(model: nn.Module, swaps: list[Swap], session: CaptureSession) -> None:
+    """Put a leaf caller in the place of every swapped module of ``model``."""
+    for swap in swaps:
+        caller = session.add(swap.paths[0], swap.handler.fake_call(swap.module))
+        for path in swap.paths:
+            model.set_submodule(path, caller)
+
+
+def _modules_with_paths(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path:
+            paths.setdefault(module, []).append(path)
+    for module, found in paths.items():
+        yield module, tuple(found)
+
+
+def _request(
+    module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings
+) -> tuple[ObserveRequest | None, str]:
+    mapped = settings.float_to_observed.get(type(module))
+    selection = select_for_module(rules, type(module), path)
+    if selection.qconfig is None:
+        return None, f"its qconfig is None ({selection.rule})"
+    if mapped is None:
+        return None, "no custom-module mapping for its class"
+    specs = OpSpecs(selection.qconfig)
+    if not specs.is_static:
+        return None, "its qconfig does not quantize activations statically"
+    request = ObserveRequest(module, path, mapped, selection.qconfig, specs)
+    return request, f"custom module {mapped.__name__}, qconfig from {selection.rule}"
+
+
+def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, remedy: str) -> Decision:
+    wanted = select_for_module(rules, type(module), path).qconfig is not None
+    return Decision(
+        path,
+        type(module).__name__,
+        Action.FLOAT,
+        f"{reason}; {remedy}" if wanted else reason,
+        warn=wanted,
+    )

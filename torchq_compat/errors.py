@@ -1,0 +1,181 @@
+"""Every error this package raises on purpose: what went wrong, where, and a ``Hint:`` what to do.
+
+The wording lives here, in classmethods, so that one place decides how the package speaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "CaptureError",
+    "ConfigError",
+    "ConvertError",
+    "CustomModuleError",
+    "InputError",
+    "ScriptError",
+    "TorchQCompatError",
+]
+
+
+class TorchQCompatError(Exception):
+    """Base of all errors of torchq_compat.
+
+    Args:
+        message: what is wrong and where (module path, setting).
+        hint: what the user can do about it.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{message}\nHint: {hint}" if hint else message)
+
+
+class InputError(TorchQCompatError, ValueError):
+    """Example inputs or call arguments that do not fit the model."""
+
+    @classmethod
+    def not_a_tuple(cls, found: object) -> InputError:
+        return cls(
+            f"example_inputs must be a tuple of the model's positional arguments, got {type(found).__name__}.",
+            hint="write example_inputs=(x,) with a trailing comma for a model of one argument.",
+        )
+
+    @classmethod
+    def missing(cls) -> InputError:
+        return cls(
+            "example_inputs is missing: torch.export captures the model by running it once.",
+            hint="pass a tuple with one example of every argument, e.g. prepare_fx(model, mapping, (x,)).",
+        )
+
+    @classmethod
+    def does_not_fit(cls, model: str, cause: BaseException) -> InputError:
+        return cls(
+            f"{model}.forward does not run on the example_inputs: {type(cause).__name__}: {cause}",
+            hint="check the number, shapes and dtypes of example_inputs by calling model(*example_inputs).",
+        )
+
+    @classmethod
+    def call_does_not_match(cls, reason: str, names: Iterable[str]) -> InputError:
+        return cls(
+            f"the captured model cannot be called like this: {reason}.",
+            hint=f"it takes the arguments of the example it was prepared with: ({', '.join(names)}).",
+        )
+
+    @classmethod
+    def fixed_size(cls, name: str, dimension: int, expected: int, found: int) -> InputError:
+        return cls(
+            f"argument {name!r} has size {found} in dimension {dimension}, "
+            f"but the captured model is fixed to {expected} there.",
+            hint="the model's own code depends on that size; capture it with the size you need, "
+            "or pass dynamic_shapes= to prepare_fx.",
+        )
+
+
+class ConfigError(TorchQCompatError, ValueError):
+    """A setting that cannot be read or that contradicts another one."""
+
+    @classmethod
+    def wrong_type(cls, setting: str, expected: str, found: object) -> ConfigError:
+        return cls(
+            f"{setting} must be {expected}, got {type(found).__name__}.",
+            hint=f"build it with the torch.ao.quantization class, or use the documented dict form of {setting}.",
+        )
+
+    @classmethod
+    def unknown_key(cls, setting: str, key: object, known: Iterable[str]) -> ConfigError:
+        return cls(
+            f"{setting} has the unknown key {key!r}.",
+            hint="the keys FX knows are: " + ", ".join(repr(k) for k in known) + ".",
+        )
+
+    @classmethod
+    def malformed(cls, setting: str, cause: BaseException) -> ConfigError:
+        return cls(
+            f"{setting} could not be read: {type(cause).__name__}: {cause}",
+            hint=f"compare it with the dict form that the torch.ao documentation of {setting} shows.",
+        )
+
+    @classmethod
+    def bad_regex(cls, pattern: str, cause: BaseException) -> ConfigError:
+        return cls(
+            f"module_name_regex {pattern!r} does not compile: {cause}",
+            hint="it is matched with re.match against the module path, e.g. r'encoder\\.layers\\.\\d+'.",
+        )
+
+    @classmethod
+    def not_a_constructor(cls, setting: str, found: object) -> ConfigError:
+        return cls(
+            f"{setting} is not an observer or fake-quantize constructor: {found!r}.",
+            hint="pass a class or Class.with_args(...), not an instance or its result.",
+        )
+
+    @classmethod
+    def not_supported(cls, setting: str, why: str, hint: str) -> ConfigError:
+        return cls(f"{setting} is not supported: {why}.", hint=hint)
+
+
+class CaptureError(TorchQCompatError):
+    """torch.export could not capture the model."""
+
+    @classmethod
+    def from_export(cls, model: str, location: str | None, cause: BaseException) -> CaptureError:
+        where = f" at {location}" if location else ""
+        first_line = str(cause).strip().split("\n", 1)[0]
+        return cls(
+            f"torch.export cannot capture {model}{where}: {type(cause).__name__}: {first_line}",
+            hint="control flow on tensor values has to become torch.where or torch.cond; "
+            "see the torch.export programming model. The model was not changed.",
+        )
+
+
+class CustomModuleError(TorchQCompatError):
+    """A custom module whose classes do not do what the mapping promises."""
+
+    @classmethod
+    def missing_method(cls, mapping: str, found: type, method: str, path: str = "") -> CustomModuleError:
+        where = f" for module {path!r}" if path else ""
+        return cls(
+            f"{found.__module__}.{found.__qualname__} in {mapping} has no classmethod {method!r}{where}.",
+            hint=f"give it a classmethod {method}(cls, module) that returns the module to use instead.",
+        )
+
+    @classmethod
+    def unusable_result(cls, path: str, method: str, found: object) -> CustomModuleError:
+        return cls(
+            f"{method} of the custom module at {path!r} returned {type(found).__name__}, "
+            "which this package cannot run.",
+            hint="return the object made by torchq_compat.lstm_utils, or a torch.ao.nn.quantizable.LSTM.",
+        )
+
+    @classmethod
+    def observed_by_fx(cls, path: str) -> CustomModuleError:
+        return cls(
+            f"the LSTM at {path!r} was observed by the FX engine.",
+            hint="import get_lstm_with_individually_observed_parts from torchq_compat.lstm_utils, "
+            "or start the script with 'torchq-compat run'.",
+        )
+
+    @classmethod
+    def call_failed(cls, path: str, problem: str) -> CustomModuleError:
+        return cls(
+            f"the call of module {path!r} is not valid: {problem}.",
+            hint="the module takes the same arguments as the float module it replaces.",
+        )
+
+
+class ConvertError(TorchQCompatError):
+    """convert_fx was given something it cannot convert."""
+
+    @classmethod
+    def not_prepared(cls, found: object) -> ConvertError:
+        return cls(
+            f"{type(found).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
+            hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first "
+            "and convert what it returns.",
+        )
+
+
+class ScriptError(TorchQCompatError):
+    """A script the command line was asked for cannot be run."""

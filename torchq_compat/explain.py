@@ -1,0 +1,64 @@
+"""``explain``: the decisions taken about a model, from the first module to the last part of a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.capture.origins import is_fx_leaf
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.registry import handler_of
+from torchq_compat.decisions import Action, Decision, Report
+from torchq_compat.graph_module import record_of
+
+__all__ = ["explain"]
+
+QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
+
+
+def explain(model: nn.Module) -> Report:
+    """What is quantized in ``model`` and what is not, and why.
+
+    Args:
+        model: a float, prepared or converted model.
+
+    Returns:
+        A printable report; ``report.as_dicts()`` and ``report.to_json()`` give it to machines.
+    """
+    record = record_of(model)
+    if record is None or not isinstance(model, GraphModule):
+        return Report(tuple(_of_float_model(model)))
+    nodes = {node.name: node for node in model.graph.nodes}
+    decisions: list[Decision] = []
+    for decision in record.decisions:
+        decisions.append(replace(decision, details=_details(model, nodes.get(decision.node))))
+        decisions.extend(_inside(model, decision))
+    return Report(tuple(decisions))
+
+
+def _of_float_model(model: nn.Module) -> Iterator[Decision]:
+    for path, module in model.named_modules():
+        if path and is_fx_leaf(module):
+            yield Decision(path, type(module).__name__, Action.FLOAT, "the model has not been prepared")
+
+
+def _inside(model: GraphModule, decision: Decision) -> Iterator[Decision]:
+    if decision.node or decision.action is Action.FLOAT:
+        return
+    leaf = dict(model.named_modules()).get(decision.path)
+    handler = handler_of(leaf)
+    if handler is not None and isinstance(leaf, LeafModule):
+        yield from handler.explain(leaf, decision.path)
+
+
+def _details(model: GraphModule, node: Node | None) -> dict[str, Any]:
+    for user in node.users if node else ():
+        if user.target is QUANTIZE:
+            _, scale, zero_point, _, _, dtype = user.args
+            return {"dtype": dtype, "scale": scale, "zero_point": zero_point}
+    return {}

@@ -1,0 +1,153 @@
+"""What prepare_fx and convert_fx return: a GraphModule that behaves like the model it came from."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Self
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
+from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
+
+from torchq_compat.decisions import Decision
+from torchq_compat.errors import InputError
+
+__all__ = ["CallSignature", "ModelRecord", "QuantizationGraphModule", "Stage", "record_of"]
+
+RECORD_KEY = "torchq_compat"
+#: Operators that compute something else in training.
+MODE_DEPENDENT = (torch.ops.aten.dropout.default, torch.ops.aten.batch_norm.default)
+
+
+class Stage(Enum):
+    PREPARED = "prepared"
+    CONVERTED = "converted"
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """How the captured model may be called.
+
+    Attributes:
+        names: the arguments it takes, in order; None if the float model takes ``*args``.
+        defaults: arguments of the float model that the example left at their default.
+        fixed_sizes: (argument, dimension) -> size, where capture fixed it.
+    """
+
+    names: tuple[str, ...] | None
+    defaults: Mapping[str, Any]
+    fixed_sizes: Mapping[tuple[str, int], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return cls(None, {})
+        given, left = parameters[: len(args)], parameters[len(args) :]
+        return cls(
+            tuple(p.name for p in given),
+            {p.name: p.default for p in left if p.kind is not p.VAR_KEYWORD},
+        )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """``args`` and ``kwargs`` as the positional arguments of the captured model.
+
+        Raises:
+            InputError: missing or unexpected arguments, or a size that capture fixed.
+        """
+        if self.names is None:
+            return args
+        order = (*self.names, *self.defaults)
+        if len(args) > len(order):
+            raise InputError.call_does_not_match(f"{len(args)} arguments were given", self.names)
+        given = dict(zip(order, args, strict=False))
+        for name, value in kwargs.items():
+            if name in given or name not in order:
+                raise InputError.call_does_not_match(f"unexpected or repeated argument {name!r}", self.names)
+            given[name] = value
+        for name, default in self.defaults.items():
+            if name in given and given[name] is not default:
+                raise InputError.call_does_not_match(
+                    f"{name!r} was not in example_inputs, so it is fixed to {default!r}", self.names
+                )
+        missing = [name for name in self.names if name not in given]
+        if missing:
+            raise InputError.call_does_not_match(f"missing argument {missing[0]!r}", self.names)
+        self._check_sizes(given)
+        return tuple(given[name] for name in self.names)
+
+    def _check_sizes(self, given: dict[str, Any]) -> None:
+        for (name, dimension), size in self.fixed_sizes.items():
+            value = given[name]
+            if isinstance(value, Tensor) and value.dim() > dimension and value.shape[dimension] != size:
+                raise InputError.fixed_size(name, dimension, size, value.shape[dimension])
+
+    def with_sizes_of(self, graph_module: GraphModule, args: tuple[Any, ...]) -> CallSignature:
+        """The same, with the sizes that are constants in ``graph_module``."""
+        if self.names is None:
+            return self
+        placeholders = iter(node for node in graph_module.graph.nodes if node.op == "placeholder")
+        fixed: dict[tuple[str, int], int] = {}
+        for name, arg in zip(self.names, args, strict=True):
+            for leaf in pytree.tree_leaves(arg):
+                value = next(placeholders).meta.get("val")
+                if leaf is arg and isinstance(value, Tensor):
+                    fixed |= {(name, i): s for i, s in enumerate(value.shape) if isinstance(s, int)}
+        return CallSignature(self.names, self.defaults, fixed)
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """What the package knows of a model it made; travels in ``GraphModule.meta`` through deepcopy."""
+
+    stage: Stage
+    signature: CallSignature
+    decisions: tuple[Decision, ...]
+    is_qat: bool
+
+
+class QuantizationGraphModule(GraphModule):
+    """A captured model that takes the float model's call forms, ``train()`` and ``eval()``."""
+
+    @classmethod
+    def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
+        """``graph_module`` as this class, with the ``preserved`` attributes of the float model."""
+        wrapped = cls(graph_module, graph_module.graph)
+        wrapped.meta.update(graph_module.meta)
+        wrapped.meta[RECORD_KEY] = record
+        # GraphModule.__deepcopy__ carries what stands under this key, and only that.
+        wrapped.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = dict(preserved)
+        for name, value in preserved.items():
+            setattr(wrapped, name, value)
+        return wrapped
+
+    @property
+    def record(self) -> ModelRecord:
+        record: ModelRecord = self.meta[RECORD_KEY]
+        return record
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*self.record.signature.bind(args, kwargs))
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch dropout and batch norm, in the graph and in every module it calls."""
+        super().train(mode)
+        if self._depends_on_mode():
+            (move_exported_model_to_train if mode else move_exported_model_to_eval)(self)
+        return self
+
+    def _depends_on_mode(self) -> bool:
+        return any(node.target in MODE_DEPENDENT for node in self.graph.nodes)
+
+
+def record_of(model: object) -> ModelRecord | None:
+    """The record of a model this package made; None for any other."""
+    meta = getattr(model, "meta", None)
+    record = meta.get(RECORD_KEY) if isinstance(meta, dict) else None
+    return record if isinstance(record, ModelRecord) else None

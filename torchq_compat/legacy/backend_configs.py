@@ -1,0 +1,88 @@
+"""BackendConfig, object or dict -> ``BackendTable``: pattern -> how it is observed and which dtypes it takes.
+
+The patterns are torch.ao's own objects; nothing is typed again here. A fused pattern is written in the order
+the ops run: ``(nn.Linear, nn.ReLU)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+# BackendConfig reads a sub-module of its package that the package does not import by itself.
+import torch.ao.quantization.backend_config.utils  # noqa: F401
+from torch.ao.quantization.backend_config import (
+    BackendConfig,
+    BackendPatternConfig,
+    DTypeConfig,
+    ObservationType,
+    get_native_backend_config,
+)
+
+from torchq_compat.errors import ConfigError
+from torchq_compat.legacy.dict_forms import read_dict_form
+from torchq_compat.legacy.qconfig_mappings import ObjectType
+
+__all__ = ["BackendTable", "PatternEntry", "read_backend_config"]
+
+Pattern = ObjectType | tuple[ObjectType, ...]
+
+
+@dataclass(frozen=True)
+class PatternEntry:
+    """One row of a BackendConfig."""
+
+    pattern: Pattern
+    observation_type: ObservationType
+    observation_type_by_tensor_count: Mapping[int, ObservationType]
+    dtype_configs: tuple[DTypeConfig, ...]
+
+    def observation_for(self, tensor_count: int) -> ObservationType:
+        """``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own."""
+        return self.observation_type_by_tensor_count.get(tensor_count, self.observation_type)
+
+
+@dataclass(frozen=True)
+class BackendTable:
+    """The patterns of a BackendConfig by the object types they name."""
+
+    name: str
+    entries: Mapping[Pattern, PatternEntry]
+
+    def find(self, *chain: tuple[ObjectType, ...]) -> PatternEntry | None:
+        """The entry of one op (one argument) or of a fused chain, each op given by all its object types."""
+        if len(chain) == 1:
+            return next((self.entries[t] for t in chain[0] if t in self.entries), None)
+        first, second = chain
+        return next((self.entries[a, b] for a in first for b in second if (a, b) in self.entries), None)
+
+
+def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> BackendTable:
+    """Read the config once; None is FX's default, the native backend.
+
+    Raises:
+        ConfigError: wrong type, unknown dict key.
+    """
+    if value is None:
+        value = get_native_backend_config()
+    if isinstance(value, dict):
+        value = read_dict_form("backend_config", value, ("name", "configs"), BackendConfig)
+    if not isinstance(value, BackendConfig):
+        raise ConfigError.wrong_type("backend_config", "a BackendConfig", value)
+    entries = {}
+    for config in value.configs:
+        pattern = config.pattern
+        if pattern is not None:
+            entries[pattern] = _entry(pattern, config)
+    return BackendTable(name=value.name, entries=MappingProxyType(entries))
+
+
+def _entry(pattern: Any, config: BackendPatternConfig) -> PatternEntry:
+    return PatternEntry(
+        pattern=pattern,
+        observation_type=config.observation_type,
+        observation_type_by_tensor_count=MappingProxyType(dict(config._num_tensor_args_to_observation_type)),
+        dtype_configs=tuple(config.dtype_configs),
+    )

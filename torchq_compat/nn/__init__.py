@@ -1,0 +1,1 @@
+"""Quantizable and quantized modules, as ``torch.ao.nn`` has them."""

@@ -1,0 +1,118 @@
+"""One graph through torchao: prepare with given specs, and convert with FX's ranges.
+
+The outer graph and every recurrent cell go through these two functions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activation_post_process
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+
+from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
+from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.weights import WeightObserver
+
+__all__ = ["convert_graph", "observer_nodes", "prepare_graph", "uncalibrated_observers"]
+
+SIXTEEN_BITS = (torch.int16, torch.uint16)
+
+
+def prepare_graph(graph_module: GraphModule, decided: Mapping[Node, NodeSpecs], *, is_qat: bool) -> GraphModule:
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``decided`` says."""
+    prepare = prepare_qat_pt2e if is_qat else prepare_pt2e
+    return _allow_train_eval(prepare(graph_module, SpecQuantizer(decided)))
+
+
+def convert_graph(prepared: GraphModule) -> GraphModule:
+    """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy."""
+    _observe_weights(prepared)
+    _freeze_activation_observers(prepared)
+    return _allow_train_eval(convert_pt2e(prepared))
+
+
+def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
+    """The nodes of a prepared graph that call an observer or fake-quantize, with that module."""
+    for node in graph_module.graph.nodes:
+        if node.op == "call_module":
+            module = graph_module.get_submodule(str(node.target))
+            if _is_activation_post_process(module):
+                yield node, module
+
+
+def uncalibrated_observers(graph_module: GraphModule) -> list[str]:
+    """Paths of the observers in ``graph_module`` that would quantize and have not seen a value."""
+    return [
+        str(node.target)
+        for node, module in observer_nodes(graph_module)
+        if not isinstance(module, WeightObserver) and _quantizes_static(module) and _has_seen_nothing(module)
+    ]
+
+
+def _allow_train_eval(graph_module: GraphModule) -> GraphModule:
+    """torchao makes train() and eval() of its graphs raise; legacy scripts call both."""
+    graph_module.__dict__.pop("train", None)
+    graph_module.__dict__.pop("eval", None)
+    return graph_module
+
+
+def _observe_weights(prepared: GraphModule) -> None:
+    for node, module in observer_nodes(prepared):
+        if isinstance(module, WeightObserver):
+            source = node.args[0]
+            assert isinstance(source, Node)
+            module.observe(_attribute(prepared, str(source.target)))
+
+
+def _attribute(root: nn.Module, path: str) -> Tensor:
+    parent, _, name = path.rpartition(".")
+    value = getattr(root.get_submodule(parent), name)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _freeze_activation_observers(prepared: GraphModule) -> None:
+    """Replace each static per-tensor observer by one with its final qparams and the range FX clamps to.
+
+    A reduced-range observer has quant_max 127, and PT2E's quantize op would saturate there; FX's saturates
+    at the dtype's own 255. Inside the calibrated range both give the same integers.
+    """
+    for node, module in observer_nodes(prepared):
+        if isinstance(module, WeightObserver) or not _quantizes_static(module):
+            continue
+        with warnings.catch_warnings():
+            # The warning about an observer that saw nothing is given once, by the caller, with paths.
+            warnings.simplefilter("ignore")
+            scale, zero_point = module.calculate_qparams()  # type: ignore[operator]
+        if scale.numel() != 1:
+            continue
+        dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
+        quant_min, quant_max = _range_of_quantize_op(module, dtype)
+        frozen = FixedQParamsObserver(
+            scale=float(scale), zero_point=int(zero_point), dtype=dtype, quant_min=quant_min, quant_max=quant_max
+        )
+        prepared.set_submodule(str(node.target), frozen)
+
+
+def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    source = getattr(module, "activation_post_process", module)
+    if isinstance(source, FixedQParamsObserver) or dtype in SIXTEEN_BITS:
+        return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]
+    return dtype_range(dtype)
+
+
+def _quantizes_static(module: nn.Module) -> bool:
+    return is_integer(module.dtype) and not getattr(module, "is_dynamic", False)  # type: ignore[arg-type]
+
+
+def _has_seen_nothing(module: nn.Module) -> bool:
+    for part in module.modules():
+        low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)
+        if isinstance(low, Tensor) and isinstance(high, Tensor):
+            return low.numel() == 0 or bool((low > high).any())
+    return False

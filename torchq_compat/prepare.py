@@ -1,0 +1,133 @@
+"""Prepare: read arguments in, observed model out; one stage after the other."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from torchq_compat.annotate.decide import LeafBoundary, decide_graph
+from torchq_compat.capture.export import capture, explain_failure
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, place_leaves
+from torchq_compat.custom_modules.leaf_op import CaptureSession
+from torchq_compat.custom_modules.swap import Swap, apply_swaps, decide_swaps
+from torchq_compat.decisions import Decision
+from torchq_compat.errors import InputError
+from torchq_compat.graph_module import CallSignature, ModelRecord, QuantizationGraphModule, Stage
+from torchq_compat.legacy.backend_configs import BackendTable
+from torchq_compat.legacy.custom_configs import PrepareSettings
+from torchq_compat.legacy.qconfig_mappings import QConfigRules
+from torchq_compat.observed_graph import prepare_graph
+from torchq_compat.specs.quantization_specs import OpSpecs
+
+__all__ = ["PrepareRequest", "QuantizationWarning", "prepare"]
+
+
+class QuantizationWarning(UserWarning):
+    """Something of the model is not what its QConfigMapping asks for."""
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """The arguments of prepare_fx or prepare_qat_fx, read."""
+
+    rules: QConfigRules
+    example_inputs: tuple[Any, ...]
+    settings: PrepareSettings
+    backend: BackendTable
+    dynamic_shapes: Any
+    is_qat: bool
+
+
+def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
+    """An observed copy of ``model``, which stays as it is.
+
+    Raises:
+        TorchQCompatError: see the doors in ``quantize_fx``.
+    """
+    _check_model(model)
+    working = copy.deepcopy(model)
+    working.train(request.is_qat)
+    signature = _signature(working, request.example_inputs)
+    swaps, decisions = decide_swaps(working, request.rules, request.settings)
+    graph_module = _capture_around(working, model, swaps, request)
+    boundaries = _boundaries(graph_module, swaps)
+    decided = decide_graph(
+        graph_module, working, request.rules, request.backend, boundaries, _kept_float(working, request.settings)
+    )
+    signature = signature.with_sizes_of(graph_module, request.example_inputs)
+    prepared = prepare_graph(graph_module, decided.specs, is_qat=request.is_qat)
+    record = ModelRecord(Stage.PREPARED, signature, (*decisions, *decided.decisions), request.is_qat)
+    preserved = {name: getattr(working, name) for name in request.settings.preserved_attributes if hasattr(working, name)}
+    _warn(record.decisions)
+    return QuantizationGraphModule.wrap(prepared, record, preserved)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"the model must be an nn.Module, got {type(model).__name__}.", hint="pass the float model itself."
+        )
+
+
+def _signature(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
+    try:
+        return CallSignature.of(model, args)
+    except ValueError as cause:
+        raise InputError.does_not_fit(type(model).__name__, cause) from cause
+
+
+def _capture_around(
+    working: nn.Module, model: nn.Module, swaps: list[Swap], request: PrepareRequest
+) -> GraphModule:
+    """Capture ``working`` with leaf calls, then put the observed modules behind them."""
+    session = CaptureSession()
+    apply_swaps(working, swaps, session)
+    try:
+        with session.active():
+            graph_module = capture(working, request.example_inputs, request.dynamic_shapes)
+    except Exception as cause:
+        raise explain_failure(model, request.example_inputs, cause) from cause
+    called = [swap for swap in swaps if session.layouts(swap.paths[0])]
+    place_leaves(graph_module, session, {swap.paths[0]: _behind(swap) for swap in called})
+    return graph_module
+
+
+def _behind(swap: Swap) -> nn.Module:
+    if swap.request is None:
+        return swap.module
+    observed = swap.handler.observe(swap.request)
+    observed.observed_class = swap.request.observed_class
+    return observed
+
+
+def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Any, LeafBoundary]:
+    by_path = {swap.paths[0]: swap for swap in swaps}
+    boundaries = {}
+    for node in leaf_nodes(graph_module):
+        swap = by_path[str(node.target)]
+        leaf = graph_module.get_submodule(str(node.target))
+        assert isinstance(leaf, LeafModule)
+        assert swap.request is not None
+        boundaries[node] = LeafBoundary(swap.request.specs.activation, swap.handler.output_dtype(leaf))
+    return boundaries
+
+
+def _kept_float(model: nn.Module, settings: PrepareSettings) -> tuple[str, ...]:
+    classes = settings.kept_float_classes
+    return (*settings.kept_float_names, *(p for p, m in model.named_modules() if type(m) in classes))
+
+
+def _warn(decisions: tuple[Decision, ...]) -> None:
+    for decision in decisions:
+        if decision.warn:
+            warnings.warn(
+                f"{decision.kind} at {decision.path!r} stays float: {decision.reason}",
+                QuantizationWarning,
+                stacklevel=4,
+            )

@@ -1,0 +1,222 @@
+"""``torch.ao.quantization.quantize_fx`` on PT2E: the same functions, arguments and meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.ao.quantization import QConfigMapping
+from torch.ao.quantization.backend_config import BackendConfig
+from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
+from torch.fx import GraphModule
+
+from torchq_compat.convert import convert_to_reference
+from torchq_compat.errors import ConfigError, InputError
+from torchq_compat.legacy.backend_configs import read_backend_config
+from torchq_compat.legacy.custom_configs import (
+    read_convert_custom_config,
+    read_fuse_custom_config,
+    read_prepare_custom_config,
+)
+from torchq_compat.legacy.qconfig_mappings import read_qconfig_mapping
+from torchq_compat.prepare import PrepareRequest, prepare
+
+__all__ = [
+    "convert_fx",
+    "convert_to_reference_fx",
+    "fuse_fx",
+    "get_default_convert_custom_config",
+    "get_default_prepare_custom_config",
+    "prepare_fx",
+    "prepare_qat_fx",
+]
+
+_MISSING: Any = object()
+
+
+def prepare_fx(
+    model: nn.Module,
+    qconfig_mapping: QConfigMapping | dict[str, Any],
+    example_inputs: tuple[Any, ...] = _MISSING,
+    prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
+    _equalization_config: QConfigMapping | dict[str, Any] | None = None,
+    backend_config: BackendConfig | dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+) -> GraphModule:
+    """Prepare a model for post-training quantization.
+
+    Legacy: ``torch.ao.quantization.quantize_fx.prepare_fx``. The returned model observes in evaluation mode;
+    ``model`` itself is not touched and shares no storage with it.
+
+    Args:
+        model: the float model.
+        qconfig_mapping: a QConfigMapping or its dict form.
+        example_inputs: one example of every positional argument; only their structure, dtypes and ranks
+            matter, every size stays free unless the model fixes it.
+        prepare_custom_config: a PrepareCustomConfig or its dict form.
+        backend_config: a BackendConfig or its dict form; default: torch.ao's native backend.
+        dynamic_shapes: which sizes stay free, as ``torch.export.export`` takes it.
+
+    Raises:
+        InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
+        ConfigError: a setting that cannot be read or is not carried over.
+        CaptureError: torch.export cannot capture the model; names the user's line.
+        CustomModuleError: an observed class that does not do what the mapping promises.
+    """
+    return _prepare(
+        model,
+        qconfig_mapping,
+        example_inputs,
+        prepare_custom_config,
+        _equalization_config,
+        backend_config,
+        dynamic_shapes,
+        is_qat=False,
+    )
+
+
+def prepare_qat_fx(
+    model: nn.Module,
+    qconfig_mapping: QConfigMapping | dict[str, Any],
+    example_inputs: tuple[Any, ...] = _MISSING,
+    prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
+    _equalization_config: QConfigMapping | dict[str, Any] | None = None,
+    backend_config: BackendConfig | dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+) -> GraphModule:
+    """Prepare a model for quantization-aware training; the arguments are those of ``prepare_fx``.
+
+    Legacy: ``torch.ao.quantization.quantize_fx.prepare_qat_fx``. The returned model is in training mode.
+    """
+    return _prepare(
+        model,
+        qconfig_mapping,
+        example_inputs,
+        prepare_custom_config,
+        _equalization_config,
+        backend_config,
+        dynamic_shapes,
+        is_qat=True,
+    )
+
+
+def convert_fx(
+    graph_module: GraphModule,
+    convert_custom_config: ConvertCustomConfig | dict[str, Any] | None = None,
+    _remove_qconfig: bool = True,
+    qconfig_mapping: QConfigMapping | dict[str, Any] | None = None,
+    backend_config: BackendConfig | dict[str, Any] | None = None,
+    keep_original_weights: bool = False,
+) -> GraphModule:
+    """Convert a calibrated or trained model.
+
+    Legacy: ``torch.ao.quantization.quantize_fx.convert_fx``. Until this package lowers to integer kernels it
+    returns the q-dq graph of ``convert_to_reference_fx``. ``_remove_qconfig``, ``backend_config`` and
+    ``keep_original_weights`` concern FX's lowering and change nothing here.
+
+    Raises:
+        ConvertError: ``graph_module`` was not prepared by this package.
+        ConfigError: a setting that cannot be read or is not carried over.
+    """
+    _refuse_mapping(qconfig_mapping)
+    return convert_to_reference(graph_module, read_convert_custom_config(convert_custom_config))
+
+
+def convert_to_reference_fx(
+    graph_module: GraphModule,
+    convert_custom_config: ConvertCustomConfig | dict[str, Any] | None = None,
+    _remove_qconfig: bool = True,
+    qconfig_mapping: QConfigMapping | dict[str, Any] | None = None,
+    backend_config: BackendConfig | dict[str, Any] | None = None,
+) -> GraphModule:
+    """Convert to the portable q-dq graph of ``quantized_decomposed`` operators.
+
+    Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``. Errors: see ``convert_fx``.
+    """
+    _refuse_mapping(qconfig_mapping)
+    return convert_to_reference(graph_module, read_convert_custom_config(convert_custom_config))
+
+
+def fuse_fx(
+    model: nn.Module,
+    fuse_custom_config: FuseCustomConfig | dict[str, Any] | None = None,
+    backend_config: BackendConfig | dict[str, Any] | None = None,
+) -> nn.Module:
+    """Nothing to do: PT2E fuses while it prepares.
+
+    Legacy: ``torch.ao.quantization.quantize_fx.fuse_fx`` folds batch norm into convolutions and joins ReLU
+    to what it follows. ``prepare_fx`` here does both on the exported graph, so the model is returned as it
+    is, after the same checks.
+
+    Raises:
+        InputError: the model is in training mode, as in FX.
+        ConfigError: a setting that cannot be read.
+    """
+    read_fuse_custom_config(fuse_custom_config)
+    read_backend_config(backend_config)
+    if model.training:
+        raise InputError("fuse_fx works on a model in evaluation mode.", hint="call model.eval() first.")
+    return model
+
+
+def get_default_prepare_custom_config() -> PrepareCustomConfig:
+    """A config that maps ``nn.LSTM`` to the quantizable LSTM."""
+    from torchq_compat.nn import quantizable
+
+    return PrepareCustomConfig().set_float_to_observed_mapping(nn.LSTM, quantizable.LSTM)
+
+
+def get_default_convert_custom_config() -> ConvertCustomConfig:
+    """The converting half of ``get_default_prepare_custom_config``."""
+    from torchq_compat.nn import quantizable, quantized
+
+    return ConvertCustomConfig().set_observed_to_quantized_mapping(quantizable.LSTM, quantized.LSTM)
+
+
+def _prepare(
+    model: nn.Module,
+    qconfig_mapping: Any,
+    example_inputs: Any,
+    prepare_custom_config: Any,
+    equalization_config: Any,
+    backend_config: Any,
+    dynamic_shapes: Any,
+    *,
+    is_qat: bool,
+) -> GraphModule:
+    if equalization_config is not None:
+        raise ConfigError.not_supported(
+            "_equalization_config",
+            "PT2E has no input-weight equalization",
+            "leave it out; per-channel weights give most of its gain.",
+        )
+    request = PrepareRequest(
+        rules=read_qconfig_mapping(qconfig_mapping),
+        example_inputs=_read_example_inputs(example_inputs),
+        settings=read_prepare_custom_config(prepare_custom_config),
+        backend=read_backend_config(backend_config),
+        dynamic_shapes=dynamic_shapes,
+        is_qat=is_qat,
+    )
+    return prepare(model, request)
+
+
+def _read_example_inputs(value: Any) -> tuple[Any, ...]:
+    if value is _MISSING or value is None:
+        raise InputError.missing()
+    if isinstance(value, list):
+        value = tuple(value)
+    if not isinstance(value, tuple):
+        raise InputError.not_a_tuple(value)
+    return value
+
+
+def _refuse_mapping(qconfig_mapping: Any) -> None:
+    if qconfig_mapping is not None:
+        raise ConfigError.not_supported(
+            "convert_fx: qconfig_mapping",
+            "this release cannot switch quantization off at convert",
+            "set the modules' qconfig to None in the mapping given to prepare_fx.",
+        )

@@ -1,0 +1,1 @@
+"""Translate: QConfig -> QuantizationSpec, selectors, object types. Pure functions, no graph."""

@@ -1,0 +1,29 @@
+"""torch.ao's quantized dtypes -> the plain integer dtypes that PT2E graphs carry."""
+
+from __future__ import annotations
+
+import torch
+from torchao.quantization.pt2e.utils import to_underlying_dtype
+
+__all__ = ["FLOAT_DTYPES", "dtype_range", "is_integer", "plain_dtype"]
+
+FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+
+def plain_dtype(dtype: torch.dtype) -> torch.dtype:
+    """quint8 -> uint8, qint8 -> int8, qint32 -> int32; a float dtype stays what it is."""
+    if dtype in FLOAT_DTYPES:
+        return dtype
+    plain: torch.dtype = to_underlying_dtype(dtype)
+    return plain
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype is a quantized one."""
+    return dtype not in FLOAT_DTYPES and dtype is not torch.bool
+
+
+def dtype_range(dtype: torch.dtype) -> tuple[int, int]:
+    """Smallest and largest value of an integer dtype, torch.ao's quantized ones included."""
+    info = torch.iinfo(plain_dtype(dtype))
+    return info.min, info.max

@@ -1,0 +1,98 @@
+"""Grids: the affine quantization grids a tensor can lie on, as frozen values.
+
+A grid turns floats into the integers of its dtype and back: ``q = clamp(round(x / scale) + zero_point)``,
+``x = (q - zero_point) * scale``, the ``quantized_decomposed`` operators of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.ao.quantization.fx._decomposed  # noqa: F401  (registers quantized_decomposed)
+from torch import Tensor
+
+__all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along"]
+
+OPS = torch.ops.quantized_decomposed
+
+
+@dataclass(frozen=True)
+class PerTensorGrid:
+    """One scale and zero point for the whole tensor."""
+
+    scale: float
+    zero_point: int
+    quant_min: int
+    quant_max: int
+    dtype: torch.dtype
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """Floats to integers of ``dtype``."""
+        q: Tensor = OPS.quantize_per_tensor(
+            x.float(), self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
+        )
+        return q
+
+    def dequantize(self, q: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+        """Integers to floats of ``out_dtype``."""
+        x: Tensor = OPS.dequantize_per_tensor(
+            q, self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
+        )
+        return x.to(out_dtype)
+
+
+@dataclass(frozen=True)
+class PerChannelGrid:
+    """A scale and zero point for every index of dimension ``axis``."""
+
+    scales: tuple[float, ...]
+    zero_points: tuple[int, ...]
+    axis: int
+    quant_min: int
+    quant_max: int
+    dtype: torch.dtype
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``scales`` (float32) and ``zero_points`` (int64), each of shape (channels,)."""
+        return torch.tensor(self.scales, device=device), torch.tensor(self.zero_points, device=device)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """Floats to integers of ``dtype``."""
+        scales, zero_points = self.tensors(x.device)
+        q: Tensor = OPS.quantize_per_channel(
+            x.float(), scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
+        )
+        return q
+
+    def dequantize(self, q: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+        """Integers to floats of ``out_dtype``."""
+        scales, zero_points = self.tensors(q.device)
+        x: Tensor = OPS.dequantize_per_channel(
+            q, scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
+        )
+        return x.to(out_dtype)
+
+
+Grid = PerTensorGrid | PerChannelGrid
+
+
+def combine_along(axis: int, pieces: list[tuple[PerTensorGrid, int]]) -> Grid | None:
+    """The grid of a tensor put together from ``pieces`` along ``axis``, each (grid, size along the axis).
+
+    One grid stays one grid. Different qparams of one dtype become per-channel, so that nothing is
+    requantized. Different dtypes have no common grid: None.
+    """
+    first = pieces[0][0]
+    if all(grid == first for grid, _ in pieces):
+        return first
+    if any((g.dtype, g.quant_min, g.quant_max) != (first.dtype, first.quant_min, first.quant_max) for g, _ in pieces):
+        return None
+    return PerChannelGrid(
+        scales=tuple(grid.scale for grid, size in pieces for _ in range(size)),
+        zero_points=tuple(grid.zero_point for grid, size in pieces for _ in range(size)),
+        axis=axis,
+        quant_min=first.quant_min,
+        quant_max=first.quant_max,
+        dtype=first.dtype,
+    )

@@ -1,0 +1,257 @@
+"""torch.ao observer or fake-quantize -> the torchao one that PT2E understands.
+
+Legacy objects inside a torchao QuantizationSpec prepare and calibrate without an error and yield no q-dq at
+all, because torchao tests for its own base classes. A class that torchao has under the same name is rebuilt
+from the attributes of a legacy instance; any other class, a user's own, is wrapped in an adapter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.ao.quantization.fake_quantize as legacy_fake_quantize
+import torch.ao.quantization.observer as legacy_observer
+import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
+import torchao.quantization.pt2e.observer as pt2e_observer
+from torch import Tensor, nn
+
+from torchq_compat.errors import ConfigError
+from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+
+__all__ = [
+    "LegacyFakeQuantizeAdapter",
+    "LegacyObserverAdapter",
+    "ObserverConstructor",
+    "ObserverSettings",
+    "fixed_qparams_constructor",
+    "translate_constructor",
+]
+
+LegacyConstructor = Callable[[], nn.Module]
+PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
+LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
+# Attributes whose name differs from the constructor's argument.
+ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
+
+
+@dataclass(frozen=True)
+class ObserverSettings:
+    """What an observer says about the quantized tensor: plain dtype, range of the observer, scheme, axis."""
+
+    dtype: torch.dtype
+    qscheme: torch.qscheme
+    quant_min: int | None
+    quant_max: int | None
+    ch_axis: int | None
+    is_dynamic: bool
+    is_fake_quantize: bool
+    has_fixed_qparams: bool
+    reuses_input: bool
+    observer_type: type[nn.Module]
+
+
+class ObserverConstructor:
+    """Makes torchao observers that do what one legacy constructor's observers do.
+
+    torchao's prepare calls ``constructor.with_args(**spec)()`` and reads ``constructor.__name__``. Everything
+    the spec repeats is already in the legacy constructor, so ``with_args`` changes nothing.
+
+    Args:
+        legacy: a torch.ao or torchao observer or fake-quantize class, or ``Class.with_args(...)``.
+        setting: the name of the setting it came from, for error messages.
+
+    Raises:
+        ConfigError: ``legacy`` is no such constructor.
+    """
+
+    def __init__(self, legacy: LegacyConstructor, setting: str = "qconfig") -> None:
+        self.legacy = legacy
+        self.setting = setting
+        self.settings = _settings_of(self())
+        self.__name__ = "PerChannelObserver" if self.settings.ch_axis is not None else "Observer"
+
+    def with_args(self, **_spec: Any) -> ObserverConstructor:
+        return self
+
+    def __call__(self) -> nn.Module:
+        with warnings.catch_warnings():
+            # Both libraries warn about reduce_range; the user's script chose it, not this package.
+            warnings.simplefilter("ignore")
+            return _translate(self._make_legacy())
+
+    def _make_legacy(self) -> nn.Module:
+        if not callable(self.legacy) or isinstance(self.legacy, nn.Module):
+            raise ConfigError.not_a_constructor(self.setting, self.legacy)
+        try:
+            made = self.legacy()
+        except TypeError as cause:
+            raise ConfigError.not_a_constructor(self.setting, self.legacy) from cause
+        if not isinstance(made, (*PT2E_BASES, *LEGACY_BASES)):
+            raise ConfigError.not_a_constructor(self.setting, self.legacy)
+        return made
+
+
+def translate_constructor(legacy: LegacyConstructor, setting: str = "qconfig") -> ObserverConstructor:
+    """``legacy`` as a constructor of torchao observers; one already translated is returned as it is."""
+    if isinstance(legacy, ObserverConstructor):
+        return legacy
+    return ObserverConstructor(legacy, setting)
+
+
+def fixed_qparams_constructor(
+    scale: float, zero_point: int, dtype: torch.dtype, *, fake_quantize: bool
+) -> ObserverConstructor:
+    """Observers that always report ``scale`` and ``zero_point``, over the whole range of ``dtype``."""
+    quant_min, quant_max = dtype_range(dtype)
+    observer = pt2e_observer.FixedQParamsObserver.with_args(
+        scale=scale, zero_point=zero_point, dtype=plain_dtype(dtype), quant_min=quant_min, quant_max=quant_max
+    )
+    if fake_quantize:
+        return ObserverConstructor(pt2e_fake_quantize.FixedQParamsFakeQuantize.with_args(observer=observer))
+    return ObserverConstructor(observer)
+
+
+def _translate(made: nn.Module) -> nn.Module:
+    if isinstance(made, PT2E_BASES):
+        return made
+    mirror = _mirror_class(type(made))
+    if isinstance(made, legacy_fake_quantize.FakeQuantizeBase):
+        inner = getattr(made, "activation_post_process", None)
+        if mirror is None or inner is None:
+            return LegacyFakeQuantizeAdapter(made)
+        return mirror(observer=lambda **_: _translate(inner))
+    if mirror is None:
+        return LegacyObserverAdapter(made)
+    return mirror(**_arguments_from_attributes(mirror, made))
+
+
+def _mirror_class(legacy_class: type[nn.Module]) -> Callable[..., nn.Module] | None:
+    """torchao's class of the same name, for torch.ao's own classes only: a user may reuse a name."""
+    pairs = ((legacy_observer, pt2e_observer), (legacy_fake_quantize, pt2e_fake_quantize))
+    for legacy_module, pt2e_module in pairs:
+        name = legacy_class.__name__
+        if getattr(legacy_module, name, None) is legacy_class:
+            mirror: Callable[..., nn.Module] | None = getattr(pt2e_module, name, None)
+            return mirror
+    return None
+
+
+def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name in inspect.signature(mirror).parameters:
+        attribute = ATTRIBUTE_OF_ARGUMENT.get(name, name)
+        if hasattr(made, attribute):
+            arguments[name] = _plain_value(getattr(made, attribute))
+    if not getattr(made, "has_customized_qrange", True):
+        arguments.pop("quant_min", None)
+        arguments.pop("quant_max", None)
+    if isinstance(made, legacy_observer.FixedQParamsObserver):
+        arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
+    return arguments
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return plain_dtype(value) if isinstance(value, torch.dtype) else value
+
+
+def _fixed_qparams_range(made: legacy_observer.FixedQParamsObserver) -> tuple[int, int]:
+    """The range to clamp to.
+
+    FixedQParamsObserver carries 0..255 for every dtype when the user gave no range. FX's quantize op ignores
+    it, PT2E's clamps with it, which turns a 32-bit part into zeros; so the dtype's own range is taken then.
+    """
+    if (made.quant_min, made.quant_max) == (0, 255):
+        return dtype_range(made.dtype)
+    return made.quant_min, made.quant_max
+
+
+def _settings_of(made: nn.Module) -> ObserverSettings:
+    dtype = plain_dtype(made.dtype)  # type: ignore[arg-type]
+    source = getattr(made, "activation_post_process", made)
+    ch_axis = getattr(source, "ch_axis", None)
+    qscheme = getattr(source, "qscheme", None) or torch.per_tensor_affine
+    per_channel = qscheme in (
+        torch.per_channel_affine,
+        torch.per_channel_symmetric,
+        torch.per_channel_affine_float_qparams,
+    )
+    return ObserverSettings(
+        dtype=dtype,
+        qscheme=qscheme,
+        quant_min=getattr(source, "quant_min", None),
+        quant_max=getattr(source, "quant_max", None),
+        ch_axis=int(ch_axis) if per_channel and ch_axis is not None else None,
+        is_dynamic=bool(getattr(made, "is_dynamic", False)),
+        is_fake_quantize=isinstance(made, pt2e_fake_quantize.FakeQuantizeBase),
+        has_fixed_qparams=isinstance(source, pt2e_observer.FixedQParamsObserver),
+        reuses_input=isinstance(source, pt2e_observer.ReuseInputObserver),
+        observer_type=type(source.legacy) if hasattr(source, "legacy") else type(source),
+    )
+
+
+def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
+    """Put what torchao's convert reads on the adapter itself."""
+    dtype = plain_dtype(legacy.dtype)  # type: ignore[arg-type]
+    low, high = dtype_range(dtype) if is_integer(dtype) else (None, None)
+    source = getattr(legacy, "activation_post_process", legacy)
+
+    def first_given(name: str, default: Any) -> Any:
+        for owner in (legacy, source):
+            if getattr(owner, name, None) is not None:
+                return getattr(owner, name)
+        return default
+
+    adapter.dtype = dtype  # type: ignore[assignment]
+    adapter.qscheme = first_given("qscheme", torch.per_tensor_affine)
+    adapter.quant_min = first_given("quant_min", low)
+    adapter.quant_max = first_given("quant_max", high)
+    adapter.is_dynamic = bool(getattr(legacy, "is_dynamic", False))  # type: ignore[assignment]
+    if first_given("ch_axis", None) is not None:
+        adapter.ch_axis = first_given("ch_axis", None)
+
+
+class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
+    """A user's own torch.ao observer, as a torchao one. The user's object does the observing."""
+
+    def __init__(self, legacy: nn.Module) -> None:
+        super().__init__(dtype=plain_dtype(legacy.dtype))  # type: ignore[arg-type]
+        self.legacy = legacy
+        _copy_settings(self, legacy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.legacy(x)
+        return x
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        scale, zero_point = self.legacy.calculate_qparams()  # type: ignore[operator]
+        return scale, zero_point
+
+
+class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
+    """A user's own torch.ao fake-quantize, as a torchao one."""
+
+    def __init__(self, legacy: nn.Module) -> None:
+        super().__init__()
+        self.legacy = legacy
+        _copy_settings(self, legacy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fake_quantized: Tensor = self.legacy(x)
+        return fake_quantized
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        scale, zero_point = self.legacy.calculate_qparams()  # type: ignore[operator]
+        return scale, zero_point
+
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        self.legacy.enable_fake_quant(enabled)  # type: ignore[operator]
+
+    def enable_observer(self, enabled: bool = True) -> None:
+        self.legacy.enable_observer(enabled)  # type: ignore[operator]
