@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -17,7 +16,7 @@ from torchq_compat.errors import ConvertError
 from torchq_compat.graph_module import QuantizationGraphModule, Stage, record_of
 from torchq_compat.legacy.custom_configs import ConvertSettings
 from torchq_compat.observed_graph import convert_graph, uncalibrated_observers
-from torchq_compat.prepare import QuantizationWarning
+from torchq_compat.user_warnings import warn_user
 
 __all__ = ["convert_to_reference"]
 
@@ -65,9 +64,7 @@ def _warn_if_uncalibrated(working: GraphModule) -> None:
             unseen.extend(f"{path}.{name}" for name in handler.uncalibrated(leaf))
     if unseen:
         shown = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")
-        warnings.warn(
+        warn_user(
             f"{len(unseen)} observers have seen no data, so their qparams mean nothing: {shown}. "
-            "Run the prepared model on calibration data before converting it.",
-            QuantizationWarning,
-            stacklevel=4,
+            "Run the prepared model on calibration data before converting it."
         )

@@ -66,14 +66,7 @@ def _observe_weights(prepared: GraphModule) -> None:
         if isinstance(module, WeightObserver):
             source = node.args[0]
             assert isinstance(source, Node)
-            module.observe(_attribute(prepared, str(source.target)))
-
-
-def _attribute(root: nn.Module, path: str) -> Tensor:
-    parent, _, name = path.rpartition(".")
-    value = getattr(root.get_submodule(parent), name)
-    assert isinstance(value, Tensor)
-    return value
+            module.observe_attribute(prepared, str(source.target))
 
 
 def _freeze_activation_observers(prepared: GraphModule) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.fx import GraphModule
 
 from torchq_compat.annotate.decide import LeafBoundary, decide_graph
 from torchq_compat.capture.export import capture, explain_failure
+from torchq_compat.capture.identities import show_identities
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, place_leaves
 from torchq_compat.custom_modules.leaf_op import CaptureSession
@@ -23,13 +23,9 @@ from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.legacy.custom_configs import PrepareSettings
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.observed_graph import prepare_graph
-from torchq_compat.specs.quantization_specs import OpSpecs
+from torchq_compat.user_warnings import warn_user
 
-__all__ = ["PrepareRequest", "QuantizationWarning", "prepare"]
-
-
-class QuantizationWarning(UserWarning):
-    """Something of the model is not what its QConfigMapping asks for."""
+__all__ = ["PrepareRequest", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +84,7 @@ def _capture_around(
     """Capture ``working`` with leaf calls, then put the observed modules behind them."""
     session = CaptureSession()
     apply_swaps(working, swaps, session)
+    show_identities(working)
     try:
         with session.active():
             graph_module = capture(working, request.example_inputs, request.dynamic_shapes)
@@ -100,6 +97,8 @@ def _capture_around(
 
 def _behind(swap: Swap) -> nn.Module:
     if swap.request is None:
+        # torchao's convert reads .qconfig of every module class FX could quantize dynamically.
+        swap.module.qconfig = None
         return swap.module
     observed = swap.handler.observe(swap.request)
     observed.observed_class = swap.request.observed_class
@@ -126,8 +125,4 @@ def _kept_float(model: nn.Module, settings: PrepareSettings) -> tuple[str, ...]:
 def _warn(decisions: tuple[Decision, ...]) -> None:
     for decision in decisions:
         if decision.warn:
-            warnings.warn(
-                f"{decision.kind} at {decision.path!r} stays float: {decision.reason}",
-                QuantizationWarning,
-                stacklevel=4,
-            )
+            warn_user(f"{decision.kind} at {decision.path!r} stays float: {decision.reason}")

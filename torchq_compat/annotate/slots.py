@@ -25,48 +25,39 @@ class Slots:
 
     def __init__(self) -> None:
         self._specs: dict[Slot, QuantizationSpecBase] = {}
-        self._leader: dict[Slot, Slot] = {}
+        #: The slot whose observer a slot uses; itself for an observer of its own.
+        self._observer: dict[Slot, Slot] = {}
 
     def __contains__(self, slot: Slot) -> bool:
-        return slot in self._specs
+        return slot in self._observer
 
     def observe(self, slot: Slot, spec: QuantizationSpecBase) -> None:
-        """Give ``slot`` an observer made from ``spec``."""
+        """Give ``slot`` an observer of its own, made from ``spec``."""
         self._specs[slot] = spec
-        self._leader[slot] = slot
+        self._observer[slot] = slot
 
     def share(self, slot: Slot, leader: Slot) -> None:
-        """Let ``slot``, and all that share with it, use the observer of ``leader``."""
-        root = self._root(leader)
-        spec = self._specs[root]
-        if slot in self._specs:
-            self._leader[self._root(slot)] = root
-        else:
-            self._leader[slot] = root
-        self._specs[slot] = spec
+        """Let ``slot`` use the observer of ``leader``. As in FX this is about ``slot`` alone: others that
+        share with it keep the observer they have."""
+        self._observer[slot] = self._observer[leader]
 
     def node_specs(self, nodes: Iterable[Node]) -> dict[Node, NodeSpecs]:
-        """The slots as torchao wants them: the first slot of a group carries the spec, the others point
+        """The slots as torchao wants them: the first slot of an observer carries the spec, the others point
         to it. torchao makes observers in graph order, edges of a node before its output."""
         decided: dict[Node, NodeSpecs] = {}
-        first_of_group: dict[Slot, Slot] = {}
+        first_with: dict[Slot, Slot] = {}
         for node in nodes:
             specs = NodeSpecs()
             for producer in node.all_input_nodes:
-                if (producer, node) in self._specs:
-                    specs.inputs[producer] = self._emit((producer, node), first_of_group)
-            if node in self._specs:
-                specs.output = self._emit(node, first_of_group)
+                if (producer, node) in self._observer:
+                    specs.inputs[producer] = self._emit((producer, node), first_with)
+            if node in self._observer:
+                specs.output = self._emit(node, first_with)
             if specs:
                 decided[node] = specs
         return decided
 
-    def _emit(self, slot: Slot, first_of_group: dict[Slot, Slot]) -> QuantizationSpecBase:
-        root = self._root(slot)
-        first = first_of_group.setdefault(root, slot)
-        return self._specs[root] if first == slot else SharedQuantizationSpec(first)
-
-    def _root(self, slot: Slot) -> Slot:
-        while self._leader[slot] != slot:
-            slot = self._leader[slot]
-        return slot
+    def _emit(self, slot: Slot, first_with: dict[Slot, Slot]) -> QuantizationSpecBase:
+        observer = self._observer[slot]
+        first = first_with.setdefault(observer, slot)
+        return self._specs[observer] if first == slot else SharedQuantizationSpec(first)

@@ -35,6 +35,10 @@ class Structure:
         tensors = [leaf for leaf, tensor in zip(leaves, is_tensor, strict=True) if tensor]
         return cls(spec, constants, is_tensor), tensors
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
+        """A frozen value; copying its TreeSpec would warn from inside torch."""
+        return self
+
     def put_together(self, tensors: Any) -> Any:
         """The nested structure around ``tensors`` (of any type: graph nodes as well)."""
         remaining = iter(tensors)

@@ -1,0 +1,23 @@
+"""Warnings that point at the user's line, however deep in the package they are raised."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+__all__ = ["QuantizationWarning", "warn_user"]
+
+PACKAGE = str(Path(__file__).parent)
+
+
+class QuantizationWarning(UserWarning):
+    """Something of the model is not what its configuration asks for."""
+
+
+def warn_user(message: str) -> None:
+    """Warn with a ``QuantizationWarning`` located at the first caller outside this package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, QuantizationWarning, stacklevel=level)
