@@ -112,6 +112,21 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def missing_qconfig(cls) -> ConfigError:
+        return cls(
+            "the float LSTM has no qconfig, so its parts without a constructor cannot be observed.",
+            hint="prepare_fx sets it before it calls from_float; on your own, set float_lstm.qconfig first.",
+        )
+
+    @classmethod
+    def part_dtype(cls, part: str, op: str, asked: str, allowed: Iterable[str]) -> ConfigError:
+        return cls(
+            f"part {part!r} is observed as {asked}, which the backend config does not allow for {op}.",
+            hint=f"it allows {', '.join(sorted(allowed)) or 'nothing'}; add a DTypeConfig for {op}, "
+            "or choose another dtype for the part.",
+        )
+
+    @classmethod
     def not_supported(cls, setting: str, why: str, hint: str) -> ConfigError:
         return cls(f"{setting} is not supported: {why}.", hint=hint)
 
@@ -162,6 +177,16 @@ class CustomModuleError(TorchQCompatError):
         return cls(
             f"the call of module {path!r} is not valid: {problem}.",
             hint="the module takes the same arguments as the float module it replaces.",
+        )
+
+
+    @classmethod
+    def packed_in_export(cls, path: str) -> CustomModuleError:
+        return cls(
+            f"the LSTM at {path!r} is called with a PackedSequence, which torch.export cannot carry: "
+            "its batch sizes are data.",
+            hint="pack outside the model and call the prepared or converted LSTM itself with the "
+            "PackedSequence, or pass padded sequences.",
         )
 
 

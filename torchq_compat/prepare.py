@@ -113,7 +113,9 @@ def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Any, LeafB
         leaf = graph_module.get_submodule(str(node.target))
         assert isinstance(leaf, LeafModule)
         assert swap.request is not None
-        boundaries[node] = LeafBoundary(swap.request.specs.activation, swap.handler.output_dtype(leaf))
+        specs, output_dtypes = swap.request.specs, swap.handler.output_dtypes(leaf)
+        accepted = frozenset(d for d in (*output_dtypes, specs.activation_dtype) if d is not None)
+        boundaries[node] = LeafBoundary(specs.activation, accepted, output_dtypes)
     return boundaries
 
 

@@ -38,10 +38,17 @@ SILENT_TARGETS = {"getitem", "sym_size.int"}
 
 @dataclass(frozen=True)
 class LeafBoundary:
-    """What a custom-module node wants at its inputs and yields at its outputs."""
+    """What a custom-module call wants at its inputs and yields at its outputs.
+
+    Attributes:
+        input_spec: observes a float input.
+        accepted: quantized dtypes an input may already have.
+        output_dtypes: the quantized dtype of each flat output, None for floats.
+    """
 
     input_spec: QuantizationSpec | None
-    output_dtype: torch.dtype | None
+    accepted: frozenset[torch.dtype]
+    output_dtypes: tuple[torch.dtype | None, ...]
 
 
 @dataclass(frozen=True)
@@ -127,11 +134,14 @@ class _State:
     def take_leaf(self, node: Node, boundary: LeafBoundary) -> None:
         if boundary.input_spec is not None:
             for producer in node.all_input_nodes:
-                if _is_float(producer):
+                if _is_float(producer) and self.dtype_of.get(producer) not in boundary.accepted:
                     self._observe_input(producer, node, boundary.input_spec)
-        if boundary.output_dtype is not None:
-            for user in node.users:
-                self.dtype_of[user] = boundary.output_dtype
+        for getitem in node.users:
+            position = getitem.args[1]
+            assert isinstance(position, int)
+            dtype = boundary.output_dtypes[position]
+            if dtype is not None:
+                self.dtype_of[getitem] = dtype
 
     def take_group(self, group: OpGroup, second: OpGroup | None) -> None:
         if group.kind in SILENT_TARGETS or group.output is None and not group.inputs:

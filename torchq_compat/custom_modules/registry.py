@@ -58,8 +58,8 @@ class CustomModuleHandler(ABC):
         """
 
     @abstractmethod
-    def output_dtype(self, leaf: LeafModule) -> torch.dtype | None:
-        """The quantized dtype in which consumers receive the results of an observed module."""
+    def output_dtypes(self, leaf: LeafModule) -> tuple[torch.dtype | None, ...]:
+        """The quantized dtype in which consumers receive each flat result of an observed module."""
 
     @abstractmethod
     def owns(self, leaf: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.saturation import SaturationCountingObserver
 
 __all__ = [
     "LegacyFakeQuantizeAdapter",
@@ -37,6 +38,9 @@ PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
 LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
 # Attributes whose name differs from the constructor's argument.
 ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
+
+#: torchao classes of which this package has a version that tells more.
+REPLACED: dict[str, Callable[..., nn.Module]] = {"MovingAverageMinMaxObserver": SaturationCountingObserver}
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,14 @@ def _mirror_class(legacy_class: type[nn.Module]) -> Callable[..., nn.Module] | N
     for legacy_module, pt2e_module in pairs:
         name = legacy_class.__name__
         if getattr(legacy_module, name, None) is legacy_class:
-            mirror: Callable[..., nn.Module] | None = getattr(pt2e_module, name, None)
+            mirror: Callable[..., nn.Module] | None = REPLACED.get(name) or getattr(pt2e_module, name, None)
             return mirror
     return None
 
 
 def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
-    for name in inspect.signature(mirror).parameters:
+    for name in inspect.signature(_torchao_class(mirror)).parameters:
         attribute = ATTRIBUTE_OF_ARGUMENT.get(name, name)
         if hasattr(made, attribute):
             arguments[name] = _plain_value(getattr(made, attribute))
@@ -153,6 +157,11 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
     if isinstance(made, legacy_observer.FixedQParamsObserver):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
     return arguments
+
+
+def _torchao_class(mirror: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """The class whose constructor names the arguments; ours pass them on."""
+    return mirror.__bases__[0] if mirror in REPLACED.values() else mirror  # type: ignore[attr-defined]
 
 
 def _plain_value(value: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,76 @@ from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
 from torchq_compat.custom_modules.recurrent.parts import Part, PartKind
 from torchq_compat.observed_graph import convert_graph, prepare_graph
 from torchq_compat.specs.grids import PerTensorGrid
+from torchq_compat.specs.saturation import saturated_share
 
-__all__ = ["CellDtypes", "converted_grids", "part_nodes", "prepare_cell", "reference_cell"]
+__all__ = [
+    "CellDtypes",
+    "CellGraphModule",
+    "converted_grids",
+    "part_nodes",
+    "prepare_cell",
+    "reference_cell",
+    "saturated_parts",
+]
 
 LINEAR = torch.ops.aten.linear.default
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
 #: meta key under which a node of a cell carries the name of its part.
 PART_KEY = "torchq_compat_part"
+SATURATION_KEY = "torchq_compat_saturation"
+INITIAL_KEY = "torchq_compat_initial_state_qparams"
+DEFAULT_INITIAL = (1.0, 0)
+
+
+class CellGraphModule(GraphModule):
+    """A prepared or converted cell. Keeps the initial-state qparams of ``torch.ao.nn.quantizable.LSTMCell``.
+
+    An omitted state is zeros, quantized with these (scale, zero point) when the cell is converted. FX has the
+    attributes and never reads them.
+    """
+
+    @classmethod
+    def wrap(cls, graph_module: GraphModule) -> Self:
+        wrapped = cls(graph_module, graph_module.graph)
+        wrapped.meta.update(graph_module.meta)
+        return wrapped
+
+    @property
+    def initial_hidden_state_qparams(self) -> tuple[float, int]:
+        return self._initial_qparams(0)
+
+    @initial_hidden_state_qparams.setter
+    def initial_hidden_state_qparams(self, qparams: tuple[float, int]) -> None:
+        self.meta[INITIAL_KEY] = (qparams, self._initial_qparams(1))
+
+    @property
+    def initial_cell_state_qparams(self) -> tuple[float, int]:
+        return self._initial_qparams(1)
+
+    @initial_cell_state_qparams.setter
+    def initial_cell_state_qparams(self, qparams: tuple[float, int]) -> None:
+        self.meta[INITIAL_KEY] = (self._initial_qparams(0), qparams)
+
+    def _initial_qparams(self, index: int) -> tuple[float, int]:
+        # In meta, because GraphModule.__deepcopy__ drops other attributes.
+        qparams: tuple[float, int] = self.meta.get(INITIAL_KEY, (DEFAULT_INITIAL, DEFAULT_INITIAL))[index]
+        return qparams
+
+    def initial_state(self, widths: tuple[int, int], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Zeros (B, width) for a state that is left out, on its own grid in a converted cell."""
+        zeros = tuple(x.new_zeros(x.shape[0], width) for width in widths)
+        h, c = (
+            _on_initial_grid(zero, grid, self._initial_qparams(index))
+            for index, (zero, grid) in enumerate(zip(zeros, converted_grids(self), strict=True))
+        )
+        return h, c
+
+
+def _on_initial_grid(zeros: Tensor, grid: PerTensorGrid | None, qparams: tuple[float, int]) -> Tensor:
+    if grid is None or qparams == DEFAULT_INITIAL:
+        return zeros
+    initial = replace(grid, scale=qparams[0], zero_point=qparams[1])
+    return initial.dequantize(initial.quantize(zeros))
 
 
 @dataclass(frozen=True)
@@ -40,17 +104,33 @@ def prepare_cell(
     parts: Sequence[Part],
     specs: CellSpecs,
     arriving: CellDtypes,
-) -> GraphModule:
+) -> CellGraphModule:
     """Export ``cell`` with a dynamic batch and put the observers of ``parts`` in."""
     graph_module = capture_flat(cell, example_inputs)
     _name_nodes_after_parts(graph_module, parts)
     decided = _decide(graph_module, parts, specs, arriving)
-    return prepare_graph(graph_module, decided, is_qat=False)
+    return CellGraphModule.wrap(prepare_graph(graph_module, decided, is_qat=False))
 
 
-def reference_cell(prepared: GraphModule) -> GraphModule:
+def reference_cell(prepared: CellGraphModule) -> CellGraphModule:
     """The q-dq form of a prepared cell, int8 weights folded. Changes ``prepared``: hand in a copy."""
-    return convert_graph(prepared)
+    saturation = dict(saturated_parts(prepared))
+    converted = CellGraphModule.wrap(convert_graph(prepared))
+    converted.meta[SATURATION_KEY] = saturation
+    return converted
+
+
+def saturated_parts(cell: GraphModule) -> Iterator[tuple[str, float]]:
+    """(part name, share of its calibration values outside its observer's range), where that is counted."""
+    if SATURATION_KEY in cell.meta:
+        yield from cell.meta[SATURATION_KEY].items()
+        return
+    for name, node in part_nodes(cell):
+        for user in node.users:
+            if user.op == "call_module":
+                share = saturated_share(cell.get_submodule(str(user.target)))
+                if share is not None:
+                    yield name, share
 
 
 def part_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:

@@ -82,6 +82,20 @@ class CellSpecs:
             return None
         return self.op_specs.activation
 
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The quantized dtype of the hidden state, and so of the module's output."""
+        return self._group_dtype("hidden_state")
+
+    @property
+    def cell_state_dtype(self) -> torch.dtype:
+        """The quantized dtype of the cell state."""
+        return self._group_dtype("cell_state")
+
+    def _group_dtype(self, group: str) -> torch.dtype:
+        given = self.constructors.by_group.get(group)
+        return given.settings.dtype if given is not None else self.op_specs.activation_dtype
+
     def weight_spec(self) -> QuantizationSpec | None:
         given = self.constructors.by_group.get("weight")
         if given is None:

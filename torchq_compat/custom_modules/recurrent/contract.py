@@ -6,21 +6,31 @@ P outputs (the projection size, or H), L layers, D directions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.errors import CustomModuleError
 
-__all__ = ["LSTMStructure", "State", "call_lstm"]
+__all__ = ["LSTMStructure", "State", "call_lstm", "check_example_inputs", "fake_layers"]
 
 State = tuple[Tensor, Tensor]
-#: (x (T, B, I), (h0 (L*D, B, P), c0 (L*D, B, H))) -> (output (T, B, D*P), (h_n, c_n)).
-RunLayers = Callable[[Tensor, State], tuple[Tensor, State]]
+
+
+class RunLayers(Protocol):
+    """(x (T, B, I), None or (h0 (L*D, B, P), c0 (L*D, B, H))) -> (output (T, B, D*P), (h_n, c_n)).
+
+    With ``batch_sizes`` the rows of x and of the output are those of a PackedSequence.
+    """
+
+    def __call__(
+        self, x: Tensor, state: State | None, batch_sizes: list[int] | None = None, /
+    ) -> tuple[Tensor, State]: ...
+
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ def call_lstm(
     """
     x, hidden = _bind(path, args, kwargs)
     if isinstance(x, PackedSequence):
-        raise CustomModuleError.call_failed(path, "a PackedSequence cannot be captured by torch.export")
+        return _call_packed(structure, path, run_layers, x, hidden)
     _check_input(structure, path, x)
     batched = x.dim() == 3
     steps_first = _steps_first(structure, x)
@@ -78,6 +88,27 @@ def call_lstm(
     if not batched:
         return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
     return (output.transpose(0, 1) if structure.batch_first else output), (h_n, c_n)
+
+
+def _call_packed(
+    structure: LSTMStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
+) -> tuple[PackedSequence, State]:
+    """Rows of the state follow the caller's order of sequences, the packed rows the sorted one."""
+    if torch.compiler.is_exporting():
+        raise CustomModuleError.packed_in_export(path)
+    if packed.data.shape[-1] != structure.input_size:
+        raise CustomModuleError.call_failed(
+            path, f"the input's last dimension must be {structure.input_size}, got {packed.data.shape[-1]}"
+        )
+    batch_sizes = [int(size) for size in packed.batch_sizes]
+    state = _initial_state(structure, path, packed.data.new_empty(0, batch_sizes[0], 0), hidden, True)
+    if state is not None and packed.sorted_indices is not None:
+        state = (state[0][:, packed.sorted_indices], state[1][:, packed.sorted_indices])
+    rows, (h_n, c_n) = run_layers(packed.data, state, batch_sizes)
+    if packed.unsorted_indices is not None:
+        h_n, c_n = h_n[:, packed.unsorted_indices], c_n[:, packed.unsorted_indices]
+    output = PackedSequence(rows, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+    return output, (h_n, c_n)
 
 
 def _bind(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -112,12 +143,11 @@ def _steps_first(structure: LSTMStructure, x: Tensor) -> Tensor:
 
 def _initial_state(
     structure: LSTMStructure, path: str, x: Tensor, hidden: Any, batched: bool
-) -> State:
+) -> State | None:
+    if hidden is None:
+        return None
     rows = structure.num_layers * structure.num_directions
     widths = (structure.output_size, structure.hidden_size)
-    if hidden is None:
-        h0, c0 = (x.new_zeros(rows, x.shape[1], width) for width in widths)
-        return h0, c0
     if not isinstance(hidden, (tuple, list)) or len(hidden) != 2:
         raise CustomModuleError.call_failed(path, "the state must be a pair (h, c)")
     h, c = (_state(path, name, state, (rows, x.shape[1], width), batched)
@@ -140,14 +170,37 @@ def _state(path: str, name: str, state: Any, expected: tuple[int, Any, int], bat
     return batched_state
 
 
+def check_example_inputs(lstm: nn.LSTM, example_inputs: Any) -> None:
+    """Whether the widths in ``(x, (h, c))`` are those of ``lstm``; FX scripts give cell or sequence shapes.
+
+    Raises:
+        CustomModuleError: they are not; names the first that does not fit.
+    """
+    structure = LSTMStructure.of(lstm)
+    expected = (
+        ("x", structure.input_size),
+        ("h", structure.output_size),
+        ("c", structure.hidden_size),
+    )
+    tensors = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor)]
+    for (name, width), tensor in zip(expected, tensors, strict=False):
+        if tensor.dim() == 0 or tensor.shape[-1] != width:
+            raise CustomModuleError.call_failed(
+                "example_inputs", f"{name} must be {width} wide, got shape {tuple(tensor.shape)}"
+            )
+
+
 def fake_layers(structure: LSTMStructure) -> RunLayers:
     """``run_layers`` that computes shapes only."""
 
-    def run(x: Tensor, state: State) -> tuple[Tensor, State]:
+    def run(
+        x: Tensor, state: State | None, batch_sizes: list[int] | None = None
+    ) -> tuple[Tensor, State]:
+        rows = structure.num_layers * structure.num_directions
         width = structure.num_directions * structure.output_size
         return x.new_empty(x.shape[0], x.shape[1], width), (
-            torch.empty_like(state[0]),
-            torch.empty_like(state[1]),
+            x.new_empty(rows, x.shape[1], structure.output_size),
+            x.new_empty(rows, x.shape[1], structure.hidden_size),
         )
 
     return run

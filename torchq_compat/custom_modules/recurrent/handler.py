@@ -70,9 +70,9 @@ class LSTMHandler(CustomModuleHandler):
             return build_observed_lstm(lstm, CellSpecs(request.specs), split_gates=_is_split(made))
         raise CustomModuleError.unusable_result(request.path, "from_float", made)
 
-    def output_dtype(self, leaf: LeafModule) -> torch.dtype | None:
+    def output_dtypes(self, leaf: LeafModule) -> tuple[torch.dtype | None, ...]:
         assert isinstance(leaf, ObservedLSTM)
-        return leaf.hidden_dtype
+        return leaf.specs.hidden_dtype, leaf.specs.hidden_dtype, leaf.specs.cell_state_dtype
 
     def owns(self, leaf: nn.Module) -> bool:
         return isinstance(leaf, LSTMLoop)
@@ -80,7 +80,7 @@ class LSTMHandler(CustomModuleHandler):
     def convert(self, leaf: LeafModule, quantized_class: type[nn.Module] | None, path: str) -> LeafModule:
         assert isinstance(leaf, ObservedLSTM)
         if quantized_class is None or _inherits(quantized_class, "from_observed", LEGACY_QUANTIZED):
-            return ConvertedLSTM.from_prepared(leaf)
+            return ConvertedLSTM.from_observed(leaf)
         made = quantized_class.from_observed(leaf)  # type: ignore[attr-defined]
         if not isinstance(made, ConvertedLSTM):
             raise CustomModuleError.unusable_result(path, "from_observed", made)

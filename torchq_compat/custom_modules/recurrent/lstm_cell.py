@@ -84,18 +84,22 @@ def _projection(weight: Tensor, bias: Tensor | None, split_gates: bool) -> nn.Mo
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A Linear that owns a copy of the values: the float module's parameters stay its own."""
+    """A float32 Linear that owns a copy of the values: the float module's parameters stay its own."""
     out_features, in_features = weight.shape
-    linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta", dtype=weight.dtype)
-    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
+    linear.weight = _own_parameter(weight)
     if bias is not None:
-        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+        linear.bias = _own_parameter(bias)
     return linear
 
 
-def example_inputs(cell: LSTMCellFloat, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _own_parameter(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.detach().float().clone(), requires_grad=values.requires_grad)
+
+
+def example_inputs(cell: LSTMCellFloat, device: torch.device) -> tuple[Tensor, ...]:
     """Zeros of the right widths with a batch of 2, to export the cell with."""
     igates = next(m for m in cell.igates.modules() if isinstance(m, nn.Linear))
     hgates = next(m for m in cell.hgates.modules() if isinstance(m, nn.Linear))
     widths = (igates.in_features, hgates.in_features, hgates.out_features // (1 if cell.split_gates else 4))
-    return tuple(torch.zeros(2, width, device=device, dtype=dtype) for width in widths)
+    return tuple(torch.zeros(2, width, device=device) for width in widths)

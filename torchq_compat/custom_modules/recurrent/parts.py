@@ -17,10 +17,11 @@ GATES = ("input", "forget", "cell", "output")
 
 
 class PartKind(Enum):
-    """How a part is quantized where its group has no constructor."""
+    """The operation of a part: decides its default observer and its row in a BackendConfig."""
 
     LINEAR = "linear"
-    ELEMENTWISE = "elementwise"
+    ADD = "add"
+    MUL = "mul"
     SIGMOID = "sigmoid"
     TANH = "tanh"
 
@@ -48,16 +49,16 @@ class Part:
 LSTM_PARTS = (
     Part("igates", PartKind.LINEAR, "igates", "W_ih x + b_ih"),
     Part("hgates", PartKind.LINEAR, "hgates", "W_hh h + b_hh"),
-    Part("gates", PartKind.ELEMENTWISE, "linear_output", "igates + hgates"),
+    Part("gates", PartKind.ADD, "linear_output", "igates + hgates"),
     Part("input_gate", PartKind.SIGMOID, "sigmoid", "i = sigmoid(gates[0])", "sigmoid_input"),
     Part("forget_gate", PartKind.SIGMOID, "sigmoid", "f = sigmoid(gates[1])", "sigmoid_input"),
     Part("cell_gate", PartKind.TANH, "tanh", "g = tanh(gates[2])", "tanh_input"),
     Part("output_gate", PartKind.SIGMOID, "sigmoid", "o = sigmoid(gates[3])", "sigmoid_input"),
-    Part("fgate_cx", PartKind.ELEMENTWISE, "cell_state", "f * c"),
-    Part("igate_cgate", PartKind.ELEMENTWISE, "cell_state", "i * g"),
-    Part("fgate_cx_igate_cgate", PartKind.ELEMENTWISE, "cell_state", "c' = f * c + i * g"),
+    Part("fgate_cx", PartKind.MUL, "cell_state", "f * c"),
+    Part("igate_cgate", PartKind.MUL, "cell_state", "i * g"),
+    Part("fgate_cx_igate_cgate", PartKind.ADD, "cell_state", "c' = f * c + i * g"),
     Part("tanh_cy", PartKind.TANH, "tanh_cell_state", "tanh(c')"),
-    Part("ogate_cy", PartKind.ELEMENTWISE, "hidden_state", "h' = o * tanh(c')"),
+    Part("ogate_cy", PartKind.MUL, "hidden_state", "h' = o * tanh(c')"),
     Part("projection", PartKind.LINEAR, "hidden_state", "h' = W_hr (o * tanh(c'))"),
 )
 SPLIT_BY_GATE = ("igates", "hgates", "gates")

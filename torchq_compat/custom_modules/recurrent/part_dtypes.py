@@ -1,0 +1,51 @@
+"""Whether a BackendConfig allows the dtypes the parts of a cell are observed in.
+
+FX looked at a part's dtype only where its own prepare placed the observer, and ignored a sigmoid's
+constructor silently when the config did not list its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
+from torchq_compat.custom_modules.recurrent.parts import Part, PartKind
+from torchq_compat.errors import ConfigError
+from torchq_compat.legacy.backend_configs import BackendTable
+from torchq_compat.specs.dtypes import plain_dtype
+
+__all__ = ["check_part_dtypes"]
+
+PATTERN = {
+    PartKind.LINEAR: nn.Linear,
+    PartKind.ADD: torch.add,
+    PartKind.MUL: torch.mul,
+    PartKind.SIGMOID: nn.Sigmoid,
+    PartKind.TANH: nn.Tanh,
+}
+
+
+def check_part_dtypes(parts: Sequence[Part], specs: CellSpecs, backend: BackendTable) -> None:
+    """Check the output dtype of every part.
+
+    Raises:
+        ConfigError: a dtype that no static DTypeConfig of the part's operation lists; names the part.
+    """
+    for part in parts:
+        pattern = PATTERN[part.kind]
+        entry = backend.find((pattern,))
+        allowed = {
+            plain_dtype(config.output_dtype)
+            for config in (entry.dtype_configs if entry else ())
+            if config.output_dtype is not None and not config.is_dynamic
+        }
+        dtype = specs.output_constructor(part).settings.dtype
+        if dtype not in allowed:
+            raise ConfigError.part_dtype(part.name, pattern.__name__, _name(dtype), map(_name, allowed))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,126 @@
+"""``torch.ao.quantization.fx.lstm_utils``: LSTMs whose parts are observed one by one.
+
+Legacy: each helper built every cell with ``prepare_fx`` and then found the ops to re-observe by counting adds
+and multiplications, in the forward direction only. Here a part has a name, in both directions; see
+``custom_modules.recurrent.parts``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.ao.quantization.backend_config import BackendConfig
+
+from torchq_compat.custom_modules.recurrent.build import build_observed_lstm
+from torchq_compat.custom_modules.recurrent.constructors import CellSpecs, PartConstructors
+from torchq_compat.custom_modules.recurrent.contract import check_example_inputs
+from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM, ObservedLSTM
+from torchq_compat.custom_modules.recurrent.part_dtypes import check_part_dtypes
+from torchq_compat.custom_modules.recurrent.parts import lstm_parts
+from torchq_compat.errors import ConfigError, CustomModuleError
+from torchq_compat.legacy.backend_configs import read_backend_config
+from torchq_compat.specs.quantization_specs import OpSpecs
+
+__all__ = ["get_lstm_with_individually_observed_parts", "get_reference_quantized_lstm_module"]
+
+ObserverOrFakeQuantizeConstructor = Any
+
+
+def get_lstm_with_individually_observed_parts(
+    float_lstm: nn.LSTM,
+    example_inputs: tuple[Any, ...] | None = None,
+    backend_config: BackendConfig | dict[str, Any] | None = None,
+    linear_output_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    sigmoid_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    tanh_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    cell_state_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    hidden_state_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    split_gates: bool = False,
+    *,
+    igates_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    hgates_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    tanh_cell_state_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    weight_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    sigmoid_input_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+    tanh_input_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
+) -> ObservedLSTM:
+    """An observed LSTM, in both directions, with the given constructors on its parts.
+
+    Legacy: ``_get_lstm_with_individually_observed_parts``. A constructor is an observer or fake-quantize class
+    of torch.ao or torchao, or ``Class.with_args(...)``. A part without one follows ``float_lstm.qconfig``, and
+    sigmoid and tanh have fixed qparams over [0, 1) and [-1, 1).
+
+    Args:
+        float_lstm: an ``nn.LSTM`` with a ``qconfig`` attribute, as ``from_float`` gets it.
+        example_inputs: of the cell, as FX wanted them: ``(x, (h, c))`` with x (B, I). Checked against the
+            LSTM's sizes when given, otherwise not needed.
+        backend_config: which dtypes the parts may have; default: any integer dtype.
+        linear_output_obs_ctr: the sum of the two projections, which is the gates' input.
+        sigmoid_obs_ctr: outputs of the input, forget and output gate.
+        tanh_obs_ctr: output of the cell gate.
+        cell_state_obs_ctr: ``f * c``, ``i * g`` and their sum, the new cell state.
+        hidden_state_obs_ctr: ``o * tanh(c)``, the new hidden state and the module's output.
+        split_gates: one projection pair and one sum per gate instead of one four times as wide.
+        igates_obs_ctr: ``W_ih x + b_ih``.
+        hgates_obs_ctr: ``W_hh h + b_hh``.
+        tanh_cell_state_obs_ctr: ``tanh(c)``.
+        weight_obs_ctr: the weights of both projections.
+        sigmoid_input_obs_ctr: the inputs of the three sigmoid gates, apart from what produced them.
+        tanh_input_obs_ctr: the input of the cell gate, apart from what produced it.
+
+    Raises:
+        ConfigError: a constructor that is none, or a dtype ``backend_config`` does not allow; the message
+            names the part.
+        CustomModuleError: no ``nn.LSTM``, no qconfig, or example inputs that do not fit its sizes.
+    """
+    if not isinstance(float_lstm, nn.LSTM):
+        raise CustomModuleError.call_failed(
+            "float_lstm", f"an nn.LSTM is needed, got {type(float_lstm).__name__}"
+        )
+    qconfig = getattr(float_lstm, "qconfig", None)
+    if qconfig is None:
+        raise ConfigError.missing_qconfig()
+    constructors = PartConstructors.from_legacy(
+        linear_output=linear_output_obs_ctr,
+        sigmoid=sigmoid_obs_ctr,
+        tanh=tanh_obs_ctr,
+        cell_state=cell_state_obs_ctr,
+        hidden_state=hidden_state_obs_ctr,
+        igates=igates_obs_ctr,
+        hgates=hgates_obs_ctr,
+        tanh_cell_state=tanh_cell_state_obs_ctr,
+        weight=weight_obs_ctr,
+        sigmoid_input=sigmoid_input_obs_ctr,
+        tanh_input=tanh_input_obs_ctr,
+    )
+    specs = CellSpecs(OpSpecs(qconfig), constructors)
+    if backend_config is not None:
+        parts = lstm_parts(split_gates=split_gates, projected=float_lstm.proj_size > 0)
+        check_part_dtypes(parts, specs, read_backend_config(backend_config))
+    if example_inputs is not None:
+        check_example_inputs(float_lstm, example_inputs)
+    return build_observed_lstm(float_lstm, specs, split_gates=split_gates)
+
+
+def get_reference_quantized_lstm_module(
+    observed_lstm: torch.ao.nn.quantizable.LSTM,
+    backend_config: BackendConfig | dict[str, Any] | None = None,
+) -> ConvertedLSTM:
+    """The q-dq form of an observed LSTM, which is left as it is.
+
+    Legacy: ``_get_reference_quantized_lstm_module``. ``backend_config`` chose the reference modules FX used;
+    a q-dq graph has none, so it changes nothing here.
+
+    Raises:
+        CustomModuleError: not an LSTM observed by this package.
+    """
+    del backend_config
+    if not isinstance(observed_lstm, ObservedLSTM):
+        raise CustomModuleError.unusable_result("observed_lstm", "from_float", observed_lstm)
+    return ConvertedLSTM.from_observed(observed_lstm)
+
+
+_get_lstm_with_individually_observed_parts = get_lstm_with_individually_observed_parts
+_get_reference_quantized_lstm_module = get_reference_quantized_lstm_module
