@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activation_post_process
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
@@ -21,6 +23,7 @@ from torchq_compat.specs.weights import WeightObserver
 __all__ = ["convert_graph", "observer_nodes", "prepare_graph", "uncalibrated_observers"]
 
 SIXTEEN_BITS = (torch.int16, torch.uint16)
+TO_DTYPE = torch.ops.aten.to.dtype
 
 
 def prepare_graph(graph_module: GraphModule, decided: Mapping[Node, NodeSpecs], *, is_qat: bool) -> GraphModule:
@@ -33,6 +36,7 @@ def convert_graph(prepared: GraphModule) -> GraphModule:
     """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy."""
     _observe_weights(prepared)
     _freeze_activation_observers(prepared)
+    _cast_around_observers(prepared)
     return _allow_train_eval(convert_pt2e(prepared))
 
 
@@ -90,6 +94,27 @@ def _freeze_activation_observers(prepared: GraphModule) -> None:
             scale=float(scale), zero_point=int(zero_point), dtype=dtype, quant_min=quant_min, quant_max=quant_max
         )
         prepared.set_submodule(str(node.target), frozen)
+
+
+def _cast_around_observers(prepared: GraphModule) -> None:
+    """quantized_decomposed's quantize takes float32 only: a float64 value is cast to it and back."""
+    graph = prepared.graph
+    for node, _ in list(observer_nodes(prepared)):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        value = source.meta.get("val")
+        if not isinstance(value, Tensor) or value.dtype is not torch.float64:
+            continue
+        with graph.inserting_before(node):
+            narrow = graph.call_function(TO_DTYPE, (source, torch.float32))
+        with value.fake_mode if isinstance(value, FakeTensor) else nullcontext():
+            narrow.meta["val"] = value.float()
+        node.args = (narrow,)
+        with graph.inserting_after(node):
+            wide = graph.call_function(TO_DTYPE, (node, torch.float64))
+        wide.meta["val"] = value
+        node.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
+    prepared.recompile()
 
 
 def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:

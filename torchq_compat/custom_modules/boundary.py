@@ -21,6 +21,7 @@ __all__ = ["quantize_boundaries"]
 
 OPS = torch.ops.quantized_decomposed
 DEQUANTIZE = OPS.dequantize_per_tensor.default
+TO_DTYPE = torch.ops.aten.to.dtype
 GRID_KEY = "torchq_compat_grid"
 
 
@@ -45,6 +46,8 @@ def quantize_boundaries(graph_module: GraphModule) -> None:
 
 
 def _decide_input(arg: Node) -> _Input:
+    if arg.target is TO_DTYPE and isinstance(arg.args[0], Node) and arg.args[0].target is DEQUANTIZE:
+        arg = arg.args[0]
     if GRID_KEY in arg.meta:
         source = arg.args[0]
         assert isinstance(source, Node)
@@ -81,7 +84,7 @@ def _insert_dequantize(graph_module: GraphModule, getitem: Node, grid: Grid) -> 
     with graph.inserting_after(getitem):
         if isinstance(grid, PerTensorGrid):
             qparams = (grid.scale, grid.zero_point, grid.quant_min, grid.quant_max, grid.dtype)
-            dequantize = graph.call_function(DEQUANTIZE, (getitem, *qparams))
+            dequantize = graph.call_function(DEQUANTIZE, (getitem, *qparams), _out_dtype(value))
         else:
             scales, zero_points = grid.tensors(value.device)
             scales_node = _constant(graph_module, f"{getitem.name}_scales", scales)
@@ -89,6 +92,7 @@ def _insert_dequantize(graph_module: GraphModule, getitem: Node, grid: Grid) -> 
             dequantize = graph.call_function(
                 OPS.dequantize_per_channel.default,
                 (getitem, scales_node, zero_points_node, grid.axis, grid.quant_min, grid.quant_max, grid.dtype),
+                _out_dtype(value),
             )
             dequantize.prepend(scales_node)
             dequantize.prepend(zero_points_node)
@@ -96,6 +100,10 @@ def _insert_dequantize(graph_module: GraphModule, getitem: Node, grid: Grid) -> 
     with value.fake_mode:
         getitem.meta["val"] = value.to(grid.dtype)
     getitem.replace_all_uses_with(dequantize, delete_user_cb=lambda user: user is not dequantize)
+
+
+def _out_dtype(value: Tensor) -> dict[str, torch.dtype]:
+    return {} if value.dtype is torch.float32 else {"out_dtype": value.dtype}
 
 
 def _constant(graph_module: GraphModule, name: str, value: Tensor) -> Node:

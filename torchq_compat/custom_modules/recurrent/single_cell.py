@@ -6,6 +6,7 @@ Legacy: ``torch.ao.nn.quantizable.LSTMCell``, which FX cannot map because its re
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ class LSTMCellCall(LeafModule):
         self.bias = bias
         self.module_path = ""
         self.layouts: list[CallLayout] = []
+
+    def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
+        """(path inside the module, cell): the one."""
+        yield "cell", self.cell
 
     def call(self, input: Tensor, hx: Any = None) -> State:
         """As ``torch.nn.LSTMCell``: input (B, I) or (I,), state (h, c) of (B, H) or (H,), or None.
