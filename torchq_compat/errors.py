@@ -57,6 +57,14 @@ class InputError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def packed(cls) -> InputError:
+        return cls(
+            "example_inputs hold a PackedSequence, which torch.export cannot carry.",
+            hint="capture the model with padded sequences; the prepared and the converted LSTM themselves "
+            "(e.g. prepared.lstm) can be called with a PackedSequence.",
+        )
+
+    @classmethod
     def call_does_not_match(cls, reason: str, names: Iterable[str]) -> InputError:
         return cls(
             f"the captured model cannot be called like this: {reason}.",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activation_post_process
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 
@@ -118,8 +119,11 @@ def _cast_around_observers(prepared: GraphModule) -> None:
 
 
 def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """FX's quantize op clamps to the dtype's range. Kept are ranges the model was trained to (a fake-quantize
+    clamps there), ranges given with fixed qparams, and those of dtypes FX does not have."""
     source = getattr(module, "activation_post_process", module)
-    if isinstance(source, FixedQParamsObserver) or dtype in SIXTEEN_BITS:
+    given = isinstance(source, FixedQParamsObserver) or isinstance(module, FakeQuantizeBase)
+    if given or dtype in SIXTEEN_BITS:
         return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]
     return dtype_range(dtype)
 

@@ -9,6 +9,7 @@ from torch.ao.quantization import QConfigMapping
 from torch.ao.quantization.backend_config import BackendConfig
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.fx import GraphModule
+from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.convert import convert_to_reference
 from torchq_compat.errors import ConfigError, InputError
@@ -210,6 +211,8 @@ def _read_example_inputs(value: Any) -> tuple[Any, ...]:
         value = tuple(value)
     if not isinstance(value, tuple):
         raise InputError.not_a_tuple(value)
+    if any(isinstance(arg, PackedSequence) for arg in value):
+        raise InputError.packed()
     return value
 
 

@@ -46,8 +46,9 @@ class CustomModuleHandler(ABC):
         it or fix its sizes."""
 
     @abstractmethod
-    def fake_call(self, module: nn.Module) -> FakeCall:
-        """A function with the arguments of ``module`` that computes the shapes and dtypes of its result."""
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        """A function with the arguments of ``module`` that computes the shapes and dtypes of its result;
+        ``path`` is for its error messages."""
 
     @abstractmethod
     def observe(self, request: ObserveRequest) -> LeafModule:

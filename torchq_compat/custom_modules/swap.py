@@ -63,7 +63,8 @@ def decide_swaps(
 def apply_swaps(model: nn.Module, swaps: list[Swap], session: CaptureSession) -> None:
     """Put a leaf caller in the place of every swapped module of ``model``."""
     for swap in swaps:
-        caller = session.add(swap.paths[0], swap.handler.fake_call(swap.module))
+        fake_call = swap.handler.fake_call(swap.module, swap.paths[0])
+        caller = session.add(swap.paths[0], fake_call)
         for path in swap.paths:
             model.set_submodule(path, caller)
 

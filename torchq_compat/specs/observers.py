@@ -151,9 +151,10 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
         attribute = ATTRIBUTE_OF_ARGUMENT.get(name, name)
         if hasattr(made, attribute):
             arguments[name] = _plain_value(getattr(made, attribute))
-    if not getattr(made, "has_customized_qrange", True):
-        arguments.pop("quant_min", None)
-        arguments.pop("quant_max", None)
+    if getattr(made, "has_customized_qrange", False):
+        arguments["reduce_range"] = False  # a given range is stored already reduced
+    elif hasattr(made, "has_customized_qrange"):
+        del arguments["quant_min"], arguments["quant_max"]
     if isinstance(made, legacy_observer.FixedQParamsObserver):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
     return arguments

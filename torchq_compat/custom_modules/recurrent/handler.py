@@ -130,12 +130,12 @@ class LSTMHandler(CellBasedHandler):
     def is_opaque(self, module: nn.Module) -> bool:
         return isinstance(module, nn.LSTM)
 
-    def fake_call(self, module: nn.Module) -> FakeCall:
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         assert isinstance(module, nn.LSTM)
         structure = LSTMStructure.of(module)
 
         def fake(*args: Any, **kwargs: Any) -> Any:
-            return call_lstm(structure, type(module).__name__, fake_layers(structure), args, kwargs)
+            return call_lstm(structure, path, fake_layers(structure), args, kwargs)
 
         return fake
 
@@ -166,9 +166,9 @@ class LSTMCellHandler(CellBasedHandler):
     def is_opaque(self, module: nn.Module) -> bool:
         return False
 
-    def fake_call(self, module: nn.Module) -> FakeCall:
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         assert isinstance(module, nn.LSTMCell)
-        return fake_lstm_cell(module)
+        return fake_lstm_cell(module, path)
 
     def build(self, module: nn.Module, specs: CellSpecs, *, split_gates: bool) -> ObservedLSTMCell:
         assert isinstance(module, nn.LSTMCell)
@@ -195,7 +195,7 @@ class OtherRecurrentHandler(CustomModuleHandler):
     def is_opaque(self, module: nn.Module) -> bool:
         return isinstance(module, (nn.GRU, nn.RNN))
 
-    def fake_call(self, module: nn.Module) -> FakeCall:
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         assert isinstance(module, nn.RNNBase)
         return fake_rnn(module)
 

@@ -87,11 +87,11 @@ class ConvertedLSTMCell(LSTMCellCall):
         return converted_grids(self.cell)
 
 
-def fake_lstm_cell(cell: nn.LSTMCell) -> Any:
-    """Shapes of the result of ``cell``."""
+def fake_lstm_cell(cell: nn.LSTMCell, path: str) -> Any:
+    """Shapes of the result of ``cell``, which stands at ``path``."""
 
     def fake(input: Tensor, hx: Any = None) -> State:
-        check_cell_call(type(cell).__name__, cell.input_size, cell.hidden_size, input, hx)
+        check_cell_call(path, cell.input_size, cell.hidden_size, input, hx)
         shape = (*input.shape[:-1], cell.hidden_size)
         return input.new_empty(shape), input.new_empty(shape)
 
