@@ -48,7 +48,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Report:
-    """Decisions in the order of the graph; ``str()`` is a table, ``as_dicts()`` and ``to_json()`` are data."""
+    """Decisions in graph order; ``str()`` is a table, ``as_dicts()`` and ``to_json()`` are data."""
 
     decisions: tuple[Decision, ...]
 
@@ -77,7 +77,9 @@ class Report:
         rows = [("path", "kind", "action", "why"), *(_row(decision) for decision in self.decisions)]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+            "  ".join(
+                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]
+            ).rstrip()
             for row in rows
         )
 

@@ -38,7 +38,7 @@ class InputError(TorchQCompatError, ValueError):
     @classmethod
     def not_a_tuple(cls, found: object) -> InputError:
         return cls(
-            f"example_inputs must be a tuple of the model's positional arguments, got {type(found).__name__}.",
+            f"example_inputs must be a tuple of positional arguments, got {type(found).__name__}.",
             hint="write example_inputs=(x,) with a trailing comma for a model of one argument.",
         )
 
@@ -88,7 +88,7 @@ class ConfigError(TorchQCompatError, ValueError):
     def wrong_type(cls, setting: str, expected: str, found: object) -> ConfigError:
         return cls(
             f"{setting} must be {expected}, got {type(found).__name__}.",
-            hint=f"build it with the torch.ao.quantization class, or use the documented dict form of {setting}.",
+            hint=f"build it with the torch.ao class, or use the documented dict form of {setting}.",
         )
 
     @classmethod
@@ -186,7 +186,6 @@ class CustomModuleError(TorchQCompatError):
             f"the call of module {path!r} is not valid: {problem}.",
             hint="the module takes the same arguments as the float module it replaces.",
         )
-
 
     @classmethod
     def packed_in_export(cls, path: str) -> CustomModuleError:

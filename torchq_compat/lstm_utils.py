@@ -48,9 +48,9 @@ def get_lstm_with_individually_observed_parts(
 ) -> ObservedLSTM:
     """An observed LSTM, in both directions, with the given constructors on its parts.
 
-    Legacy: ``_get_lstm_with_individually_observed_parts``. A constructor is an observer or fake-quantize class
-    of torch.ao or torchao, or ``Class.with_args(...)``. A part without one follows ``float_lstm.qconfig``, and
-    sigmoid and tanh have fixed qparams over [0, 1) and [-1, 1).
+    Legacy: ``_get_lstm_with_individually_observed_parts``. A constructor is an observer or fake-quantize
+    class of torch.ao or torchao, or ``Class.with_args(...)``. A part without one follows
+    ``float_lstm.qconfig``; sigmoid and tanh then have fixed qparams over [0, 1) and [-1, 1).
 
     Args:
         float_lstm: an ``nn.LSTM`` with a ``qconfig`` attribute, as ``from_float`` gets it.
@@ -117,8 +117,6 @@ def get_reference_quantized_lstm_module(
         CustomModuleError: not an LSTM observed by this package.
     """
     del backend_config
-    if not isinstance(observed_lstm, ObservedLSTM):
-        raise CustomModuleError.unusable_result("observed_lstm", "from_float", observed_lstm)
     return ConvertedLSTM.from_observed(observed_lstm)
 
 

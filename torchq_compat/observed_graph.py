@@ -5,9 +5,11 @@ The outer graph and every recurrent cell go through these two functions.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,9 @@ SIXTEEN_BITS = (torch.int16, torch.uint16)
 TO_DTYPE = torch.ops.aten.to.dtype
 
 
-def prepare_graph(graph_module: GraphModule, decided: Mapping[Node, NodeSpecs], *, is_qat: bool) -> GraphModule:
+def prepare_graph(
+    graph_module: GraphModule, decided: Mapping[Node, NodeSpecs], *, is_qat: bool
+) -> GraphModule:
     """Put observers (or fake-quantizes) into ``graph_module`` where ``decided`` says."""
     prepare = prepare_qat_pt2e if is_qat else prepare_pt2e
     return _allow_train_eval(prepare(graph_module, SpecQuantizer(decided)))
@@ -92,7 +96,11 @@ def _freeze_activation_observers(prepared: GraphModule) -> None:
         dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
         quant_min, quant_max = _range_of_quantize_op(module, dtype)
         frozen = FixedQParamsObserver(
-            scale=float(scale), zero_point=int(zero_point), dtype=dtype, quant_min=quant_min, quant_max=quant_max
+            scale=float(scale),
+            zero_point=int(zero_point),
+            dtype=dtype,
+            quant_min=quant_min,
+            quant_max=quant_max,
         )
         prepared.set_submodule(str(node.target), frozen)
 
@@ -114,7 +122,7 @@ def _cast_around_observers(prepared: GraphModule) -> None:
         with graph.inserting_after(node):
             wide = graph.call_function(TO_DTYPE, (node, torch.float64))
         wide.meta["val"] = value
-        node.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
+        node.replace_all_uses_with(wide, delete_user_cb=partial(operator.is_not, wide))
     prepared.recompile()
 
 

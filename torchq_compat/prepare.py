@@ -54,12 +54,21 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     graph_module = _capture_around(working, model, swaps, request)
     boundaries = _boundaries(graph_module, swaps)
     decided = decide_graph(
-        graph_module, working, request.rules, request.backend, boundaries, _kept_float(working, request.settings)
+        graph_module,
+        working,
+        request.rules,
+        request.backend,
+        boundaries,
+        _kept_float(working, request.settings),
     )
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     prepared = prepare_graph(graph_module, decided.specs, is_qat=request.is_qat)
     record = ModelRecord(Stage.PREPARED, signature, (*decisions, *decided.decisions), request.is_qat)
-    preserved = {name: getattr(working, name) for name in request.settings.preserved_attributes if hasattr(working, name)}
+    preserved = {
+        name: getattr(working, name)
+        for name in request.settings.preserved_attributes
+        if hasattr(working, name)
+    }
     _warn(record.decisions)
     return QuantizationGraphModule.wrap(prepared, record, preserved)
 
@@ -67,7 +76,8 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"the model must be an nn.Module, got {type(model).__name__}.", hint="pass the float model itself."
+            f"the model must be an nn.Module, got {type(model).__name__}.",
+            hint="pass the float model itself.",
         )
 
 
@@ -98,7 +108,7 @@ def _capture_around(
 def _behind(swap: Swap) -> nn.Module:
     if swap.request is None:
         # torchao's convert reads .qconfig of every module class FX could quantize dynamically.
-        swap.module.qconfig = None
+        vars(swap.module)["qconfig"] = None
         return swap.module
     observed = swap.handler.observe(swap.request)
     observed.observed_class = swap.request.observed_class

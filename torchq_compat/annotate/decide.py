@@ -144,7 +144,7 @@ class _State:
                 self.dtype_of[getitem] = dtype
 
     def take_group(self, group: OpGroup, second: OpGroup | None) -> None:
-        if group.kind in SILENT_TARGETS or group.output is None and not group.inputs:
+        if group.kind in SILENT_TARGETS or (group.output is None and not group.inputs):
             return
         selection = _select(self.rules, group)
         chain = (group.origin.object_types, *((second.origin.object_types,) if second else ()))

@@ -40,7 +40,11 @@ class OpGroup:
         """Module path for a module, ``scope/node`` for a function."""
         if self.origin.is_module_call:
             return self.origin.module_path
-        return f"{self.origin.module_path}/{self.nodes[-1].name}" if self.origin.module_path else self.nodes[-1].name
+        return (
+            f"{self.origin.module_path}/{self.nodes[-1].name}"
+            if self.origin.module_path
+            else self.nodes[-1].name
+        )
 
     @property
     def kind(self) -> str:

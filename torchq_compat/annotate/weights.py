@@ -8,7 +8,7 @@ from torch.fx import Node
 __all__ = ["PARAMETER_POSITIONS", "weight_of"]
 
 ATEN = torch.ops.aten
-WEIGHT_POSITION = {
+WEIGHT_POSITION: dict[object, int] = {
     ATEN.linear.default: 1,
     ATEN.conv1d.default: 1,
     ATEN.conv1d.padding: 1,
@@ -23,7 +23,7 @@ WEIGHT_POSITION = {
     ATEN.embedding_bag.padding_idx: 0,
 }
 #: Arguments that are parameters and not activations: weight, bias, running statistics.
-PARAMETER_POSITIONS = {
+PARAMETER_POSITIONS: dict[object, tuple[int, ...]] = {
     **{target: (position, 2) for target, position in WEIGHT_POSITION.items()},
     ATEN.embedding.default: (0,),
     ATEN.embedding_bag.padding_idx: (0,),

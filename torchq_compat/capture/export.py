@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.fx.experimental._config as symbolic_shapes_config
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -18,6 +18,8 @@ from torchq_compat.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
 __all__ = ["capture", "capture_flat", "explain_failure"]
 
+# A config module whose functions torch installs at run time.
+symbolic_shapes: Any = importlib.import_module("torch.fx.experimental._config")
 LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
@@ -67,7 +69,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> tor
     if dynamic_shapes is not None:
         return torch.export.export(model, args, dynamic_shapes=dynamic_shapes, strict=False)
     # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
-    with symbolic_shapes_config.patch(backed_size_oblivious=True):
+    with symbolic_shapes.patch(backed_size_oblivious=True):
         return torch.export.export(model, args, dynamic_shapes=_every_dimension(args), strict=False)
 
 

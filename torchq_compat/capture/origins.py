@@ -24,7 +24,12 @@ __all__ = ["Origin", "find_origin", "is_fx_leaf"]
 #: Modules whose functions ``torch_fn`` calls "builtin_function_or_method".
 BUILTIN_HOMES = (torch, torch._C._nn)
 #: Methods that a Python operator calls; the metadata of ``x + y`` and ``x.add(y)`` is the same.
-OPERATOR_OF_METHOD = {"add": operator.add, "mul": operator.mul, "sub": operator.sub, "floor_divide": operator.floordiv}
+OPERATOR_OF_METHOD = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "sub": operator.sub,
+    "floor_divide": operator.floordiv,
+}
 
 
 @dataclass(frozen=True)

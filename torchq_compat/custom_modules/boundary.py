@@ -8,6 +8,7 @@ that feeds a leaf hands its integers straight on. The grids go into the call's l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,15 @@ def _insert_dequantize(graph_module: GraphModule, getitem: Node, grid: Grid) -> 
             zero_points_node = _constant(graph_module, f"{getitem.name}_zero_points", zero_points)
             dequantize = graph.call_function(
                 OPS.dequantize_per_channel.default,
-                (getitem, scales_node, zero_points_node, grid.axis, grid.quant_min, grid.quant_max, grid.dtype),
+                (
+                    getitem,
+                    scales_node,
+                    zero_points_node,
+                    grid.axis,
+                    grid.quant_min,
+                    grid.quant_max,
+                    grid.dtype,
+                ),
                 _out_dtype(value),
             )
             dequantize.prepend(scales_node)
@@ -102,7 +111,7 @@ def _insert_dequantize(graph_module: GraphModule, getitem: Node, grid: Grid) -> 
     getitem.replace_all_uses_with(dequantize, delete_user_cb=lambda user: user is not dequantize)
 
 
-def _out_dtype(value: Tensor) -> dict[str, torch.dtype]:
+def _out_dtype(value: Tensor) -> dict[str, Any]:
     return {} if value.dtype is torch.float32 else {"out_dtype": value.dtype}
 
 

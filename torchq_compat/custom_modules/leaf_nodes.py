@@ -26,7 +26,10 @@ def place_leaves(graph_module: GraphModule, session: CaptureSession, modules: di
             continue
         tensors, handle, index = node.args
         module = modules[handle]
-        if handle not in dict(graph_module.named_modules()) or graph_module.get_submodule(handle) is not module:
+        if (
+            handle not in dict(graph_module.named_modules())
+            or graph_module.get_submodule(handle) is not module
+        ):
             graph_module.add_submodule(handle, module)
         layouts = session.layouts(handle)
         if isinstance(module, LeafModule):
@@ -48,7 +51,9 @@ def leaf_nodes(graph_module: GraphModule) -> list[Node]:
     ]
 
 
-def _call_flat(graph_module: GraphModule, node: Node, path: str, tensors: tuple[Any, ...], index: int) -> None:
+def _call_flat(
+    graph_module: GraphModule, node: Node, path: str, tensors: tuple[Any, ...], index: int
+) -> None:
     with graph_module.graph.inserting_before(node):
         call = graph_module.graph.call_module(path, tensors, {"layout": index})
     call.meta = {**node.meta, LEAF_KEY: path}
@@ -71,7 +76,8 @@ def _call_nested(
             for getitem in [user for user in node.users if user.args[1] == position]:
                 result = call
                 for key in keys:
-                    result = graph.call_function(operator.getitem, (result, key.idx))
+                    index: Any = getattr(key, "idx", None)
+                    result = graph.call_function(operator.getitem, (result, index))
                 result.meta = dict(getitem.meta)
                 getitem.replace_all_uses_with(result)
                 graph.erase_node(getitem)

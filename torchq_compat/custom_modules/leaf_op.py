@@ -81,7 +81,7 @@ def _custom_module(tensors: list[Tensor], handle: str, layout: int) -> list[Tens
     raise RuntimeError("torchq_compat::custom_module exists during capture only")
 
 
-@_custom_module.register_fake  # type: ignore[misc]
+@_custom_module.register_fake
 def _custom_module_fake(tensors: list[Tensor], handle: str, layout: int) -> list[Tensor]:
     leaf = _SESSION.get().leaves[handle]
     args, kwargs = leaf.layouts[layout].inputs.put_together(tensors)

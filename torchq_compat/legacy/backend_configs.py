@@ -71,7 +71,7 @@ def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> Backend
         value = read_dict_form("backend_config", value, ("name", "configs"), BackendConfig)
     if not isinstance(value, BackendConfig):
         raise ConfigError.wrong_type("backend_config", "a BackendConfig", value)
-    entries = {}
+    entries: dict[Any, PatternEntry] = {}
     for config in value.configs:
         pattern = config.pattern
         if pattern is not None:

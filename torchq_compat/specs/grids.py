@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.ao.quantization.fx._decomposed  # noqa: F401  (registers quantized_decomposed)
+import torch.ao.quantization.fx._decomposed
 from torch import Tensor
 
 __all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along"]
@@ -86,7 +86,10 @@ def combine_along(axis: int, pieces: list[tuple[PerTensorGrid, int]]) -> Grid | 
     first = pieces[0][0]
     if all(grid == first for grid, _ in pieces):
         return first
-    if any((g.dtype, g.quant_min, g.quant_max) != (first.dtype, first.quant_min, first.quant_max) for g, _ in pieces):
+    if any(
+        (g.dtype, g.quant_min, g.quant_max) != (first.dtype, first.quant_min, first.quant_max)
+        for g, _ in pieces
+    ):
         return None
     return PerChannelGrid(
         scales=tuple(grid.scale for grid, size in pieces for _ in range(size)),

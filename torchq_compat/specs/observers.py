@@ -122,13 +122,15 @@ def fixed_qparams_constructor(
 
 def _translate(made: nn.Module) -> nn.Module:
     if isinstance(made, PT2E_BASES):
-        return made
+        translated: nn.Module = made
+        return translated
     mirror = _mirror_class(type(made))
     if isinstance(made, legacy_fake_quantize.FakeQuantizeBase):
         inner = getattr(made, "activation_post_process", None)
         if mirror is None or inner is None:
             return LegacyFakeQuantizeAdapter(made)
-        return mirror(observer=lambda **_: _translate(inner))
+        rebuilt: nn.Module = mirror(observer=lambda **_: _translate(inner))
+        return rebuilt
     if mirror is None:
         return LegacyObserverAdapter(made)
     return mirror(**_arguments_from_attributes(mirror, made))
@@ -184,7 +186,8 @@ def _fixed_qparams_range(made: legacy_observer.FixedQParamsObserver) -> tuple[in
 
 def _settings_of(made: nn.Module) -> ObserverSettings:
     dtype = plain_dtype(made.dtype)  # type: ignore[arg-type]
-    source = getattr(made, "activation_post_process", made)
+    source: nn.Module = getattr(made, "activation_post_process", made)
+    observed_by: nn.Module = getattr(source, "legacy", source)
     ch_axis = getattr(source, "ch_axis", None)
     qscheme = getattr(source, "qscheme", None) or torch.per_tensor_affine
     per_channel = qscheme in (
@@ -202,7 +205,7 @@ def _settings_of(made: nn.Module) -> ObserverSettings:
         is_fake_quantize=isinstance(made, pt2e_fake_quantize.FakeQuantizeBase),
         has_fixed_qparams=isinstance(source, pt2e_observer.FixedQParamsObserver),
         reuses_input=isinstance(source, pt2e_observer.ReuseInputObserver),
-        observer_type=type(source.legacy) if hasattr(source, "legacy") else type(source),
+        observer_type=type(observed_by),
     )
 
 

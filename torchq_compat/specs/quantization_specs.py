@@ -25,7 +25,7 @@ def make_spec(constructor: ObserverConstructor | WeightConstructor) -> Quantizat
     settings = constructor.settings
     return QuantizationSpec(
         dtype=settings.dtype,
-        observer_or_fake_quant_ctr=constructor,  # type: ignore[arg-type]
+        observer_or_fake_quant_ctr=constructor,
         quant_min=settings.quant_min,
         quant_max=settings.quant_max,
         qscheme=settings.qscheme,

@@ -37,7 +37,9 @@ def build_observed_lstm(lstm: nn.LSTM, specs: CellSpecs, *, split_gates: bool = 
     return observed
 
 
-def build_observed_cell(cell: nn.LSTMCell, specs: CellSpecs, *, split_gates: bool = False) -> ObservedLSTMCell:
+def build_observed_cell(
+    cell: nn.LSTMCell, specs: CellSpecs, *, split_gates: bool = False
+) -> ObservedLSTMCell:
     """An observed LSTMCell with copies of the parameters of ``cell``."""
     prepared = _prepared_cell(
         _weights(cell, ""), specs, specs.op_specs.activation_dtype, split_gates=split_gates

@@ -9,7 +9,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-
 from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec
 
 from torchq_compat.annotate.annotation import NodeSpecs

@@ -32,7 +32,6 @@ class RunLayers(Protocol):
     ) -> tuple[Tensor, State]: ...
 
 
-
 @dataclass(frozen=True)
 class LSTMStructure:
     """The constructor arguments of a torch.nn.LSTM."""
@@ -150,8 +149,10 @@ def _initial_state(
     widths = (structure.output_size, structure.hidden_size)
     if not isinstance(hidden, (tuple, list)) or len(hidden) != 2:
         raise CustomModuleError.call_failed(path, "the state must be a pair (h, c)")
-    h, c = (_state(path, name, state, (rows, x.shape[1], width), batched)
-            for name, state, width in zip(("h", "c"), hidden, widths, strict=True))
+    h, c = (
+        _state(path, name, state, (rows, x.shape[1], width), batched)
+        for name, state, width in zip(("h", "c"), hidden, widths, strict=True)
+    )
     return h, c
 
 
@@ -193,9 +194,7 @@ def check_example_inputs(lstm: nn.LSTM, example_inputs: Any) -> None:
 def fake_layers(structure: LSTMStructure) -> RunLayers:
     """``run_layers`` that computes shapes only."""
 
-    def run(
-        x: Tensor, state: State | None, batch_sizes: list[int] | None = None
-    ) -> tuple[Tensor, State]:
+    def run(x: Tensor, state: State | None, batch_sizes: list[int] | None = None) -> tuple[Tensor, State]:
         rows = structure.num_layers * structure.num_directions
         width = structure.num_directions * structure.output_size
         return x.new_empty(x.shape[0], x.shape[1], width), (

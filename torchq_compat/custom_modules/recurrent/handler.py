@@ -34,7 +34,9 @@ __all__ = ["LSTMCellHandler", "LSTMHandler", "OtherRecurrentHandler"]
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 FORMULAS = {
-    part.name: part.formula for split in (False, True) for part in lstm_parts(split_gates=split, projected=True)
+    part.name: part.formula
+    for split in (False, True)
+    for part in lstm_parts(split_gates=split, projected=True)
 }
 
 
@@ -115,7 +117,11 @@ class CellBasedHandler(CustomModuleHandler):
                 if name in saturated:
                     details["saturated"] = saturated[name]
                 yield Decision(
-                    f"{path}.{cell_path}.{name}", FORMULAS[name], Action.QUANTIZED, "part of the cell", details
+                    f"{path}.{cell_path}.{name}",
+                    FORMULAS[name],
+                    Action.QUANTIZED,
+                    "part of the cell",
+                    details,
                 )
 
 

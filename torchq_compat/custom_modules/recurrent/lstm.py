@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
@@ -26,6 +25,7 @@ from torchq_compat.custom_modules.recurrent.cell_graph import (
 from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
 from torchq_compat.custom_modules.recurrent.contract import LSTMStructure, State, call_lstm
 from torchq_compat.custom_modules.recurrent.packed import run_packed_direction
+from torchq_compat.errors import CustomModuleError
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 
 __all__ = ["ConvertedLSTM", "LSTMDirection", "LSTMLayer", "LSTMLoop", "ObservedLSTM"]
@@ -180,8 +180,14 @@ class ConvertedLSTM(LSTMLoop, torch.ao.nn.quantized.LSTM):
         return "QuantizedLSTM"
 
     @classmethod
-    def from_observed(cls, other: ObservedLSTM) -> ConvertedLSTM:
-        """Convert every cell of ``other``, which is left as it is."""
+    def from_observed(cls, other: torch.ao.nn.quantizable.LSTM) -> ConvertedLSTM:
+        """Convert every cell of ``other``, which is left as it is.
+
+        Raises:
+            CustomModuleError: ``other`` was not observed by this package.
+        """
+        if not isinstance(other, ObservedLSTM):
+            raise CustomModuleError.unusable_result("observed_lstm", "from_float", other)
         layers = []
         for layer in other.layers:
             assert isinstance(layer, LSTMLayer)

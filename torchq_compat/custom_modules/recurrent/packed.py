@@ -21,7 +21,7 @@ def run_packed_direction(
     cell: Cell, rows: Tensor, state: State, batch_sizes: list[int], *, backward: bool
 ) -> tuple[Tensor, State]:
     """``rows`` (sum of batch_sizes, I) -> (sum of batch_sizes, P) and the last state of every sequence."""
-    steps = list(rows.split(batch_sizes))
+    steps = list(torch.split(rows, batch_sizes))
     h_all, c_all = state
     outputs = []
     for step in reversed(steps) if backward else steps:

@@ -6,7 +6,8 @@ constructor silently when the config did not list its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from torchq_compat.specs.dtypes import plain_dtype
 
 __all__ = ["check_part_dtypes"]
 
-PATTERN = {
+PATTERN: dict[PartKind, Callable[..., Any]] = {
     PartKind.LINEAR: nn.Linear,
     PartKind.ADD: torch.add,
     PartKind.MUL: torch.mul,

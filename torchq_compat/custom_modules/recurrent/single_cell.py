@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.custom_modules.recurrent.cell_graph import (
     CellGraphModule,
     converted_grids,
@@ -87,7 +88,7 @@ class ConvertedLSTMCell(LSTMCellCall):
         return converted_grids(self.cell)
 
 
-def fake_lstm_cell(cell: nn.LSTMCell, path: str) -> Any:
+def fake_lstm_cell(cell: nn.LSTMCell, path: str) -> FakeCall:
     """Shapes of the result of ``cell``, which stands at ``path``."""
 
     def fake(input: Tensor, hx: Any = None) -> State:
@@ -101,7 +102,9 @@ def fake_lstm_cell(cell: nn.LSTMCell, path: str) -> Any:
 def check_cell_call(path: str, input_size: int, hidden_size: int, input: Any, hx: Any) -> None:
     """Refuse what torch.nn.LSTMCell refuses, naming ``path``."""
     if not isinstance(input, Tensor) or input.dim() not in (1, 2) or input.shape[-1] != input_size:
-        raise CustomModuleError.call_failed(path, f"the input must be (batch, {input_size}) or ({input_size},)")
+        raise CustomModuleError.call_failed(
+            path, f"the input must be (batch, {input_size}) or ({input_size},)"
+        )
     if hx is None:
         return
     if not isinstance(hx, (tuple, list)) or len(hx) != 2:
@@ -109,5 +112,10 @@ def check_cell_call(path: str, input_size: int, hidden_size: int, input: Any, hx
     for name, state in zip(("h", "c"), hx, strict=True):
         if not isinstance(state, Tensor) or tuple(state.shape) != (*input.shape[:-1], hidden_size):
             raise CustomModuleError.call_failed(
-                path, f"{name} must be {hidden_size} wide with the input's batch, got {getattr(state, 'shape', state)}"
+                path,
+                f"{name} must have shape {(*input.shape[:-1], hidden_size)}, got {_shape(state)}",
             )
+
+
+def _shape(state: Any) -> str:
+    return str(tuple(state.shape)) if isinstance(state, Tensor) else type(state).__name__
