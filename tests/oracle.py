@@ -55,7 +55,11 @@ def calibrate(prepared: nn.Module, batches: Sequence[tuple[Any, ...]]) -> None:
 
 
 def by_us(
-    model: nn.Module, mapping: Any, batches: Sequence[tuple[Any, ...]], prepare_config: Any = None, **kwargs: Any
+    model: nn.Module,
+    mapping: Any,
+    batches: Sequence[tuple[Any, ...]],
+    prepare_config: Any = None,
+    **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
     """(prepared, converted) by this package."""
     prepared = tc.prepare_fx(model, mapping, batches[0], prepare_config, **kwargs)
@@ -64,7 +68,11 @@ def by_us(
 
 
 def by_fx(
-    model: nn.Module, mapping: Any, batches: Sequence[tuple[Any, ...]], prepare_config: Any = None, **kwargs: Any
+    model: nn.Module,
+    mapping: Any,
+    batches: Sequence[tuple[Any, ...]],
+    prepare_config: Any = None,
+    **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
     """(prepared, converted) by the FX engine, on a copy: it marks and shares the model it is given."""
     with warnings.catch_warnings():
@@ -77,7 +85,9 @@ def by_fx(
 
 def quantize_nodes(graph_module: GraphModule) -> list[torch.fx.Node]:
     """The quantize nodes of one of our converted graphs."""
-    return [n for n in graph_module.graph.nodes if str(n.target).startswith("quantized_decomposed.quantize_per")]
+    return [
+        n for n in graph_module.graph.nodes if str(n.target).startswith("quantized_decomposed.quantize_per")
+    ]
 
 
 def count_nodes(graph_module: GraphModule) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -30,11 +30,11 @@ TO_DTYPE = torch.ops.aten.to.dtype
 
 
 def prepare_graph(
-    graph_module: GraphModule, decided: Mapping[Node, NodeSpecs], *, is_qat: bool
+    graph_module: GraphModule, decide: Callable[[GraphModule], Mapping[Node, NodeSpecs]], *, is_qat: bool
 ) -> GraphModule:
-    """Put observers (or fake-quantizes) into ``graph_module`` where ``decided`` says."""
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
     prepare = prepare_qat_pt2e if is_qat else prepare_pt2e
-    return _allow_train_eval(prepare(graph_module, SpecQuantizer(decided)))
+    return _allow_train_eval(prepare(graph_module, SpecQuantizer(decide)))
 
 
 def convert_graph(prepared: GraphModule) -> GraphModule:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.decide import LeafBoundary, decide_graph
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
@@ -53,17 +54,16 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     swaps, decisions = decide_swaps(working, request.rules, request.settings)
     graph_module = _capture_around(working, model, swaps, request)
     boundaries = _boundaries(graph_module, swaps)
-    decided = decide_graph(
-        graph_module,
-        working,
-        request.rules,
-        request.backend,
-        boundaries,
-        _kept_float(working, request.settings),
-    )
+    kept_float = _kept_float(working, request.settings)
+
+    def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
+        decided = decide_graph(captured, working, request.rules, request.backend, boundaries, kept_float)
+        decisions.extend(decided.decisions)
+        return decided.specs
+
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
-    prepared = prepare_graph(graph_module, decided.specs, is_qat=request.is_qat)
-    record = ModelRecord(Stage.PREPARED, signature, (*decisions, *decided.decisions), request.is_qat)
+    prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
+    record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat)
     preserved = {
         name: getattr(working, name)
         for name in request.settings.preserved_attributes

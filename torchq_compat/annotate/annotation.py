@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
@@ -24,16 +24,18 @@ class NodeSpecs:
 
 
 class SpecQuantizer(Quantizer):  # type: ignore[misc]
-    """A torchao Quantizer that writes decisions taken before; it takes none itself."""
+    """A torchao Quantizer that writes what ``decide`` says of a graph.
 
-    def __init__(self, decided: Mapping[Node, NodeSpecs]) -> None:
+    ``decide`` is asked when torchao asks for annotations: by then it has fused batch norm into convolutions,
+    which erases nodes.
+    """
+
+    def __init__(self, decide: Callable[[GraphModule], Mapping[Node, NodeSpecs]]) -> None:
         super().__init__()
-        # By name: torchao fuses batch norm into convolutions first, which erases nodes.
-        self.decided = {node.name: specs for node, specs in decided.items()}
+        self.decide = decide
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        for node in model.graph.nodes:
-            specs = self.decided.get(node.name)
+        for node, specs in self.decide(model).items():
             if specs:
                 # Sharing is decided here, edge by edge; torchao's implicit sharing would join
                 # observers of different classes whose ranges happen to agree.

@@ -78,38 +78,48 @@ def decide_graph(
         kept_float: paths of modules inside which nothing is quantized.
     """
     state = _State(rules, backend, tuple(kept_float))
-    groups = {group.nodes[-1]: group for group in find_groups(graph_module, model)}
-    fused = _fuse(groups.values(), rules, backend)
+    chains = {chain[0].nodes[-1]: chain for chain in _fuse(find_groups(graph_module, model), rules, backend)}
     for node in graph_module.graph.nodes:
         if node in leaves:
             state.take_leaf(node, leaves[node])
-        elif node in groups and groups[node] not in fused.absorbed:
-            state.take_group(groups[node], fused.second_of.get(node))
+        elif node in chains:
+            state.take_chain(chains[node])
     return GraphDecisions(state.slots.node_specs(graph_module.graph.nodes), tuple(state.decisions))
 
 
-@dataclass(frozen=True)
-class _Fusions:
-    second_of: dict[Node, OpGroup]
-    absorbed: tuple[OpGroup, ...]
+#: Ops the backend runs as one, like linear + relu: nothing is observed between them.
+Chain = tuple[OpGroup, ...]
 
 
-def _fuse(groups: Iterable[OpGroup], rules: QConfigRules, backend: BackendTable) -> _Fusions:
-    """Pairs like linear + relu that the backend runs as one op: nothing is observed between them."""
+def _fuse(groups: list[OpGroup], rules: QConfigRules, backend: BackendTable) -> list[Chain]:
+    """The longest chains of the backend's fused patterns; an op in none is a chain of its own."""
     by_node = {node: group for group in groups for node in group.nodes}
-    second_of: dict[Node, OpGroup] = {}
-    absorbed: list[OpGroup] = []
+    chains: list[Chain] = []
+    absorbed: set[Node] = set()
     for group in groups:
-        if group.output is None or group in absorbed or len(group.output.users) != 1:
+        if group.nodes[-1] in absorbed:
             continue
-        follower = by_node.get(next(iter(group.output.users)))
-        if follower is None or len(follower.inputs) != 1:
-            continue
-        entry = backend.find(group.origin.object_types, follower.origin.object_types)
-        if entry is not None and _select(rules, group).qconfig and _select(rules, follower).qconfig:
-            second_of[group.nodes[-1]] = follower
-            absorbed.append(follower)
-    return _Fusions(second_of, tuple(absorbed))
+        chain: Chain = (group,)
+        while (follower := _follower(chain, by_node, rules, backend)) is not None:
+            absorbed.add(follower.nodes[-1])
+            chain = (*chain, follower)
+        chains.append(chain)
+    return chains
+
+
+def _follower(
+    chain: Chain, by_node: Mapping[Node, OpGroup], rules: QConfigRules, backend: BackendTable
+) -> OpGroup | None:
+    """The op behind ``chain`` that the backend fuses with it."""
+    output = chain[-1].output
+    if output is None or len(output.users) != 1:
+        return None
+    follower = by_node.get(next(iter(output.users)))
+    if follower is None or len(follower.inputs) != 1:
+        return None
+    if not all(_select(rules, group).qconfig for group in (chain[0], follower)):
+        return None
+    return follower if backend.find(*(g.origin.object_types for g in (*chain, follower))) else None
 
 
 def _select(rules: QConfigRules, group: OpGroup) -> Selection:
@@ -143,16 +153,16 @@ class _State:
             if dtype is not None:
                 self.dtype_of[getitem] = dtype
 
-    def take_group(self, group: OpGroup, second: OpGroup | None) -> None:
+    def take_chain(self, chain: Chain) -> None:
+        group, last = chain[0], chain[-1]
         if group.kind in SILENT_TARGETS or (group.output is None and not group.inputs):
             return
         selection = _select(self.rules, group)
-        chain = (group.origin.object_types, *((second.origin.object_types,) if second else ()))
-        entry = self.backend.find(*chain)
-        action, reason = self._decide(group, second or group, selection, entry)
-        kind = f"{group.kind} + {second.kind}" if second else group.kind
-        node = (second or group).output
-        self.decisions.append(Decision(group.label, kind, action, reason, node=node.name if node else ""))
+        entry = self.backend.find(*(op.origin.object_types for op in chain))
+        action, reason = self._decide(group, last, selection, entry)
+        kind = " + ".join(op.kind for op in chain)
+        node = last.output.name if last.output else ""
+        self.decisions.append(Decision(group.label, kind, action, reason, node=node))
 
     def _decide(
         self, group: OpGroup, last: OpGroup, selection: Selection, entry: PatternEntry | None
@@ -202,7 +212,12 @@ class _State:
 
     def _observe_input(self, producer: Node, node: Node, spec: QuantizationSpec) -> None:
         edge = (producer, node)
-        if edge in self.slots or (self.dtype_of.get(producer) == spec.dtype and not spec.is_dynamic):
+        if edge in self.slots:
+            return
+        if self.dtype_of.get(producer) == spec.dtype and not spec.is_dynamic:
+            if producer in self.slots:
+                # No observer of its own; but torchao's conv-bn fusion for QAT wants every edge named.
+                self.slots.share(edge, producer)
             return
         for other, other_spec in self.edges_from.setdefault(producer, []):
             if _same_observer(spec, other_spec):

@@ -6,6 +6,7 @@ the ops run: ``(nn.Linear, nn.ReLU)``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -53,10 +54,8 @@ class BackendTable:
 
     def find(self, *chain: tuple[ObjectType, ...]) -> PatternEntry | None:
         """The entry of one op (one argument) or of a fused chain, each op given by all its object types."""
-        if len(chain) == 1:
-            return next((self.entries[t] for t in chain[0] if t in self.entries), None)
-        first, second = chain
-        return next((self.entries[a, b] for a in first for b in second if (a, b) in self.entries), None)
+        patterns = chain[0] if len(chain) == 1 else itertools.product(*chain)
+        return next((self.entries[pattern] for pattern in patterns if pattern in self.entries), None)
 
 
 def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> BackendTable:

@@ -107,8 +107,11 @@ def prepare_cell(
     """Export ``cell`` with a dynamic batch and put the observers of ``parts`` in."""
     graph_module = capture_flat(cell, example_inputs)
     _name_nodes_after_parts(graph_module, parts)
-    decided = _decide(graph_module, parts, specs, arriving)
-    return CellGraphModule.wrap(prepare_graph(graph_module, decided, is_qat=False))
+
+    def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
+        return _decide(captured, parts, specs, arriving)
+
+    return CellGraphModule.wrap(prepare_graph(graph_module, decide, is_qat=False))
 
 
 def reference_cell(prepared: CellGraphModule) -> CellGraphModule:

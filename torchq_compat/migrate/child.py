@@ -1,0 +1,80 @@
+"""The process in which ``torchq-compat run`` runs a script: redirect the FX names, then be the script.
+
+Started as ``python -P -c ... PACKAGE_PARENT SCRIPT ARGS...`` by ``migrate.run``. What a script can see of
+how it was started (arguments, ``sys.path[0]``, ``__main__``, ``__file__``) is as ``python SCRIPT ARGS...``
+has it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import TracebackType
+
+from torchq_compat.migrate.import_noise import import_noise_held_back
+
+__all__ = ["main"]
+
+SCRIPT_RAISED = 1
+
+
+def main() -> int:
+    """Run the script that ``sys.argv`` names; its ``SystemExit`` and ``KeyboardInterrupt`` go through."""
+    _, _, script, *args = sys.argv
+    # At interpreter exit, after the script's own atexit functions, however the script ends.
+    atexit.register(_print_summary, _redirect(), Path(script).name)
+    sys.argv = [script, *args]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    try:
+        _execute(os.path.abspath(script))
+    except Exception as error:
+        traceback = _from_script_on(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        return SCRIPT_RAISED
+    return 0
+
+
+def _redirect() -> Callable[[str], str]:
+    """Redirect the FX names and return the function that summarizes what came through."""
+    with import_noise_held_back():
+        from torchq_compat.migrate.recorder import Recorder
+        from torchq_compat.migrate.redirections import redirect
+
+        recorder = Recorder()
+        redirect(recorder.wrap)
+    return recorder.summary
+
+
+def _execute(path: str) -> None:
+    """Execute the file as ``__main__``, which stays in place for what runs at interpreter exit."""
+    namespace = sys.modules["__main__"].__dict__
+    namespace.clear()
+    namespace.update(
+        __name__="__main__",
+        __file__=path,
+        __loader__=SourceFileLoader("__main__", path),
+        __builtins__=builtins,
+        __package__=None,
+        __spec__=None,
+        __doc__=None,
+    )
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), namespace)
+
+
+def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _print_summary(summary: Callable[[str], str], script: str) -> None:
+    # A standard output that is closed or broken is the script's affair, not the summary's.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    print(summary(script), file=sys.stderr)

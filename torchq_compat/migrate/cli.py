@@ -1,0 +1,42 @@
+"""``torchq-compat COMMAND``: reads the command line, runs the command, words its errors.
+
+A command is a module with one function, ``add_parser``, which names the function that carries it out with
+``set_defaults(command=...)``. ``COMMANDS`` lists them in the order of the help text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from torchq_compat.errors import TorchQCompatError
+from torchq_compat.migrate import run
+
+__all__ = ["main"]
+
+PROGRAM = "torchq-compat"
+USAGE_ERROR = 2
+
+COMMANDS = (run,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: the command's own, or 2 for an error of usage."""
+    args = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except TorchQCompatError as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Bring FX graph mode quantization scripts to torch.export and torchao."
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser

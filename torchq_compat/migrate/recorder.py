@@ -1,0 +1,116 @@
+"""Which models a script quantized, and the summary of them at its end."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchq_compat import explain
+from torchq_compat.decisions import Action, Decision, Report
+
+__all__ = ["Recorder"]
+
+MAX_LINES = 12
+MAX_PATHS = 3
+MAX_KINDS = 6
+#: Function -> how the summary calls the model it returns; the other functions leave no trace in it.
+STAGES = {
+    "prepare_fx": "prepared",
+    "prepare_qat_fx": "prepared for training",
+    "convert_fx": "converted",
+    "convert_to_reference_fx": "converted to reference",
+}
+
+Function = Callable[..., Any]
+
+
+@dataclass
+class _Model:
+    names: tuple[str, ...]
+    stage: str
+    decisions: tuple[Decision, ...]
+
+
+class Recorder:
+    """Notes every model that passes through the wrapped functions.
+
+    Only decisions are kept, not models: a script that frees its models must still free their memory. A model
+    is recognised by its decisions, so preparing, copying and converting it is one entry, and so are models
+    that differ in nothing but their weights.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[tuple[str, str, str], ...], _Model] = {}
+
+    def wrap(self, function: Function) -> Function:
+        """``function``, recorded. It keeps its name, module and signature."""
+        first_parameter = next(iter(inspect.signature(function).parameters))
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            source = args[0] if args else kwargs[first_parameter]
+            self._record(function.__name__, source, result)
+            return result
+
+        return recorded
+
+    def summary(self, script: str) -> str:
+        """What was quantized and what stayed float, in a dozen lines at most."""
+        if not self._models:
+            return f"torchq-compat: {script} prepared no model with FX graph mode quantization."
+        lines = [f"torchq-compat: {script} on torch.export and torchao (PT2E)"]
+        for model in self._models.values():
+            lines += _lines(model)
+        if len(lines) > MAX_LINES:
+            hidden = len(lines) - MAX_LINES + 1
+            lines[MAX_LINES - 1 :] = [f"  ... {hidden} more lines; torchq_compat.explain(model) has them all"]
+        return "\n".join(lines)
+
+    def _record(self, function: str, source: object, result: Any) -> None:
+        stage = STAGES.get(function)
+        if stage is None:
+            return
+        decisions = _own_decisions(explain(result))
+        key = tuple((d.path, d.kind, d.action.value) for d in decisions)
+        known = self._models.get(key)
+        names = known.names if known else ()
+        if known is None or stage.startswith("prepared"):
+            names = tuple(dict.fromkeys((*names, type(source).__name__)))
+        self._models[key] = _Model(names, stage, decisions)
+
+
+def _own_decisions(report: Report) -> tuple[Decision, ...]:
+    """The decisions about modules and ops of the model, without the parts inside a custom module."""
+    paths = {decision.path for decision in report.decisions}
+    return tuple(d for d in report.decisions if paths.isdisjoint(_parents(d.path)))
+
+
+def _parents(path: str) -> Iterator[str]:
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _lines(model: _Model) -> list[str]:
+    counts = Counter(decision.action for decision in model.decisions)
+    kinds = Counter(decision.kind for decision in model.decisions if decision.action is Action.QUANTIZED)
+    shown = [f"{count} {kind}" for kind, count in kinds.most_common(MAX_KINDS)]
+    which = f" ({', '.join(shown)}{', ...' if len(kinds) > MAX_KINDS else ''})" if shown else ""
+    result = f"{counts[Action.QUANTIZED]} quantized{which}, {counts[Action.FLOAT]} float"
+    return [f"  {', '.join(model.names)}, {model.stage}: {result}", *_float_lines(model.decisions)]
+
+
+def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
+    """One line for all that stayed float for the same reason; first what the user was warned about."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    left_float = [d for d in decisions if d.action is Action.FLOAT]
+    for decision in sorted(left_float, key=lambda d: not d.warn):
+        groups.setdefault((decision.kind, decision.reason), []).append(decision.path or "(model)")
+    for (kind, reason), paths in groups.items():
+        more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
+        yield f"    float: {kind} {', '.join(paths[:MAX_PATHS])}{more}: {reason}"

@@ -1,0 +1,118 @@
+"""``torchq-compat run SCRIPT [ARGS...]``: an unmodified legacy script, on torch.export and torchao.
+
+This process checks that there is a script, starts ``migrate.child`` for it and passes signals and the exit
+code on. Everything that touches torch happens in the child, whose standard streams are the script's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torchq_compat.errors import ScriptError
+
+__all__ = ["add_parser", "run_command"]
+
+PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+#: Started with -P: modules beside the script or in the working directory must not shadow torch's imports.
+START_CHILD = """\
+import sys
+sys.path.insert(0, sys.argv[1])
+from torchq_compat.migrate.child import main
+sys.exit(main())
+"""
+PYTHON_SUFFIXES = (".py", ".pyw")
+FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
+SIGNAL_EXIT_BASE = 128
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "run",
+        help="run an unmodified legacy script on torch.export and torchao",
+        description="Run an unmodified legacy script with prepare_fx, convert_fx and their kin redirected to "
+        "torchq_compat. Output and exit code are the script's; a summary goes to standard error.",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the file you would give to python")
+    arguments = parser.add_argument(
+        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
+    # Before Python 3.13 argparse calls a missing ARGS an error of its own.
+    arguments.required = False
+    parser.set_defaults(command=run_command)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run the script and return its exit code.
+
+    Raises:
+        ScriptError: there is no such script, or it is not one.
+    """
+    check_script(args.script)
+    command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, args.script, *args.args]
+    return _run_child(command)
+
+
+def check_script(script: str) -> None:
+    """Raise a ScriptError unless ``script`` is a file that Python could run."""
+    path = Path(script)
+    if path.is_dir():
+        raise ScriptError(f"{script!r} is a directory.", hint="name the script in it that you would run.")
+    if not path.exists():
+        raise ScriptError(
+            f"there is no script {script!r}.", hint="the path is relative to the current directory."
+        )
+    if path.suffix not in PYTHON_SUFFIXES and not _compiles(path):
+        raise ScriptError(
+            f"{script!r} is not a Python script.", hint="give the file that you would run with python."
+        )
+
+
+def _compiles(path: Path) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(path.read_bytes(), path, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return True
+
+
+def _run_child(command: list[str]) -> int:
+    """Start ``command`` and wait for it; signals sent to this process reach it."""
+    child: list[subprocess.Popen[bytes]] = []
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        # Ctrl-C at a terminal reaches the child by itself: a second one would cut its cleanup short.
+        if child and not (signum == signal.SIGINT and _in_terminal_foreground()):
+            child[0].send_signal(signum)
+
+    previous = _install(forward)
+    try:
+        child.append(subprocess.Popen(command))
+        code = child[0].wait()
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+    return code if code >= 0 else SIGNAL_EXIT_BASE - code
+
+
+def _install(handler: Any) -> dict[signal.Signals, Any]:
+    """Install ``handler`` and return the handlers before it; a signal that is ignored stays so."""
+    signums = [signal.Signals[name] for name in FORWARDED if hasattr(signal, name)]
+    caught = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
+    return {signum: signal.signal(signum, handler) for signum in caught}
+
+
+def _in_terminal_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(sys.__stderr__.fileno() if sys.__stderr__ else 2) == os.getpgrp()
+    except (AttributeError, OSError):
+        return False
