@@ -216,8 +216,7 @@ class _State:
             return
         if self.dtype_of.get(producer) == spec.dtype and not spec.is_dynamic:
             if producer in self.slots:
-                # No observer of its own; but torchao's conv-bn fusion for QAT wants every edge named.
-                self.slots.share(edge, producer)
+                self.slots.follow(edge)
             return
         for other, other_spec in self.edges_from.setdefault(producer, []):
             if _same_observer(spec, other_spec):

@@ -32,7 +32,7 @@ def main() -> int:
     sys.argv = [script, *args]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     try:
-        _execute(os.path.abspath(script))
+        _execute(os.path.join(os.getcwd(), script))
     except Exception as error:
         traceback = _from_script_on(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
