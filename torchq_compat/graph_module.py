@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Self
@@ -13,16 +13,19 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
-from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
 
 from torchq_compat.decisions import Decision
 from torchq_compat.errors import InputError
+from torchq_compat.modes import freeze_batch_norm, set_training
 
 __all__ = ["CallSignature", "ModelRecord", "QuantizationGraphModule", "Stage", "record_of"]
 
 RECORD_KEY = "torchq_compat"
-#: Operators that compute something else in training.
-MODE_DEPENDENT = (torch.ops.aten.dropout.default, torch.ops.aten.batch_norm.default)
+#: Legacy switch -> whether batch norms are frozen.
+BATCH_NORM_SWITCHES = {
+    torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
+    torch.ao.nn.intrinsic.qat.update_bn_stats: False,
+}
 
 
 class Stage(Enum):
@@ -138,12 +141,16 @@ class QuantizationGraphModule(GraphModule):
     def train(self, mode: bool = True) -> Self:
         """Switch dropout and batch norm, in the graph and in every module it calls."""
         super().train(mode)
-        if self._depends_on_mode():
-            (move_exported_model_to_train if mode else move_exported_model_to_eval)(self)
+        set_training(self, mode)
         return self
 
-    def _depends_on_mode(self) -> bool:
-        return any(node.target in MODE_DEPENDENT for node in self.graph.nodes)
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """As ``nn.Module.apply``. The legacy batch norm switches look for fused QAT module classes, which a
+        captured model does not have; they switch the batch norms of the graph."""
+        if fn in BATCH_NORM_SWITCHES:
+            freeze_batch_norm(self, BATCH_NORM_SWITCHES[fn])
+            return self
+        return super().apply(fn)
 
 
 def record_of(model: object) -> ModelRecord | None:

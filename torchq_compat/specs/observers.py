@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torchq_compat.errors import ConfigError
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.saturation import SaturationCountingObserver
+from torchq_compat.specs.two_world_classes import TWO_WORLD_CLASSES, recognised_by_torch_ao
 
 __all__ = [
     "LegacyFakeQuantizeAdapter",
@@ -34,12 +35,14 @@ __all__ = [
 ]
 
 LegacyConstructor = Callable[[], nn.Module]
+HOMES = (legacy_observer, legacy_fake_quantize, pt2e_observer, pt2e_fake_quantize)
 PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
+FIXED_QPARAMS = (legacy_observer.FixedQParamsObserver, pt2e_observer.FixedQParamsObserver)
 LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
 # Attributes whose name differs from the constructor's argument.
 ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
 
-#: torchao classes of which this package has a version that tells more.
+#: Classes of which this package has a version that tells more.
 REPLACED: dict[str, Callable[..., nn.Module]] = {"MovingAverageMinMaxObserver": SaturationCountingObserver}
 
 
@@ -121,30 +124,30 @@ def fixed_qparams_constructor(
 
 
 def _translate(made: nn.Module) -> nn.Module:
-    if isinstance(made, PT2E_BASES):
-        translated: nn.Module = made
-        return translated
     mirror = _mirror_class(type(made))
-    if isinstance(made, legacy_fake_quantize.FakeQuantizeBase):
-        inner = getattr(made, "activation_post_process", None)
-        if mirror is None or inner is None:
-            return LegacyFakeQuantizeAdapter(made)
-        rebuilt: nn.Module = mirror(observer=lambda **_: _translate(inner))
-        return rebuilt
     if mirror is None:
-        return LegacyObserverAdapter(made)
+        return _as_torchao(made)
+    inner = getattr(made, "activation_post_process", None)
+    if inner is not None:
+        return mirror(observer=lambda **_: _translate(inner))
     return mirror(**_arguments_from_attributes(mirror, made))
 
 
-def _mirror_class(legacy_class: type[nn.Module]) -> Callable[..., nn.Module] | None:
-    """torchao's class of the same name, for torch.ao's own classes only: a user may reuse a name."""
-    pairs = ((legacy_observer, pt2e_observer), (legacy_fake_quantize, pt2e_fake_quantize))
-    for legacy_module, pt2e_module in pairs:
-        name = legacy_class.__name__
-        if getattr(legacy_module, name, None) is legacy_class:
-            mirror: Callable[..., nn.Module] | None = REPLACED.get(name) or getattr(pt2e_module, name, None)
-            return mirror
-    return None
+def _as_torchao(made: nn.Module) -> nn.Module:
+    """A class neither library has: torchao's kind as it is, torch.ao's kind in an adapter."""
+    if isinstance(made, PT2E_BASES):
+        return made
+    if isinstance(made, legacy_fake_quantize.FakeQuantizeBase):
+        return LegacyFakeQuantizeAdapter(made)
+    return LegacyObserverAdapter(made)
+
+
+def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
+    """Our class for one of torch.ao's or torchao's own; by identity, since a user may reuse a name."""
+    name = cls.__name__
+    if all(getattr(home, name, None) is not cls for home in HOMES):
+        return None
+    return REPLACED.get(name) or TWO_WORLD_CLASSES.get(name) or getattr(pt2e_observer, name, None)
 
 
 def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module) -> dict[str, Any]:
@@ -157,14 +160,17 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
         arguments["reduce_range"] = False  # a given range is stored already reduced
     elif hasattr(made, "has_customized_qrange"):
         del arguments["quant_min"], arguments["quant_max"]
-    if isinstance(made, legacy_observer.FixedQParamsObserver):
+    if isinstance(made, FIXED_QPARAMS):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
     return arguments
 
 
 def _torchao_class(mirror: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """The class whose constructor names the arguments; ours pass them on."""
-    return mirror.__bases__[0] if mirror in REPLACED.values() else mirror  # type: ignore[attr-defined]
+    if getattr(pt2e_observer, mirror.__name__, None) is mirror:
+        return mirror
+    base: Callable[..., nn.Module] = mirror.__bases__[0]  # type: ignore[attr-defined]
+    return base
 
 
 def _plain_value(value: Any) -> Any:
@@ -173,7 +179,7 @@ def _plain_value(value: Any) -> Any:
     return plain_dtype(value) if isinstance(value, torch.dtype) else value
 
 
-def _fixed_qparams_range(made: legacy_observer.FixedQParamsObserver) -> tuple[int, int]:
+def _fixed_qparams_range(made: nn.Module) -> tuple[int, int]:
     """The range to clamp to.
 
     FixedQParamsObserver carries 0..255 for every dtype when the user gave no range. FX's quantize op ignores
@@ -230,6 +236,7 @@ def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
         adapter.ch_axis = first_given("ch_axis", None)
 
 
+@recognised_by_torch_ao
 class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
     """A user's own torch.ao observer, as a torchao one. The user's object does the observing."""
 
@@ -247,6 +254,7 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
         return scale, zero_point
 
 
+@recognised_by_torch_ao
 class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
     """A user's own torch.ao fake-quantize, as a torchao one."""
 

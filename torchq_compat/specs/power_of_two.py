@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from torchao.quantization.pt2e.observer import MinMaxObserver
 
+from torchq_compat.specs.two_world_classes import recognised_by_torch_ao
+
 __all__ = ["PowerOfTwoMinMaxObserver"]
 
 
+@recognised_by_torch_ao
 class PowerOfTwoMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
     """Symmetric: zero point 0, scale the smallest power of two with which no seen value saturates.
 

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization.pt2e.observer import MovingAverageMinMaxObserver
 
+from torchq_compat.specs.two_world_classes import recognised_by_torch_ao
+
 __all__ = ["SaturationCountingObserver", "saturated_share"]
 
 
+@recognised_by_torch_ao
 class SaturationCountingObserver(MovingAverageMinMaxObserver):  # type: ignore[misc]
     """torchao's MovingAverageMinMaxObserver, with a count of values outside its range as they pass.
 

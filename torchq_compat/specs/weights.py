@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.specs.observers import ObserverConstructor, ObserverSettings
+from torchq_compat.specs.two_world_classes import recognised_by_torch_ao
 
 __all__ = ["WeightConstructor", "WeightObserver"]
 
 
+@recognised_by_torch_ao
 class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
     """Lets the weight pass in calibration; ``observe`` looks at it."""
 
