@@ -13,19 +13,19 @@ from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.errors import ConvertError
-from torchq_compat.graph_module import QuantizationGraphModule, Stage, record_of
+from torchq_compat.graph_module import ConvertedGraphModule, Stage, record_of
 from torchq_compat.legacy.custom_configs import ConvertSettings
-from torchq_compat.observed_graph import convert_graph, uncalibrated_observers
+from torchq_compat.observed_graph import ObserverFault, convert_graph, observer_faults
 from torchq_compat.user_warnings import warn_user
 
 __all__ = ["convert_to_reference"]
 
 
-def convert_to_reference(prepared: GraphModule, settings: ConvertSettings) -> QuantizationGraphModule:
+def convert_to_reference(prepared: GraphModule, settings: ConvertSettings) -> ConvertedGraphModule:
     """The q-dq form of ``prepared``, which stays usable.
 
     Raises:
-        ConvertError: ``prepared`` did not come from this package's prepare.
+        ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
         CustomModuleError: a quantized class that does not do what the mapping promises.
     """
     record = record_of(prepared)
@@ -38,11 +38,11 @@ def convert_to_reference(prepared: GraphModule, settings: ConvertSettings) -> Qu
     }
     working = copy.deepcopy(prepared)
     working.eval()
-    _warn_if_uncalibrated(working)
+    _check_observers(working)
     _convert_leaves(working, settings)
     converted = convert_graph(working)
     quantize_boundaries(converted)
-    return QuantizationGraphModule.wrap(converted, replace(record, stage=Stage.CONVERTED), preserved)
+    return ConvertedGraphModule.wrap(converted, replace(record, stage=Stage.CONVERTED), preserved)
 
 
 def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:
@@ -55,16 +55,24 @@ def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:
         working.set_submodule(path, handler.convert(leaf, quantized_class, path))
 
 
-def _warn_if_uncalibrated(working: GraphModule) -> None:
-    unseen = uncalibrated_observers(working)
+def _check_observers(working: GraphModule) -> None:
+    """Refuse qparams that are not numbers; warn about observers that saw nothing."""
+    faults = observer_faults(working)
     for path in {str(node.target): None for node in leaf_nodes(working)}:
         leaf = working.get_submodule(path)
         handler = handler_of(leaf)
         if handler is not None and isinstance(leaf, LeafModule):
-            unseen.extend(f"{path}.{name}" for name in handler.uncalibrated(leaf))
-    if unseen:
-        shown = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")
+            faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(leaf))
+    not_finite = [where for where, fault in faults if fault is ObserverFault.NOT_FINITE]
+    if not_finite:
+        raise ConvertError.not_finite(_shorten(not_finite))
+    if faults:
         warn_user(
-            f"{len(unseen)} observers have seen no data, so their qparams mean nothing: {shown}. "
-            "Run the prepared model on calibration data before converting it."
+            f"{len(faults)} observers have seen no data, so their qparams mean nothing: "
+            f"{_shorten([where for where, _ in faults])}. "
+            "Run the prepared model on calibration data, through every branch, before converting it."
         )
+
+
+def _shorten(places: list[str]) -> str:
+    return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")

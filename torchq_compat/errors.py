@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 __all__ = [
+    "CalibrationError",
     "CaptureError",
+    "CheckpointError",
     "ConfigError",
     "ConvertError",
     "CustomModuleError",
@@ -206,6 +208,55 @@ class ConvertError(TorchQCompatError):
             f"{type(found).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
             hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first "
             "and convert what it returns.",
+        )
+
+    @classmethod
+    def not_finite(cls, places: str) -> ConvertError:
+        return cls(
+            f"these observers have seen NaN or infinity, so they have no range: {places}.",
+            hint="find the batch with torch.isfinite, prepare again, or load the state saved before it, "
+            "and calibrate without it.",
+        )
+
+
+class CheckpointError(TorchQCompatError):
+    """A checkpoint that cannot be read, or that does not belong to the model; the model is unchanged."""
+
+    @classmethod
+    def unreadable(cls, path: str, cause: BaseException) -> CheckpointError:
+        first_line = str(cause).strip().split("\n", 1)[0]
+        return cls(
+            f"the checkpoint {path} cannot be read: {type(cause).__name__}: {first_line}",
+            hint="it may have been cut off while it was written; save_checkpoint replaces a file only when "
+            "the new one is whole, so an older copy of it would be.",
+        )
+
+    @classmethod
+    def other_model(cls, problem: str) -> CheckpointError:
+        return cls(
+            f"the state does not belong to this model: {problem}",
+            hint="prepare the same float model with the same configuration before loading; "
+            "a checkpoint of the float model is loaded into the float model, before prepare.",
+        )
+
+    @classmethod
+    def no_pickle(cls, kind: str) -> CheckpointError:
+        return cls(
+            f"a {kind} model cannot be pickled: its graph would lose what it knows of the float model.",
+            hint="save model.state_dict() and load it into a model prepared (and converted) the same way; "
+            "to ship a converted model use torch.export.export and torch.export.save.",
+        )
+
+
+class CalibrationError(TorchQCompatError):
+    """An observer that could not take a batch."""
+
+    @classmethod
+    def failed(cls, place: str, cause: BaseException) -> CalibrationError:
+        first_line = str(cause).strip().split("\n", 1)[0]
+        return cls(
+            f"the observer at {place} failed on this batch: {type(cause).__name__}: {first_line}",
+            hint="look for NaN or infinity in the batch with torch.isfinite; what was observed before is kept.",
         )
 
 

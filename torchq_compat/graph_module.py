@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,13 +16,24 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
+from torchq_compat.custom_modules.boundary import refresh_boundaries
 from torchq_compat.decisions import Decision
-from torchq_compat.errors import InputError
+from torchq_compat.errors import CalibrationError, CheckpointError, InputError
 from torchq_compat.modes import freeze_batch_norm, set_training
+from torchq_compat.observed_graph import observer_label, observer_nodes
+from torchq_compat.qparams_state import PerTensorQParamsState
 
-__all__ = ["CallSignature", "ModelRecord", "QuantizationGraphModule", "Stage", "record_of"]
+__all__ = [
+    "CallSignature",
+    "ConvertedGraphModule",
+    "ModelRecord",
+    "QuantizationGraphModule",
+    "Stage",
+    "record_of",
+]
 
 RECORD_KEY = "torchq_compat"
+_CALIBRATION = threading.RLock()
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
     torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
@@ -75,7 +88,7 @@ class CallSignature:
                 raise InputError.call_does_not_match(f"unexpected or repeated argument {name!r}", self.names)
             given[name] = value
         for name, default in self.defaults.items():
-            if name in given and given[name] is not default:
+            if name in given and not _same_value(given[name], default):
                 raise InputError.call_does_not_match(
                     f"{name!r} was not in example_inputs, so it is fixed to {default!r}", self.names
                 )
@@ -128,6 +141,7 @@ class QuantizationGraphModule(GraphModule):
         wrapped.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = dict(preserved)
         for name, value in preserved.items():
             setattr(wrapped, name, value)
+        wrapped.train(record.stage is Stage.PREPARED and record.is_qat)
         return wrapped
 
     @property
@@ -136,7 +150,36 @@ class QuantizationGraphModule(GraphModule):
         return record
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*self.record.signature.bind(args, kwargs))
+        bound = self.record.signature.bind(args, kwargs)
+        if self.record.stage is Stage.CONVERTED or self.record.is_qat:
+            return super().__call__(*bound)
+        # Observers read, compare and write back: threads that calibrate together would lose extremes.
+        with _CALIBRATION:
+            try:
+                return super().__call__(*bound)
+            except RuntimeError as cause:
+                place = _failing_observer(self, cause)
+                if place is None:
+                    raise
+                raise CalibrationError.failed(place, cause) from cause
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As ``nn.Module.load_state_dict``; a state that does not fit leaves the model as it was.
+
+        Raises:
+            CheckpointError: missing or unexpected keys, or shapes that differ.
+        """
+        before = {name: value.clone() for name, value in self.state_dict().items()}
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except (RuntimeError, KeyError) as cause:
+            super().load_state_dict(before, strict=False)
+            raise CheckpointError.other_model(str(cause)) from cause
+
+    def __reduce__(self) -> Any:
+        raise CheckpointError.no_pickle(self.record.stage.value)
 
     def train(self, mode: bool = True) -> Self:
         """Switch dropout and batch norm, in the graph and in every module it calls."""
@@ -151,6 +194,36 @@ class QuantizationGraphModule(GraphModule):
             freeze_batch_norm(self, BATCH_NORM_SWITCHES[fn])
             return self
         return super().apply(fn)
+
+
+class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
+    """A q-dq graph: its state_dict carries all qparams."""
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See ``QuantizationGraphModule``."""
+        keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        # The cells inside have new qparams now; the boundary around them follows.
+        refresh_boundaries(self)
+        return keys
+
+
+def _same_value(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and bool(value == default))
+
+
+def _failing_observer(model: nn.Module, cause: BaseException) -> str | None:
+    """Where in ``model`` the innermost observer on the stack of ``cause`` stands."""
+    paths = {
+        observer: ".".join(filter(None, (prefix, observer_label(node))))
+        for prefix, graph_module in model.named_modules()
+        if isinstance(graph_module, GraphModule)
+        for node, observer in observer_nodes(graph_module)
+    }
+    frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    owners = (frame.f_locals.get("self") for frame in reversed(frames))
+    return next((paths[owner] for owner in owners if isinstance(owner, nn.Module) and owner in paths), None)
 
 
 def record_of(model: object) -> ModelRecord | None:

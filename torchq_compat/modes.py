@@ -1,7 +1,7 @@
 """Training and evaluation mode of a captured graph.
 
 torch.export fixes the mode as a literal argument of dropout and batch norm. torchao switches it by matching
-patterns, which gives a batch norm with eps other than 1e-5 the default one (export_utils.py says so); here the
+patterns, which gives a batch norm with another eps than 1e-5 that default (export_utils.py says so); here the
 literal itself is changed.
 """
 

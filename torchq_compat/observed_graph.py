@@ -9,6 +9,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from enum import Enum
 from functools import partial
 
 import torch
@@ -23,7 +24,14 @@ from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.weights import WeightObserver
 
-__all__ = ["convert_graph", "observer_nodes", "prepare_graph", "uncalibrated_observers"]
+__all__ = [
+    "ObserverFault",
+    "convert_graph",
+    "observer_faults",
+    "observer_label",
+    "observer_nodes",
+    "prepare_graph",
+]
 
 SIXTEEN_BITS = (torch.int16, torch.uint16)
 TO_DTYPE = torch.ops.aten.to.dtype
@@ -54,13 +62,35 @@ def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]
                 yield node, module
 
 
-def uncalibrated_observers(graph_module: GraphModule) -> list[str]:
-    """Paths of the observers in ``graph_module`` that would quantize and have not seen a value."""
-    return [
-        str(node.target)
-        for node, module in observer_nodes(graph_module)
-        if not isinstance(module, WeightObserver) and _quantizes_static(module) and _has_seen_nothing(module)
-    ]
+class ObserverFault(Enum):
+    """Why the qparams of an observer would mean nothing."""
+
+    UNSEEN = "has seen no data"
+    NOT_FINITE = "has seen NaN or infinity"
+
+
+def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]]:
+    """(where, what) of the activation observers in ``graph_module`` that cannot be converted."""
+    found = []
+    for node, module in observer_nodes(graph_module):
+        if isinstance(module, WeightObserver) or not _quantizes_static(module):
+            continue
+        fault = _fault(module)
+        if fault is not None:
+            found.append((observer_label(node), fault))
+    return found
+
+
+def observer_label(node: Node) -> str:
+    """Where the observer called by ``node`` stands, for people: module path, observed op, observer."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    stack = source.meta.get("nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    if not path:
+        return f"{source.name} ({node.target})"
+    name = path if path.replace(".", "_") == source.name else f"{path}/{source.name}"
+    return f"{name} ({node.target})"
 
 
 def _allow_train_eval(graph_module: GraphModule) -> GraphModule:
@@ -140,9 +170,12 @@ def _quantizes_static(module: nn.Module) -> bool:
     return is_integer(module.dtype) and not getattr(module, "is_dynamic", False)  # type: ignore[arg-type]
 
 
-def _has_seen_nothing(module: nn.Module) -> bool:
+def _fault(module: nn.Module) -> ObserverFault | None:
     for part in module.modules():
         low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)
         if isinstance(low, Tensor) and isinstance(high, Tensor):
-            return low.numel() == 0 or bool((low > high).any())
-    return False
+            if low.numel() == 0 or bool((low > high).any()):
+                return ObserverFault.UNSEEN
+            if not bool(low.isfinite().all() and high.isfinite().all()):
+                return ObserverFault.NOT_FINITE
+    return None

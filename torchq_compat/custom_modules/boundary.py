@@ -21,9 +21,12 @@ from torchq_compat.specs.grids import Grid, PerTensorGrid
 __all__ = ["quantize_boundaries"]
 
 OPS = torch.ops.quantized_decomposed
+QUANTIZE = OPS.quantize_per_tensor.default
 DEQUANTIZE = OPS.dequantize_per_tensor.default
 TO_DTYPE = torch.ops.aten.to.dtype
+#: meta keys: on a dequantize, and on a leaf's result that is integers, the grid of those integers.
 GRID_KEY = "torchq_compat_grid"
+INTEGERS_KEY = "torchq_compat_integers"
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,31 @@ def quantize_boundaries(graph_module: GraphModule) -> None:
         _apply(graph_module, call, module, inputs, output_grids)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
+
+
+def refresh_boundaries(graph_module: GraphModule) -> None:
+    """Read the grids of all boundaries again, after new qparams were loaded into the graph and its cells."""
+    for call in leaf_nodes(graph_module):
+        module = graph_module.get_submodule(str(call.target))
+        assert isinstance(module, LeafModule)
+        output_grids = module.output_grids(call.meta["val"])
+        index = call.kwargs["layout"]
+        assert isinstance(index, int)
+        input_grids = tuple(_grid_of_integers(arg) for arg in call.args if isinstance(arg, Node))
+        module.layouts[index] = module.layouts[index].with_grids(input_grids, output_grids)
+        for getitem in call.users:
+            position = getitem.args[1]
+            assert isinstance(position, int)
+            getitem.meta[INTEGERS_KEY] = output_grids[position]
+
+
+def _grid_of_integers(arg: Node) -> Grid | None:
+    """The grid of a rewritten leaf input: a quantize's, or that of another leaf's result."""
+    if arg.target is QUANTIZE:
+        _, scale, zero_point, quant_min, quant_max, dtype = arg.args[:6]
+        return PerTensorGrid(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
+    grid: Grid | None = arg.meta.get(INTEGERS_KEY)
+    return grid
 
 
 def _decide_input(arg: Node) -> _Input:
@@ -106,6 +134,7 @@ def _insert_dequantize(graph_module: GraphModule, getitem: Node, grid: Grid) -> 
             dequantize.prepend(scales_node)
             dequantize.prepend(zero_points_node)
     dequantize.meta = {**getitem.meta, GRID_KEY: grid}
+    getitem.meta[INTEGERS_KEY] = grid
     with value.fake_mode:
         getitem.meta["val"] = value.to(grid.dtype)
     getitem.replace_all_uses_with(dequantize, delete_user_cb=lambda user: user is not dequantize)

@@ -17,6 +17,7 @@ from torch.ao.quantization import QConfig
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.decisions import Decision
+from torchq_compat.observed_graph import ObserverFault
 from torchq_compat.specs.quantization_specs import OpSpecs
 
 __all__ = ["CustomModuleHandler", "ObserveRequest", "handlers", "register"]
@@ -83,8 +84,8 @@ class CustomModuleHandler(ABC):
         classes = (type(leaf), leaf.observed_class or type(leaf))
         return next((to for key, to in mapping.items() if any(issubclass(c, key) for c in classes)), None)
 
-    def uncalibrated(self, leaf: LeafModule) -> list[str]:
-        """Paths inside ``leaf`` of observers that have seen no value."""
+    def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
+        """(where inside ``leaf``, what) of observers that cannot be converted."""
         return []
 
     def explain(self, leaf: LeafModule, path: str) -> Iterator[Decision]:

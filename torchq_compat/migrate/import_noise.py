@@ -1,13 +1,14 @@
 """What torch and torchao log while they are imported, and no user of this tool can act on.
 
 A CPU build of torch cannot load torchao's GPU libraries and says so file by file; torchao still registers an
-enumeration in a way that torch 2.13 deprecates. Only these messages are held back, and only while the
-imports run: whatever a script logs is its own.
+enumeration in a way that torch 2.13 deprecates; without NumPy, which neither of them needs, torch warns once.
+Only these messages are held back, and only while the imports run: whatever a script logs is its own.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ NOISE = {
 @contextmanager
 def import_noise_held_back() -> Iterator[None]:
     """Hold the known messages back inside the ``with`` block."""
+    # Not undone afterwards: that would also undo the filters torchao installs, this one among them.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     filters = {name: _without(part) for name, part in NOISE.items()}
     for name, noise_filter in filters.items():
         logging.getLogger(name).addFilter(noise_filter)

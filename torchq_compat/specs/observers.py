@@ -136,7 +136,8 @@ def _translate(made: nn.Module) -> nn.Module:
 def _as_torchao(made: nn.Module) -> nn.Module:
     """A class neither library has: torchao's kind as it is, torch.ao's kind in an adapter."""
     if isinstance(made, PT2E_BASES):
-        return made
+        torchao_own: nn.Module = made
+        return torchao_own
     if isinstance(made, legacy_fake_quantize.FakeQuantizeBase):
         return LegacyFakeQuantizeAdapter(made)
     return LegacyObserverAdapter(made)
@@ -147,7 +148,9 @@ def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
     name = cls.__name__
     if all(getattr(home, name, None) is not cls for home in HOMES):
         return None
-    return REPLACED.get(name) or TWO_WORLD_CLASSES.get(name) or getattr(pt2e_observer, name, None)
+    ours = REPLACED.get(name) or TWO_WORLD_CLASSES.get(name)
+    mirror: Callable[..., nn.Module] | None = ours or getattr(pt2e_observer, name, None)
+    return mirror
 
 
 def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module) -> dict[str, Any]:
@@ -167,9 +170,8 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
 
 def _torchao_class(mirror: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """The class whose constructor names the arguments; ours pass them on."""
-    if getattr(pt2e_observer, mirror.__name__, None) is mirror:
-        return mirror
-    base: Callable[..., nn.Module] = mirror.__bases__[0]  # type: ignore[attr-defined]
+    is_torchao_own = getattr(pt2e_observer, mirror.__name__, None) is mirror
+    base: Callable[..., nn.Module] = mirror if is_torchao_own else mirror.__bases__[0]  # type: ignore[attr-defined]
     return base
 
 
@@ -179,7 +181,7 @@ def _plain_value(value: Any) -> Any:
     return plain_dtype(value) if isinstance(value, torch.dtype) else value
 
 
-def _fixed_qparams_range(made: nn.Module) -> tuple[int, int]:
+def _fixed_qparams_range(made: Any) -> tuple[int, int]:
     """The range to clamp to.
 
     FixedQParamsObserver carries 0..255 for every dtype when the user gave no range. FX's quantize op ignores

@@ -1,9 +1,9 @@
 """torchao's observers and fake-quantizes, recognised by torch.ao's functions as well.
 
-``torch.ao.quantization.disable_observer`` and its kin, through ``model.apply`` or called on a module, test for
-torch.ao's base classes and silently do nothing to torchao's modules. The classes here are torchao's, subclassed
-once and registered as virtual subclasses of the legacy bases: both worlds' functions act on them, and nothing
-changes for torchao's own classes.
+``torch.ao.quantization.disable_observer`` and its kin, through ``model.apply`` or called on a module, test
+for torch.ao's base classes and silently do nothing to torchao's modules. The classes here are torchao's,
+subclassed once and registered as virtual subclasses of the legacy bases: both worlds' functions act on them,
+and nothing changes for torchao's own classes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def recognised_by_torch_ao(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _subclass(base: type[nn.Module]) -> type[nn.Module]:
-    return recognised_by_torch_ao(type(base.__name__, (base,), {"__module__": __name__, "__doc__": base.__doc__}))
+    return recognised_by_torch_ao(
+        type(base.__name__, (base,), {"__module__": __name__, "__doc__": base.__doc__})
+    )
 
 
 #: Class by name. They are attributes of this module too, so that instances can be pickled.

@@ -16,6 +16,7 @@ from torchq_compat.capture.export import capture_flat
 from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
 from torchq_compat.custom_modules.recurrent.parts import Part, PartKind
 from torchq_compat.observed_graph import convert_graph, prepare_graph
+from torchq_compat.qparams_state import PerTensorQParamsState
 from torchq_compat.specs.grids import PerTensorGrid
 from torchq_compat.specs.saturation import saturated_share
 
@@ -114,10 +115,14 @@ def prepare_cell(
     return CellGraphModule.wrap(prepare_graph(graph_module, decide, is_qat=False))
 
 
-def reference_cell(prepared: CellGraphModule) -> CellGraphModule:
+class ConvertedCellGraphModule(PerTensorQParamsState, CellGraphModule):
+    """A q-dq cell: its state_dict carries all qparams."""
+
+
+def reference_cell(prepared: CellGraphModule) -> ConvertedCellGraphModule:
     """The q-dq form of a prepared cell, int8 weights folded. Changes ``prepared``: hand in a copy."""
     saturation = dict(saturated_parts(prepared))
-    converted = CellGraphModule.wrap(convert_graph(prepared))
+    converted = ConvertedCellGraphModule.wrap(convert_graph(prepared))
     converted.meta[SATURATION_KEY] = saturation
     return converted
 

@@ -132,6 +132,12 @@ def _check_input(structure: LSTMStructure, path: str, x: Any) -> None:
         raise CustomModuleError.call_failed(
             path, f"the input's last dimension must be {structure.input_size}, got {x.shape[-1]}"
         )
+    if not torch.compiler.is_exporting() and x.shape[_time_axis(structure, x)] == 0:
+        raise CustomModuleError.call_failed(path, "the sequence has no steps")
+
+
+def _time_axis(structure: LSTMStructure, x: Tensor) -> int:
+    return 1 if structure.batch_first and x.dim() == 3 else 0
 
 
 def _steps_first(structure: LSTMStructure, x: Tensor) -> Tensor:

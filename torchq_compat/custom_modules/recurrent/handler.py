@@ -28,7 +28,7 @@ from torchq_compat.custom_modules.recurrent.single_cell import (
 from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest, register
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.observed_graph import uncalibrated_observers
+from torchq_compat.observed_graph import ObserverFault, observer_faults
 
 __all__ = ["LSTMCellHandler", "LSTMHandler", "OtherRecurrentHandler"]
 
@@ -104,9 +104,11 @@ class CellBasedHandler(CustomModuleHandler):
             return True
         return base is not None and getattr(cls, method).__func__ is getattr(base, method).__func__
 
-    def uncalibrated(self, leaf: LeafModule) -> list[str]:
+    def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
         assert isinstance(leaf, (LSTMLoop, LSTMCellCall))
-        return [f"{path}.{name}" for path, cell in leaf.cells() for name in uncalibrated_observers(cell)]
+        return [
+            (f"{path}.{name}", fault) for path, cell in leaf.cells() for name, fault in observer_faults(cell)
+        ]
 
     def explain(self, leaf: LeafModule, path: str) -> Iterator[Decision]:
         assert isinstance(leaf, (LSTMLoop, LSTMCellCall))
