@@ -31,7 +31,9 @@ BACKENDS = ("x86", "fbgemm", "onednn", "qnnpack")
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.1), nn.Linear(24, 16), nn.Identity())
+        self.body = nn.Sequential(
+            nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.1), nn.Linear(24, 16), nn.Identity()
+        )
         self.head = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,7 +142,9 @@ def test_linear_relu_is_one_op_with_no_observer_between() -> None:
 def test_embedding_is_weight_only() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 4)).eval()
-    mapping = get_default_qconfig_mapping("x86").set_object_type(nn.Embedding, float_qparams_weight_only_qconfig)
+    mapping = get_default_qconfig_mapping("x86").set_object_type(
+        nn.Embedding, float_qparams_weight_only_qconfig
+    )
     data = [(torch.randint(0, 20, (4, 5)),) for _ in range(3)]
     _, ours = by_us(model, mapping, data)
     _, theirs = by_fx(model, mapping, data)
@@ -190,7 +194,14 @@ def test_reduced_range_saturates_where_fx_does() -> None:
             .set_module_name("b.1", None),
             {"b.0"},
         ),
-        ({"": None, "object_type": [(nn.Linear, get_default_qconfig("x86"))], "module_name": [("a", None)]}, {"b.0", "b.1"}),
+        (
+            {
+                "": None,
+                "object_type": [(nn.Linear, get_default_qconfig("x86"))],
+                "module_name": [("a", None)],
+            },
+            {"b.0", "b.1"},
+        ),
     ],
 )
 def test_selectors_and_their_precedence(mapping: object, quantized: set[str]) -> None:

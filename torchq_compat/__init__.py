@@ -1,16 +1,26 @@
-"""Legacy FX graph mode quantization scripts, on torch.export and torchao's PT2E."""
+"""Legacy FX graph mode quantization scripts, on torch.export and torchao's PT2E.
+
+The names are imported when they are first used: the command line must start, and complain, without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from torchq_compat.errors import TorchQCompatError
-from torchq_compat.explain import explain
-from torchq_compat.quantize_fx import (
-    convert_fx,
-    convert_to_reference_fx,
-    fuse_fx,
-    get_default_convert_custom_config,
-    get_default_prepare_custom_config,
-    prepare_fx,
-    prepare_qat_fx,
-)
+
+if TYPE_CHECKING:
+    from torchq_compat.explanation import explain
+    from torchq_compat.quantize_fx import (
+        convert_fx,
+        convert_to_reference_fx,
+        fuse_fx,
+        get_default_convert_custom_config,
+        get_default_prepare_custom_config,
+        prepare_fx,
+        prepare_qat_fx,
+    )
 
 __all__ = [
     "TorchQCompatError",
@@ -23,3 +33,18 @@ __all__ = [
     "prepare_fx",
     "prepare_qat_fx",
 ]
+
+_EXPLAIN = "torchq_compat.explanation"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'torchq_compat' has no attribute {name!r}")
+    home = importlib.import_module(_EXPLAIN if name == "explain" else "torchq_compat.quantize_fx")
+    value = getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

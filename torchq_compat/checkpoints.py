@@ -36,7 +36,7 @@ def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLik
 
 
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None) -> dict[str, Any]:
-    """Read what ``save_checkpoint`` wrote, tensors and plain values only, and load it into ``model`` if given.
+    """Read what ``save_checkpoint`` wrote, tensors and plain values only; load it into ``model`` if given.
 
     Raises:
         CheckpointError: the file is no whole checkpoint, or does not fit ``model``, which then is unchanged.

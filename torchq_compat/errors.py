@@ -256,7 +256,7 @@ class CalibrationError(TorchQCompatError):
         first_line = str(cause).strip().split("\n", 1)[0]
         return cls(
             f"the observer at {place} failed on this batch: {type(cause).__name__}: {first_line}",
-            hint="look for NaN or infinity in the batch with torch.isfinite; what was observed before is kept.",
+            hint="look for NaN or infinity in the batch with torch.isfinite; earlier batches are kept.",
         )
 
 

@@ -1,0 +1,30 @@
+"""The documentation runs: every Python block of the README and of the guide, in order, file by file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "migration").glob("*.md")])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_python_blocks_run(document: Path) -> None:
+    blocks = BLOCK.findall(document.read_text())
+    assert blocks
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "documentation"}
+    for block in blocks:
+        exec(compile(block, document.name, "exec"), namespace)
+
+
+def test_readme_names_the_commands_that_ci_runs() -> None:
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    for command in ("torchq-compat run migration/legacy/char_lm.py", "ruff check .", "mypy", "pytest"):
+        assert command in readme
+        assert command in ci
