@@ -230,3 +230,23 @@ def test_sigmoid_of_a_float_input_keeps_its_input_range() -> None:
     x = torch.full((1, 8), -5.0)
     assert float(theirs(x)[0, 0]) == pytest.approx(0.5, abs=0.01)
     assert float(ours(x)[0, 0]) == pytest.approx(0.0067, abs=0.01)
+
+
+@pytest.mark.parametrize("object_type", [nn.Linear, torch.add])
+def test_call_order_rule_switches_one_call_off(object_type: object) -> None:
+    from torchq_compat import explain
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.add(self.c(torch.add(self.b(self.a(x)), x)), x)
+
+    mapping = get_default_qconfig_mapping("x86").set_module_name_object_type_order("", object_type, 1, None)
+    prepared, ours = by_us(Model().eval(), mapping, batches(2, 3, 4))
+    _, theirs = by_fx(Model().eval(), mapping, batches(2, 3, 4))
+    off = {nn.Linear: "b", torch.add: "add_1"}[object_type]
+    assert {d.path for d in explain(prepared).left_float()} == {off}
+    assert len(activation_qparams(ours)) == len(fx_activation_qparams(theirs))

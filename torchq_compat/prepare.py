@@ -13,11 +13,12 @@ from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.decide import LeafBoundary, decide_graph
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
+from torchq_compat.capture.leftovers import decide_leftovers
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, place_leaves
 from torchq_compat.custom_modules.leaf_op import CaptureSession
 from torchq_compat.custom_modules.swap import Swap, apply_swaps, decide_swaps
-from torchq_compat.decisions import Decision
+from torchq_compat.decisions import Action, Decision
 from torchq_compat.errors import InputError
 from torchq_compat.graph_module import CallSignature, ModelRecord, QuantizationGraphModule, Stage
 from torchq_compat.legacy.backend_configs import BackendTable
@@ -49,9 +50,11 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     """
     _check_model(model)
     working = copy.deepcopy(model)
-    working.train(request.is_qat)
+    if working.training != request.is_qat:
+        working.train(request.is_qat)
     signature = _signature(working, request.example_inputs)
     swaps, decisions = decide_swaps(working, request.rules, request.settings)
+    decisions.extend(decide_leftovers(working, request.settings.preserved_attributes))
     graph_module = _capture_around(working, model, swaps, request)
     boundaries = _boundaries(graph_module, swaps)
     kept_float = _kept_float(working, request.settings)
@@ -137,4 +140,5 @@ def _kept_float(model: nn.Module, settings: PrepareSettings) -> tuple[str, ...]:
 def _warn(decisions: tuple[Decision, ...]) -> None:
     for decision in decisions:
         if decision.warn:
-            warn_user(f"{decision.kind} at {decision.path!r} stays float: {decision.reason}")
+            outcome = "stays float" if decision.action is Action.FLOAT else f"is {decision.action.value}"
+            warn_user(f"{decision.kind} at {decision.path!r} {outcome}: {decision.reason}")

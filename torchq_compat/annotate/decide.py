@@ -125,8 +125,10 @@ def _follower(
 def _select(rules: QConfigRules, group: OpGroup) -> Selection:
     origin = group.origin
     if origin.is_module_call:
-        return select_for_module(rules, origin.module_type, origin.module_path)
-    return select_for_function(rules, origin.object_types, origin.module_type, origin.module_path)
+        return select_for_module(rules, origin.module_type, origin.module_path, group.call_index)
+    return select_for_function(
+        rules, origin.object_types, origin.module_type, origin.module_path, group.call_index
+    )
 
 
 @dataclass

@@ -5,6 +5,7 @@ A torch.nn module may export to several aten nodes; FX quantizes it as one op, a
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ class OpGroup:
         inputs: (producer, consumer in the group) of every float activation that enters.
         weights: (producer, consumer) of the weights a QConfig's weight constructor is about.
         output: the node whose value leaves, or None if several do or it is no float tensor.
+        call_index: how many calls of the same type the same module made before.
     """
 
     nodes: tuple[Node, ...]
@@ -34,6 +36,7 @@ class OpGroup:
     inputs: tuple[tuple[Node, Node], ...]
     weights: tuple[tuple[Node, Node], ...]
     output: Node | None
+    call_index: int
 
     @property
     def label(self) -> str:
@@ -64,7 +67,19 @@ def find_groups(graph_module: GraphModule, model: nn.Module) -> list[OpGroup]:
         origin = find_origin(node, model)
         members.setdefault(origin.call, []).append(node)
         origins[origin.call] = origin
-    return [_group(tuple(nodes), origins[call]) for call, nodes in members.items()]
+    seen: Counter[tuple[str, object]] = Counter()
+    groups = []
+    for call, nodes in members.items():
+        caller = _caller_and_type(origins[call])
+        groups.append(_group(tuple(nodes), origins[call], seen[caller]))
+        seen[caller] += 1
+    return groups
+
+
+def _caller_and_type(origin: Origin) -> tuple[str, object]:
+    """Whose code makes the call, and of what: what module_name_object_type_order counts by."""
+    caller = origin.module_path.rpartition(".")[0] if origin.is_module_call else origin.module_path
+    return caller, next(iter(origin.object_types), None)
 
 
 def is_float_tensor(node: Node) -> bool:
@@ -72,7 +87,7 @@ def is_float_tensor(node: Node) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
-def _group(nodes: tuple[Node, ...], origin: Origin) -> OpGroup:
+def _group(nodes: tuple[Node, ...], origin: Origin, call_index: int) -> OpGroup:
     inside = set(nodes)
     inputs: list[tuple[Node, Node]] = []
     weights: list[tuple[Node, Node]] = []
@@ -85,7 +100,7 @@ def _group(nodes: tuple[Node, ...], origin: Origin) -> OpGroup:
                 inputs.append((producer, node))
     leaving = [node for node in nodes if any(user not in inside for user in node.users)]
     output = leaving[0] if len(leaving) == 1 and is_float_tensor(leaving[0]) else None
-    return OpGroup(nodes, origin, tuple(inputs), tuple(weights), output)
+    return OpGroup(nodes, origin, tuple(inputs), tuple(weights), output, call_index)
 
 
 def _activations(node: Node, origin: Origin) -> list[Node]:

@@ -1,0 +1,42 @@
+"""What of a model does not survive capture, as decisions: Python attributes and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import Tensor, nn
+
+from torchq_compat.decisions import Action, Decision
+
+__all__ = ["decide_leftovers"]
+
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[Decision]:
+    """Decisions about the attributes of ``model`` itself and the hooks of all its modules.
+
+    Args:
+        model: the float model.
+        preserved: attributes the user asked to keep.
+    """
+    for name, value in vars(model).items():
+        if name in MODULE_ATTRIBUTES or name in preserved or name.startswith("_") or isinstance(value, Tensor):
+            continue
+        yield Decision(
+            name,
+            "attribute",
+            Action.DROPPED,
+            "torch.export keeps no Python attributes; PrepareCustomConfig.set_preserved_attributes does",
+        )
+    for path, module in model.named_modules():
+        if any(getattr(module, kind, None) for kind in HOOKS):
+            yield Decision(
+                path,
+                f"hooks of {type(module).__name__}",
+                Action.DROPPED,
+                "hooks run once, while the model is captured: what they compute on tensors is in the graph, "
+                "what else they do happens no more",
+                warn=True,
+            )
