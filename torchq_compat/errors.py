@@ -53,8 +53,9 @@ class InputError(TorchQCompatError, ValueError):
 
     @classmethod
     def does_not_fit(cls, model: str, cause: BaseException) -> InputError:
+        reason = cause.message if isinstance(cause, TorchQCompatError) else f"{type(cause).__name__}: {cause}"
         return cls(
-            f"{model}.forward does not run on the example_inputs: {type(cause).__name__}: {cause}",
+            f"{model}.forward does not run on the example_inputs: {reason}",
             hint="check the number, shapes and dtypes of example_inputs by calling model(*example_inputs).",
         )
 

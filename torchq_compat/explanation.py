@@ -43,7 +43,7 @@ def explain(model: nn.Module) -> Report:
 
 def _of_float_model(model: nn.Module) -> Iterator[Decision]:
     for path, module in model.named_modules():
-        if path and is_fx_leaf(module):
+        if path and is_fx_leaf(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             yield Decision(path, type(module).__name__, Action.FLOAT, "the model has not been prepared")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -177,6 +178,13 @@ class QuantizationGraphModule(GraphModule):
         except (RuntimeError, KeyError) as cause:
             super().load_state_dict(before, strict=False)
             raise CheckpointError.other_model(str(cause)) from cause
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        with warnings.catch_warnings():
+            # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            copied: Self = super().__deepcopy__(memo)
+            return copied
 
     def __reduce__(self) -> Any:
         raise CheckpointError.no_pickle(self.record.stage.value)

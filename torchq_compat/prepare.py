@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -61,7 +62,8 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
 
     def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
         decided = decide_graph(captured, working, request.rules, request.backend, boundaries, kept_float)
-        decisions.extend(decided.decisions)
+        named = {decision.path for decision in decisions}
+        decisions.extend(decision for decision in decided.decisions if decision.path not in named)
         return decided.specs
 
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
@@ -91,10 +93,26 @@ def _signature(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
         raise InputError.does_not_fit(type(model).__name__, cause) from cause
 
 
+def _check_runs(working: nn.Module, args: tuple[Any, ...]) -> InputError | None:
+    """What is wrong with ``args``: torch.export accepts some no kernel does, integers for a float linear.
+
+    In evaluation only: a run in training would move batch norm's statistics.
+    """
+    if working.training:
+        return None
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            working(*copy.deepcopy(args))
+    except Exception as cause:
+        return InputError.does_not_fit(type(working).__name__, cause)
+    return None
+
+
 def _capture_around(
     working: nn.Module, model: nn.Module, swaps: list[Swap], request: PrepareRequest
 ) -> GraphModule:
     """Capture ``working`` with leaf calls, then put the observed modules behind them."""
+    problem = _check_runs(working, request.example_inputs)
     session = CaptureSession()
     apply_swaps(working, swaps, session)
     show_identities(working)
@@ -103,6 +121,8 @@ def _capture_around(
             graph_module = capture(working, request.example_inputs, request.dynamic_shapes)
     except Exception as cause:
         raise explain_failure(model, request.example_inputs, cause) from cause
+    if problem is not None:
+        raise problem
     called = [swap for swap in swaps if session.layouts(swap.paths[0])]
     place_leaves(graph_module, session, {swap.paths[0]: _behind(swap) for swap in called})
     return graph_module

@@ -55,13 +55,14 @@ def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
 
 def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError:
     """The error of ours for a failed capture of ``model`` (the float one): do the inputs fit at all?"""
-    if isinstance(cause, TorchQCompatError):
-        return cause
     try:
         with torch.no_grad():
             copy.deepcopy(model)(*copy.deepcopy(args))
     except Exception as problem:
-        return InputError.does_not_fit(type(model).__name__, problem)
+        reason = cause if isinstance(cause, TorchQCompatError) else problem
+        return InputError.does_not_fit(type(model).__name__, reason)
+    if isinstance(cause, TorchQCompatError):
+        return cause
     return CaptureError.from_export(type(model).__name__, _user_line(cause), cause)
 
 

@@ -22,7 +22,8 @@ def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[D
         preserved: attributes the user asked to keep.
     """
     for name, value in vars(model).items():
-        if name in MODULE_ATTRIBUTES or name in preserved or name.startswith("_") or isinstance(value, Tensor):
+        known = name in MODULE_ATTRIBUTES or name in preserved or name.startswith("_")
+        if known or isinstance(value, Tensor):
             continue
         yield Decision(
             name,

@@ -6,6 +6,7 @@ P outputs (the projection size, or H), L layers, D directions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,9 +129,12 @@ def _check_input(structure: LSTMStructure, path: str, x: Any) -> None:
         raise CustomModuleError.call_failed(path, f"the input must be a tensor, got {type(x).__name__}")
     if x.dim() not in (2, 3):
         raise CustomModuleError.call_failed(path, f"the input must have 2 or 3 dimensions, got {x.dim()}")
+    if not x.dtype.is_floating_point:
+        raise CustomModuleError.call_failed(path, f"the input must be floating point, got {x.dtype}")
     if x.shape[-1] != structure.input_size:
+        size = shown(x.shape)[-1]
         raise CustomModuleError.call_failed(
-            path, f"the input's last dimension must be {structure.input_size}, got {x.shape[-1]}"
+            path, f"the input's last dimension must be {structure.input_size}, got {size}"
         )
     if not torch.compiler.is_exporting() and x.shape[_time_axis(structure, x)] == 0:
         raise CustomModuleError.call_failed(path, "the sequence has no steps")
@@ -172,9 +176,14 @@ def _state(path: str, name: str, state: Any, expected: tuple[int, Any, int], bat
     batched_state = state if batched else state.unsqueeze(1)
     if tuple(batched_state.shape) != expected:
         raise CustomModuleError.call_failed(
-            path, f"{name} must have shape {expected}, got {tuple(batched_state.shape)}"
+            path, f"{name} must have shape {shown(expected)}, got {shown(batched_state.shape)}"
         )
     return batched_state
+
+
+def shown(shape: Sequence[Any]) -> tuple[int, ...]:
+    """``shape`` for people: the size an example has, for a dimension that capture made symbolic."""
+    return tuple(size.node.hint if isinstance(size, torch.SymInt) else int(size) for size in shape)
 
 
 def check_example_inputs(lstm: nn.LSTM, example_inputs: Any) -> None:

@@ -21,6 +21,7 @@ from torchq_compat.custom_modules.recurrent.cell_graph import (
     reference_cell,
 )
 from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
+from torchq_compat.custom_modules.recurrent.contract import shown
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.specs.grids import Grid
 
@@ -113,9 +114,9 @@ def check_cell_call(path: str, input_size: int, hidden_size: int, input: Any, hx
         if not isinstance(state, Tensor) or tuple(state.shape) != (*input.shape[:-1], hidden_size):
             raise CustomModuleError.call_failed(
                 path,
-                f"{name} must have shape {(*input.shape[:-1], hidden_size)}, got {_shape(state)}",
+                f"{name} must have shape {shown((*input.shape[:-1], hidden_size))}, got {_shape(state)}",
             )
 
 
 def _shape(state: Any) -> str:
-    return str(tuple(state.shape)) if isinstance(state, Tensor) else type(state).__name__
+    return str(shown(state.shape)) if isinstance(state, Tensor) else type(state).__name__
