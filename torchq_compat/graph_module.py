@@ -172,6 +172,8 @@ class QuantizationGraphModule(GraphModule):
         Raises:
             CheckpointError: missing or unexpected keys, or shapes that differ.
         """
+        # torchao's observers keep the very tensors they are given, and two models would then share them.
+        state_dict = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
         before = {name: value.clone() for name, value in self.state_dict().items()}
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)

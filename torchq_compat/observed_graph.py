@@ -21,6 +21,7 @@ from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activat
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
+from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.weights import WeightObserver
 
@@ -41,8 +42,12 @@ def prepare_graph(
     graph_module: GraphModule, decide: Callable[[GraphModule], Mapping[Node, NodeSpecs]], *, is_qat: bool
 ) -> GraphModule:
     """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
-    prepare = prepare_qat_pt2e if is_qat else prepare_pt2e
-    return _allow_train_eval(prepare(graph_module, SpecQuantizer(decide)))
+    if not is_qat:
+        return _allow_train_eval(prepare_pt2e(graph_module, SpecQuantizer(decide)))
+    constants = batch_norm_constants(graph_module)
+    prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide))
+    restore_batch_norm_constants(prepared, constants)
+    return _allow_train_eval(prepared)
 
 
 def convert_graph(prepared: GraphModule) -> GraphModule:

@@ -142,11 +142,9 @@ def quantize_while_training(model, data, args):
 @torch.no_grad()
 def report(name, model, data, args):
     images, labels = data
-    correct = sum(
-        (model(batch).argmax(-1) == truth).sum().item()
-        for batch, truth in zip(images.split(args.batch), labels.split(args.batch))
-    )
-    print(f"{name:<5} {correct / len(images):.3f} accuracy")
+    predicted = torch.cat([model(batch).argmax(-1) for batch in images.split(args.batch)])
+    accuracy = (predicted == labels).float().mean().item()
+    print(f"{name:<5} {accuracy:.3f} accuracy")
 
 
 def main():

@@ -62,8 +62,10 @@ def measure(length: int, repeat: int) -> dict[str, Any]:
     torch.manual_seed(0)
     inputs = (torch.randn(length, 4, 64), torch.zeros(2, 4, 64), torch.zeros(2, 4, 64))
     model = Model().eval()
-    runs = {"fx": lambda: run(fx.prepare_fx, fx.convert_to_reference_fx, copy.deepcopy(model), inputs),
-            "ours": lambda: run(tc.prepare_fx, tc.convert_to_reference_fx, model, inputs)}
+    runs = {
+        "fx": lambda: run(fx.prepare_fx, fx.convert_to_reference_fx, copy.deepcopy(model), inputs),
+        "ours": lambda: run(tc.prepare_fx, tc.convert_to_reference_fx, model, inputs),
+    }
     row: dict[str, Any] = {"T": length}
     for name, once in runs.items():
         results = [once() for _ in range(repeat)]

@@ -1,6 +1,6 @@
 """SQNR of the ready profiles against the float model, for the table in the guide.
 
-    python -m tests.benchmarks.profile_sqnr
+python -m tests.benchmarks.profile_sqnr
 """
 
 from __future__ import annotations
