@@ -82,14 +82,15 @@ def prepare_qat_fx(
     qconfig_mapping: QConfigMapping | dict[str, Any],
     example_inputs: tuple[Any, ...] = _MISSING,
     prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
-    _equalization_config: QConfigMapping | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
     *,
+    _equalization_config: QConfigMapping | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> GraphModule:
     """Prepare a model for quantization-aware training; the arguments are those of ``prepare_fx``.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.prepare_qat_fx``. The returned model is in training mode.
+    Legacy: ``torch.ao.quantization.quantize_fx.prepare_qat_fx``, which takes no ``_equalization_config``; so
+    ``backend_config`` is the fifth argument, as there. The returned model is in training mode.
     """
     return _prepare(
         model,
