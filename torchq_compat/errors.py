@@ -63,8 +63,8 @@ class InputError(TorchQCompatError, ValueError):
     def packed(cls) -> InputError:
         return cls(
             "example_inputs hold a PackedSequence, which torch.export cannot carry.",
-            hint="capture the model with padded sequences; the prepared and the converted LSTM themselves "
-            "(e.g. prepared.lstm) can be called with a PackedSequence.",
+            hint="capture the model with padded sequences; a prepared or converted recurrent module itself, "
+            "say prepared.encoder, can be called with a PackedSequence.",
         )
 
     @classmethod
@@ -123,21 +123,6 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
-    def missing_qconfig(cls) -> ConfigError:
-        return cls(
-            "the float LSTM has no qconfig, so its parts without a constructor cannot be observed.",
-            hint="prepare_fx sets it before it calls from_float; on your own, set float_lstm.qconfig first.",
-        )
-
-    @classmethod
-    def part_dtype(cls, part: str, op: str, asked: str, allowed: Iterable[str]) -> ConfigError:
-        return cls(
-            f"part {part!r} is observed as {asked}, which the backend config does not allow for {op}.",
-            hint=f"it allows {', '.join(sorted(allowed)) or 'nothing'}; add a DTypeConfig for {op}, "
-            "or choose another dtype for the part.",
-        )
-
-    @classmethod
     def not_supported(cls, setting: str, why: str, hint: str) -> ConfigError:
         return cls(f"{setting} is not supported: {why}.", hint=hint)
 
@@ -168,35 +153,10 @@ class CustomModuleError(TorchQCompatError):
         )
 
     @classmethod
-    def unusable_result(cls, path: str, method: str, found: object) -> CustomModuleError:
-        return cls(
-            f"{method} of the custom module at {path!r} returned {type(found).__name__}, "
-            "which this package cannot run.",
-            hint="return the object made by torchq_compat.lstm_utils, or a torch.ao.nn.quantizable.LSTM.",
-        )
-
-    @classmethod
-    def observed_by_fx(cls, path: str) -> CustomModuleError:
-        return cls(
-            f"the LSTM at {path!r} was observed by the FX engine.",
-            hint="import get_lstm_with_individually_observed_parts from torchq_compat.lstm_utils, "
-            "or start the script with 'torchq-compat run'.",
-        )
-
-    @classmethod
     def call_failed(cls, path: str, problem: str) -> CustomModuleError:
         return cls(
             f"the call of module {path!r} is not valid: {problem}.",
             hint="the module takes the same arguments as the float module it replaces.",
-        )
-
-    @classmethod
-    def packed_in_export(cls, path: str) -> CustomModuleError:
-        return cls(
-            f"the LSTM at {path!r} is called with a PackedSequence, which torch.export cannot carry: "
-            "its batch sizes are data.",
-            hint="pack outside the model and call the prepared or converted LSTM itself with the "
-            "PackedSequence, or pass padded sequences.",
         )
 
 

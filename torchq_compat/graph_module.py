@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -185,8 +185,7 @@ class QuantizationGraphModule(GraphModule):
         with warnings.catch_warnings():
             # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            copied: Self = super().__deepcopy__(memo)
-            return copied
+            return cast("Self", super().__deepcopy__(memo))
 
     def __reduce__(self) -> Any:
         raise CheckpointError.no_pickle(self.record.stage.value)

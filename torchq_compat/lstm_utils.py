@@ -16,10 +16,11 @@ from torch.ao.quantization.backend_config import BackendConfig
 from torchq_compat.custom_modules.recurrent.build import build_observed_lstm
 from torchq_compat.custom_modules.recurrent.constructors import CellSpecs, PartConstructors
 from torchq_compat.custom_modules.recurrent.contract import check_example_inputs
+from torchq_compat.custom_modules.recurrent.errors import PartConfigError
 from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM, ObservedLSTM
 from torchq_compat.custom_modules.recurrent.part_dtypes import check_part_dtypes
 from torchq_compat.custom_modules.recurrent.parts import lstm_parts
-from torchq_compat.errors import ConfigError, CustomModuleError
+from torchq_compat.errors import CustomModuleError
 from torchq_compat.legacy.backend_configs import read_backend_config
 from torchq_compat.specs.quantization_specs import OpSpecs
 
@@ -81,7 +82,7 @@ def get_lstm_with_individually_observed_parts(
         )
     qconfig = getattr(float_lstm, "qconfig", None)
     if qconfig is None:
-        raise ConfigError.missing_qconfig()
+        raise PartConfigError.missing_qconfig()
     constructors = PartConstructors.from_legacy(
         linear_output=linear_output_obs_ctr,
         sigmoid=sigmoid_obs_ctr,

@@ -54,7 +54,7 @@ def decide_swaps(
         remedy = next((r for h in handlers() if (r := h.remedy(module)) is not None), None)
         if request is not None:
             reason = f"this release has no way to carry out the mapping to {request.observed_class.__name__}"
-            remedy = remedy or "map nn.LSTM or nn.LSTMCell, or leave the class out of the mapping"
+            remedy = remedy or "leave the class out of the mapping, or register a CustomModuleHandler for it"
         if remedy is not None:
             decisions.append(_left_float(module, path, rules, reason, remedy))
         opaque = next((h for h in handlers() if h.is_opaque(module)), None)

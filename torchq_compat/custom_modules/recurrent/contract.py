@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.errors import CustomModuleError
 
 __all__ = ["LSTMStructure", "State", "call_lstm", "check_example_inputs", "fake_layers"]
@@ -95,7 +96,7 @@ def _call_packed(
 ) -> tuple[PackedSequence, State]:
     """Rows of the state follow the caller's order of sequences, the packed rows the sorted one."""
     if torch.compiler.is_exporting():
-        raise CustomModuleError.packed_in_export(path)
+        raise RecurrentModuleError.packed_in_export(path)
     if packed.data.shape[-1] != structure.input_size:
         raise CustomModuleError.call_failed(
             path, f"the input's last dimension must be {structure.input_size}, got {packed.data.shape[-1]}"

@@ -16,6 +16,7 @@ from torchq_compat.custom_modules.recurrent.build import build_observed_cell, bu
 from torchq_compat.custom_modules.recurrent.cell_graph import part_nodes, saturated_parts
 from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
 from torchq_compat.custom_modules.recurrent.contract import LSTMStructure, call_lstm, fake_layers
+from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM, LSTMLoop, ObservedLSTM
 from torchq_compat.custom_modules.recurrent.opaque import fake_rnn
 from torchq_compat.custom_modules.recurrent.parts import lstm_parts
@@ -27,7 +28,6 @@ from torchq_compat.custom_modules.recurrent.single_cell import (
 )
 from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest, register
 from torchq_compat.decisions import Action, Decision
-from torchq_compat.errors import CustomModuleError
 from torchq_compat.observed_graph import ObserverFault, observer_faults
 
 __all__ = ["LSTMCellHandler", "LSTMHandler", "OtherRecurrentHandler"]
@@ -84,18 +84,18 @@ class CellBasedHandler(CustomModuleHandler):
             return made
         if isinstance(made, self.legacy_observed):
             if any(isinstance(m, GraphModule) for m in made.modules()):
-                raise CustomModuleError.observed_by_fx(request.path)
+                raise RecurrentModuleError.observed_by_fx(request.path)
             # Observed by the eager engine, every part from its qconfig: the cells that are built here.
             rebuilt: Any = self.build(request.module, specs, split_gates=_is_split(made))
             return rebuilt  # type: ignore[no-any-return]
-        raise CustomModuleError.unusable_result(request.path, "from_float", made)
+        raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
 
     def convert(self, leaf: LeafModule, quantized_class: type[nn.Module] | None, path: str) -> LeafModule:
         if quantized_class is None or self._inherits(quantized_class, "from_observed", self.legacy_quantized):
             return self.reference(leaf)
         made = quantized_class.from_observed(leaf)  # type: ignore[attr-defined]
         if not isinstance(made, self.loop_class):
-            raise CustomModuleError.unusable_result(path, "from_observed", made)
+            raise RecurrentModuleError.unusable_result(path, "from_observed", made)
         return made
 
     def _inherits(self, cls: type[nn.Module], method: str, base: type[nn.Module] | None) -> bool:
@@ -208,7 +208,7 @@ class OtherRecurrentHandler(CustomModuleHandler):
         return fake_rnn(module)
 
     def observe(self, request: ObserveRequest) -> LeafModule:
-        raise CustomModuleError.unusable_result(request.path, "from_float", request.module)
+        raise RecurrentModuleError.unusable_result(request.path, "from_float", request.module)
 
     def output_dtypes(self, leaf: LeafModule) -> tuple[torch.dtype | None, ...]:
         return ()
@@ -217,7 +217,7 @@ class OtherRecurrentHandler(CustomModuleHandler):
         return False
 
     def convert(self, leaf: LeafModule, quantized_class: type[nn.Module] | None, path: str) -> LeafModule:
-        raise CustomModuleError.unusable_result(path, "from_observed", leaf)
+        raise RecurrentModuleError.unusable_result(path, "from_observed", leaf)
 
     def remedy(self, module: nn.Module) -> str | None:
         if isinstance(module, (nn.GRU, nn.RNN, nn.GRUCell, nn.RNNCell)):

@@ -24,8 +24,8 @@ from torchq_compat.custom_modules.recurrent.cell_graph import (
 )
 from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
 from torchq_compat.custom_modules.recurrent.contract import LSTMStructure, State, call_lstm
+from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.custom_modules.recurrent.packed import run_packed_direction
-from torchq_compat.errors import CustomModuleError
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 
 __all__ = ["ConvertedLSTM", "LSTMDirection", "LSTMLayer", "LSTMLoop", "ObservedLSTM"]
@@ -187,7 +187,7 @@ class ConvertedLSTM(LSTMLoop, torch.ao.nn.quantized.LSTM):
             CustomModuleError: ``other`` was not observed by this package.
         """
         if not isinstance(other, ObservedLSTM):
-            raise CustomModuleError.unusable_result("observed_lstm", "from_float", other)
+            raise RecurrentModuleError.unusable_result("observed_lstm", "from_float", other)
         layers = []
         for layer in other.layers:
             assert isinstance(layer, LSTMLayer)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
+from torchq_compat.custom_modules.recurrent.errors import PartConfigError
 from torchq_compat.custom_modules.recurrent.parts import Part, PartKind
-from torchq_compat.errors import ConfigError
 from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.specs.dtypes import plain_dtype
 
@@ -45,7 +45,7 @@ def check_part_dtypes(parts: Sequence[Part], specs: CellSpecs, backend: BackendT
         }
         dtype = specs.output_constructor(part).settings.dtype
         if dtype not in allowed:
-            raise ConfigError.part_dtype(part.name, pattern.__name__, _name(dtype), map(_name, allowed))
+            raise PartConfigError.part_dtype(part.name, pattern.__name__, _name(dtype), map(_name, allowed))
 
 
 def _name(dtype: torch.dtype) -> str:
