@@ -36,7 +36,9 @@ def explain(model: nn.Module) -> Report:
     nodes = {node.name: node for node in model.graph.nodes}
     decisions: list[Decision] = []
     for decision in record.decisions:
-        decisions.append(replace(decision, details=_details(model, nodes.get(decision.node))))
+        # Behind a float op a consumer's own quantize may follow; that says nothing about the op.
+        node = None if decision.action is Action.FLOAT else nodes.get(decision.node)
+        decisions.append(replace(decision, details=_details(model, node)))
         decisions.extend(_inside(model, decision))
     return Report(tuple(decisions))
 
