@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.fx import GraphModule, Node
 
-__all__ = ["batch_norm_constants", "restore_batch_norm_constants"]
+__all__ = ["batch_norm_constants", "batch_norm_nodes", "restore_batch_norm_constants"]
 
 ATEN = torch.ops.aten
 RUNNING_MEAN, RUNNING_VAR, MOMENTUM, EPS = 3, 4, 6, 7
@@ -24,13 +24,13 @@ def batch_norm_constants(graph_module: GraphModule) -> Constants:
     """The constants of every batch norm, by the path of its running mean."""
     return {
         path: (float(node.args[MOMENTUM]), float(node.args[EPS]))  # type: ignore[arg-type]
-        for path, node in _batch_norms(graph_module)
+        for path, node in batch_norm_nodes(graph_module)
     }
 
 
 def restore_batch_norm_constants(graph_module: GraphModule, constants: Constants) -> None:
     """Write ``constants`` back, into batch norms and into the weight scale ``gamma / sqrt(var + eps)``."""
-    for path, node in _batch_norms(graph_module):
+    for path, node in batch_norm_nodes(graph_module):
         momentum, eps = constants[path]
         node.update_arg(MOMENTUM, momentum)
         node.update_arg(EPS, eps)
@@ -41,7 +41,8 @@ def restore_batch_norm_constants(graph_module: GraphModule, constants: Constants
     graph_module.recompile()
 
 
-def _batch_norms(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
+def batch_norm_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
+    """(path of the running mean, node) of every batch norm."""
     for node in graph_module.graph.nodes:
         if node.target is ATEN.batch_norm.default and isinstance(node.args[RUNNING_MEAN], Node):
             yield str(node.args[RUNNING_MEAN].target), node

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-__all__ = ["freeze_batch_norm", "set_training"]
+__all__ = ["drop_batch_counters", "freeze_batch_norm", "set_training"]
 
 ATEN = torch.ops.aten
 #: Position of the training flag.
@@ -37,6 +37,13 @@ def freeze_batch_norm(graph_module: GraphModule, frozen: bool) -> None:
     """Keep batch norms in evaluation while the rest trains, or let them follow the mode again."""
     graph_module.meta[FROZEN_KEY] = frozen
     _switch(graph_module)
+
+
+def drop_batch_counters(graph_module: GraphModule) -> None:
+    """Take the counting of training batches out of a graph that will train no more."""
+    for node in list(graph_module.graph.nodes):
+        if node.target is COUNT_BATCHES and _counts_batches(node):
+            graph_module.graph.erase_node(node)
 
 
 def _switch(graph_module: GraphModule) -> None:

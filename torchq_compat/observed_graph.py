@@ -22,6 +22,8 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, 
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
+from torchq_compat.fold_batch_norm import fold_batch_norms
+from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.weights import WeightObserver
 
@@ -52,6 +54,8 @@ def prepare_graph(
 
 def convert_graph(prepared: GraphModule) -> GraphModule:
     """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy."""
+    drop_batch_counters(prepared)
+    fold_batch_norms(prepared)
     _observe_weights(prepared)
     _freeze_activation_observers(prepared)
     _cast_around_observers(prepared)
