@@ -5,8 +5,8 @@ torchao's prepare for QAT turns ``bn(conv(x, w) + b)`` into
     s = gamma / sqrt(var + eps);  bn(conv(x, fq(w * s)) / s + b)
 
 (qat_utils.py), which in evaluation is ``conv(x, fq(w * s)) + (b - mean) * s + beta``. torchao folds it after
-conversion by exporting 96 patterns and matching each, 11 seconds on the machine this was written on, whatever the
-model has; where no batch norm is left it does nothing.
+conversion by exporting 96 patterns and matching each, whatever the model has: 11 seconds for one convolution.
+Where no batch norm is left it does nothing.
 """
 
 from __future__ import annotations
