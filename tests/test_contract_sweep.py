@@ -55,7 +55,6 @@ PROFILES = (
     Profile(int16_everywhere, 33),
 )
 SEQUENCES = 32
-GAIN1, GAIN2, GAINH, GAINP = 1.7, 3.4, 1.2, 0.6
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Point:
                     self._fill_gates(lstm, suffix, float(arriving.square().mean().sqrt()))
                     for _ in range(2 if self.proj_size else 0):
                         largest = self._states(lstm, x, layer)[direction].abs().max()
-                        getattr(lstm, f"weight_hr{suffix}").mul_(GAINP / largest)
+                        getattr(lstm, f"weight_hr{suffix}").mul_((0.55 / largest).clamp(max=1.6))
         return Model(lstm).eval()
 
     def _states(self, lstm: nn.LSTM, x: Tensor, layer: int) -> Tensor:
@@ -122,11 +121,11 @@ class Point:
         return h_n[layer * self.directions :][: self.directions]
 
     def _fill_gates(self, lstm: nn.LSTM, suffix: str, arriving: float) -> None:
-        """Gate sums of standard deviation about 1, and of about 2 where no bias opens the gates."""
+        """Gate sums of standard deviation about 0.8, and a bias that opens the gates, as training gives."""
         from_x, from_h = getattr(lstm, f"weight_ih{suffix}"), getattr(lstm, f"weight_hh{suffix}")
-        spread = GAIN1 if self.bias else GAIN2
+        spread = 1.2 if self.bias else 1.4
         from_x.copy_(uniform(spread / arriving / from_x.shape[1] ** 0.5, *from_x.shape))
-        from_h.copy_(uniform(GAINH / from_h.shape[1] ** 0.5, *from_h.shape))
+        from_h.copy_(uniform(0.3 / from_h.shape[1] ** 0.5, *from_h.shape))
         if self.bias:
             opened = torch.tensor([1.0, 1.0, 0.0, 1.0]).repeat_interleave(self.hidden_size)
             getattr(lstm, f"bias_ih{suffix}").copy_(opened + uniform(0.2, 4 * self.hidden_size))
@@ -134,8 +133,8 @@ class Point:
     def arguments(self, steps: int, batch: int) -> tuple[Tensor, ...]:
         x = uniform(1.0, steps, batch, self.input_size)
         states = (
-            uniform(0.9, self.rows, batch, self.proj_size or self.hidden_size),
-            uniform(1.0, self.rows, batch, self.hidden_size),
+            uniform(0.8, self.rows, batch, self.proj_size or self.hidden_size),
+            uniform(0.7, self.rows, batch, self.hidden_size),
         )
         if not self.batched:
             x, states = x[:, 0], (states[0][:, 0], states[1][:, 0])
@@ -172,7 +171,7 @@ class Model(nn.Module):
 POINTS = st.builds(
     Point,
     profile=st.sampled_from(PROFILES),
-    num_layers=st.integers(1, 3),
+    num_layers=st.integers(1, 2),
     bidirectional=st.booleans(),
     batch_first=st.booleans(),
     bias=st.booleans(),
@@ -180,11 +179,11 @@ POINTS = st.builds(
     split_gates=st.booleans(),
     batched=st.booleans(),
     state_given=st.booleans(),
-    input_size=st.integers(2, 8),
-    hidden_size=st.integers(8, 16),
+    input_size=st.integers(4, 12),
+    hidden_size=st.integers(12, 24),
     share=st.sampled_from((None, None, 2, 3)),
     steps=st.integers(1, 6),
-    other_steps=st.integers(1, 6),
+    other_steps=st.integers(1, 5),
     batch=st.integers(1, 4),
     seed=st.integers(0, 2**16),
 )
@@ -225,9 +224,7 @@ def check(point: Point) -> list[float]:
     shapes = [[leaf.shape for leaf in leaves(results[0])] for results in (exact, quantized)]
     assert shapes[0] == shapes[1]
     found = [sqnr(a, q) for a, q in zip(together(exact), together(quantized), strict=True)]
-    # The bar is for the output and states of one or two layers. A third adds the noise of its 8-bit input and
-    # edges to states that are small without a bias: 24.7 dB at worst with int8_parts, 28.7 with 16 bits.
-    assert point.profile.bar - (5 if point.num_layers == 3 else 0) < min(found), found
+    assert point.profile.bar < min(found), found
     assert max(found) < 60, found
     return found
 
