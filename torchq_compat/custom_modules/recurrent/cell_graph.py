@@ -25,6 +25,7 @@ __all__ = [
     "CellGraphModule",
     "converted_grids",
     "part_nodes",
+    "part_of",
     "prepare_cell",
     "reference_cell",
     "saturated_parts",
@@ -32,7 +33,7 @@ __all__ = [
 
 LINEAR = torch.ops.aten.linear.default
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
-#: meta key under which a node of a cell carries the name of its part.
+#: meta key under which a node of a cell carries its part.
 PART_KEY = "torchq_compat_part"
 SATURATION_KEY = "torchq_compat_saturation"
 INITIAL_KEY = "torchq_compat_initial_state_qparams"
@@ -58,7 +59,7 @@ class CellGraphModule(GraphModule):
 
     @initial_hidden_state_qparams.setter
     def initial_hidden_state_qparams(self, qparams: tuple[float, int]) -> None:
-        self.meta[INITIAL_KEY] = (qparams, self._initial_qparams(1))
+        self._set_initial_qparams(0, qparams)
 
     @property
     def initial_cell_state_qparams(self) -> tuple[float, int]:
@@ -66,21 +67,22 @@ class CellGraphModule(GraphModule):
 
     @initial_cell_state_qparams.setter
     def initial_cell_state_qparams(self, qparams: tuple[float, int]) -> None:
-        self.meta[INITIAL_KEY] = (self._initial_qparams(0), qparams)
+        self._set_initial_qparams(1, qparams)
 
+    # In meta, because GraphModule.__deepcopy__ drops other attributes.
     def _initial_qparams(self, index: int) -> tuple[float, int]:
-        # In meta, because GraphModule.__deepcopy__ drops other attributes.
-        qparams: tuple[float, int] = self.meta.get(INITIAL_KEY, (DEFAULT_INITIAL, DEFAULT_INITIAL))[index]
+        qparams: tuple[float, int] = self.meta.get(INITIAL_KEY, {}).get(index, DEFAULT_INITIAL)
         return qparams
 
-    def initial_state(self, widths: tuple[int, int], x: Tensor) -> tuple[Tensor, Tensor]:
-        """Zeros (B, width) for a state that is left out, on its own grid in a converted cell."""
-        zeros = tuple(x.new_zeros(x.shape[0], width) for width in widths)
-        h, c = (
-            _on_initial_grid(zero, grid, self._initial_qparams(index))
-            for index, (zero, grid) in enumerate(zip(zeros, converted_grids(self), strict=True))
+    def _set_initial_qparams(self, index: int, qparams: tuple[float, int]) -> None:
+        self.meta[INITIAL_KEY] = {**self.meta.get(INITIAL_KEY, {}), index: qparams}
+
+    def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
+        """Zeros (B, width) for every state that is left out, on its own grid in a converted cell."""
+        return tuple(
+            _on_initial_grid(x.new_zeros(x.shape[0], width), grid, self._initial_qparams(index))
+            for index, (width, grid) in enumerate(zip(widths, converted_grids(self), strict=True))
         )
-        return h, c
 
 
 def _on_initial_grid(zeros: Tensor, grid: PerTensorGrid | None, qparams: tuple[float, int]) -> Tensor:
@@ -110,7 +112,7 @@ def prepare_cell(
     _name_nodes_after_parts(graph_module, parts)
 
     def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
-        return _decide(captured, parts, specs, arriving)
+        return _decide(captured, specs, arriving)
 
     return CellGraphModule.wrap(prepare_graph(graph_module, decide, is_qat=False))
 
@@ -144,7 +146,13 @@ def part_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
     """(part name, node) in the order of computation, of a prepared or converted cell."""
     for node in graph_module.graph.nodes:
         if PART_KEY in node.meta and node.op == "call_function":
-            yield node.meta[PART_KEY], node
+            yield part_of(node).name, node
+
+
+def part_of(node: Node) -> Part:
+    """The part a node of a cell computes."""
+    part: Part = node.meta[PART_KEY]
+    return part
 
 
 def converted_grids(graph_module: GraphModule) -> tuple[PerTensorGrid | None, ...]:
@@ -163,29 +171,29 @@ def _grid_of(node: Node) -> PerTensorGrid | None:
 
 
 def _name_nodes_after_parts(graph_module: GraphModule, parts: Sequence[Part]) -> None:
-    names = {part.name for part in parts}
+    by_name = {part.name: part for part in parts}
+    last_of: dict[str, Node] = {}
     for node in graph_module.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         path = str(list(stack.values())[-1][0]) if stack else ""
-        if node.op == "call_function" and path in names:
-            node.meta[PART_KEY] = path
-            node._rename(path.replace(".", "_"))
+        if node.op == "call_function" and path in by_name:
+            last_of[path] = node
+    for path, node in last_of.items():
+        node.meta[PART_KEY] = by_name[path]
+        node._rename(path.replace(".", "_"))
     graph_module.recompile()
 
 
-def _decide(
-    graph_module: GraphModule, parts: Sequence[Part], specs: CellSpecs, arriving: CellDtypes
-) -> dict[Node, NodeSpecs]:
-    by_name = {part.name: part for part in parts}
+def _decide(graph_module: GraphModule, specs: CellSpecs, arriving: CellDtypes) -> dict[Node, NodeSpecs]:
     first_reader: dict[Node, Node] = {}
     decided: dict[Node, NodeSpecs] = {}
-    for name, node in part_nodes(graph_module):
-        part = by_name[name]
+    for _, node in part_nodes(graph_module):
+        part = part_of(node)
         node_specs = NodeSpecs(output=specs.output_spec(part))
         source = node.args[0]
         assert isinstance(source, Node)
         if part.kind is PartKind.LINEAR:
-            input_spec = specs.linear_input_spec(_dtype_of(source, by_name, specs, arriving))
+            input_spec = specs.linear_input_spec(_dtype_of(source, specs, arriving))
             weight, weight_spec = node.args[1], specs.weight_spec()
             assert isinstance(weight, Node)
             if weight_spec is not None:
@@ -201,8 +209,8 @@ def _decide(
     return decided
 
 
-def _dtype_of(node: Node, by_name: dict[str, Part], specs: CellSpecs, arriving: CellDtypes) -> torch.dtype:
+def _dtype_of(node: Node, specs: CellSpecs, arriving: CellDtypes) -> torch.dtype:
     """The quantized dtype of what a linear reads: the cell's input, its hidden state, or another part."""
     if node.op == "placeholder":
         return arriving.x if node.target == "x" else arriving.hidden
-    return specs.output_constructor(by_name[node.meta[PART_KEY]]).settings.dtype
+    return specs.output_constructor(part_of(node)).settings.dtype

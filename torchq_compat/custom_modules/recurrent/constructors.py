@@ -64,7 +64,7 @@ class CellSpecs:
         given = self.constructors.by_group.get(part.group)
         if given is not None:
             return given
-        if part.kind in (PartKind.SIGMOID, PartKind.TANH):
+        if part.kind in (PartKind.SIGMOID, PartKind.COMPLEMENT, PartKind.TANH):
             return self._fixed_constructor(part.kind)
         return self.op_specs.activation_constructor
 
@@ -85,14 +85,10 @@ class CellSpecs:
     @property
     def hidden_dtype(self) -> torch.dtype:
         """The quantized dtype of the hidden state, and so of the module's output."""
-        return self._group_dtype("hidden_state")
+        return self.group_dtype("hidden_state")
 
-    @property
-    def cell_state_dtype(self) -> torch.dtype:
-        """The quantized dtype of the cell state."""
-        return self._group_dtype("cell_state")
-
-    def _group_dtype(self, group: str) -> torch.dtype:
+    def group_dtype(self, group: str) -> torch.dtype:
+        """The quantized dtype of the parts of ``group``."""
         given = self.constructors.by_group.get(group)
         return given.settings.dtype if given is not None else self.op_specs.activation_dtype
 
@@ -106,7 +102,7 @@ class CellSpecs:
         activation = self.op_specs.activation_constructor.settings
         low, high = dtype_range(activation.dtype)
         levels = high - low + 1
-        scale, zero_point = (1 / levels, low) if kind is PartKind.SIGMOID else (2 / levels, low + levels // 2)
+        scale, zero_point = (2 / levels, low + levels // 2) if kind is PartKind.TANH else (1 / levels, low)
         return fixed_qparams_constructor(
             scale, zero_point, activation.dtype, fake_quantize=activation.is_fake_quantize
         )

@@ -13,10 +13,24 @@ class PartConfigError(ConfigError):
     """A setting of the parts of a cell that cannot be carried out."""
 
     @classmethod
-    def missing_qconfig(cls) -> PartConfigError:
+    def missing_qconfig(cls, kind: str) -> PartConfigError:
         return cls(
-            "the float LSTM has no qconfig, so its parts without a constructor cannot be observed.",
-            hint="prepare_fx sets it before it calls from_float; on your own, set float_lstm.qconfig first.",
+            f"the float {kind} has no qconfig, so its parts without a constructor cannot be observed.",
+            hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig attribute first.",
+        )
+
+    @classmethod
+    def unknown_group(cls, name: str, kind: str, allowed: Iterable[str]) -> PartConfigError:
+        return cls(
+            f"{name} is no constructor of the parts of {kind}.",
+            hint=f"it has {', '.join(sorted(allowed))}.",
+        )
+
+    @classmethod
+    def no_gates(cls, kind: str) -> PartConfigError:
+        return cls(
+            f"split_gates=True, but {kind} has no gates to split.",
+            hint="leave split_gates out.",
         )
 
     @classmethod
@@ -36,7 +50,8 @@ class RecurrentModuleError(CustomModuleError):
         return cls(
             f"{method} of the custom module at {path!r} returned {type(found).__name__}, "
             "which this package cannot run.",
-            hint="return the object made by torchq_compat.lstm_utils, or a torch.ao.nn.quantizable.LSTM.",
+            hint="return the object made by torchq_compat.recurrent_parts or torchq_compat.lstm_utils, or, for "
+            "an LSTM, a torch.ao.nn.quantizable.LSTM.",
         )
 
     @classmethod
@@ -50,8 +65,8 @@ class RecurrentModuleError(CustomModuleError):
     @classmethod
     def packed_in_export(cls, path: str) -> RecurrentModuleError:
         return cls(
-            f"the LSTM at {path!r} is called with a PackedSequence, which torch.export cannot carry: "
+            f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export cannot carry: "
             "its batch sizes are data.",
-            hint="pack outside the model and call the prepared or converted LSTM itself with the "
+            hint="pack outside the model and call the prepared or converted module itself with the "
             "PackedSequence, or pass padded sequences.",
         )

@@ -26,6 +26,9 @@ PATTERN: dict[PartKind, Callable[..., Any]] = {
     PartKind.MUL: torch.mul,
     PartKind.SIGMOID: nn.Sigmoid,
     PartKind.TANH: nn.Tanh,
+    PartKind.RELU: nn.ReLU,
+    # No backend config has a row for 1 - a; it is an add with a constant.
+    PartKind.COMPLEMENT: torch.add,
 }
 
 
