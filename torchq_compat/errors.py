@@ -159,6 +159,22 @@ class CustomModuleError(TorchQCompatError):
             hint="the module takes the same arguments as the float module it replaces.",
         )
 
+    @classmethod
+    def unknown_container(cls, path: str, found: object) -> CustomModuleError:
+        name = f"{type(found).__module__}.{type(found).__qualname__}"
+        return cls(
+            f"the module at {path!r} is given, or returns, a {name}, which holds tensors "
+            "but is no tuple, list, dict or dataclass.",
+            hint=f"make {type(found).__name__} a dataclass, or register it with torch.utils._pytree.",
+        )
+
+    @classmethod
+    def returns_size(cls, path: str) -> CustomModuleError:
+        return cls(
+            f"the module at {path!r} returns an integer computed from the sizes of its inputs.",
+            hint="take the size from a tensor outside the module: x.shape[0].",
+        )
+
 
 class ConvertError(TorchQCompatError):
     """convert_fx was given something it cannot convert."""

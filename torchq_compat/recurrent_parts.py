@@ -1,7 +1,7 @@
 """Recurrent modules whose parts are observed one by one: LSTM, GRU, RNN and their cells.
 
-Legacy has this for LSTM alone, ``torch.ao.quantization.fx.lstm_utils``; ``torchq_compat.lstm_utils`` keeps its
-signatures. The parts of every kind of cell are listed in ``custom_modules.recurrent.parts``.
+Legacy has this for LSTM alone, ``torch.ao.quantization.fx.lstm_utils``; ``torchq_compat.lstm_utils`` keeps
+its signatures. The parts of every kind of cell are listed in ``custom_modules.recurrent.parts``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def get_individually_observed_parts(
 ) -> ObservedModule:
     """An observed module, in both directions, with the given constructors on its parts.
 
-    A constructor is an observer or fake-quantize class of torch.ao or torchao, or ``Class.with_args(...)``. A
-    part without one follows ``float_module.qconfig``; sigmoid and tanh then have fixed qparams over [0, 1) and
-    [-1, 1).
+    A constructor is an observer or fake-quantize class of torch.ao or torchao, or ``Class.with_args(...)``.
+    A part without one follows ``float_module.qconfig``; sigmoid and tanh then have fixed qparams over [0, 1)
+    and [-1, 1).
 
     Args:
         float_module: an ``nn.LSTM``, ``GRU``, ``RNN`` or one of their cells with a ``qconfig`` attribute.
@@ -46,10 +46,10 @@ def get_individually_observed_parts(
         backend_config: which dtypes the parts may have; default: any integer dtype.
         split_gates: one projection pair and one sum per gate instead of one for all gates.
         constructors: ``<group>_obs_ctr=constructor`` for the groups of the module's parts: ``igates``,
-            ``hgates``, ``linear_output``, ``hidden_state`` and ``weight`` of every kind; ``sigmoid``, ``tanh``,
-            ``sigmoid_input`` and ``tanh_input`` where there are gates; ``cell_state`` and ``tanh_cell_state``
-            of LSTM; ``hidden_product``, the products ``(1 - z) * n`` and ``z * h``, of GRU. None is a group
-            left out.
+            ``hgates``, ``linear_output``, ``hidden_state`` and ``weight`` of every kind (RNN with ReLU has no
+            ``linear_output``); ``sigmoid``, ``tanh``, ``sigmoid_input`` and ``tanh_input`` where there are
+            gates; ``cell_state`` and ``tanh_cell_state`` of LSTM; ``hidden_product``, the products
+            ``(1 - z) * n`` and ``z * h``, of GRU. None is a group left out.
 
     Raises:
         ConfigError: a group the module does not have, a constructor that is none, or a dtype

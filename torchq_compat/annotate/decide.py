@@ -20,6 +20,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.dtype_rules import find_dtype_config, refusal
 from torchq_compat.annotate.groups import OpGroup, find_groups
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.annotate.preserving import preserves_values
 from torchq_compat.annotate.slots import Slot, Slots
 from torchq_compat.decisions import Action, Decision
@@ -30,25 +31,10 @@ from torchq_compat.specs.observers import translate_constructor
 from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.specs.selectors import Selection, select_for_function, select_for_module
 
-__all__ = ["GraphDecisions", "LeafBoundary", "decide_graph"]
+__all__ = ["GraphDecisions", "decide_graph"]
 
 #: Ops that hand values on without computing: not reported, never observed.
 SILENT_TARGETS = {"getitem", "sym_size.int"}
-
-
-@dataclass(frozen=True)
-class LeafBoundary:
-    """What a custom-module call wants at its inputs and yields at its outputs.
-
-    Attributes:
-        input_spec: observes a float input.
-        accepted: quantized dtypes an input may already have.
-        output_dtypes: the quantized dtype of each flat output, None for floats.
-    """
-
-    input_spec: QuantizationSpec | None
-    accepted: frozenset[torch.dtype]
-    output_dtypes: tuple[torch.dtype | None, ...]
 
 
 @dataclass(frozen=True)
@@ -142,18 +128,32 @@ class _State:
     dtype_of: dict[Node, torch.dtype] = field(default_factory=dict)
     #: Edges already observed, by producer: consumers that want the same share one observer.
     edges_from: dict[Node, list[tuple[Slot, QuantizationSpec]]] = field(default_factory=dict)
+    #: The first result observed, by (owner of the observers, position).
+    leaf_outputs: dict[tuple[str, int], Node] = field(default_factory=dict)
 
     def take_leaf(self, node: Node, boundary: LeafBoundary) -> None:
-        if boundary.input_spec is not None:
-            for producer in node.all_input_nodes:
-                if _is_float(producer) and self.dtype_of.get(producer) not in boundary.accepted:
-                    self._observe_input(producer, node, boundary.input_spec)
+        for producer, spec in zip(node.args, boundary.input_specs, strict=False):
+            assert isinstance(producer, Node)
+            if spec is None or not _is_float(producer):
+                continue
+            if self.dtype_of.get(producer) not in boundary.accepted:
+                self._observe_input(producer, node, spec)
         for getitem in node.users:
             position = getitem.args[1]
             assert isinstance(position, int)
-            dtype = boundary.output_dtypes[position]
-            if dtype is not None:
-                self.dtype_of[getitem] = dtype
+            self._take_leaf_output(getitem, position, boundary)
+
+    def _take_leaf_output(self, getitem: Node, position: int, boundary: LeafBoundary) -> None:
+        dtype, spec = boundary.output_dtypes[position], boundary.output_specs[position]
+        if dtype is not None:
+            self.dtype_of[getitem] = dtype
+        elif spec is not None and _is_float(getitem):
+            first = self.leaf_outputs.setdefault((boundary.output_owner or getitem.name, position), getitem)
+            if first is getitem:
+                self.slots.observe(getitem, spec)
+            else:
+                self.slots.share(getitem, first)
+            self.dtype_of[getitem] = spec.dtype
 
     def take_chain(self, chain: Chain) -> None:
         group, last = chain[0], chain[-1]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from torchq_compat.custom_modules.layouts import CallLayout, Structure
+from torchq_compat.errors import CustomModuleError
 
 __all__ = ["LEAF_OP", "CaptureSession", "LeafCaller"]
 
@@ -67,24 +68,32 @@ class LeafCaller(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaf = _SESSION.get().leaves[self.handle]
-        inputs, tensors = Structure.take_apart((args, kwargs))
+        inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
         # Only the structure is wanted here, not the shape computation in the user's graph.
         with disable_proxy_modes_tracing():
-            outputs, _ = Structure.take_apart(leaf.fake_call(*args, **kwargs))
+            outputs, _, computed = Structure.take_apart_with_sizes(leaf.fake_call(*args, **kwargs))
+        self._check(inputs, outputs, computed)
         leaf.layouts.append(CallLayout(inputs, outputs))
-        flat = torch.ops.torchq_compat.custom_module(tensors, self.handle, len(leaf.layouts) - 1)
+        flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.handle, len(leaf.layouts) - 1)
         return outputs.put_together(flat)
+
+    def _check(self, inputs: Structure, outputs: Structure, computed: list[Any]) -> None:
+        for constant in (*inputs.constants(), *outputs.constants()):
+            if any(isinstance(value, Tensor) for value in getattr(constant, "__dict__", {}).values()):
+                raise CustomModuleError.unknown_container(self.handle, constant)
+        if computed:
+            raise CustomModuleError.returns_size(self.handle)
 
 
 @torch.library.custom_op("torchq_compat::custom_module", mutates_args=())
-def _custom_module(tensors: list[Tensor], handle: str, layout: int) -> list[Tensor]:
+def _custom_module(tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
     raise RuntimeError("torchq_compat::custom_module exists during capture only")
 
 
 @_custom_module.register_fake
-def _custom_module_fake(tensors: list[Tensor], handle: str, layout: int) -> list[Tensor]:
+def _custom_module_fake(tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
     leaf = _SESSION.get().leaves[handle]
-    args, kwargs = leaf.layouts[layout].inputs.put_together(tensors)
+    args, kwargs = leaf.layouts[layout].inputs.put_together(tensors, sizes)
     _, results = Structure.take_apart(leaf.fake_call(*args, **kwargs))
     return results
 

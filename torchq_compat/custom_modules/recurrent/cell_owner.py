@@ -37,7 +37,7 @@ class CellOwner(LeafModule, ABC):
         # Not super().__init__: the legacy classes would make float layers with random weights.
         nn.Module.__init__(self)
         self.module_path = ""
-        self.layouts: list[CallLayout] = []
+        self.leaf_layouts: list[CallLayout] = []
 
     @abstractmethod
     def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
@@ -51,7 +51,7 @@ class CellOwner(LeafModule, ABC):
         """Stand where ``other`` stood."""
         self.specs, self.split_gates = other.specs, other.split_gates
         self.module_path = other.module_path
-        self.layouts = list(other.layouts)
+        self.leaf_layouts = list(other.leaf_layouts)
         self.train(other.training)
 
 

@@ -1,8 +1,9 @@
 """The calling contract of torch.nn's recurrent modules, apart from what happens inside a layer.
 
 Source: the documentation of torch.nn.LSTM, GRU and RNN. Shapes are written with T steps, B batch, I inputs,
-H hidden, P outputs (the projection size, or H), L layers, D directions. Inside, a state is a tuple of tensors,
-the hidden state first: (h, c) for LSTM, (h,) for the others. Callers of the others give and get ``h`` itself.
+H hidden, P outputs (the projection size, or H), L layers, D directions. Inside, a state is a tuple of
+tensors, the hidden state first: (h, c) for LSTM, (h,) for the others. Callers of the others give and get
+``h`` itself.
 """
 
 from __future__ import annotations
@@ -224,8 +225,9 @@ def check_example_inputs(module: nn.Module, example_inputs: Any) -> None:
     """
     assert isinstance(module, (nn.RNNBase, nn.RNNCellBase))
     states = kind_of(module).states
-    is_cell = isinstance(module, nn.RNNCellBase)
-    widths = (module.hidden_size,) * len(states) if is_cell else RecurrentStructure.of(module).state_widths
+    widths: tuple[int, ...] = (module.hidden_size,) * len(states)
+    if isinstance(module, nn.RNNBase):
+        widths = RecurrentStructure.of(module).state_widths
     names = ("x", *(state.name for state in states))
     expected = zip(names, (module.input_size, *widths), strict=True)
     tensors = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor)]

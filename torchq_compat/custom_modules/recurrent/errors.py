@@ -16,7 +16,7 @@ class PartConfigError(ConfigError):
     def missing_qconfig(cls, kind: str) -> PartConfigError:
         return cls(
             f"the float {kind} has no qconfig, so its parts without a constructor cannot be observed.",
-            hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig attribute first.",
+            hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig first.",
         )
 
     @classmethod
@@ -50,8 +50,8 @@ class RecurrentModuleError(CustomModuleError):
         return cls(
             f"{method} of the custom module at {path!r} returned {type(found).__name__}, "
             "which this package cannot run.",
-            hint="return the object made by torchq_compat.recurrent_parts or torchq_compat.lstm_utils, or, for "
-            "an LSTM, a torch.ao.nn.quantizable.LSTM.",
+            hint="return the object made by torchq_compat.recurrent_parts or torchq_compat.lstm_utils, "
+            "or, for an LSTM, a torch.ao.nn.quantizable.LSTM.",
         )
 
     @classmethod
@@ -65,8 +65,8 @@ class RecurrentModuleError(CustomModuleError):
     @classmethod
     def packed_in_export(cls, path: str) -> RecurrentModuleError:
         return cls(
-            f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export cannot carry: "
-            "its batch sizes are data.",
+            f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export cannot "
+            "carry: its batch sizes are data.",
             hint="pack outside the model and call the prepared or converted module itself with the "
             "PackedSequence, or pass padded sequences.",
         )

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.custom_modules.recurrent.cell_graph import part_nodes, part_of, saturated_parts
@@ -16,7 +18,12 @@ from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, Convert
 from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.custom_modules.recurrent.families import FAMILIES, RecurrentFamily
-from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest, register
+from torchq_compat.custom_modules.registry import (
+    ConvertRequest,
+    CustomModuleHandler,
+    ObserveRequest,
+    register,
+)
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.observed_graph import ObserverFault, observer_faults
 
@@ -65,17 +72,25 @@ class RecurrentHandler(CustomModuleHandler):
             return self.family.observed.observe(request.module, specs, split_gates=_is_split(made))
         raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
 
-    def output_dtypes(self, leaf: LeafModule) -> tuple[torch.dtype | None, ...]:
+    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+        """Every input is quantized once, by the QConfig; every result lies on a grid of the cells."""
         assert isinstance(leaf, CellOwner)
-        return leaf.state_dtypes()
+        dtypes = leaf.state_dtypes()
+        return LeafBoundary(
+            input_specs=(request.specs.activation,) * layout.inputs.count(),
+            output_dtypes=dtypes,
+            output_specs=(None,) * len(dtypes),
+            accepted=frozenset(dtypes),
+        )
 
-    def convert(self, leaf: LeafModule, quantized_class: type[nn.Module] | None, path: str) -> LeafModule:
+    def convert(self, request: ConvertRequest) -> LeafModule:
+        leaf, quantized_class = request.leaf, request.quantized_class
         standard = (self.family.converted, self.family.legacy_converted)
         if quantized_class is None or _inherits(quantized_class, "from_observed", standard):
             return self.family.converted.from_observed(leaf)
         made = quantized_class.from_observed(leaf)  # type: ignore[attr-defined]
         if not isinstance(made, ConvertedModule):
-            raise RecurrentModuleError.unusable_result(path, "from_observed", made)
+            raise RecurrentModuleError.unusable_result(request.path, "from_observed", made)
         return made
 
     def remedy(self, module: nn.Module) -> str | None:

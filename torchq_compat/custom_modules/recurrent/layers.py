@@ -1,6 +1,7 @@
 """Layers and directions of a recurrent module: a cell, run over time in a Python loop.
 
-The paths are those of ``torch.ao.nn.quantizable.LSTM``: ``layers.<i>.layer_fw.cell``, ``layers.<i>.layer_bw.cell``.
+The paths are those of ``torch.ao.nn.quantizable.LSTM``: ``layers.<i>.layer_fw.cell`` and
+``layers.<i>.layer_bw.cell``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recurrent modules over sequences, observed and converted: layers of cells, and the calling contract round them.
+"""Recurrent modules over sequences, observed and converted: layers of cells in the calling contract.
 
 A cell's observers are shared by all time steps; layers and directions have their own.
 """
@@ -52,7 +52,7 @@ class RecurrentLoop(CellOwner):
     bidirectional = property(lambda self: self.structure.bidirectional)
     proj_size = property(lambda self: self.structure.proj_size)
 
-    def call(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def leaf_call(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As the float module: ``rnn(x)``, ``rnn(x, state)``, ``rnn(x, hx=state)``; x may be a
         PackedSequence, the output then is one.
 
@@ -130,7 +130,7 @@ class ConvertedLoop(RecurrentLoop, ConvertedModule):
             layers.append(RecurrentLayer([reference_cell(copy.deepcopy(d.cell)) for d in layer.directions()]))
         return cls(other.structure, layers)
 
-    def output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
+    def leaf_output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
         """Grids of output and last states; per-channel where layers or directions have different ones."""
         by_state = list(zip(*(converted_grids(cell) for _, cell in self.cells()), strict=True))
         last_layer = by_state[0][-self.structure.num_directions :]

@@ -45,7 +45,7 @@ class SingleCell(CellOwner):
     def state_dtypes(self) -> tuple[torch.dtype, ...]:
         return tuple(self.specs.group_dtype(state.group) for state in self.kind.states)
 
-    def call(self, input: Tensor, hx: Any = None) -> Any:
+    def leaf_call(self, input: Tensor, hx: Any = None) -> Any:
         """As the float cell: input (B, I) or (I,), each state (B, H) or (H,), or None.
 
         Raises:
@@ -81,7 +81,7 @@ class ConvertedCell(SingleCell, ConvertedModule):
         cell = reference_cell(copy.deepcopy(other.cell))
         return cls(other.kind, cell, other.input_size, other.hidden_size, bias=other.bias)
 
-    def output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
+    def leaf_output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
         return converted_grids(self.cell)
 
 
