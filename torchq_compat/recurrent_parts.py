@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from torchq_compat.custom_modules.part_dtypes import check_part_dtypes
+from torchq_compat.custom_modules.part_errors import PartConfigError
+from torchq_compat.custom_modules.part_specs import PartConstructors, PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_owner import ObservedModule
-from torchq_compat.custom_modules.recurrent.constructors import CellSpecs, PartConstructors
 from torchq_compat.custom_modules.recurrent.contract import check_example_inputs
-from torchq_compat.custom_modules.recurrent.errors import PartConfigError
 from torchq_compat.custom_modules.recurrent.families import FAMILIES, family_of
 from torchq_compat.custom_modules.recurrent.kinds import kind_of
-from torchq_compat.custom_modules.recurrent.part_dtypes import check_part_dtypes
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.legacy.backend_configs import read_backend_config
 from torchq_compat.specs.quantization_specs import OpSpecs
@@ -74,7 +74,7 @@ def get_individually_observed_parts(
     if split_gates and not kind.float_cell.gate_names:
         raise PartConfigError.no_gates(kind.name)
     by_group = {name.removesuffix(SUFFIX): value for name, value in constructors.items()}
-    specs = CellSpecs(OpSpecs(qconfig), PartConstructors.from_legacy(**by_group))
+    specs = PartSpecs(OpSpecs(qconfig), PartConstructors.from_legacy(**by_group))
     if backend_config is not None:
         parts = kind.parts(split_gates=split_gates, projected=getattr(float_module, "proj_size", 0) > 0)
         check_part_dtypes(parts, specs, read_backend_config(backend_config))

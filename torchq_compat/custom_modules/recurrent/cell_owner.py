@@ -3,63 +3,42 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, Self
 
-import torch
 from torch import nn
 
-from torchq_compat.custom_modules.layouts import CallLayout
-from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.part_owner import PartOwner
+from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
-from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 
 __all__ = ["CellOwner", "ConvertedModule", "ObservedModule"]
 
 
-class CellOwner(LeafModule, ABC):
+class CellOwner(PartOwner):
     """A recurrent module made of prepared or converted cells.
 
     Attributes:
-        specs: what the cells are observed with.
         split_gates: whether each gate has a projection pair of its own.
-        module_path: where it stands in the model, for messages.
     """
 
-    specs: CellSpecs
     split_gates: bool
-    qconfig: Any
-    module_path: str
-
-    def __init__(self) -> None:
-        # Not super().__init__: the legacy classes would make float layers with random weights.
-        nn.Module.__init__(self)
-        self.module_path = ""
-        self.leaf_layouts: list[CallLayout] = []
 
     @abstractmethod
     def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
         """(path inside the module, cell) of every layer and direction."""
 
-    @abstractmethod
-    def state_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The quantized dtype of each flat result: of the output first, if it is apart from the states."""
-
-    def take_over(self, other: CellOwner) -> None:
-        """Stand where ``other`` stood."""
-        self.specs, self.split_gates = other.specs, other.split_gates
-        self.module_path = other.module_path
-        self.leaf_layouts = list(other.leaf_layouts)
-        self.train(other.training)
+    def graphs(self) -> Iterator[tuple[str, CellGraphModule]]:
+        return self.cells()
 
 
 class ObservedModule(CellOwner):
     """A recurrent module whose parts are observed, or fake-quantized, one by one."""
 
     @classmethod
-    def observe(cls, module: nn.Module, specs: CellSpecs, *, split_gates: bool = False) -> Self:
+    def observe(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool = False) -> Self:
         """An observed module with copies of the parameters of the float ``module``."""
         observed = cls.with_prepared_cells(module, specs, split_gates=split_gates)
         observed.split_gates = split_gates
@@ -70,7 +49,7 @@ class ObservedModule(CellOwner):
 
     @classmethod
     @abstractmethod
-    def with_prepared_cells(cls, module: nn.Module, specs: CellSpecs, *, split_gates: bool) -> Self:
+    def with_prepared_cells(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool) -> Self:
         """The module around the prepared cells of ``module``."""
 
     @classmethod
@@ -105,6 +84,7 @@ class ConvertedModule(CellOwner):
             raise RecurrentModuleError.unusable_result("the observed module", "from_float", other)
         converted = cls.with_converted_cells(other)
         converted.take_over(other)
+        converted.split_gates = other.split_gates
         return converted
 
     @classmethod

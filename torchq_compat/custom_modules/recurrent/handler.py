@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import torch
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from torchq_compat.annotate.leaf_boundary import LeafBoundary
-from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.recurrent.cell_graph import part_nodes, part_of, saturated_parts
-from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
-from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
+from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits
+from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.custom_modules.recurrent.cell_owner import ConvertedModule, ObservedModule
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.custom_modules.recurrent.families import FAMILIES, RecurrentFamily
-from torchq_compat.custom_modules.registry import (
-    ConvertRequest,
-    CustomModuleHandler,
-    ObserveRequest,
-    register,
-)
-from torchq_compat.decisions import Action, Decision
-from torchq_compat.observed_graph import ObserverFault, observer_faults
+from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
 
 __all__ = ["RecurrentHandler"]
 
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
-
-class RecurrentHandler(CustomModuleHandler):
+class RecurrentHandler(PartOwnerHandler):
     """One family: a float class, its observed class and its converted class."""
 
     def __init__(self, family: RecurrentFamily) -> None:
@@ -57,9 +42,9 @@ class RecurrentHandler(CustomModuleHandler):
         return observed
 
     def _observed(self, request: ObserveRequest) -> ObservedModule:
-        specs = CellSpecs(request.specs)
+        specs = PartSpecs(request.specs)
         standard = (self.family.observed, self.family.legacy_observed)
-        if _inherits(request.observed_class, "from_float", standard):
+        if inherits(request.observed_class, "from_float", standard):
             return self.family.observed.observe(request.module, specs)
         request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
         made = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
@@ -72,21 +57,10 @@ class RecurrentHandler(CustomModuleHandler):
             return self.family.observed.observe(request.module, specs, split_gates=_is_split(made))
         raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
 
-    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
-        """Every input is quantized once, by the QConfig; every result lies on a grid of the cells."""
-        assert isinstance(leaf, CellOwner)
-        dtypes = leaf.state_dtypes()
-        return LeafBoundary(
-            input_specs=(request.specs.activation,) * layout.inputs.count(),
-            output_dtypes=dtypes,
-            output_specs=(None,) * len(dtypes),
-            accepted=frozenset(dtypes),
-        )
-
     def convert(self, request: ConvertRequest) -> LeafModule:
         leaf, quantized_class = request.leaf, request.quantized_class
         standard = (self.family.converted, self.family.legacy_converted)
-        if quantized_class is None or _inherits(quantized_class, "from_observed", standard):
+        if quantized_class is None or inherits(quantized_class, "from_observed", standard):
             return self.family.converted.from_observed(leaf)
         made = quantized_class.from_observed(leaf)  # type: ignore[attr-defined]
         if not isinstance(made, ConvertedModule):
@@ -101,44 +75,9 @@ class RecurrentHandler(CustomModuleHandler):
             f"torch.nn.{self.family.float_class.__name__}, {self.family.map_to})"
         )
 
-    def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
-        assert isinstance(leaf, CellOwner)
-        return [
-            (f"{path}.{name}", fault) for path, cell in leaf.cells() for name, fault in observer_faults(cell)
-        ]
-
-    def explain(self, leaf: LeafModule, path: str) -> Iterator[Decision]:
-        assert isinstance(leaf, CellOwner)
-        for cell_path, cell in leaf.cells():
-            saturated = dict(saturated_parts(cell))
-            for name, node in part_nodes(cell):
-                details = _observation(cell, node)
-                if name in saturated:
-                    details["saturated"] = saturated[name]
-                where, formula = f"{path}.{cell_path}.{name}", part_of(node).formula
-                yield Decision(where, formula, Action.QUANTIZED, "part of the cell", details)
-
-
-def _inherits(cls: type[nn.Module], method: str, standard: tuple[type[nn.Module] | None, ...]) -> bool:
-    """Whether ``cls`` uses the ``method`` of one of the ``standard`` classes as it is."""
-    own = getattr(cls, method).__func__
-    return any(getattr(known, method).__func__ is own for known in standard if known is not None)
-
 
 def _is_split(module: nn.Module) -> bool:
     return any(isinstance(getattr(m, "igates", None), nn.ModuleDict) for m in module.modules())
-
-
-def _observation(cell: GraphModule, node: Node) -> dict[str, Any]:
-    """dtype, and scale and zero point once they are fixed, of what observes ``node``."""
-    for user in node.users:
-        if user.op == "call_module":
-            observer = cell.get_submodule(str(user.target))
-            return {"observer": type(observer).__name__, "dtype": observer.dtype}
-        if user.target is QUANTIZE:
-            _, scale, zero_point, _, _, dtype = user.args
-            return {"dtype": dtype, "scale": scale, "zero_point": zero_point}
-    return {}
 
 
 for family in FAMILIES:

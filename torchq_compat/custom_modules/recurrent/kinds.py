@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from torchq_compat.custom_modules.part import Part
 from torchq_compat.custom_modules.recurrent.float_cell import FloatCell
 from torchq_compat.custom_modules.recurrent.gru_cell import GRUCellFloat
 from torchq_compat.custom_modules.recurrent.lstm_cell import LSTMCellFloat
@@ -14,7 +15,6 @@ from torchq_compat.custom_modules.recurrent.parts import (
     LSTM_PARTS,
     RNN_RELU_PARTS,
     RNN_TANH_PARTS,
-    Part,
     parts_of,
 )
 from torchq_compat.custom_modules.recurrent.rnn_cell import ReLURNNCellFloat, TanhRNNCellFloat

@@ -13,13 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq_compat.custom_modules.recurrent.cell_graph import (
-    CellGraphModule,
-    converted_grids,
-    reference_cell,
-)
+from torchq_compat.custom_modules.part_graph import converted_grids
+from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, reference_cell
 from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
-from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
 from torchq_compat.custom_modules.recurrent.contract import RecurrentStructure, State, call_recurrent
 from torchq_compat.custom_modules.recurrent.layers import RecurrentLayer
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
@@ -67,9 +64,9 @@ class RecurrentLoop(CellOwner):
             for name, direction in zip(("layer_fw", "layer_bw"), layer.directions(), strict=False):
                 yield f"layers.{index}.{name}.cell", direction.cell
 
-    def state_dtypes(self) -> tuple[torch.dtype, ...]:
-        states = (self.specs.group_dtype(state.group) for state in self.structure.kind.states)
-        return self.specs.hidden_dtype, *states
+    def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
+        states = [self.specs.group_dtype(state.group) for state in self.structure.kind.states]
+        return states[0], *states
 
     def _run_layers(
         self, x: Tensor, state: State | None, batch_sizes: list[int] | None = None
@@ -98,7 +95,7 @@ class ObservedLoop(RecurrentLoop, ObservedModule):
     """A recurrent module over sequences whose parts are observed, or fake-quantized, one by one."""
 
     @classmethod
-    def with_prepared_cells(cls, module: nn.Module, specs: CellSpecs, *, split_gates: bool) -> Self:
+    def with_prepared_cells(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool) -> Self:
         assert isinstance(module, nn.RNNBase)
         structure = RecurrentStructure.of(module)
         layers = [
@@ -109,7 +106,7 @@ class ObservedLoop(RecurrentLoop, ObservedModule):
                         specs,
                         split_gates=split_gates,
                         suffix=f"_l{layer}{direction}",
-                        arriving=specs.hidden_dtype if layer else None,
+                        arriving=specs.group_dtype(structure.kind.states[0].group) if layer else None,
                     )
                     for direction in ("", "_reverse")[: structure.num_directions]
                 ]

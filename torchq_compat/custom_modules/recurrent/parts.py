@@ -7,8 +7,9 @@ of one ``group`` take their observers from one constructor; every part still has
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
+
+from torchq_compat.custom_modules.part import Part, PartKind
 
 __all__ = [
     "GRU_GATES",
@@ -17,47 +18,12 @@ __all__ = [
     "LSTM_PARTS",
     "RNN_RELU_PARTS",
     "RNN_TANH_PARTS",
-    "Part",
-    "PartKind",
     "parts_of",
 ]
 
 #: Gate orders of torch.nn's stacked weights, and of split gates.
 LSTM_GATES = ("input", "forget", "cell", "output")
 GRU_GATES = ("reset", "update", "new")
-
-
-class PartKind(Enum):
-    """The operation of a part: decides its default observer and its row in a BackendConfig."""
-
-    LINEAR = "linear"
-    ADD = "add"
-    MUL = "mul"
-    SIGMOID = "sigmoid"
-    TANH = "tanh"
-    RELU = "relu"
-    COMPLEMENT = "complement"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One op of a cell.
-
-    Attributes:
-        name: path of the op inside the cell.
-        kind: what the op is; decides its default observer.
-        group: the constructor its output observer comes from.
-        formula: what it computes, for people.
-        input_group: the constructor that observes its input apart from the producer's output, if given.
-        covers: the gates it computes at once, each of which is a part of its own when gates are split.
-    """
-
-    name: str
-    kind: PartKind
-    group: str
-    formula: str
-    input_group: str | None = None
-    covers: tuple[str, ...] = ()
 
 
 #: LSTM, in the order of computation. FX observes the first seven that are not activations.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.custom_modules.recurrent.cell_graph import CellDtypes, CellGraphModule, prepare_cell
-from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
+from torchq_compat.custom_modules.part_graph import prepare_parts
+from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.kinds import kind_of
 
 __all__ = ["prepared_cell"]
@@ -16,7 +17,7 @@ WEIGHT_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 def prepared_cell(
     module: nn.Module,
-    specs: CellSpecs,
+    specs: PartSpecs,
     *,
     split_gates: bool,
     suffix: str = "",
@@ -29,13 +30,17 @@ def prepared_cell(
     kind = kind_of(module)
     weights = _weights(module, suffix)
     cell = kind.float_cell(weights, split_gates=split_gates)
-    return prepare_cell(
+    prepared = prepare_parts(
         cell,
         cell.example_inputs(),
         kind.parts(split_gates=split_gates, projected="weight_hr" in weights),
         specs,
-        CellDtypes(x=arriving or specs.op_specs.activation_dtype, hidden=specs.hidden_dtype),
+        {
+            "x": arriving or specs.op_specs.activation_dtype,
+            "hx": specs.group_dtype(kind.states[0].group),
+        },
     )
+    return CellGraphModule.wrap(prepared)
 
 
 def _weights(module: nn.Module, suffix: str) -> dict[str, Tensor]:

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.recurrent.cell_graph import (
-    CellGraphModule,
-    converted_grids,
-    reference_cell,
-)
+from torchq_compat.custom_modules.part_graph import converted_grids
+from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, reference_cell
 from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
-from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
 from torchq_compat.custom_modules.recurrent.contract import as_given, check_state_count, shown
 from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
@@ -42,7 +39,7 @@ class SingleCell(CellOwner):
     def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
         yield "cell", self.cell
 
-    def state_dtypes(self) -> tuple[torch.dtype, ...]:
+    def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return tuple(self.specs.group_dtype(state.group) for state in self.kind.states)
 
     def leaf_call(self, input: Tensor, hx: Any = None) -> Any:
@@ -67,7 +64,7 @@ class ObservedCell(SingleCell, ObservedModule):
     """A cell whose parts are observed, or fake-quantized, one by one."""
 
     @classmethod
-    def with_prepared_cells(cls, module: nn.Module, specs: CellSpecs, *, split_gates: bool) -> Self:
+    def with_prepared_cells(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool) -> Self:
         assert isinstance(module, nn.RNNCellBase)
         cell = prepared_cell(module, specs, split_gates=split_gates)
         return cls(kind_of(module), cell, module.input_size, module.hidden_size, bias=module.bias)

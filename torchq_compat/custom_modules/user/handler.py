@@ -23,6 +23,7 @@ from torchq_compat.custom_modules.registry import (
     CustomModuleHandler,
     ObserveRequest,
     handler_of,
+    handlers,
     register,
 )
 from torchq_compat.custom_modules.user.boundary_settings import check_keys, choose_specs
@@ -49,7 +50,8 @@ class UserModuleHandler(CustomModuleHandler):
         return False
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
-        return fake_call_of(module, path)
+        knowing = next((handler for handler in handlers() if handler.is_opaque(module)), None)
+        return fake_call_of(module, path) if knowing is None else knowing.fake_call(module, path)
 
     def observe(self, request: ObserveRequest) -> LeafModule:
         request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it

@@ -1,4 +1,4 @@
-"""Which constructor observes which part of a cell, and what takes its place where none is given."""
+"""Which constructor observes which part of a module, and what takes its place where none is given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-from torchq_compat.custom_modules.recurrent.parts import Part, PartKind
+from torchq_compat.custom_modules.part import Part, PartKind
 from torchq_compat.specs.dtypes import dtype_range
 from torchq_compat.specs.observers import (
     ObserverConstructor,
@@ -18,7 +18,7 @@ from torchq_compat.specs.observers import (
 from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.specs.weights import WeightConstructor
 
-__all__ = ["CellSpecs", "PartConstructors"]
+__all__ = ["PartConstructors", "PartSpecs"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class PartConstructors:
 
 
 @dataclass(frozen=True)
-class CellSpecs:
-    """The specs of every edge of a cell, from one QConfig and the constructors given by hand.
+class PartSpecs:
+    """The specs of every edge of a graph of parts, from one QConfig and the constructors given by hand.
 
     Attributes:
         op_specs: the module's QConfig.
@@ -81,11 +81,6 @@ class CellSpecs:
         if arriving == self.op_specs.activation_dtype:
             return None
         return self.op_specs.activation
-
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The quantized dtype of the hidden state, and so of the module's output."""
-        return self.group_dtype("hidden_state")
 
     def group_dtype(self, group: str) -> torch.dtype:
         """The quantized dtype of the parts of ``group``."""
