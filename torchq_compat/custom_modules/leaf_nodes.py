@@ -11,16 +11,21 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.layouts import Field, Structure
 from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_op import LEAF_OP, CaptureSession
+from torchq_compat.custom_modules.leaf_op import LEAF_OP, ORIGINAL, CaptureSession
 
 __all__ = ["LEAF_KEY", "example_call", "leaf_nodes", "place_leaves", "tensor_arguments"]
 
 #: meta key that marks a leaf call; the value is the module path.
 LEAF_KEY = "torchq_compat_leaf"
+ATEN = torch.ops.aten
+#: Ops that take dtype and device from their first argument, and nothing else.
+NEW_TENSOR = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_empty.default, ATEN.new_full.default)
 
 
 def place_leaves(graph_module: GraphModule, session: CaptureSession, modules: dict[str, nn.Module]) -> None:
     """Replace every leaf op in ``graph_module`` by a call of ``modules[handle]``, placed at that path."""
+    for handle in modules:
+        _keep_parameters_read(graph_module, f"{handle}.{ORIGINAL}.")
     for node in list(graph_module.graph.nodes):
         if node.target is not LEAF_OP:
             continue
@@ -41,6 +46,23 @@ def place_leaves(graph_module: GraphModule, session: CaptureSession, modules: di
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
     graph_module.recompile()
+
+
+def _keep_parameters_read(graph_module: GraphModule, prefix: str) -> None:
+    """Parameters of a float custom module that the model itself reads, as buffers of the graph: the module
+    makes room for its successor. Where only dtype and device are wanted an empty tensor has them."""
+    for node in list(graph_module.graph.nodes):
+        if node.op != "get_attr" or not str(node.target).startswith(prefix):
+            continue
+        if not node.users:
+            graph_module.graph.erase_node(node)
+            continue
+        path, _, name = str(node.target).rpartition(".")
+        value = getattr(graph_module.get_submodule(path), name).detach()
+        only_metadata = all(user.target in NEW_TENSOR for user in node.users)
+        kept = str(node.target).replace(".", "_")
+        nn.Module.register_buffer(graph_module, kept, value.new_empty(0) if only_metadata else value.clone())
+        node.target = kept
 
 
 def leaf_nodes(graph_module: GraphModule) -> list[Node]:

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torchq_compat.custom_modules.layouts import CallLayout, Structure
 from torchq_compat.errors import CustomModuleError
 
-__all__ = ["LEAF_OP", "CaptureSession", "LeafCaller"]
+__all__ = ["LEAF_OP", "ORIGINAL", "CaptureSession", "LeafCaller"]
 
 #: Computes the nested result of a call from fake arguments: shapes and dtypes only.
 FakeCall = Callable[..., Any]
@@ -38,10 +38,10 @@ class CaptureSession:
 
     leaves: dict[str, _Leaf] = field(default_factory=dict)
 
-    def add(self, handle: str, fake_call: FakeCall) -> LeafCaller:
-        """Register a leaf and return the module to put in its place."""
+    def add(self, handle: str, original: nn.Module, fake_call: FakeCall) -> LeafCaller:
+        """Register a leaf and return the module to put in the place of ``original``."""
         self.leaves[handle] = _Leaf(fake_call)
-        return LeafCaller(handle)
+        return LeafCaller(handle, original)
 
     def layouts(self, handle: str) -> list[CallLayout]:
         return self.leaves[handle].layouts
@@ -59,12 +59,24 @@ class CaptureSession:
 _SESSION: ContextVar[CaptureSession] = ContextVar("torchq_compat_capture_session")
 
 
-class LeafCaller(nn.Module):
-    """Stands for a custom module during capture."""
+#: Where a LeafCaller keeps the module it stands for.
+ORIGINAL = "original"
 
-    def __init__(self, handle: str) -> None:
+
+class LeafCaller(nn.Module):
+    """Stands for a custom module during capture. Attributes and parameters are those of the ``original``:
+    models read ``self.lstm.hidden_size``, or make a state with ``next(self.parameters()).new_zeros(...)``."""
+
+    def __init__(self, handle: str, original: nn.Module) -> None:
         super().__init__()
         self.handle = handle
+        self.original = original
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(ORIGINAL), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaf = _SESSION.get().leaves[self.handle]

@@ -65,7 +65,7 @@ def apply_swaps(model: nn.Module, swaps: list[Swap], session: CaptureSession) ->
     """Put a leaf caller in the place of every swapped module of ``model``."""
     for swap in swaps:
         fake_call = swap.handler.fake_call(swap.module, swap.paths[0])
-        caller = session.add(swap.paths[0], fake_call)
+        caller = session.add(swap.paths[0], swap.module, fake_call)
         for path in swap.paths:
             model.set_submodule(path, caller)
 
