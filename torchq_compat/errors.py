@@ -160,6 +160,20 @@ class CustomModuleError(TorchQCompatError):
         )
 
     @classmethod
+    def no_qconfig(cls, kind: str) -> CustomModuleError:
+        return cls(
+            f"the float {kind} has no qconfig.",
+            hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig first.",
+        )
+
+    @classmethod
+    def not_observed_here(cls, found: str) -> CustomModuleError:
+        return cls(
+            f"{found} is not a custom module this package made.",
+            hint="let from_float and from_observed return what the class they inherit them from returns.",
+        )
+
+    @classmethod
     def unknown_container(cls, path: str, found: object) -> CustomModuleError:
         name = f"{type(found).__module__}.{type(found).__qualname__}"
         return cls(

@@ -18,6 +18,7 @@ class PartKind(Enum):
     TANH = "tanh"
     RELU = "relu"
     COMPLEMENT = "complement"
+    IDENTITY = "identity"
 
 
 @dataclass(frozen=True)

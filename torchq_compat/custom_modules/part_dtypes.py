@@ -27,6 +27,7 @@ PATTERN: dict[PartKind, Callable[..., Any]] = {
     PartKind.SIGMOID: nn.Sigmoid,
     PartKind.TANH: nn.Tanh,
     PartKind.RELU: nn.ReLU,
+    PartKind.IDENTITY: nn.Identity,
     # No backend config has a row for 1 - a; it is an add with a constant.
     PartKind.COMPLEMENT: torch.add,
 }

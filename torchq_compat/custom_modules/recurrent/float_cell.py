@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Add", "FloatCell", "Mul", "own_linear", "split_or_whole"]
+from torchq_compat.custom_modules.own_linear import own_linear
+
+__all__ = ["Add", "FloatCell", "Mul", "split_or_whole"]
 
 
 class Add(nn.Module):
@@ -84,17 +86,3 @@ class FloatCell(nn.Module, ABC):
 def split_or_whole(gates: tuple[str, ...], *, split_gates: bool) -> nn.Module:
     """The sum of two projections: one module, or one for each of ``gates``."""
     return nn.ModuleDict({gate: Add() for gate in gates}) if split_gates else Add()
-
-
-def own_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A float32 Linear that owns a copy of the values: the float module's parameters stay its own."""
-    out_features, in_features = weight.shape
-    linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
-    linear.weight = _own_parameter(weight)
-    if bias is not None:
-        linear.bias = _own_parameter(bias)
-    return linear
-
-
-def _own_parameter(values: Tensor) -> nn.Parameter:
-    return nn.Parameter(values.detach().float().clone(), requires_grad=values.requires_grad)

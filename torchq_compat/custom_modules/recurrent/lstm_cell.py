@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from torchq_compat.custom_modules.recurrent.float_cell import Add, FloatCell, Mul, own_linear, split_or_whole
+from torchq_compat.custom_modules.own_linear import own_linear
+from torchq_compat.custom_modules.recurrent.float_cell import Add, FloatCell, Mul, split_or_whole
 from torchq_compat.custom_modules.recurrent.parts import LSTM_GATES
 
 __all__ = ["LSTMCellFloat"]

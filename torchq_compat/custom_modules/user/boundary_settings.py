@@ -20,8 +20,8 @@ import torch
 from torch.ao.quantization import FakeQuantize, HistogramObserver, MovingAverageMinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
+from torchq_compat.custom_modules.labels import most_specific
 from torchq_compat.custom_modules.user.errors import UserModuleError
-from torchq_compat.custom_modules.user.labels import most_specific
 from torchq_compat.specs.dtypes import dtype_range
 from torchq_compat.specs.observers import translate_constructor
 from torchq_compat.specs.quantization_specs import OpSpecs, make_spec

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from torchq_compat.custom_modules.labels import input_labels
 from torchq_compat.custom_modules.layouts import Structure
 from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.custom_modules.user.errors import UserModuleError
-from torchq_compat.custom_modules.user.labels import input_labels
 from torchq_compat.errors import TorchQCompatError
 
 __all__ = ["fake_call_of"]

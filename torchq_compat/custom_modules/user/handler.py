@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.custom_modules.labels import input_labels, output_labels
 from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
@@ -29,7 +30,6 @@ from torchq_compat.custom_modules.registry import (
 from torchq_compat.custom_modules.user.boundary_settings import check_keys, choose_specs
 from torchq_compat.custom_modules.user.errors import UserModuleError
 from torchq_compat.custom_modules.user.fake_shapes import fake_call_of
-from torchq_compat.custom_modules.user.labels import input_labels, output_labels
 from torchq_compat.custom_modules.user.leaf import UserLeaf, as_leaf, as_users_module
 from torchq_compat.errors import TorchQCompatError
 from torchq_compat.user_warnings import warn_user

@@ -1,5 +1,6 @@
 """``torch.ao.nn.quantizable``: observed modules to name in a float-to-observed mapping."""
 
+from torchq_compat.custom_modules.attention.module import ObservedMultiheadAttention
 from torchq_compat.custom_modules.recurrent.gru import ObservedGRU, ObservedGRUCell
 from torchq_compat.custom_modules.recurrent.lstm import ObservedLSTM, ObservedLSTMCell
 from torchq_compat.custom_modules.recurrent.rnn import ObservedRNN, ObservedRNNCell
@@ -10,5 +11,6 @@ LSTM = ObservedLSTM
 LSTMCell = ObservedLSTMCell
 RNN = ObservedRNN
 RNNCell = ObservedRNNCell
+MultiheadAttention = ObservedMultiheadAttention
 
-__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell"]
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "MultiheadAttention", "RNNCell"]
