@@ -20,11 +20,16 @@ from torchq_compat.custom_modules.recurrent.errors import PartConfigError
 from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM, ObservedLSTM
 from torchq_compat.custom_modules.recurrent.part_dtypes import check_part_dtypes
 from torchq_compat.custom_modules.recurrent.parts import lstm_parts
+from torchq_compat.custom_modules.recurrent.whole_op import whole_op_lstm_quantizer
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.legacy.backend_configs import read_backend_config
 from torchq_compat.specs.quantization_specs import OpSpecs
 
-__all__ = ["get_lstm_with_individually_observed_parts", "get_reference_quantized_lstm_module"]
+__all__ = [
+    "get_lstm_with_individually_observed_parts",
+    "get_reference_quantized_lstm_module",
+    "whole_op_lstm_quantizer",
+]
 
 ObserverOrFakeQuantizeConstructor = Any
 
