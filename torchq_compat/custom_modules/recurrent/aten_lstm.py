@@ -1,7 +1,7 @@
 """A node of ``aten.lstm.input``, read: what torch.export leaves of an ``nn.LSTM``.
 
-Signature: ``(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)``, with the
-parameters in the order of ``nn.LSTM._flat_weights``.
+Signature: ``(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)``, with
+the parameters in the order of ``nn.LSTM._flat_weights``.
 """
 
 from __future__ import annotations
