@@ -3,6 +3,9 @@
 Legacy: each helper built every cell with ``prepare_fx`` and then found the ops to re-observe by counting adds
 and multiplications, in the forward direction only. Here a part has a name, in both directions; see
 ``custom_modules.recurrent.parts``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and cells.
+
+New: an ``aten.lstm.input`` that torch.export left whole, quantized as one operator or broken up into pieces,
+for any torchao Quantizer; no FX configuration takes part.
 """
 
 from __future__ import annotations
@@ -14,10 +17,19 @@ from torch import nn
 from torch.ao.quantization.backend_config import BackendConfig
 
 from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM, ObservedLSTM
+from torchq_compat.custom_modules.recurrent.pieces import break_up_lstm, convert_pieces, prepare_pieces
+from torchq_compat.custom_modules.recurrent.whole_op import whole_op_lstm_quantizer
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.recurrent_parts import get_individually_observed_parts
 
-__all__ = ["get_lstm_with_individually_observed_parts", "get_reference_quantized_lstm_module"]
+__all__ = [
+    "break_up_lstm",
+    "convert_pieces",
+    "get_lstm_with_individually_observed_parts",
+    "get_reference_quantized_lstm_module",
+    "prepare_pieces",
+    "whole_op_lstm_quantizer",
+]
 
 ObserverOrFakeQuantizeConstructor = Any
 
