@@ -33,15 +33,27 @@ Pattern = ObjectType | tuple[ObjectType, ...]
 
 @dataclass(frozen=True)
 class PatternEntry:
-    """One row of a BackendConfig."""
+    """One row of a BackendConfig.
+
+    Attributes:
+        input_type_to_index: where a function has its "weight" and its "bias"; one that is not named here is
+            an activation.
+        is_fused_module: FX replaces the modules of the pattern by one before it looks at QConfigs.
+    """
 
     pattern: Pattern
     observation_type: ObservationType
     observation_type_by_tensor_count: Mapping[int, ObservationType]
     dtype_configs: tuple[DTypeConfig, ...]
+    input_type_to_index: Mapping[str, int]
+    is_fused_module: bool
 
     def observation_for(self, tensor_count: int) -> ObservationType:
-        """``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own."""
+        """``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
+
+        Args:
+            tensor_count: how many positional arguments of the op are tensors, repeated ones included.
+        """
         return self.observation_type_by_tensor_count.get(tensor_count, self.observation_type)
 
 
@@ -84,4 +96,6 @@ def _entry(pattern: Any, config: BackendPatternConfig) -> PatternEntry:
         observation_type=config.observation_type,
         observation_type_by_tensor_count=MappingProxyType(dict(config._num_tensor_args_to_observation_type)),
         dtype_configs=tuple(config.dtype_configs),
+        input_type_to_index=MappingProxyType(dict(config._input_type_to_index)),
+        is_fused_module=config.fuser_method is not None,
     )
