@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 __all__ = ["CASES", "Case"]
 
-SINGLE = "default"
 #: (models, mappings, backends), separated by spaces: every combination is a case.
 GRID = (
     ("resnet", "x86 qnnpack fbgemm onednn", "default"),
@@ -24,7 +23,8 @@ GRID = (
         "resnet",
         "global none min_max symmetric moving_average histogram reduced_range own_range own_eps "
         "fp16_static fp16_dynamic dynamic linear_only conv_only add_off relu_off regex fc_off layer_off "
-        "layer_off_but_conv second_conv_of_block_off mixed_dtypes mixed_static_dynamic dict_global dict_levels",
+        "layer_off_but_conv second_conv_of_block_off mixed_dtypes mixed_static_dynamic dict_global "
+        "dict_levels",
         "default",
     ),
     ("inverted_residual squeeze_excite inception conv_front functional", "x86 qnnpack", "default"),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.ao.quantization import (
+    FixedQParamsObserver,
     HistogramObserver,
     MinMaxObserver,
     MovingAverageMinMaxObserver,
@@ -76,6 +77,7 @@ MAPPINGS: dict[str, Callable[[], Any]] = {
     "histogram": everywhere(with_activation(HistogramObserver.with_args(bins=256))),
     "reduced_range": everywhere(with_activation(MinMaxObserver.with_args(reduce_range=True))),
     "own_range": everywhere(with_activation(MinMaxObserver.with_args(quant_min=0, quant_max=100))),
+    "fixed": everywhere(with_activation(FixedQParamsObserver.with_args(scale=2**-4, zero_point=64))),
     "own_eps": everywhere(with_activation(MinMaxObserver.with_args(eps=2**-4))),
     "int8_activations": everywhere(INT8),
     "symmetric_qnnpack": everywhere(default_symmetric_qnnpack_qconfig),
@@ -174,44 +176,47 @@ STATIC = DTypeConfig(
 )
 
 
-def only_linear_and_conv() -> BackendConfig:
-    """A user's own: two modules, one fused pair; add shares, nothing else."""
-    own, share = (
-        ObservationType.OUTPUT_USE_DIFFERENT_OBSERVER_AS_INPUT,
-        ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT,
-    )
-    linear, conv = (BackendPatternConfig(m).set_observation_type(own) for m in (nn.Linear, nn.Conv2d))
-    native = {
+def native_entries() -> dict[Any, BackendPatternConfig]:
+    return {
         config.pattern: config for config in get_native_backend_config().configs if config.pattern is not None
     }
-    pair = native[(nn.Conv2d, nn.ReLU)]
-    fused = native[torch.ao.nn.intrinsic.ConvReLU2d]
-    return (
-        BackendConfig("only linear and conv")
-        .set_backend_pattern_config(native[nn.Linear].set_dtype_configs([STATIC]))
-        .set_backend_pattern_config(native[nn.Conv2d].set_dtype_configs([STATIC]))
-        .set_backend_pattern_config(pair.set_dtype_configs([STATIC]))
-        .set_backend_pattern_config(fused.set_dtype_configs([STATIC]))
-        .set_backend_pattern_config(
-            BackendPatternConfig(operator.add).set_observation_type(share).set_dtype_configs([STATIC])
-        )
+
+
+def only_linear_and_conv() -> BackendConfig:
+    """A user's own: two modules and one fused pair, static only; add shares the observer of its input."""
+    native = native_entries()
+    backend = BackendConfig("only linear and conv")
+    for pattern in (nn.Linear, nn.Conv2d, (nn.Conv2d, nn.ReLU), torch.ao.nn.intrinsic.ConvReLU2d):
+        backend.set_backend_pattern_config(native[pattern].set_dtype_configs([STATIC]))
+    share = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
+    return backend.set_backend_pattern_config(
+        BackendPatternConfig(operator.add).set_observation_type(share).set_dtype_configs([STATIC])
     )
+
+
+def without_argument_roles() -> BackendConfig:
+    """A user's own, which does not say where F.linear and F.conv2d have their weight and bias."""
+    backend = BackendConfig("without argument roles")
+    for function in (F.linear, F.conv2d):
+        backend.set_backend_pattern_config(BackendPatternConfig(function).set_dtype_configs([STATIC]))
+    return backend
 
 
 def constrained(**limits: Any) -> Callable[[], BackendConfig]:
-    """Native linear and conv, whose quint8 activations have to keep to ``limits``."""
+    """The native backend, whose quint8 activations have to keep to ``limits``."""
+
+    def constrain(config: DTypeConfig) -> DTypeConfig:
+        if config.input_dtype is not torch.quint8 or config.is_dynamic:
+            return config
+        dtype = DTypeWithConstraints(dtype=torch.quint8, **limits)
+        output = dtype if config.output_dtype is torch.quint8 else config.output_dtype
+        return DTypeConfig(dtype, output, config.weight_dtype, config.bias_dtype)
 
     def make() -> BackendConfig:
-        dtype = DTypeWithConstraints(dtype=torch.quint8, **limits)
-        config = DTypeConfig(
-            input_dtype=dtype, output_dtype=dtype, weight_dtype=torch.qint8, bias_dtype=torch.float
-        )
-        native = {
-            entry.pattern: entry for entry in get_native_backend_config().configs if entry.pattern is not None
-        }
         backend = BackendConfig("constrained")
-        for pattern in (nn.Linear, nn.Conv2d):
-            backend.set_backend_pattern_config(native[pattern].set_dtype_configs([config]))
+        for entry in get_native_backend_config().configs:
+            entry.dtype_configs = [constrain(config) for config in entry.dtype_configs]
+            backend.set_backend_pattern_config(entry)
         return backend
 
     return make
@@ -228,8 +233,10 @@ BACKENDS: dict[str, Callable[[], Any]] = {
     "tensorrt": get_tensorrt_backend_config,
     "native_dict": lambda: get_native_backend_config().to_dict(),
     "only_linear_and_conv": only_linear_and_conv,
+    "without_argument_roles": without_argument_roles,
     "range_127": constrained(quant_min_lower_bound=0, quant_max_upper_bound=127),
     "range_255": constrained(quant_min_lower_bound=0, quant_max_upper_bound=255),
     "scale_min": constrained(scale_min_lower_bound=2**-12),
     "scale_min_loose": constrained(scale_min_lower_bound=2**-30),
+    "fixed": constrained(scale_exact_match=2**-4, zero_point_exact_match=64),
 }

@@ -30,10 +30,10 @@ SYNONYMS = {
     "clip": "clamp",
     "concat": "cat",
     "floordiv": "floor_divide",
-    "conv_transpose2d": "conv_transpose2d",
 }
-#: FX sees the access of a size and of a list's element as ops; they compute nothing.
-NO_OPS = {"getitem", "getattr", "size", "dim", "shape"}
+#: FX sees the access of a size or of a list's element as an op. They compute nothing; torch.export drops
+#: ``contiguous`` of what is contiguous.
+NO_OPS = {"getitem", "getattr", "size", "dim", "shape", "contiguous"}
 
 
 def quantized_by_us(prepared: GraphModule) -> Counter[tuple[str, str]]:
@@ -58,16 +58,18 @@ def quantized_by_fx(prepared: GraphModule) -> Counter[tuple[str, str]]:
     }
     found: Counter[tuple[str, str]] = Counter()
     for node in prepared.graph.nodes:
-        if node.op in ("call_module", "call_function", "call_method") and node not in observers:
-            if _is_quantized(node, observers, modules):
-                root = _root_of_chain(node, observers)
-                name = "" if root.op == "call_module" else _name(_function_name(root))
-                if name not in NO_OPS:
-                    found[str(root.target) if root.op == "call_module" else scopes[root.name][0], name] += 1
+        is_op = node.op in ("call_module", "call_function", "call_method") and node not in observers
+        if not is_op or not _is_quantized(node, observers):
+            continue
+        root = _root_of_chain(node, observers)
+        is_module = root.op == "call_module"
+        name = "" if is_module else _name(_function_name(root))
+        if name not in NO_OPS:
+            found[str(root.target) if is_module else scopes[root.name][0], name] += 1
     return found
 
 
-def _is_quantized(node: Node, observers: set[Node], modules: dict[str, Any]) -> bool:
+def _is_quantized(node: Node, observers: set[Node]) -> bool:
     info = node.meta["target_dtype_info"]
     output, weight = (_observer(info.get(f"{what}_obs_or_fq_ctr")) for what in ("output_act", "weight"))
     if output is None:
