@@ -24,6 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
 from torchq_compat.fold_batch_norm import fold_batch_norms
+from torchq_compat.kept_batch_norms import hide_batch_norms, show_batch_norms
 from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.dynamic import DynamicQuantization
@@ -63,7 +64,10 @@ def convert_graph(prepared: GraphModule) -> GraphModule:
     _quantize_on_the_fly(prepared)
     _cast_around_observers(prepared)
     _forget_annotations(prepared)
-    return _allow_train_eval(convert_pt2e(prepared))
+    hide_batch_norms(prepared)
+    converted = convert_pt2e(prepared)
+    show_batch_norms(converted)
+    return _allow_train_eval(converted)
 
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:

@@ -376,7 +376,7 @@ MODELS: dict[str, ModelEntry] = {
     **{f"conv{d}_relu": ModelEntry(chain(conv(d), nn.ReLU), floats(IMAGE[d])) for d in (1, 2, 3)},
     **{f"conv{d}_bn": ModelEntry(chain(conv(d), norm(d)), floats(IMAGE[d])) for d in (1, 2, 3)},
     **{f"conv{d}_bn_relu": ModelEntry(chain(conv(d), norm(d), nn.ReLU), floats(IMAGE[d])) for d in (1, 2, 3)},
-    **{f"conv_transpose{d}": ModelEntry(conv(d, True), floats(IMAGE[d])) for d in (1, 2, 3)},
+    **{f"conv_transpose{d}": ModelEntry(chain(conv(d, True)), floats(IMAGE[d])) for d in (1, 2, 3)},
     **{
         f"conv_transpose{d}_bn": ModelEntry(chain(conv(d, True), norm(d)), floats(IMAGE[d]))
         for d in (1, 2, 3)

@@ -134,7 +134,7 @@ class _State:
         if entry is None:
             return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
         specs = OpSpecs(qconfig)
-        group = chain.first.with_roles(entry.input_type_to_index)
+        group = chain.first.with_roles(chain.input_type_to_index)
         if not chain.observes_inputs:
             group = replace(group, inputs=(), weights=())
         roles = {"has_weight": "weight" in group.parameters, "has_bias": "bias" in group.parameters}
@@ -144,7 +144,7 @@ class _State:
         config = find_dtype_config(entry, specs, **roles)
         if config is None:
             return Action.FLOAT, refusal(entry, specs, **roles)
-        if shares:
+        if shares and chain.observes_inputs:
             return self._share_with_input(group, chain.last, specs)
         is_module = group.origin.is_module_call
         quantize_weight = takes_weight(entry, specs) if is_module else _is_quantized(config.weight_dtype)

@@ -29,12 +29,14 @@ class Chain:
 
     Attributes:
         entry: the backend's row for it, None if it has none.
+        input_type_to_index: where the first op, if it is a function, has its weight and bias.
         selection: the QConfig that counts for all of it.
         observes_inputs: False where the first op's own QConfig is None.
     """
 
     ops: tuple[OpGroup, ...]
     entry: PatternEntry | None
+    input_type_to_index: Mapping[str, int]
     selection: Selection
     observes_inputs: bool
 
@@ -85,15 +87,13 @@ def _entry(ops: tuple[OpGroup, ...], backend: BackendTable) -> PatternEntry | No
 
 
 def _chain(ops: tuple[OpGroup, ...], rules: QConfigRules, backend: BackendTable) -> Chain:
-    entry = _entry(ops, backend)
-    if len(ops) == 1:
-        return Chain(ops, entry, _select(rules, ops[0]), observes_inputs=True)
-    assert entry is not None
-    if entry.is_fused_module:
+    entry, own_entry = _entry(ops, backend), _entry(ops[:1], backend)
+    roles = own_entry.input_type_to_index if own_entry else {}
+    first, last = _select(rules, ops[0]), _select(rules, ops[-1])
+    if entry is not None and entry.is_fused_module:
         _check_one_qconfig(ops, entry, rules)
-        return Chain(ops, entry, _select(rules, ops[0]), observes_inputs=True)
-    observes_inputs = _select(rules, ops[0]).qconfig is not None
-    return Chain(ops, entry, _select(rules, ops[-1]), observes_inputs)
+        last = first
+    return Chain(ops, entry, roles, last, observes_inputs=first.qconfig is not None)
 
 
 def _check_one_qconfig(ops: tuple[OpGroup, ...], entry: PatternEntry, rules: QConfigRules) -> None:
