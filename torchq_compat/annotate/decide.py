@@ -135,7 +135,9 @@ class _State:
             return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
         specs = OpSpecs(qconfig)
         group = chain.first.with_roles(chain.input_type_to_index)
-        if not chain.observes_inputs:
+        if chain.observes_inputs:
+            group = replace(group, inputs=(*group.inputs, *chain.joining_inputs))
+        else:
             group = replace(group, inputs=(), weights=())
         roles = {"has_weight": "weight" in group.parameters, "has_bias": "bias" in group.parameters}
         shares = entry.observation_for(group.tensor_count) is SHARE

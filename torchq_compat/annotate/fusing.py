@@ -7,7 +7,8 @@ pattern without, of functions, is matched later: the QConfig of the last op coun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,7 +17,7 @@ from torch.fx import Node
 
 from torchq_compat.annotate.groups import OpGroup
 from torchq_compat.errors import ConfigError
-from torchq_compat.legacy.backend_configs import BackendTable, PatternEntry
+from torchq_compat.legacy.backend_configs import BackendTable, Join, PatternEntry, PatternPart
 from torchq_compat.legacy.qconfig_mappings import ObjectType, QConfigRules
 from torchq_compat.specs.selectors import Selection, select_for_function, select_for_module
 
@@ -48,6 +49,12 @@ class Chain:
     def last(self) -> OpGroup:
         return self.ops[-1]
 
+    @property
+    def joining_inputs(self) -> tuple[tuple[Node, Node], ...]:
+        """(producer, consumer) of what enters behind the first op."""
+        inside = {node for op in self.ops for node in op.nodes}
+        return tuple(edge for op in self.ops[1:] for edge in op.inputs if edge[0] not in inside)
+
 
 def find_chains(groups: list[OpGroup], rules: QConfigRules, backend: BackendTable) -> list[Chain]:
     """The longest chains of the backend's fused patterns; an op in none is a chain of its own.
@@ -55,35 +62,71 @@ def find_chains(groups: list[OpGroup], rules: QConfigRules, backend: BackendTabl
     Raises:
         ConfigError: modules that fuse have different QConfigs by object type.
     """
-    by_node = {node: group for group in groups for node in group.nodes}
-    chains: list[Chain] = []
-    absorbed: set[Node] = set()
-    for group in groups:
-        if group.nodes[-1] in absorbed:
-            continue
-        ops: tuple[OpGroup, ...] = (group,)
-        while (follower := _follower(ops, by_node, backend)) is not None:
-            absorbed.add(follower.nodes[-1])
-            ops = (*ops, follower)
-        chains.append(_chain(ops, rules, backend))
-    return chains
+    matcher = _Matcher({node: group for group in groups for node in group.nodes}, backend)
+    # Where both inputs of an add could be the chain's, FX takes the left one.
+    joined_on_the_left = {
+        op.nodes[-1]
+        for ops in matcher.chains(groups, lambda op, side: side == 0)
+        for before, op in itertools.pairwise(ops)
+        if _side(before, op) == 0
+    }
+    chains = matcher.chains(groups, lambda op, side: side == 0 or op.nodes[-1] not in joined_on_the_left)
+    return [_chain(ops, rules, backend) for ops in chains]
 
 
-def _follower(
-    ops: tuple[OpGroup, ...], by_node: Mapping[Node, OpGroup], backend: BackendTable
-) -> OpGroup | None:
-    """The op behind ``ops`` that the backend fuses with them."""
-    output = ops[-1].output
-    if output is None or len(output.users) != 1:
-        return None
-    follower = by_node.get(next(iter(output.users)))
-    if follower is None or len(follower.inputs) != 1:
-        return None
-    return follower if _entry((*ops, follower), backend) is not None else None
+MayJoin = Callable[[OpGroup, int], bool]
+
+
+@dataclass(frozen=True)
+class _Matcher:
+    by_node: Mapping[Node, OpGroup]
+    backend: BackendTable
+
+    def chains(self, groups: list[OpGroup], may_join: MayJoin) -> list[tuple[OpGroup, ...]]:
+        found: list[tuple[OpGroup, ...]] = []
+        absorbed: set[Node] = set()
+        for group in groups:
+            if group.nodes[-1] in absorbed:
+                continue
+            ops: tuple[OpGroup, ...] = (group,)
+            while (follower := self._follower(ops, may_join)) is not None:
+                absorbed.add(follower.nodes[-1])
+                ops = (*ops, follower)
+            found.append(ops)
+        return [ops for ops in found if ops[0].nodes[-1] not in absorbed]
+
+    def _follower(self, ops: tuple[OpGroup, ...], may_join: MayJoin) -> OpGroup | None:
+        """The op behind ``ops`` that the backend fuses with them."""
+        output = ops[-1].output
+        if output is None or len(output.users) != 1:
+            return None
+        follower = self.by_node.get(next(iter(output.users)))
+        if follower is None or _entry((*ops, follower), self.backend) is None:
+            return None
+        side = _side(ops[-1], follower)
+        return follower if side is None or may_join(follower, side) else None
 
 
 def _entry(ops: tuple[OpGroup, ...], backend: BackendTable) -> PatternEntry | None:
-    return backend.find(*(op.origin.object_types for op in ops))
+    parts = [_parts(before, op) for before, op in itertools.pairwise(ops)]
+    return backend.find(ops[0].origin.object_types, *parts)
+
+
+def _parts(before: OpGroup, op: OpGroup) -> tuple[PatternPart, ...]:
+    """What a pattern may call ``op`` behind ``before``."""
+    side = _side(before, op)
+    if side is None:
+        return op.origin.object_types
+    return tuple(Join(kind, side) for kind in op.origin.object_types)
+
+
+def _side(before: OpGroup, op: OpGroup) -> int | None:
+    """Which argument of ``op``, one of several tensors, is the output of ``before``; None if it is the only
+    one. ``x + x`` has it twice, which no pattern means: -1."""
+    if len(op.inputs) == 1 and (op.origin.is_module_call or op.tensor_count <= 1 + len(op.parameters)):
+        return None
+    sides = [side for side, argument in enumerate(op.nodes[0].args) if argument is before.output]
+    return sides[0] if len(sides) == 1 else -1
 
 
 def _chain(ops: tuple[OpGroup, ...], rules: QConfigRules, backend: BackendTable) -> Chain:
@@ -98,7 +141,7 @@ def _chain(ops: tuple[OpGroup, ...], rules: QConfigRules, backend: BackendTable)
 
 def _check_one_qconfig(ops: tuple[OpGroup, ...], entry: PatternEntry, rules: QConfigRules) -> None:
     pattern = entry.pattern if isinstance(entry.pattern, tuple) else (entry.pattern,)
-    types = [_module_type(part) for part in pattern]
+    types = [_module_type(part) for part in pattern if not isinstance(part, Join)]
     first, *others = (rules.object_types.get(kind) for kind in types)
     for kind, qconfig in zip(types[1:], others, strict=True):
         if not qconfig_equals(qconfig, first):
