@@ -123,6 +123,15 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def conflict_in_fused_pattern(cls, path: str, types: list[str], other: str) -> ConfigError:
+        return cls(
+            f"qconfig_mapping: object_type: {path!r} starts the fused pattern {' + '.join(types)}, but the "
+            f"qconfig of {other} is not that of {types[0]}.",
+            hint="set the same qconfig for all of these object types, or none for any of them; "
+            "module_name switches a single place off.",
+        )
+
+    @classmethod
     def not_supported(cls, setting: str, why: str, hint: str) -> ConfigError:
         return cls(f"{setting} is not supported: {why}.", hint=hint)
 

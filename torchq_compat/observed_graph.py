@@ -19,12 +19,15 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activation_post_process
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
 from torchq_compat.fold_batch_norm import fold_batch_norms
+from torchq_compat.kept_batch_norms import hide_batch_norms, show_batch_norms
 from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.dynamic import DynamicQuantization
 from torchq_compat.specs.weights import WeightObserver
 
 __all__ = [
@@ -58,8 +61,13 @@ def convert_graph(prepared: GraphModule) -> GraphModule:
     fold_batch_norms(prepared)
     _observe_weights(prepared)
     _freeze_activation_observers(prepared)
+    _quantize_on_the_fly(prepared)
     _cast_around_observers(prepared)
-    return _allow_train_eval(convert_pt2e(prepared))
+    _forget_annotations(prepared)
+    hide_batch_norms(prepared)
+    converted = convert_pt2e(prepared)
+    show_batch_norms(converted)
+    return _allow_train_eval(converted)
 
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
@@ -142,6 +150,21 @@ def _freeze_activation_observers(prepared: GraphModule) -> None:
             quant_max=quant_max,
         )
         prepared.set_submodule(str(node.target), frozen)
+
+
+def _quantize_on_the_fly(prepared: GraphModule) -> None:
+    """Replace each dynamic observer by what FX's reference conversion made of it."""
+    for node, module in observer_nodes(prepared):
+        if not isinstance(module, WeightObserver) and getattr(module, "is_dynamic", False):
+            dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
+            prepared.set_submodule(str(node.target), DynamicQuantization(dtype))
+
+
+def _forget_annotations(prepared: GraphModule) -> None:
+    """``prepared`` is a copy, and its annotations name nodes of the original; torchao's convert would look
+    for the q-dq behind those."""
+    for node in prepared.graph.nodes:
+        node.meta.pop(Q_ANNOTATION_KEY, None)
 
 
 def _cast_around_observers(prepared: GraphModule) -> None:

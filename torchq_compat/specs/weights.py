@@ -13,7 +13,8 @@ import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.specs.observers import ObserverConstructor, ObserverSettings
+from torchq_compat.specs.observer_settings import ObserverSettings
+from torchq_compat.specs.observers import ObserverConstructor
 from torchq_compat.specs.two_world_classes import recognised_by_torch_ao
 
 __all__ = ["WeightConstructor", "WeightObserver"]
