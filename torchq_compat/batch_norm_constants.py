@@ -11,10 +11,18 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.fx import GraphModule, Node
 
-__all__ = ["batch_norm_constants", "batch_norm_nodes", "restore_batch_norm_constants"]
+__all__ = [
+    "EPS",
+    "GAMMA",
+    "RUNNING_VAR",
+    "batch_norm_constants",
+    "batch_norm_nodes",
+    "restore_batch_norm_constants",
+]
 
 ATEN = torch.ops.aten
-RUNNING_MEAN, RUNNING_VAR, MOMENTUM, EPS = 3, 4, 6, 7
+#: Positions of aten.batch_norm's arguments.
+GAMMA, RUNNING_MEAN, RUNNING_VAR, MOMENTUM, EPS = 1, 3, 4, 6, 7
 PATTERN_EPS = 1e-5
 #: Running mean's path -> (momentum, eps).
 Constants = Mapping[str, tuple[float, float]]

@@ -1,4 +1,4 @@
-"""Fold QAT's batch norms into the convolutions before torchao converts.
+"""Fold QAT's batch norms into the convolutions and linears before torchao converts.
 
 torchao's prepare for QAT turns ``bn(conv(x, w) + b)`` into
 
@@ -6,7 +6,7 @@ torchao's prepare for QAT turns ``bn(conv(x, w) + b)`` into
 
 (qat_utils.py), which in evaluation is ``conv(x, fq(w * s)) + (b - mean) * s + beta``. torchao folds it after
 conversion by exporting 96 patterns and matching each, whatever the model has: 11 seconds for one convolution.
-Where no batch norm is left it does nothing.
+Where no batch norm is left it does nothing. ``fuse_batch_norm`` writes the same formula for other ops.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.batch_norm_constants import batch_norm_nodes
+from torchq_compat.batch_norm_constants import EPS, batch_norm_nodes
 
 __all__ = ["fold_batch_norms"]
 
 ATEN = torch.ops.aten
-EPS = 7
 
 
 @dataclass(frozen=True)

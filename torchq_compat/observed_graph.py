@@ -22,7 +22,9 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, 
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
+from torchq_compat.float_qparams_weights import fold_float_qparams_weights
 from torchq_compat.fold_batch_norm import fold_batch_norms
+from torchq_compat.fuse_batch_norm import fuse_batch_norms
 from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.weights import WeightObserver
@@ -49,6 +51,7 @@ def prepare_graph(
     constants = batch_norm_constants(graph_module)
     prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide))
     restore_batch_norm_constants(prepared, constants)
+    fuse_batch_norms(prepared)
     return _allow_train_eval(prepared)
 
 
@@ -57,6 +60,7 @@ def convert_graph(prepared: GraphModule) -> GraphModule:
     drop_batch_counters(prepared)
     fold_batch_norms(prepared)
     _observe_weights(prepared)
+    fold_float_qparams_weights(prepared, observer_nodes(prepared))
     _freeze_activation_observers(prepared)
     _cast_around_observers(prepared)
     return _allow_train_eval(convert_pt2e(prepared))

@@ -41,6 +41,8 @@ FIXED_QPARAMS = (legacy_observer.FixedQParamsObserver, pt2e_observer.FixedQParam
 LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
 # Attributes whose name differs from the constructor's argument.
 ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
+#: Dtypes whose range is smaller than that of the plain integers that carry them.
+NARROW_DTYPES = (torch.quint4x2, torch.quint2x4)
 
 #: Classes of which this package has a version that tells more.
 REPLACED: dict[str, Callable[..., nn.Module]] = {"MovingAverageMinMaxObserver": SaturationCountingObserver}
@@ -161,7 +163,7 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
             arguments[name] = _plain_value(getattr(made, attribute))
     if getattr(made, "has_customized_qrange", False):
         arguments["reduce_range"] = False  # a given range is stored already reduced
-    elif hasattr(made, "has_customized_qrange"):
+    elif hasattr(made, "has_customized_qrange") and made.dtype not in NARROW_DTYPES:
         del arguments["quant_min"], arguments["quant_max"]
     if isinstance(made, FIXED_QPARAMS):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
