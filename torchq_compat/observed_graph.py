@@ -9,6 +9,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 
@@ -19,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activation_post_process
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
@@ -27,6 +29,7 @@ from torchq_compat.fold_batch_norm import fold_batch_norms
 from torchq_compat.fuse_batch_norm import fuse_batch_norms
 from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.specs.weights import WeightObserver
 
 __all__ = [
@@ -63,6 +66,7 @@ def convert_graph(prepared: GraphModule) -> GraphModule:
     fold_float_qparams_weights(prepared, observer_nodes(prepared))
     _freeze_activation_observers(prepared)
     _cast_around_observers(prepared)
+    _forget_annotated_inputs(prepared)
     return _allow_train_eval(convert_pt2e(prepared))
 
 
@@ -169,6 +173,15 @@ def _cast_around_observers(prepared: GraphModule) -> None:
     prepared.recompile()
 
 
+def _forget_annotated_inputs(prepared: GraphModule) -> None:
+    """In a copied graph they name nodes of the original one, and torchao's convert searches there for the
+    qparams of dynamic inputs, in vain."""
+    for node in prepared.graph.nodes:
+        annotation = node.meta.get(Q_ANNOTATION_KEY)
+        if annotation is not None:
+            node.meta[Q_ANNOTATION_KEY] = replace(annotation, input_qspec_map={})
+
+
 def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
     """FX's quantize op clamps to the dtype's range. Kept are ranges the model was trained to (a fake-quantize
     clamps there), ranges given with fixed qparams, and those of dtypes FX does not have."""
@@ -184,6 +197,9 @@ def _quantizes_static(module: nn.Module) -> bool:
 
 
 def _fault(module: nn.Module) -> ObserverFault | None:
+    if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:
+        scale, _ = module.calculate_qparams()
+        return None if bool(scale.isfinite().all()) else ObserverFault.NOT_FINITE
     for part in module.modules():
         low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)
         if isinstance(low, Tensor) and isinstance(high, Tensor):

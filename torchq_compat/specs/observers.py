@@ -260,7 +260,7 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
 @recognised_by_torch_ao
 class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
-    """A user's own torch.ao fake-quantize, as a torchao one."""
+    """A user's own torch.ao fake-quantize, or its private learnable one, as a torchao one."""
 
     def __init__(self, legacy: nn.Module) -> None:
         super().__init__()
@@ -274,6 +274,12 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         scale, zero_point = self.legacy.calculate_qparams()  # type: ignore[operator]
         return scale, zero_point
+
+    @property
+    def learns_qparams(self) -> bool:
+        """Whether torch.ao's learnable fake-quantize trains its qparams and no longer observes them."""
+        learning = getattr(self.legacy, "learning_enabled", None)
+        return isinstance(learning, Tensor) and bool(learning)
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
         self.legacy.enable_fake_quant(enabled)  # type: ignore[operator]
