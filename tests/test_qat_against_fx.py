@@ -177,6 +177,26 @@ def test_an_op_and_its_batch_norm(pair: str, bias: bool, backend: str) -> None:
     assert not any(node.target is torch.ops.aten.batch_norm.default for node in converted.graph.nodes)
 
 
+@pytest.mark.parametrize("pair", ["linear", "conv2d"])
+def test_a_batch_norm_that_averages_over_all_batches(pair: str) -> None:
+    """momentum=None, whose factor torch.export cannot capture."""
+    make, norm, shape = PAIRS[pair]
+    torch.manual_seed(0)
+    model = Normalized(make(True), norm(8, momentum=None), shape)
+    batches = [(torch.randn(shape),) for _ in range(10)]
+    ours, theirs = prepare_both(model, get_default_qat_qconfig_mapping("qnnpack"), batches[0])
+    assert model.bn.momentum is None
+    with torch.no_grad():  # no batch is counted yet
+        assert sqnr(copy.deepcopy(model).eval()(*batches[0]), copy.deepcopy(ours).eval()(*batches[0])) > 20
+    assert train(ours, batches) == pytest.approx(train(theirs, batches), rel=1e-4)
+    assert int(ours.bn.num_batches_tracked) == 10
+    torch.testing.assert_close(ours.bn.running_mean, theirs.op.bn.running_mean)
+    torch.testing.assert_close(ours.bn.running_var, theirs.op.bn.running_var)
+    converted = assert_converts_to_what_was_trained(ours, batches[0])
+    assert_same_qparams(converted, fx_reference(theirs))
+    torch.export.export(converted, batches[0])
+
+
 def test_a_batch_norm_across_another_dimension_is_not_folded_into_the_linear() -> None:
     """Linear works on the last dimension, batch norm on the second. FX folds the one into the other."""
 

@@ -24,6 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
+from torchq_compat.cumulative_batch_norm import fix_averaging_factors
 from torchq_compat.float_qparams_weights import fold_float_qparams_weights
 from torchq_compat.fold_batch_norm import fold_batch_norms
 from torchq_compat.fuse_batch_norm import fuse_batch_norms
@@ -61,6 +62,7 @@ def prepare_graph(
 def convert_graph(prepared: GraphModule) -> GraphModule:
     """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy."""
     drop_batch_counters(prepared)
+    fix_averaging_factors(prepared)
     fold_batch_norms(prepared)
     _observe_weights(prepared)
     fold_float_qparams_weights(prepared, observer_nodes(prepared))

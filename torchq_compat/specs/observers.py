@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
-from torchq_compat.specs.saturation import SaturationCountingObserver
+from torchq_compat.specs.saturation import SaturationCountingFakeQuantize, SaturationCountingObserver
 from torchq_compat.specs.two_world_classes import TWO_WORLD_CLASSES, recognised_by_torch_ao
 
 __all__ = [
@@ -45,7 +45,10 @@ ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
 NARROW_DTYPES = (torch.quint4x2, torch.quint2x4)
 
 #: Classes of which this package has a version that tells more.
-REPLACED: dict[str, Callable[..., nn.Module]] = {"MovingAverageMinMaxObserver": SaturationCountingObserver}
+REPLACED: dict[str, Callable[..., nn.Module]] = {
+    "FusedMovingAvgObsFakeQuantize": SaturationCountingFakeQuantize,
+    "MovingAverageMinMaxObserver": SaturationCountingObserver,
+}
 
 
 @dataclass(frozen=True)
