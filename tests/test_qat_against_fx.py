@@ -44,10 +44,18 @@ from torch.ao.quantization import (
     get_default_qat_qconfig_mapping,
 )
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 import torchq_compat as tc
-from tests.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, sqnr
+from tests.oracle import (
+    MAP_LSTM,
+    activation_qparams,
+    by_fx,
+    by_us,
+    fx_activation_qparams,
+    quantize_nodes,
+    sqnr,
+)
 
 Batch = tuple[Any, ...]
 CLASSES = 4
@@ -195,6 +203,58 @@ def test_a_batch_norm_that_averages_over_all_batches(pair: str) -> None:
     converted = assert_converts_to_what_was_trained(ours, batches[0])
     assert_same_qparams(converted, fx_reference(theirs))
     torch.export.export(converted, batches[0])
+
+
+@pytest.mark.parametrize(("groups", "left"), [(1, 0), (2, 1)])
+def test_a_transposed_convolution_and_its_batch_norm(groups: int, left: int) -> None:
+    """FX raises. In groups its weight has no axis for all output channels, so the batch norm stays apart."""
+    torch.manual_seed(0)
+    op = nn.ConvTranspose2d(4, 8, 3, stride=2, groups=groups)
+    model = nn.Sequential(op, nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 81, CLASSES))
+    mapping = get_default_qat_qconfig_mapping("qnnpack")
+    batches = [(torch.randn(8, 4, 4, 4),) for _ in range(10)]
+    with pytest.raises(Exception, match="not yet supported in QAT"):
+        fx.prepare_qat_fx(copy.deepcopy(model), mapping, batches[0])
+    prepared = tc.prepare_qat_fx(model, mapping, batches[0])
+    train(prepared, batches)
+    converted = assert_converts_to_what_was_trained(prepared, batches[0])
+    norms = [n for n in converted.graph.nodes if n.target is torch.ops.aten.batch_norm.default]
+    assert len(norms) == left
+
+
+class Reader(nn.Module):
+    """An LSTM whose quantized output goes straight into a convolution and its batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.conv, self.bn = nn.LSTM(4, 6), nn.Conv1d(6, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.lstm(x)
+        result: Tensor = self.fc(F.relu(self.bn(self.conv(y.permute(1, 2, 0)))).mean(2))
+        return result
+
+
+def test_a_batch_norm_behind_what_an_lstm_quantized() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(7, 16, 4),) for _ in range(10)]
+    prepared = tc.prepare_qat_fx(Reader(), get_default_qat_qconfig_mapping("qnnpack"), batches[0], MAP_LSTM)
+    losses = train(prepared, batches)
+    assert losses[0] != losses[-1]
+    converted = assert_converts_to_what_was_trained(prepared, batches[0])
+    (conv,) = (n for n in converted.graph.nodes if n.target is torch.ops.aten.conv1d.default)
+    # The convolution reads the LSTM's own integers: nothing is quantized again between them.
+    assert not any(node in quantize_nodes(converted) for node in between(converted, "lstm", conv))
+    assert not any(n.target is torch.ops.aten.batch_norm.default for n in converted.graph.nodes)
+
+
+def between(converted: GraphModule, path: str, last: Node) -> list[Node]:
+    """The nodes on the way of the activation from the call of ``path`` to ``last``."""
+    nodes = [last]
+    while nodes[-1].target != path:
+        nodes.append(nodes[-1].all_input_nodes[0])
+    return nodes
 
 
 def test_a_batch_norm_across_another_dimension_is_not_folded_into_the_linear() -> None:

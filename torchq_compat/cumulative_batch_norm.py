@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchq_compat.batch_norm_constants import MOMENTUM, batch_norm_nodes
+from torchq_compat.batch_norm_nodes import MOMENTUM, batch_norm_nodes
 
 __all__ = ["average_cumulatively", "averaging_factor", "fix_averaging_factors", "give_momentum"]
 

@@ -1,35 +1,67 @@
-"""Batch norms behind a linear or convolution in QAT, trained as FX's ``nn.intrinsic.qat`` modules train them.
+"""Batch norms behind a convolution or linear in QAT, trained as FX's ``nn.intrinsic.qat`` modules train them.
 
 FX fuses the pair, so that training sees the weight that will be quantized, the folded one:
 
     s = gamma / sqrt(var + eps);  bn(op(x, fq(w * s)) / s + b)
 
-torchao's prepare for QAT does so for conv1d and conv2d with padding in numbers. The formula is written here
-for the others FX fuses: linear, conv3d, padding by name. ``fold_batch_norm`` folds both kinds at convert.
+torchao's prepare for QAT has this for conv1d and conv2d, with limits: eps and momentum become the default
+ones (qat_utils.py matches with literals ignored), padding by name and inputs that a custom module quantized do
+not work, float pairs are rewritten too. So batch norms are hidden from it, and fused here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 from torchao.quantization.pt2e.observer import _is_activation_post_process
 
-from torchq_compat.batch_norm_constants import EPS, GAMMA, RUNNING_VAR, batch_norm_nodes
+from torchq_compat.batch_norm_nodes import EPS, GAMMA, RUNNING_VAR, batch_norm_nodes
 
-__all__ = ["fuse_batch_norms"]
+__all__ = ["fuse_batch_norms", "hide_batch_norms", "show_batch_norms"]
 
 ATEN = torch.ops.aten
 #: Dimensions of the output that the batch norm behind the op normalizes per channel.
 OUTPUT_DIMENSIONS: dict[object, int] = {
     ATEN.linear.default: 2,  # behind a longer input they work on different dimensions (pytorch/ao#4116)
+    ATEN.conv1d.default: 3,
     ATEN.conv1d.padding: 3,
+    ATEN.conv2d.default: 4,
     ATEN.conv2d.padding: 4,
     ATEN.conv3d.default: 5,
     ATEN.conv3d.padding: 5,
+    ATEN.conv_transpose1d.default: 3,
+    ATEN.conv_transpose2d.input: 4,
+    ATEN.conv_transpose3d.input: 5,
 }
+TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
+
+
+def hide_batch_norms(graph_module: GraphModule) -> None:
+    """Call them another name, which torchao does not look for."""
+    _rename(graph_module, ATEN.batch_norm.default, _hidden_batch_norm)
+
+
+def show_batch_norms(graph_module: GraphModule) -> None:
+    """Undo ``hide_batch_norms``."""
+    _rename(graph_module, _hidden_batch_norm, ATEN.batch_norm.default)
+
+
+def _hidden_batch_norm(*arguments: Any) -> Tensor:
+    """aten.batch_norm while torchao prepares; never called."""
+    raise NotImplementedError
+
+
+def _rename(graph_module: GraphModule, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    for node in graph_module.graph.nodes:
+        if node.target is old:
+            node.target = new
+    graph_module.recompile()
 
 
 @dataclass(frozen=True)
@@ -39,6 +71,27 @@ class _Pair:
     op: Node
     weight_fake_quantize: Node
     batch_norm: Node
+
+    @property
+    def weight(self) -> Node:
+        weight = self.weight_fake_quantize.args[0]
+        assert isinstance(weight, Node)
+        return weight
+
+    @property
+    def weight_axis(self) -> int:
+        """Of the output channels."""
+        return 1 if self.op.target in TRANSPOSED else 0
+
+    @property
+    def weight_shape(self) -> list[int]:
+        return list(self.weight.meta["val"].shape)
+
+    @property
+    def channels(self) -> int:
+        gamma = self.batch_norm.args[GAMMA]
+        assert isinstance(gamma, Node)
+        return int(gamma.meta["val"].numel())
 
 
 def fuse_batch_norms(prepared: GraphModule) -> None:
@@ -61,8 +114,12 @@ def _match(prepared: GraphModule, batch_norm: Node) -> _Pair | None:
         return None
     if not _is_activation_post_process(prepared.get_submodule(str(fake_quantize.target))):
         return None
-    # A weight that others use too cannot be scaled for this batch norm alone.
-    return _Pair(op, fake_quantize, batch_norm) if len(fake_quantize.users) == 1 else None
+    if len(fake_quantize.users) != 1:
+        # A weight that others use too cannot be scaled for this batch norm alone.
+        return None
+    pair = _Pair(op, fake_quantize, batch_norm)
+    # A transposed convolution in groups has no axis for all channels.
+    return pair if pair.weight_shape[pair.weight_axis] == pair.channels else None
 
 
 def _rewrite(prepared: GraphModule, pair: _Pair) -> None:
@@ -90,15 +147,12 @@ def _scale(graph: Graph, pair: _Pair) -> Node:
 
 def _scaled_weight(graph: Graph, pair: _Pair, scale: Node) -> Node:
     """A call of the fake-quantize with the weight times ``scale``."""
-    fake_quantize = pair.weight_fake_quantize
-    weight = fake_quantize.args[0]
-    assert isinstance(weight, Node)
-    shape = [-1, *[1] * (weight.meta["val"].dim() - 1)]
+    shape = [-1 if axis == pair.weight_axis else 1 for axis in range(len(pair.weight_shape))]
     with graph.inserting_before(pair.op):
-        scaled = graph.call_function(ATEN.mul.Tensor, (weight, _reshaped(graph, scale, shape)))
+        scaled = graph.call_function(ATEN.mul.Tensor, (pair.weight, _reshaped(graph, scale, shape)))
         # Error messages take the module path from here.
         scaled.meta["nn_module_stack"] = pair.op.meta.get("nn_module_stack")
-        return graph.node_copy(fake_quantize, lambda _: scaled)
+        return graph.node_copy(pair.weight_fake_quantize, lambda _: scaled)
 
 
 def _reshaped(graph: Graph, vector: Argument, shape: list[int]) -> Node:

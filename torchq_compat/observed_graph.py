@@ -23,11 +23,10 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, 
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
-from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
 from torchq_compat.cumulative_batch_norm import fix_averaging_factors
 from torchq_compat.float_qparams_weights import fold_float_qparams_weights
 from torchq_compat.fold_batch_norm import fold_batch_norms
-from torchq_compat.fuse_batch_norm import fuse_batch_norms
+from torchq_compat.fuse_batch_norm import fuse_batch_norms, hide_batch_norms, show_batch_norms
 from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.observers import LegacyFakeQuantizeAdapter
@@ -52,9 +51,14 @@ def prepare_graph(
     """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
     if not is_qat:
         return _allow_train_eval(prepare_pt2e(graph_module, SpecQuantizer(decide)))
-    constants = batch_norm_constants(graph_module)
-    prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide))
-    restore_batch_norm_constants(prepared, constants)
+
+    def decide_and_hide(captured: GraphModule) -> Mapping[Node, NodeSpecs]:
+        specs = decide(captured)
+        hide_batch_norms(captured)
+        return specs
+
+    prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide_and_hide))
+    show_batch_norms(prepared)
     fuse_batch_norms(prepared)
     return _allow_train_eval(prepared)
 
@@ -69,7 +73,10 @@ def convert_graph(prepared: GraphModule) -> GraphModule:
     _freeze_activation_observers(prepared)
     _cast_around_observers(prepared)
     _forget_annotated_inputs(prepared)
-    return _allow_train_eval(convert_pt2e(prepared))
+    hide_batch_norms(prepared)
+    converted = convert_pt2e(prepared)
+    show_batch_norms(converted)
+    return _allow_train_eval(converted)
 
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
