@@ -20,7 +20,7 @@ import torchq_compat as tc
 from tests.oracle import MAP_LSTM, sqnr
 from torchq_compat import profiles
 from torchq_compat.lstm_utils import get_lstm_with_individually_observed_parts
-from torchq_compat.specs import saturation
+from torchq_compat.specs import fused_fake_quantize
 
 
 class Classifier(nn.Module):
@@ -89,8 +89,8 @@ def test_training_reaches_every_weight_and_is_what_converts(
 def test_explain_reports_what_a_fused_fake_quantize_cuts_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused fake-quantize does not call its observer; a sample of its calls is counted."""
     path, shares = "lstm.layers.0.layer_fw.cell.fgate_cx_igate_cgate", []
-    for every in (saturation.COUNTED_EVERY, 1):
-        monkeypatch.setattr(saturation, "COUNTED_EVERY", every)
+    for every in (fused_fake_quantize.COUNTED_EVERY, 1):
+        monkeypatch.setattr(fused_fake_quantize, "COUNTED_EVERY", every)
         torch.manual_seed(0)
         mapping = get_default_qat_qconfig_mapping("qnnpack")
         prepared = tc.prepare_qat_fx(Classifier().train(), mapping, (torch.randn(7, 4, 8),), MAP_LSTM)

@@ -5,8 +5,8 @@ FX fuses the pair, so that training sees the weight that will be quantized, the 
     s = gamma / sqrt(var + eps);  bn(op(x, fq(w * s)) / s + b)
 
 torchao's prepare for QAT has this for conv1d and conv2d, with limits: eps and momentum become the default
-ones (qat_utils.py matches with literals ignored), padding by name and inputs that a custom module quantized do
-not work, float pairs are rewritten too. So batch norms are hidden from it, and fused here.
+ones (qat_utils.py matches with literals ignored), padding by name and inputs that a custom module quantized
+do not work, float pairs are rewritten too. So batch norms are hidden from it, and fused here.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
-from torchq_compat.specs.saturation import SaturationCountingFakeQuantize, SaturationCountingObserver
+from torchq_compat.specs.fused_fake_quantize import FusedFakeQuantize
+from torchq_compat.specs.saturation import SaturationCountingObserver
 from torchq_compat.specs.two_world_classes import TWO_WORLD_CLASSES, recognised_by_torch_ao
 
 __all__ = [
@@ -46,7 +47,7 @@ NARROW_DTYPES = (torch.quint4x2, torch.quint2x4)
 
 #: Classes of which this package has a version that tells more.
 REPLACED: dict[str, Callable[..., nn.Module]] = {
-    "FusedMovingAvgObsFakeQuantize": SaturationCountingFakeQuantize,
+    "FusedMovingAvgObsFakeQuantize": FusedFakeQuantize,
     "MovingAverageMinMaxObserver": SaturationCountingObserver,
 }
 

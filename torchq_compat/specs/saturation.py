@@ -1,4 +1,4 @@
-"""Moving-average observers and fake-quantizes that count what their range cuts off.
+"""Moving-average observers that count what their range cuts off.
 
 Over the steps of a sequence a moving average settles on the mean range of a step, which is narrower than the
 range of the values. The qparams are torchao's, bit for bit; the count makes the loss visible in ``explain``.
@@ -10,16 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchao.quantization.pt2e.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torchao.quantization.pt2e.observer import MovingAverageMinMaxObserver
 
 from torchq_compat.specs.two_world_classes import recognised_by_torch_ao
 
-__all__ = ["SaturationCountingFakeQuantize", "SaturationCountingObserver", "saturated_share"]
-
-#: Of this many calls of a fused fake-quantize one is counted: counting all makes training 20 to 45% slower. A
-#: prime, so that the steps of a sequence take turns.
-COUNTED_EVERY = 31
+__all__ = ["SaturationCountingObserver", "saturated_share"]
 
 
 @recognised_by_torch_ao
@@ -46,25 +41,6 @@ class SaturationCountingObserver(MovingAverageMinMaxObserver):  # type: ignore[m
         """Add ``values`` to the counts."""
         self.seen += values.numel()
         self.saturated += ((values < self.min_val) | (values > self.max_val)).sum()
-
-
-@recognised_by_torch_ao
-class SaturationCountingFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
-    """torchao's FusedMovingAvgObsFakeQuantize, with the count of the observer it does not call."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        # A list, because nn.Module makes it slow to set an attribute.
-        self.calls = [0]
-        self.counts = isinstance(self.activation_post_process, SaturationCountingObserver)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fake_quantized: Tensor = super().forward(x)
-        if self.counts:
-            self.calls[0] += 1
-            if self.calls[0] % COUNTED_EVERY == 0:
-                self.activation_post_process.count(x.detach())
-        return fake_quantized
 
 
 def saturated_share(module: nn.Module) -> float | None:
