@@ -1,4 +1,4 @@
-"""Batch norms that stay in a converted graph, kept out of torchao's sight while it converts.
+"""Batch norms that are fused or kept here, kept out of torchao's sight while it prepares or converts.
 
 torchao's convert looks for its QAT patterns as soon as there is any batch norm: it exports 96 of them and
 matches each, 17 seconds for a model of one batch norm (qat_utils.py, _fold_conv_bn_qat). Those that it fused

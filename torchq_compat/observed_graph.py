@@ -22,12 +22,15 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, 
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
-from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
+from torchq_compat.cumulative_batch_norm import fix_averaging_factors
+from torchq_compat.float_qparams_weights import fold_float_qparams_weights
 from torchq_compat.fold_batch_norm import fold_batch_norms
+from torchq_compat.fuse_batch_norm import fuse_batch_norms
 from torchq_compat.kept_batch_norms import hide_batch_norms, show_batch_norms
 from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.dynamic import DynamicQuantization
+from torchq_compat.specs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.specs.weights import WeightObserver
 
 __all__ = [
@@ -49,17 +52,25 @@ def prepare_graph(
     """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
     if not is_qat:
         return _allow_train_eval(prepare_pt2e(graph_module, SpecQuantizer(decide)))
-    constants = batch_norm_constants(graph_module)
-    prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide))
-    restore_batch_norm_constants(prepared, constants)
+
+    def decide_and_hide(captured: GraphModule) -> Mapping[Node, NodeSpecs]:
+        specs = decide(captured)
+        hide_batch_norms(captured)
+        return specs
+
+    prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide_and_hide))
+    show_batch_norms(prepared)
+    fuse_batch_norms(prepared)
     return _allow_train_eval(prepared)
 
 
 def convert_graph(prepared: GraphModule) -> GraphModule:
     """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy."""
     drop_batch_counters(prepared)
+    fix_averaging_factors(prepared)
     fold_batch_norms(prepared)
     _observe_weights(prepared)
+    fold_float_qparams_weights(prepared, observer_nodes(prepared))
     _freeze_activation_observers(prepared)
     _quantize_on_the_fly(prepared)
     _cast_around_observers(prepared)
@@ -203,6 +214,9 @@ def _quantizes_static(module: nn.Module) -> bool:
 
 
 def _fault(module: nn.Module) -> ObserverFault | None:
+    if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:
+        scale, _ = module.calculate_qparams()
+        return None if bool(scale.isfinite().all()) else ObserverFault.NOT_FINITE
     for part in module.modules():
         low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)
         if isinstance(low, Tensor) and isinstance(high, Tensor):

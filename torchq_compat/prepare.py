@@ -16,6 +16,7 @@ from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.leftovers import decide_leftovers
+from torchq_compat.cumulative_batch_norm import average_cumulatively, give_momentum
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import example_call, leaf_nodes, place_leaves
 from torchq_compat.custom_modules.leaf_op import CaptureSession
@@ -55,6 +56,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     working = copy.deepcopy(model)
     if working.training != request.is_qat:
         working.train(request.is_qat)
+    cumulative = give_momentum(working)
     signature = _signature(working, request.example_inputs)
     swaps, decisions = decide_swaps(working, request.rules, request.settings)
     decisions.extend(decide_leftovers(working, request.settings.preserved_attributes))
@@ -70,6 +72,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
 
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
+    average_cumulatively(prepared, cumulative)
     record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat)
     preserved = {
         name: getattr(working, name)

@@ -183,8 +183,6 @@ class _State:
         if edge in self.slots:
             return
         if self.dtype_of.get(producer) == spec.dtype and not spec.is_dynamic:
-            if producer in self.slots:
-                self.slots.follow(edge)
             return
         for other, other_spec in self.edges_from.setdefault(producer, []):
             if _same_observer(spec, other_spec):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.fused_fake_quantize import FusedFakeQuantize
 from torchq_compat.specs.observer_settings import FIXED_QPARAMS, read_settings
 from torchq_compat.specs.saturation import SaturationCountingObserver
 from torchq_compat.specs.two_world_classes import TWO_WORLD_CLASSES, recognised_by_torch_ao
@@ -39,9 +40,14 @@ PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
 LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
 # Attributes whose name differs from the constructor's argument.
 ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
+#: Dtypes whose range is smaller than that of the plain integers that carry them.
+NARROW_DTYPES = (torch.quint4x2, torch.quint2x4)
 
 #: Classes of which this package has a version that tells more.
-REPLACED: dict[str, Callable[..., nn.Module]] = {"MovingAverageMinMaxObserver": SaturationCountingObserver}
+REPLACED: dict[str, Callable[..., nn.Module]] = {
+    "FusedMovingAvgObsFakeQuantize": FusedFakeQuantize,
+    "MovingAverageMinMaxObserver": SaturationCountingObserver,
+}
 
 
 class ObserverConstructor:
@@ -143,7 +149,7 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
             arguments[name] = _plain_value(getattr(made, attribute))
     if getattr(made, "has_customized_qrange", False):
         arguments["reduce_range"] = False  # a given range is stored already reduced
-    elif hasattr(made, "has_customized_qrange"):
+    elif hasattr(made, "has_customized_qrange") and made.dtype not in NARROW_DTYPES:
         del arguments["quant_min"], arguments["quant_max"]
     if isinstance(made, FIXED_QPARAMS):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
@@ -215,7 +221,7 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
 @recognised_by_torch_ao
 class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
-    """A user's own torch.ao fake-quantize, as a torchao one."""
+    """A user's own torch.ao fake-quantize, or its private learnable one, as a torchao one."""
 
     def __init__(self, legacy: nn.Module) -> None:
         super().__init__()
@@ -229,6 +235,12 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         scale, zero_point = self.legacy.calculate_qparams()  # type: ignore[operator]
         return scale, zero_point
+
+    @property
+    def learns_qparams(self) -> bool:
+        """Whether torch.ao's learnable fake-quantize trains its qparams and no longer observes them."""
+        learning = getattr(self.legacy, "learning_enabled", None)
+        return isinstance(learning, Tensor) and bool(learning)
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
         self.legacy.enable_fake_quant(enabled)  # type: ignore[operator]

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.part_graph import converted_grids
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
-from torchq_compat.custom_modules.recurrent.lstm import LSTMLayer
+from torchq_compat.custom_modules.recurrent.layers import RecurrentLayer
 from torchq_compat.custom_modules.recurrent.pieces.opaque import OpaqueLSTM
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 from torchq_compat.user_warnings import warn_user
@@ -54,7 +54,7 @@ def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueLSTM) 
 
 def _input_grids(module: OpaqueLSTM) -> tuple[Grid | None, ...]:
     first = module.layers[0]
-    assert isinstance(first, LSTMLayer)
+    assert isinstance(first, RecurrentLayer)
     x = [_arriving_grids(direction.cell)[0] for direction in first.directions()]
     states = [_arriving_grids(direction.cell) for direction in module.directions()]
     shared = x[0] if all(grid == x[0] for grid in x) else None
@@ -63,7 +63,7 @@ def _input_grids(module: OpaqueLSTM) -> tuple[Grid | None, ...]:
 
 def _result_grids(module: OpaqueLSTM) -> tuple[Grid | None, ...]:
     last = module.layers[-1]
-    assert isinstance(last, LSTMLayer)
+    assert isinstance(last, RecurrentLayer)
     output = [converted_grids(direction.cell)[0] for direction in last.directions()]
     states = [converted_grids(direction.cell) for direction in module.directions()]
     return (

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.recurrent.aten_lstm import AtenLSTM
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
-from torchq_compat.custom_modules.recurrent.lstm import LSTMDirection, LSTMLayer
+from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.pieces.writer import PieceWriter, free_name
 
 __all__ = ["OpaqueLSTM", "write_opaque"]
@@ -22,7 +22,7 @@ class OpaqueLSTM(nn.Module):
     """
 
     def __init__(
-        self, layers: list[LSTMLayer], *, hidden_width: int, batch_first: bool, dropout: float
+        self, layers: list[RecurrentLayer], *, hidden_width: int, batch_first: bool, dropout: float
     ) -> None:
         super().__init__()
         self.hidden_width = hidden_width
@@ -30,11 +30,11 @@ class OpaqueLSTM(nn.Module):
         self.batch_first = batch_first
         self.dropout = dropout
 
-    def directions(self) -> list[LSTMDirection]:
+    def directions(self) -> list[RecurrentDirection]:
         """Every direction, in the order of the rows of the states."""
-        found: list[LSTMDirection] = []
+        found: list[RecurrentDirection] = []
         for layer in self.layers:
-            assert isinstance(layer, LSTMLayer)
+            assert isinstance(layer, RecurrentLayer)
             found.extend(layer.directions())
         return found
 
@@ -43,7 +43,7 @@ class OpaqueLSTM(nn.Module):
         x = x.transpose(0, 1) if self.batch_first else x
         last: list[tuple[Tensor, Tensor]] = []
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, LSTMLayer)
+            assert isinstance(layer, RecurrentLayer)
             if index and self.dropout:
                 x = F.dropout(x, self.dropout)
             first = len(last)
@@ -60,7 +60,7 @@ def write_opaque(
     layers = []
     for directions in lstm.layers():
         graphs = [CellGraphModule.wrap(cells[direction.path]) for direction in directions]
-        layers.append(LSTMLayer(graphs[0], graphs[1] if len(graphs) > 1 else None))
+        layers.append(RecurrentLayer(graphs))
     module = OpaqueLSTM(
         layers,
         hidden_width=int(lstm.h0.meta["val"].shape[-1]),
