@@ -58,7 +58,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
         working.train(request.is_qat)
     cumulative = give_momentum(working)
     signature = _signature(working, request.example_inputs)
-    swaps, decisions = decide_swaps(working, request.rules, request.settings)
+    swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
     decisions.extend(decide_leftovers(working, request.settings.preserved_attributes))
     graph_module = _capture_around(working, model, swaps, request)
     boundaries = _boundaries(graph_module, swaps)

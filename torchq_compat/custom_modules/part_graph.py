@@ -42,13 +42,16 @@ def prepare_parts(
     parts: Sequence[Part],
     specs: PartSpecs,
     arriving: Mapping[str, torch.dtype],
+    *,
+    prefix: str = "",
 ) -> GraphModule:
     """Export ``module`` with dynamic sizes and put the observers of ``parts`` in.
 
-    ``arriving`` says in which quantized dtype each input comes, by its name in ``forward``.
+    ``arriving`` says in which quantized dtype each input comes, by its name in ``forward``; ``prefix`` leads
+    from ``module`` to the module the part names are paths in.
     """
     graph_module = capture_flat(module, example_inputs)
-    _name_nodes_after_parts(graph_module, parts)
+    _name_nodes_after_parts(graph_module, {f"{prefix}{part.name}": part for part in parts})
 
     def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
         return _decide(captured, specs, arriving)
@@ -119,17 +122,16 @@ def _grid_of(node: Node) -> PerTensorGrid | None:
     return PerTensorGrid(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
 
 
-def _name_nodes_after_parts(graph_module: GraphModule, parts: Sequence[Part]) -> None:
-    by_name = {part.name: part for part in parts}
+def _name_nodes_after_parts(graph_module: GraphModule, by_path: Mapping[str, Part]) -> None:
     last_of: dict[str, Node] = {}
     for node in graph_module.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         path = str(list(stack.values())[-1][0]) if stack else ""
-        if node.op == "call_function" and path in by_name:
+        if node.op == "call_function" and path in by_path:
             last_of[path] = node
     for path, node in last_of.items():
-        node.meta[PART_KEY] = by_name[path]
-        node._rename(path.replace(".", "_"))
+        node.meta[PART_KEY] = by_path[path]
+        node._rename(by_path[path].name.replace(".", "_"))
     graph_module.recompile()
 
 
@@ -160,8 +162,8 @@ def _decide(
     return decided
 
 
-def _dtype_of(node: Node, specs: PartSpecs, arriving: Mapping[str, torch.dtype]) -> torch.dtype:
-    """The quantized dtype of what a linear reads: an input of the graph, or another part."""
+def _dtype_of(node: Node, specs: PartSpecs, arriving: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    """The quantized dtype of what a linear reads, an input of the graph or another part; None: floats."""
     if node.op == "placeholder":
-        return arriving[str(node.target)]
-    return specs.output_constructor(part_of(node)).settings.dtype
+        return arriving.get(str(node.target))
+    return specs.output_constructor(part_of(node)).settings.dtype if PART_KEY in node.meta else None

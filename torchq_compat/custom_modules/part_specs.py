@@ -9,7 +9,7 @@ import torch
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.custom_modules.part import Part, PartKind
-from torchq_compat.specs.dtypes import dtype_range
+from torchq_compat.specs.dtypes import dtype_range, is_integer
 from torchq_compat.specs.observers import (
     ObserverConstructor,
     fixed_qparams_constructor,
@@ -18,7 +18,7 @@ from torchq_compat.specs.observers import (
 from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.specs.weights import WeightConstructor
 
-__all__ = ["PartConstructors", "PartSpecs"]
+__all__ = ["DynamicPartSpecs", "PartConstructors", "PartSpecs"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PartSpecs:
             return self._fixed_constructor(part.kind)
         return self.op_specs.activation_constructor
 
-    def output_spec(self, part: Part) -> QuantizationSpec:
+    def output_spec(self, part: Part) -> QuantizationSpec | None:
         return make_spec(self.output_constructor(part))
 
     def input_spec(self, part: Part) -> QuantizationSpec | None:
@@ -76,7 +76,7 @@ class PartSpecs:
         given = self.constructors.by_group.get(part.input_group or "")
         return None if given is None else make_spec(given)
 
-    def linear_input_spec(self, arriving: torch.dtype) -> QuantizationSpec | None:
+    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
         """A linear takes the QConfig's activation dtype; a tensor of another dtype is quantized again."""
         if arriving == self.op_specs.activation_dtype:
             return None
@@ -101,3 +101,19 @@ class PartSpecs:
         return fixed_qparams_constructor(
             scale, zero_point, activation.dtype, fake_quantize=activation.is_fake_quantize
         )
+
+
+class DynamicPartSpecs(PartSpecs):
+    """Of a dynamic QConfig: linears quantize what they read on the fly, and nothing else is quantized.
+
+    As ``torch.ao.nn.quantized.dynamic``, whose float16 has half-precision weights and float activations.
+    """
+
+    def output_spec(self, part: Part) -> QuantizationSpec | None:
+        return None
+
+    def input_spec(self, part: Part) -> QuantizationSpec | None:
+        return None
+
+    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
+        return self.op_specs.activation if is_integer(self.op_specs.activation_dtype) else None

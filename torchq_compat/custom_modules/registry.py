@@ -20,6 +20,7 @@ from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.decisions import Decision
+from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.observed_graph import ObserverFault
 from torchq_compat.specs.quantization_specs import OpSpecs
 
@@ -63,6 +64,10 @@ class CustomModuleHandler(ABC):
     @abstractmethod
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
         """Whether this handler carries out the mapping float_class -> observed_class."""
+
+    def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
+        """Whether this handler quantizes ``module`` although no mapping is about it, as FX's backends do."""
+        return False
 
     @abstractmethod
     def is_opaque(self, module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torchq_compat.custom_modules.leaf_op import CaptureSession
 from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest, handlers
 from torchq_compat.decisions import Action, Decision
+from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.legacy.custom_configs import PrepareSettings
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.specs.quantization_specs import OpSpecs
@@ -37,7 +38,7 @@ class Swap:
 
 
 def decide_swaps(
-    model: nn.Module, rules: QConfigRules, settings: PrepareSettings
+    model: nn.Module, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
 ) -> tuple[list[Swap], list[Decision]]:
     """Which modules of ``model`` become leaf calls, and the decisions about those that stay float."""
     swaps: list[Swap] = []
@@ -46,9 +47,8 @@ def decide_swaps(
         path = paths[0]
         if _inside(paths, swaps):
             continue
-        request, reason = _request(module, path, rules, settings)
-        if request is not None:
-            handler = next(h for h in handlers() if h.takes(type(module), request.observed_class))
+        handler, request, reason = _find(module, path, rules, settings, backend)
+        if handler is not None:
             swaps.append(Swap(module, paths, handler, request))
             decisions.append(Decision(path, type(module).__name__, Action.QUANTIZED, reason))
             continue
@@ -85,18 +85,24 @@ def _inside(paths: tuple[str, ...], swaps: list[Swap]) -> bool:
     return all(path.startswith(outer) for path in paths)
 
 
-def _request(
-    module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings
-) -> tuple[ObserveRequest | None, str]:
+def _find(
+    module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
+) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
+    """The handler that quantizes ``module``, what it is asked for, and why; or why there is none."""
     selection = select_for_module(rules, type(module), path)
     if selection.qconfig is None:
-        return None, f"its qconfig is None ({selection.rule})"
+        return None, None, f"its qconfig is None ({selection.rule})"
     specs = OpSpecs(selection.qconfig)
     mapped = settings.float_to_observed.get(specs.quant_type, {}).get(type(module))
-    if mapped is None:
-        return None, f"no custom-module mapping for its class and a {specs.quant_type.name.lower()} qconfig"
-    request = ObserveRequest(module, path, mapped, selection.qconfig, specs)
-    return request, f"custom module {mapped.__name__}, qconfig from {selection.rule}"
+    request = ObserveRequest(module, path, mapped or type(module), selection.qconfig, specs)
+    if mapped is not None:
+        handler = next(h for h in handlers() if h.takes(type(module), mapped))
+        return handler, request, f"custom module {mapped.__name__}, qconfig from {selection.rule}"
+    unmapped = next((h for h in handlers() if h.takes_unmapped(module, specs, backend)), None)
+    if unmapped is not None:
+        return unmapped, request, f"the backend quantizes it dynamically, qconfig from {selection.rule}"
+    kind = specs.quant_type.name.lower()
+    return None, None, f"no custom-module mapping for its class and a {kind} qconfig"
 
 
 def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, remedy: str) -> Decision:

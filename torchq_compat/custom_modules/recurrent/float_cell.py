@@ -50,9 +50,17 @@ class FloatCell(nn.Module, ABC):
         self.igates = self._projection(weights["weight_ih"], weights.get("bias_ih"))
         self.hgates = self._projection(weights["weight_hh"], weights.get("bias_hh"))
 
-    @abstractmethod
-    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """``x`` (B, I) and the states -> the new states, the hidden state (B, P) first."""
+        return self.step(self.project(x), *states)
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """``W_ih x + b_ih``: of every gate where gates are split, else of all at once. Any leading sizes."""
+        return self._project(self.igates, x)
+
+    @abstractmethod
+    def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
+        """What ``project`` gave for ``x`` (B, I), and the states -> the new states."""
 
     @property
     def state_widths(self) -> tuple[int, ...]:
@@ -77,10 +85,9 @@ class FloatCell(nn.Module, ABC):
         )
 
     def _project(self, projection: nn.Module, x: Tensor) -> list[Tensor]:
-        """``x`` through a projection, gate by gate."""
         if self.split_gates:
             return [projection.get_submodule(gate)(x) for gate in self.gate_names]
-        return list(projection(x).chunk(len(self.gate_names), 1))
+        return [projection(x)]
 
 
 def split_or_whole(gates: tuple[str, ...], *, split_gates: bool) -> nn.Module:

@@ -37,22 +37,25 @@ class GRUCellFloat(FloatCell):
         self.zgate_hx = Mul()
         self.hy = Add()
 
-    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
-        r, z, i_n, h_n = self._gate_inputs(x, hx)
+        return self.step(self.project(x), hx)
+
+    def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
+        r, z, i_n, h_n = self._gate_inputs(projected, hx)
         n = self.new_gate(self.igate_rgate_hgate(i_n, self.rgate_hgate(self.reset_gate(r), h_n)))
         update = self.update_gate(z)
         return (self.hy(self.kgate_ngate(self.keep_gate(update), n), self.zgate_hx(update, hx)),)
 
-    def _gate_inputs(self, x: Tensor, hx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _gate_inputs(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The sums of the reset and the update gate, and both projections of the new gate."""
+        hidden = self._project(self.hgates, hx)
         if self.split_gates:
-            i_r, i_z, i_n = self._project(self.igates, x)
-            h_r, h_z, h_n = self._project(self.hgates, hx)
+            (i_r, i_z, i_n), (h_r, h_z, h_n) = projected, hidden
             reset, update = (self.gates.get_submodule(gate) for gate in GRU_GATES[:2])
             return reset(i_r, h_r), update(i_z, h_z), i_n, h_n
         sizes = [2 * self.hidden_size, self.hidden_size]
-        i_rz, i_n = torch.split(self.igates(x), sizes, 1)
-        h_rz, h_n = torch.split(self.hgates(hx), sizes, 1)
+        i_rz, i_n = torch.split(projected[0], sizes, 1)
+        h_rz, h_n = torch.split(hidden[0], sizes, 1)
         r, z = self.gates(i_rz, h_rz).chunk(2, 1)
         return r, z, i_n, h_n

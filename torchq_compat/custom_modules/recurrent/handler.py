@@ -5,16 +5,27 @@ from __future__ import annotations
 from torch import nn
 from torch.fx import GraphModule
 
+from torchq_compat.annotate.dtype_rules import takes_weight
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits
-from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.custom_modules.part_specs import DynamicPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_owner import ConvertedModule, ObservedModule
+from torchq_compat.custom_modules.recurrent.dynamic import (
+    DynamicCell,
+    DynamicLoop,
+    convert_dynamic,
+    prepare_dynamic,
+)
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
-from torchq_compat.custom_modules.recurrent.families import FAMILIES, RecurrentFamily
+from torchq_compat.custom_modules.recurrent.families import FAMILIES, RecurrentFamily, family_of
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
+from torchq_compat.legacy.backend_configs import BackendTable
+from torchq_compat.specs.quantization_specs import OpSpecs
 
-__all__ = ["RecurrentHandler"]
+__all__ = ["DynamicRecurrentHandler", "RecurrentHandler"]
 
 
 class RecurrentHandler(PartOwnerHandler):
@@ -80,5 +91,46 @@ def _is_split(module: nn.Module) -> bool:
     return any(isinstance(getattr(m, "igates", None), nn.ModuleDict) for m in module.modules())
 
 
+class DynamicRecurrentHandler(PartOwnerHandler):
+    """Recurrent modules a dynamic QConfig is about and nothing maps, where the backend lists them."""
+
+    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
+        return False
+
+    def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
+        if family_of(module) is None or not specs.is_dynamic:
+            return False
+        entry = backend.find((type(module),))
+        return entry is not None and takes_weight(entry, specs)
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        return False
+
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        family = family_of(module)
+        assert family is not None
+        return family.fake_call(module, path)
+
+    def owns(self, leaf: nn.Module) -> bool:
+        return isinstance(leaf, (DynamicLoop, DynamicCell))
+
+    def observe(self, request: ObserveRequest) -> LeafModule:
+        prepared = prepare_dynamic(request.module, DynamicPartSpecs(request.specs))
+        prepared.module_path = request.path
+        return prepared
+
+    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+        """Floats in and out."""
+        return LeafBoundary.floats(layout.inputs.count(), layout.outputs.count())
+
+    def convert(self, request: ConvertRequest) -> LeafModule:
+        assert isinstance(request.leaf, (DynamicLoop, DynamicCell))
+        return convert_dynamic(request.leaf)
+
+    def remedy(self, module: nn.Module) -> str | None:
+        return None
+
+
 for family in FAMILIES:
     register(RecurrentHandler(family))
+register(DynamicRecurrentHandler())

@@ -6,6 +6,8 @@ The paths are those of ``torch.ao.nn.quantizable.LSTM``: ``layers.<i>.layer_fw.c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -43,11 +45,11 @@ class RecurrentDirection(nn.Module):
 class RecurrentLayer(nn.Module):
     """One layer: forward, and backward if bidirectional."""
 
-    def __init__(self, cells: list[CellGraphModule]) -> None:
+    def __init__(self, directions: Sequence[RecurrentDirection]) -> None:
         super().__init__()
-        self.layer_fw = RecurrentDirection(cells[0])
-        if len(cells) > 1:
-            self.layer_bw = RecurrentDirection(cells[1])
+        self.layer_fw = directions[0]
+        if len(directions) > 1:
+            self.layer_bw = directions[1]
 
     def directions(self) -> tuple[RecurrentDirection, ...]:
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)

@@ -18,7 +18,7 @@ from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, reference_cell
 from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
 from torchq_compat.custom_modules.recurrent.contract import RecurrentStructure, State, call_recurrent
-from torchq_compat.custom_modules.recurrent.layers import RecurrentLayer
+from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 
@@ -98,19 +98,16 @@ class ObservedLoop(RecurrentLoop, ObservedModule):
     def with_prepared_cells(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool) -> Self:
         assert isinstance(module, nn.RNNBase)
         structure = RecurrentStructure.of(module)
+        hidden = specs.group_dtype(structure.kind.states[0].group)
+
+        def direction(layer: int, suffix: str) -> RecurrentDirection:
+            parameters, arriving = f"_l{layer}{suffix}", hidden if layer else None
+            cell = prepared_cell(module, specs, split_gates=split_gates, suffix=parameters, arriving=arriving)
+            return RecurrentDirection(cell)
+
+        suffixes = ("", "_reverse")[: structure.num_directions]
         layers = [
-            RecurrentLayer(
-                [
-                    prepared_cell(
-                        module,
-                        specs,
-                        split_gates=split_gates,
-                        suffix=f"_l{layer}{direction}",
-                        arriving=specs.group_dtype(structure.kind.states[0].group) if layer else None,
-                    )
-                    for direction in ("", "_reverse")[: structure.num_directions]
-                ]
-            )
+            RecurrentLayer([direction(layer, suffix) for suffix in suffixes])
             for layer in range(structure.num_layers)
         ]
         return cls(structure, layers)
@@ -124,7 +121,8 @@ class ConvertedLoop(RecurrentLoop, ConvertedModule):
         layers = []
         for layer in other.layers:
             assert isinstance(layer, RecurrentLayer)
-            layers.append(RecurrentLayer([reference_cell(copy.deepcopy(d.cell)) for d in layer.directions()]))
+            cells = [reference_cell(copy.deepcopy(direction.cell)) for direction in layer.directions()]
+            layers.append(RecurrentLayer([RecurrentDirection(cell) for cell in cells]))
         return cls(other.structure, layers)
 
     def leaf_output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:

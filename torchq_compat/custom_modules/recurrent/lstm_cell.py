@@ -35,17 +35,23 @@ class LSTMCellFloat(FloatCell):
         """(P, H)."""
         return self.output_size, self.hidden_size
 
-    def forward(self, x: Tensor, hx: Tensor, cx: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, hx: Tensor, cx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """``x`` (B, I), ``hx`` (B, P), ``cx`` (B, H) -> ``hy`` (B, P), ``cy`` (B, H)."""
-        i, f, g, o = self._gate_inputs(x, hx)
+        return self.step(self.project(x), hx, cx)
+
+    def step(  # type: ignore[override]
+        self, projected: list[Tensor], hx: Tensor, cx: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        i, f, g, o = self._gate_inputs(projected, hx)
         f_cx = self.fgate_cx(self.forget_gate(f), cx)
         i_g = self.igate_cgate(self.input_gate(i), self.cell_gate(g))
         cy = self.fgate_cx_igate_cgate(f_cx, i_g)
         hy = self.ogate_cy(self.output_gate(o), self.tanh_cy(cy))
         return (hy if self.projection is None else self.projection(hy)), cy
 
-    def _gate_inputs(self, x: Tensor, hx: Tensor) -> list[Tensor]:
+    def _gate_inputs(self, projected: list[Tensor], hx: Tensor) -> list[Tensor]:
+        hidden = self._project(self.hgates, hx)
         if not self.split_gates:
-            return list(self.gates(self.igates(x), self.hgates(hx)).chunk(4, 1))
-        pairs = zip(self._project(self.igates, x), self._project(self.hgates, hx), strict=True)
+            return list(self.gates(projected[0], hidden[0]).chunk(4, 1))
+        pairs = zip(projected, hidden, strict=True)
         return [self.gates.get_submodule(gate)(*pair) for gate, pair in zip(LSTM_GATES, pairs, strict=True)]

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torchq_compat.custom_modules.part_graph import prepare_parts
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
+from torchq_compat.custom_modules.recurrent.float_cell import FloatCell
 from torchq_compat.custom_modules.recurrent.kinds import kind_of
 
-__all__ = ["prepared_cell"]
+__all__ = ["float_cell", "prepared_cell"]
 
 WEIGHT_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
@@ -28,8 +29,7 @@ def prepared_cell(
     ``arriving`` is the quantized dtype of the cell's input; default: what the QConfig says.
     """
     kind = kind_of(module)
-    weights = _weights(module, suffix)
-    cell = kind.float_cell(weights, split_gates=split_gates)
+    cell, weights = float_cell(module, suffix, split_gates=split_gates), _weights(module, suffix)
     prepared = prepare_parts(
         cell,
         cell.example_inputs(),
@@ -41,6 +41,11 @@ def prepared_cell(
         },
     )
     return CellGraphModule.wrap(prepared)
+
+
+def float_cell(module: nn.Module, suffix: str, *, split_gates: bool) -> FloatCell:
+    """The float cell with copies of the parameters of ``module`` whose names end in ``suffix``."""
+    return kind_of(module).float_cell(_weights(module, suffix), split_gates=split_gates)
 
 
 def _weights(module: nn.Module, suffix: str) -> dict[str, Tensor]:

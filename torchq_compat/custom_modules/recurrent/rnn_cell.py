@@ -25,9 +25,12 @@ class TanhRNNCellFloat(FloatCell):
         self.gates = Add()
         self.hy = nn.Tanh()
 
-    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
-        return (self.hy(self.gates(self.igates(x), self.hgates(hx))),)
+        return self.step(self.project(x), hx)
+
+    def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
+        return (self.hy(self.gates(projected[0], self.hgates(hx))),)
 
 
 class ReLURNNCellFloat(FloatCell):
@@ -37,6 +40,9 @@ class ReLURNNCellFloat(FloatCell):
         super().__init__(weights, split_gates=split_gates)
         self.hy = AddReLU()
 
-    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
-        return (self.hy(self.igates(x), self.hgates(hx)),)
+        return self.step(self.project(x), hx)
+
+    def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
+        return (self.hy(projected[0], self.hgates(hx)),)

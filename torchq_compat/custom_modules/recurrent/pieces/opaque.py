@@ -60,7 +60,7 @@ def write_opaque(
     layers = []
     for directions in lstm.layers():
         graphs = [CellGraphModule.wrap(cells[direction.path]) for direction in directions]
-        layers.append(RecurrentLayer(graphs))
+        layers.append(RecurrentLayer([RecurrentDirection(graph) for graph in graphs]))
     module = OpaqueLSTM(
         layers,
         hidden_width=int(lstm.h0.meta["val"].shape[-1]),
