@@ -17,6 +17,7 @@ from torchq_compat.errors import ConvertError
 from torchq_compat.graph_module import ConvertedGraphModule, Stage, record_of
 from torchq_compat.legacy.custom_configs import ConvertSettings
 from torchq_compat.observed_graph import ObserverFault, convert_graph, observer_faults, observer_nodes
+from torchq_compat.quantized_interface import expose_integers
 from torchq_compat.user_warnings import warn_user
 
 __all__ = ["convert_to_reference"]
@@ -43,6 +44,7 @@ def convert_to_reference(prepared: GraphModule, settings: ConvertSettings) -> Co
     _convert_leaves(working, settings)
     converted = convert_graph(working)
     quantize_boundaries(converted)
+    expose_integers(converted, record.interface)
     return ConvertedGraphModule.wrap(converted, replace(record, stage=Stage.CONVERTED), preserved)
 
 

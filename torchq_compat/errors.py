@@ -83,9 +83,23 @@ class InputError(TorchQCompatError, ValueError):
             "or pass dynamic_shapes= to prepare_fx.",
         )
 
+    @classmethod
+    def not_integers(cls, index: int, expected: str, found: str) -> InputError:
+        return cls(
+            f"input {index} is one of input_quantized_indexes: it is taken as {expected}, got {found}.",
+            hint=f"pass a quantized tensor, or converted.input_grids()[{index}].quantize(x).",
+        )
+
 
 class ConfigError(TorchQCompatError, ValueError):
     """A setting that cannot be read or that contradicts another one."""
+
+    @classmethod
+    def index_out_of_range(cls, setting: str, index: object, count: int) -> ConfigError:
+        return cls(
+            f"{setting} has {index!r}, and the model has {count}.",
+            hint=f"indexes are integers from 0 to {count - 1}.",
+        )
 
     @classmethod
     def wrong_type(cls, setting: str, expected: str, found: object) -> ConfigError:

@@ -29,6 +29,7 @@ from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.legacy.custom_configs import PrepareSettings
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.observed_graph import prepare_graph
+from torchq_compat.quantized_interface import QuantizedInterface
 from torchq_compat.user_warnings import warn_user
 
 __all__ = ["PrepareRequest", "prepare"]
@@ -60,12 +61,23 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     signature = _signature(working, request.example_inputs)
     swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
     decisions.extend(decide_leftovers(working, request.settings.preserved_attributes))
-    graph_module = _capture_around(working, model, swaps, request)
+    session = CaptureSession()
+    graph_module = _capture_around(working, model, swaps, request, session)
+    interface = _interface(graph_module, request, session)
     boundaries = _boundaries(graph_module, swaps)
     kept_float = _kept_float(working, request.settings)
 
     def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
-        decided = decide_graph(captured, working, request.rules, request.backend, boundaries, kept_float)
+        decided = decide_graph(
+            captured,
+            working,
+            request.rules,
+            request.backend,
+            boundaries,
+            kept_float,
+            interface.input_nodes(captured),
+            interface.output_edges(captured),
+        )
         named = {decision.path for decision in decisions}
         decisions.extend(decision for decision in decided.decisions if decision.path not in named)
         return decided.specs
@@ -73,7 +85,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
     average_cumulatively(prepared, cumulative)
-    record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat)
+    record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat, interface)
     preserved = {
         name: getattr(working, name)
         for name in request.settings.preserved_attributes
@@ -114,23 +126,42 @@ def _check_runs(working: nn.Module, args: tuple[Any, ...]) -> InputError | None:
 
 
 def _capture_around(
-    working: nn.Module, model: nn.Module, swaps: list[Swap], request: PrepareRequest
+    working: nn.Module,
+    model: nn.Module,
+    swaps: list[Swap],
+    request: PrepareRequest,
+    session: CaptureSession,
 ) -> GraphModule:
     """Capture ``working`` with leaf calls, then put the observed modules behind them."""
     problem = _check_runs(working, request.example_inputs)
-    session = CaptureSession()
     apply_swaps(working, swaps, session)
     show_identities(working)
+    watching = session.watch(working)
     try:
         with session.active():
             graph_module = capture(working, request.example_inputs, request.dynamic_shapes)
     except Exception as cause:
         raise explain_failure(model, request.example_inputs, cause) from cause
+    finally:
+        watching.remove()
     if problem is not None:
         raise problem
     called = [swap for swap in swaps if session.layouts(swap.paths[0])]
     place_leaves(graph_module, session, {swap.paths[0]: _behind(swap) for swap in called})
     return graph_module
+
+
+def _interface(
+    graph_module: GraphModule, request: PrepareRequest, session: CaptureSession
+) -> QuantizedInterface:
+    settings = request.settings
+    return QuantizedInterface.read(
+        settings.input_quantized_indexes,
+        settings.output_quantized_indexes,
+        request.example_inputs,
+        graph_module,
+        whole_result=session.returns_whole_result,
+    )
 
 
 def _behind(swap: Swap) -> nn.Module:

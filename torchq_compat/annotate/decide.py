@@ -52,6 +52,8 @@ def decide_graph(
     backend: BackendTable,
     leaves: Mapping[Node, LeafBoundary],
     kept_float: Iterable[str],
+    quantized_inputs: Iterable[Node] = (),
+    quantized_outputs: Iterable[tuple[Node, Node]] = (),
 ) -> GraphDecisions:
     """Decide for every op of ``graph_module``.
 
@@ -62,17 +64,23 @@ def decide_graph(
         backend: the BackendConfig.
         leaves: the boundary of each leaf call.
         kept_float: paths of modules inside which nothing is quantized.
+        quantized_inputs: placeholders that will take integers.
+        quantized_outputs: (node, output node) of results that will be returned as integers.
     """
     state = _State(rules, backend, tuple(kept_float))
     chains = {
         chain.first.nodes[-1]: chain
         for chain in find_chains(find_groups(graph_module, model), rules, backend)
     }
+    for node in quantized_inputs:
+        state.take_quantized_input(node)
     for node in graph_module.graph.nodes:
         if node in leaves:
             state.take_leaf(node, leaves[node])
         elif node in chains:
             state.take_chain(chains[node])
+    for edge in quantized_outputs:
+        state.take_quantized_output(*edge)
     return GraphDecisions(state.slots.node_specs(graph_module.graph.nodes), tuple(state.decisions))
 
 
@@ -113,6 +121,16 @@ class _State:
             else:
                 self.slots.share(getitem, first)
             self.dtype_of[getitem] = spec.dtype
+
+    def take_quantized_input(self, placeholder: Node) -> None:
+        if _is_float(placeholder):
+            spec = self._general_spec()
+            self.slots.observe(placeholder, spec)
+            self.dtype_of[placeholder] = spec.dtype
+
+    def take_quantized_output(self, node: Node, output: Node) -> None:
+        if _is_float(node) and node not in self.dtype_of:
+            self._observe_input(node, output, self._general_spec())
 
     def take_chain(self, chain: Chain) -> None:
         group, last = chain.first, chain.last
@@ -172,11 +190,15 @@ class _State:
         assert specs.activation is not None
         if not specs.activation_constructor.settings.has_fixed_qparams:
             return specs.activation
-        dtype = specs.activation_dtype
+        return self._general_spec(specs.activation_dtype)
+
+    def _general_spec(self, dtype: torch.dtype | None = None) -> QuantizationSpec:
+        """The activation of the global QConfig, if it is static and of ``dtype``; or a histogram."""
         general = OpSpecs(self.rules.global_qconfig) if self.rules.global_qconfig else None
-        if general and general.is_static and general.activation_dtype == dtype and general.activation:
+        if general and general.is_static and general.activation and dtype in (None, general.activation_dtype):
             return general.activation
-        return make_spec(translate_constructor(HistogramObserver.with_args(dtype=dtype)))
+        histogram = HistogramObserver.with_args(dtype=dtype or torch.quint8)
+        return make_spec(translate_constructor(histogram))
 
     def _observe_input(self, producer: Node, node: Node, spec: QuantizationSpec) -> None:
         edge = (producer, node)

@@ -18,11 +18,18 @@ from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, tensor_arguments
 from torchq_compat.specs.grids import Grid, PerTensorGrid
 
-__all__ = ["quantize_boundaries"]
+__all__ = [
+    "DEQUANTIZE",
+    "DEQUANTIZE_TARGETS",
+    "grid_of_integers",
+    "quantize_boundaries",
+    "refresh_boundaries",
+]
 
 OPS = torch.ops.quantized_decomposed
 QUANTIZE = OPS.quantize_per_tensor.default
 DEQUANTIZE = OPS.dequantize_per_tensor.default
+DEQUANTIZE_TARGETS = (DEQUANTIZE, OPS.dequantize_per_channel.default)
 TO_DTYPE = torch.ops.aten.to.dtype
 #: meta keys: on a dequantize, and on a leaf's result that is integers, the grid of those integers.
 GRID_KEY = "torchq_compat_grid"
@@ -57,7 +64,7 @@ def refresh_boundaries(graph_module: GraphModule) -> None:
         output_grids = module.leaf_output_grids(call.meta["val"])
         index = call.kwargs["leaf_layout"]
         assert isinstance(index, int)
-        input_grids = tuple(_grid_of_integers(arg) for arg in tensor_arguments(call, module))
+        input_grids = tuple(grid_of_integers(arg) for arg in tensor_arguments(call, module))
         module.leaf_layouts[index] = module.leaf_layouts[index].with_grids(input_grids, output_grids)
         for getitem in call.users:
             position = getitem.args[1]
@@ -65,8 +72,8 @@ def refresh_boundaries(graph_module: GraphModule) -> None:
             getitem.meta[INTEGERS_KEY] = output_grids[position]
 
 
-def _grid_of_integers(arg: Node) -> Grid | None:
-    """The grid of a rewritten leaf input: a quantize's, or that of another leaf's result."""
+def grid_of_integers(arg: Node) -> Grid | None:
+    """The grid of the integers ``arg`` gives: a quantize's, or that of a leaf's result."""
     if arg.target is QUANTIZE:
         _, scale, zero_point, quant_min, quant_max, dtype = arg.args[:6]
         return PerTensorGrid(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils.hooks import RemovableHandle
 
 from torchq_compat.custom_modules.layouts import CallLayout, Structure
 from torchq_compat.errors import CustomModuleError
@@ -37,6 +38,10 @@ class CaptureSession:
     """The leaves of one capture, by handle, and the layouts of their calls in the order of the calls."""
 
     leaves: dict[str, _Leaf] = field(default_factory=dict)
+    #: What the calls returned, nested as the model gets it.
+    results: list[Any] = field(default_factory=list)
+    #: Whether the model returns the very result of a call.
+    returns_whole_result: bool = False
 
     def add(self, handle: str, original: nn.Module, fake_call: FakeCall) -> LeafCaller:
         """Register a leaf and return the module to put in the place of ``original``."""
@@ -45,6 +50,14 @@ class CaptureSession:
 
     def layouts(self, handle: str) -> list[CallLayout]:
         return self.leaves[handle].layouts
+
+    def watch(self, model: nn.Module) -> RemovableHandle:
+        """Note what ``model`` returns while it is captured."""
+
+        def note(_model: nn.Module, _args: Any, result: Any) -> None:
+            self.returns_whole_result = any(result is whole for whole in self.results)
+
+        return model.register_forward_hook(note)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -79,7 +92,8 @@ class LeafCaller(nn.Module):
             return getattr(super().__getattr__(ORIGINAL), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaf = _SESSION.get().leaves[self.handle]
+        session = _SESSION.get()
+        leaf = session.leaves[self.handle]
         inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
         # Only the structure is wanted here, not the shape computation in the user's graph.
         with disable_proxy_modes_tracing():
@@ -87,7 +101,9 @@ class LeafCaller(nn.Module):
         self._check(inputs, outputs, computed)
         leaf.layouts.append(CallLayout(inputs, outputs))
         flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.handle, len(leaf.layouts) - 1)
-        return outputs.put_together(flat)
+        result = outputs.put_together(flat)
+        session.results.append(result)
+        return result
 
     def _check(self, inputs: Structure, outputs: Structure, computed: list[Any]) -> None:
         for constant in (*inputs.constants(), *outputs.constants()):

@@ -41,6 +41,8 @@ class PrepareSettings:
     kept_float_names: tuple[str, ...]
     kept_float_classes: tuple[type[nn.Module], ...]
     preserved_attributes: tuple[str, ...]
+    input_quantized_indexes: tuple[int, ...] = ()
+    output_quantized_indexes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def read_prepare_custom_config(value: PrepareCustomConfig | dict[str, Any] | Non
         kept_float_names=tuple(value.non_traceable_module_names),
         kept_float_classes=tuple(value.non_traceable_module_classes),
         preserved_attributes=tuple(value.preserved_attributes),
+        input_quantized_indexes=tuple(value.input_quantized_indexes),
+        output_quantized_indexes=tuple(value.output_quantized_indexes),
     )
 
 
@@ -121,8 +125,6 @@ def _check_method(mapping: str, found: type, method: str) -> None:
 def _refuse_what_is_not_carried_over(value: PrepareCustomConfig) -> None:
     refused = {
         "standalone modules": value.standalone_module_names or value.standalone_module_classes,
-        "input_quantized_indexes": value.input_quantized_indexes,
-        "output_quantized_indexes": value.output_quantized_indexes,
     }
     for setting, given in refused.items():
         if given:
