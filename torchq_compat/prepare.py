@@ -65,7 +65,6 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     graph_module = _capture_around(working, model, swaps, request, session)
     interface = _interface(graph_module, request, session)
     boundaries = _boundaries(graph_module, swaps)
-    kept_float = _kept_float(working, request.settings)
 
     def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
         decided = decide_graph(
@@ -74,7 +73,6 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
             request.rules,
             request.backend,
             boundaries,
-            kept_float,
             interface.input_nodes(captured),
             interface.output_edges(captured),
         )
@@ -190,11 +188,6 @@ def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Node, Leaf
         handler.check_call(copy.deepcopy(leaf), path, index, arguments, expected)
         boundaries[node] = handler.boundary(leaf, request, leaf.leaf_layouts[index])
     return boundaries
-
-
-def _kept_float(model: nn.Module, settings: PrepareSettings) -> tuple[str, ...]:
-    classes = settings.kept_float_classes
-    return (*settings.kept_float_names, *(p for p, m in model.named_modules() if type(m) in classes))
 
 
 def _warn(decisions: tuple[Decision, ...]) -> None:

@@ -51,7 +51,6 @@ def decide_graph(
     rules: QConfigRules,
     backend: BackendTable,
     leaves: Mapping[Node, LeafBoundary],
-    kept_float: Iterable[str],
     quantized_inputs: Iterable[Node] = (),
     quantized_outputs: Iterable[tuple[Node, Node]] = (),
 ) -> GraphDecisions:
@@ -63,11 +62,10 @@ def decide_graph(
         rules: the QConfigMapping.
         backend: the BackendConfig.
         leaves: the boundary of each leaf call.
-        kept_float: paths of modules inside which nothing is quantized.
         quantized_inputs: placeholders that will take integers.
         quantized_outputs: (node, output node) of results that will be returned as integers.
     """
-    state = _State(rules, backend, tuple(kept_float))
+    state = _State(rules, backend)
     chains = {
         chain.first.nodes[-1]: chain
         for chain in find_chains(find_groups(graph_module, model), rules, backend)
@@ -88,7 +86,6 @@ def decide_graph(
 class _State:
     rules: QConfigRules
     backend: BackendTable
-    kept_float: tuple[str, ...]
     slots: Slots = field(default_factory=Slots)
     decisions: list[Decision] = field(default_factory=list)
     #: The quantized dtype a node's value has for its consumers.
@@ -142,9 +139,7 @@ class _State:
         self.decisions.append(Decision(group.label, kind, action, reason, node=node))
 
     def _decide(self, chain: Chain) -> tuple[Action, str]:
-        path, entry, qconfig = chain.first.origin.module_path, chain.entry, chain.selection.qconfig
-        if any(path == name or path.startswith(f"{name}.") for name in self.kept_float):
-            return Action.FLOAT, "non_traceable: never quantized inside"
+        entry, qconfig = chain.entry, chain.selection.qconfig
         if qconfig is None:
             return Action.FLOAT, f"its qconfig is None ({chain.selection.rule})"
         if chain.last.output is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.custom_modules.leaf_op import CaptureSession
 from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest, handlers
 from torchq_compat.decisions import Action, Decision
@@ -47,6 +48,11 @@ def decide_swaps(
         path = paths[0]
         if _inside(paths, swaps):
             continue
+        if _is_non_traceable(module, paths, settings):
+            reason = "non_traceable: never quantized inside"
+            swaps.append(Swap(module, paths, _fallback(), None))
+            decisions.append(Decision(path, type(module).__name__, Action.FLOAT, reason))
+            continue
         handler, request, reason = _find(module, path, rules, settings, backend)
         if handler is not None:
             swaps.append(Swap(module, paths, handler, request))
@@ -83,6 +89,16 @@ def _inside(paths: tuple[str, ...], swaps: list[Swap]) -> bool:
     """Whether a module is reached only through custom modules: what is in them is theirs."""
     outer = tuple(f"{path}." for swap in swaps for path in swap.paths)
     return all(path.startswith(outer) for path in paths)
+
+
+def _is_non_traceable(module: nn.Module, paths: tuple[str, ...], settings: PrepareSettings) -> bool:
+    """Modules of torch.nn are leaves to FX anyway: to name them non-traceable changes nothing."""
+    named = type(module) in settings.kept_float_classes or any(p in settings.kept_float_names for p in paths)
+    return named and not is_fx_leaf(module)
+
+
+def _fallback() -> CustomModuleHandler:
+    return next(handler for handler in handlers() if handler.is_fallback)
 
 
 def _find(

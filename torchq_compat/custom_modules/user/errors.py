@@ -32,6 +32,13 @@ class UserModuleError(CustomModuleError):
         )
 
     @classmethod
+    def shapes_depend_on_data(cls, path: str, found: type) -> UserModuleError:
+        return cls(
+            f"the shapes of the results of {found.__name__} at {path!r} are no sizes of its inputs.",
+            hint="register a torchq_compat.custom_modules.UserModuleHandler whose fake_call computes them.",
+        )
+
+    @classmethod
     def not_a_module(cls, path: str, owner: type, method: str, found: object) -> UserModuleError:
         return cls(
             f"{owner.__qualname__}.{method} for the module at {path!r} returned {type(found).__name__}.",

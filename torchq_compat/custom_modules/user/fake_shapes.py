@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch._guards import detect_fake_mode
 from torchq_compat.custom_modules.labels import input_labels
 from torchq_compat.custom_modules.layouts import Structure
 from torchq_compat.custom_modules.leaf_op import FakeCall
+from torchq_compat.custom_modules.registry import handlers
 from torchq_compat.custom_modules.user.errors import UserModuleError
+from torchq_compat.custom_modules.user.probed_shapes import probe
 from torchq_compat.errors import TorchQCompatError
 
 __all__ = ["fake_call_of"]
@@ -22,26 +25,66 @@ __all__ = ["fake_call_of"]
 def fake_call_of(module: nn.Module, path: str) -> FakeCall:
     """``module`` itself, run on fake tensors; its parameters may be real.
 
+    Recurrent modules and others that other handlers know are asked for their own shapes. A module that needs
+    data is run on some; see ``probed_shapes``.
+
     Raises:
-        CustomModuleError: on the call, if the module needs data, or writes to an input.
+        CustomModuleError: on the call, if no shapes can be found, or the module writes to an input.
     """
+    faked = _with_fake_calls_inside(module, path)
+    # While torch.export captures, the parameters of the module itself are fake.
+    real = copy.deepcopy(module)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         inputs, tensors = Structure.take_apart((args, kwargs))
         versions = [tensor._version for tensor in tensors]
         try:
             with _real_parameters_allowed(tensors), torch.random.fork_rng(devices=[]):
-                result = module(*args, **kwargs)
+                result = faked(*args, **kwargs)
         except TorchQCompatError:
             raise
-        except Exception as cause:
-            raise UserModuleError.shapes_unknown(path, type(module), cause) from cause
+        except Exception:
+            return probe(real, path, args, kwargs)
         for label, tensor, version in zip(input_labels(type(module), inputs), tensors, versions, strict=True):
             if tensor._version != version:
                 raise UserModuleError.mutates_input(path, label)
         return result
 
     return fake
+
+
+class FakeCaller(nn.Module):
+    """Stands for a module whose handler knows its shapes."""
+
+    def __init__(self, original: nn.Module, fake_call: FakeCall) -> None:
+        super().__init__()
+        self.original = original
+        self.fake_call = fake_call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fake_call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("original"), name)
+
+
+def _with_fake_calls_inside(module: nn.Module, path: str) -> nn.Module:
+    """A copy of ``module``; itself, if nothing in it has to be replaced."""
+    known = {
+        name: handler
+        for name, child in module.named_modules()
+        if name and (handler := next((h for h in handlers() if h.is_opaque(child)), None)) is not None
+    }
+    if not known:
+        return module
+    copied = copy.deepcopy(module)
+    for name, handler in known.items():
+        child = copied.get_submodule(name)
+        copied.set_submodule(name, FakeCaller(child, handler.fake_call(child, f"{path}.{name}")))
+    return copied
 
 
 @contextmanager
@@ -52,7 +95,10 @@ def _real_parameters_allowed(tensors: list[Tensor]) -> Iterator[None]:
         return
     before = mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True
+    unbacked = nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
     try:
-        yield
+        # A branch on data asks for a number that only data would give.
+        with unbacked:
+            yield
     finally:
         mode.allow_non_fake_inputs = before

@@ -1,0 +1,96 @@
+"""The shapes of a module's results where fake tensors cannot tell: it branches on data, or leaves torch.
+
+The module is run twice on real tensors, with other sizes the second time; a size of a result is the size of an
+input that it equalled both times, or a constant.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchq_compat.custom_modules.layouts import Structure
+from torchq_compat.custom_modules.user.errors import UserModuleError
+
+__all__ = ["probe"]
+
+
+def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+    """The result of ``module(*args, **kwargs)``, tensors empty and of the shapes and dtypes it would have.
+
+    Raises:
+        UserModuleError: the module fails on example data, or its shapes depend on the data.
+    """
+    inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
+    runs = [_Run.of(module, path, inputs, tensors, sizes, other=other) for other in (False, True)]
+    first, second = runs
+    if first.outputs != second.outputs:
+        raise UserModuleError.shapes_depend_on_data(path, type(module))
+    known: list[Any] = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
+    known += [size for size in sizes if isinstance(size, torch.SymInt)]
+    results = []
+    for one, other in zip(first.results, second.results, strict=True):
+        if one.dim() != other.dim() or one.dtype != other.dtype:
+            raise UserModuleError.shapes_depend_on_data(path, type(module))
+        pairs = zip(one.shape, other.shape, strict=True)
+        shape = [_size(pair, known, path, type(module)) for pair in pairs]
+        results.append(tensors[0].new_empty(shape, dtype=one.dtype))
+    return first.outputs.put_together(results)
+
+
+@dataclass
+class _Run:
+    outputs: Structure
+    results: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, path: str, inputs: Structure, tensors: Any, sizes: Any, *, other: bool
+    ) -> _Run:
+        value = _other if other else _hint
+        fill: Callable[..., Tensor] = torch.ones if other else torch.zeros
+        # Inside torch.export every new tensor would be a fake one.
+        with _disable_current_modes():
+            return cls._really(module, path, inputs, tensors, sizes, value, fill)
+
+    @classmethod
+    def _really(
+        cls, module: nn.Module, path: str, inputs: Structure, tensors: Any, sizes: Any, value: Any, fill: Any
+    ) -> _Run:
+        real = [fill([value(size) for size in t.shape], dtype=t.dtype, device=t.device) for t in tensors]
+        args, kwargs = inputs.put_together(real, [value(size) for size in sizes])
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                return cls(*Structure.take_apart(copy.deepcopy(module)(*args, **kwargs)))
+        except Exception as cause:
+            raise UserModuleError.shapes_unknown(path, type(module), cause) from cause
+
+
+def _hint(size: Any) -> int:
+    return size.node.hint if isinstance(size, torch.SymInt) else int(size)
+
+
+def _other(size: Any) -> int:
+    """Another value of a symbolic size, the same wherever its symbols stand."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    symbols = sorted(expression.free_symbols, key=str)
+    hints = size.node.shape_env.backed_var_to_val
+    moved = {symbol: hints[symbol] + 1 + index for index, symbol in enumerate(symbols)}
+    return int(expression.xreplace(moved))
+
+
+def _size(pair: tuple[int, int], known: list[Any], path: str, owner: type) -> Any:
+    for size in known:
+        if (_hint(size), _other(size)) == pair:
+            return size
+    if pair[0] != pair[1]:
+        raise UserModuleError.shapes_depend_on_data(path, owner)
+    return pair[0]
