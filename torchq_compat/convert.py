@@ -11,7 +11,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from torchq_compat.custom_modules.boundary import quantize_boundaries
 from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
+from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, tensor_arguments
 from torchq_compat.custom_modules.registry import ConvertRequest, handler_of
 from torchq_compat.errors import ConvertError
 from torchq_compat.graph_module import ConvertedGraphModule, Stage, record_of
@@ -56,8 +56,24 @@ def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:
         assert handler is not None
         mapping = settings.observed_to_quantized.get(leaf.leaf_quant_type, {})
         observers = _output_observers(working, path)
-        request = ConvertRequest(leaf, handler.quantized_class(leaf, mapping), path, observers)
+        request = ConvertRequest(
+            leaf,
+            handler.quantized_class(leaf, mapping),
+            path,
+            observers,
+            input_observers=_input_observers(working, path),
+            convert_inside=lambda inner: convert_to_reference(inner, settings),
+        )
         working.set_submodule(path, handler.convert(request))
+
+
+def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None, ...]:
+    """What observes the flat inputs of the first call of the leaf at ``path``."""
+    call = next(node for node in leaf_nodes(working) if node.target == path)
+    leaf = working.get_submodule(path)
+    assert isinstance(leaf, LeafModule)
+    observers = dict(observer_nodes(working))
+    return tuple(observers.get(argument) for argument in tensor_arguments(call, leaf))
 
 
 def _output_observers(working: GraphModule, path: str) -> tuple[nn.Module, ...]:

@@ -95,6 +95,14 @@ class ConfigError(TorchQCompatError, ValueError):
     """A setting that cannot be read or that contradicts another one."""
 
     @classmethod
+    def standalone_without_inputs(cls, path: str) -> ConfigError:
+        return cls(
+            f"the standalone module {path!r} has no example_inputs.",
+            hint="give the arguments the module itself is called with, as FX wants them, to "
+            "set_standalone_module_name or set_standalone_module_class.",
+        )
+
+    @classmethod
     def index_out_of_range(cls, setting: str, index: object, count: int) -> ConfigError:
         return cls(
             f"{setting} has {index!r}, and the model has {count}.",

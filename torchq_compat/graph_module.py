@@ -37,6 +37,7 @@ __all__ = [
     "ModelRecord",
     "QuantizationGraphModule",
     "Stage",
+    "preserved_of",
     "record_of",
 ]
 
@@ -236,8 +237,16 @@ class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
         """See ``QuantizationGraphModule``."""
         keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
         # The cells inside have new qparams now; the boundary around them follows.
-        refresh_boundaries(self)
+        for module in reversed(list(self.modules())):
+            if isinstance(module, ConvertedGraphModule):
+                refresh_boundaries(module)
         return keys
+
+
+def preserved_of(model: GraphModule) -> dict[str, Any]:
+    """The preserved attributes of a model this package made."""
+    preserved: dict[str, Any] = model.meta.get(_USER_PRESERVED_ATTRIBUTES_KEY, {})
+    return dict(preserved)
 
 
 def _same_value(value: Any, default: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torchq_compat.cumulative_batch_norm import average_cumulatively, give_momen
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import example_call, leaf_nodes, place_leaves
 from torchq_compat.custom_modules.leaf_op import CaptureSession
-from torchq_compat.custom_modules.registry import handler_of
+from torchq_compat.custom_modules.registry import ObserveRequest, handler_of
 from torchq_compat.custom_modules.swap import Swap, apply_swaps, decide_swaps
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.errors import InputError
@@ -45,6 +45,19 @@ class PrepareRequest:
     backend: BackendTable
     dynamic_shapes: Any
     is_qat: bool
+
+    def inside(self, inner: ObserveRequest) -> PrepareRequest:
+        """The arguments to prepare a standalone module with."""
+        standalone = inner.standalone
+        assert standalone is not None
+        return PrepareRequest(
+            rules=standalone.rules or QConfigRules.of_global(inner.qconfig),
+            example_inputs=standalone.example_inputs,
+            settings=standalone.settings,
+            backend=standalone.backend or self.backend,
+            dynamic_shapes=None,
+            is_qat=self.is_qat,
+        )
 
 
 def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
@@ -145,7 +158,7 @@ def _capture_around(
     if problem is not None:
         raise problem
     called = [swap for swap in swaps if session.layouts(swap.paths[0])]
-    place_leaves(graph_module, session, {swap.paths[0]: _behind(swap) for swap in called})
+    place_leaves(graph_module, session, {swap.paths[0]: _behind(swap, request) for swap in called})
     return graph_module
 
 
@@ -162,12 +175,16 @@ def _interface(
     )
 
 
-def _behind(swap: Swap) -> nn.Module:
+def _behind(swap: Swap, request: PrepareRequest) -> nn.Module:
     if swap.request is None:
         # torchao's convert reads .qconfig of every module class FX could quantize dynamically.
         vars(swap.module)["qconfig"] = None
         return swap.module
-    observed = swap.handler.observe(swap.request)
+
+    def prepare_inside(inner: ObserveRequest) -> GraphModule:
+        return prepare(inner.module, request.inside(inner))
+
+    observed = swap.handler.observe(replace(swap.request, prepare_inside=prepare_inside))
     observed.leaf_observed_class = swap.request.observed_class
     observed.leaf_quant_type = swap.request.specs.quant_type
     return observed

@@ -20,7 +20,14 @@ from torchq_compat.custom_modules.boundary import DEQUANTIZE, DEQUANTIZE_TARGETS
 from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.specs.grids import Grid, PerTensorGrid
 
-__all__ = ["QuantizedInterface", "expose_integers", "input_grids", "output_grids", "take_integers"]
+__all__ = [
+    "QuantizedInterface",
+    "expose_integers",
+    "input_grids",
+    "output_grids",
+    "quantize_inputs",
+    "take_integers",
+]
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
@@ -117,6 +124,14 @@ def take_integers(args: tuple[Any, ...], grids: tuple[Grid | None, ...]) -> tupl
         leaf if grid is None else _integers(index, leaf, grid)
         for index, (leaf, grid) in enumerate(zip(leaves, grids, strict=True))
     ]
+    result: tuple[Any, ...] = pytree.tree_unflatten(taken, spec)
+    return result
+
+
+def quantize_inputs(args: tuple[Any, ...], grids: tuple[Grid | None, ...]) -> tuple[Any, ...]:
+    """``args`` with float tensors as the integers the graph takes."""
+    leaves, spec = pytree.tree_flatten(args)
+    taken = [leaf if g is None else g.quantize(leaf) for leaf, g in zip(leaves, grids, strict=True)]
     result: tuple[Any, ...] = pytree.tree_unflatten(taken, spec)
     return result
 

@@ -65,7 +65,7 @@ def refresh_boundaries(graph_module: GraphModule) -> None:
         index = call.kwargs["leaf_layout"]
         assert isinstance(index, int)
         input_grids = tuple(grid_of_integers(arg) for arg in tensor_arguments(call, module))
-        module.leaf_layouts[index] = module.leaf_layouts[index].with_grids(input_grids, output_grids)
+        module.leaf_set_grids(index, input_grids, output_grids)
         for getitem in call.users:
             position = getitem.args[1]
             assert isinstance(position, int)
@@ -105,9 +105,7 @@ def _apply(
     call.args = (*(entry.node for entry in inputs), *call.args[len(inputs) :])
     index = call.kwargs["leaf_layout"]
     assert isinstance(index, int)
-    module.leaf_layouts[index] = module.leaf_layouts[index].with_grids(
-        tuple(i.grid for i in inputs), output_grids
-    )
+    module.leaf_set_grids(index, tuple(entry.grid for entry in inputs), output_grids)
     for getitem in list(call.users):
         position = getitem.args[1]
         assert isinstance(position, int)

@@ -48,6 +48,14 @@ class LeafModule(nn.Module):
         """What the graph gets for a ``result`` of ``leaf_call``."""
         return result if grid is None else grid.quantize(result)
 
+    def leaf_set_grids(
+        self, index: int, inputs: tuple[Grid | None, ...], outputs: tuple[Grid | None, ...]
+    ) -> None:
+        """Tell call ``index`` on which grids its integers lie."""
+        layouts = list(self.leaf_layouts)
+        layouts[index] = layouts[index].with_grids(inputs, outputs)
+        self.leaf_layouts = layouts
+
     def leaf_check_results(self, layout: CallLayout, results: Any) -> None:
         """Refuse ``results`` of another structure than the call had in capture."""
 

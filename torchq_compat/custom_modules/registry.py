@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig
+from torch.fx import GraphModule
 
 from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.custom_modules.layouts import CallLayout
@@ -21,6 +22,7 @@ from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.decisions import Decision
 from torchq_compat.legacy.backend_configs import BackendTable
+from torchq_compat.legacy.custom_configs import StandaloneSettings
 from torchq_compat.observed_graph import ObserverFault
 from torchq_compat.specs.quantization_specs import OpSpecs
 
@@ -29,13 +31,20 @@ __all__ = ["ConvertRequest", "CustomModuleHandler", "ObserveRequest", "handler_o
 
 @dataclass(frozen=True)
 class ObserveRequest:
-    """A float module to make an observed one from."""
+    """A float module to make an observed one from.
+
+    Attributes:
+        standalone: the configuration of a standalone module.
+        prepare_inside: prepares the module as a model of its own, where it is standalone.
+    """
 
     module: nn.Module
     path: str
     observed_class: type[nn.Module]
     qconfig: QConfig
     specs: OpSpecs
+    standalone: StandaloneSettings | None = None
+    prepare_inside: Callable[[ObserveRequest], GraphModule] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,16 @@ class ConvertRequest:
         quantized_class: what the script maps it to, if it says.
         path: where it stands in the model.
         output_observers: what observes its results in the graph, where something does, in flat order.
+        input_observers: what observes each flat input of its first call in the graph, if anything.
+        convert_inside: converts a prepared model that is inside.
     """
 
     leaf: LeafModule
     quantized_class: type[nn.Module] | None
     path: str
     output_observers: tuple[nn.Module, ...]
+    input_observers: tuple[nn.Module | None, ...] = ()
+    convert_inside: Callable[[GraphModule], GraphModule] | None = None
 
 
 class CustomModuleHandler(ABC):
@@ -60,6 +73,8 @@ class CustomModuleHandler(ABC):
 
     #: Asked after all others.
     is_fallback = False
+    #: Whether this is the handler of standalone modules.
+    carries_standalone = False
 
     @abstractmethod
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
+from torch.ao.quantization import NoopObserver, QConfig
 
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.custom_modules.leaf_op import CaptureSession
 from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest, handlers
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.legacy.backend_configs import BackendTable
-from torchq_compat.legacy.custom_configs import PrepareSettings
+from torchq_compat.legacy.custom_configs import PrepareSettings, StandaloneSettings
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.specs.quantization_specs import OpSpecs
-from torchq_compat.specs.selectors import select_for_module
+from torchq_compat.specs.selectors import Selection, select_for_module
 
 __all__ = ["Swap", "apply_swaps", "decide_swaps"]
+
+NO_QUANTIZATION: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,9 @@ def _find(
 ) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
     """The handler that quantizes ``module``, what it is asked for, and why; or why there is none."""
     selection = select_for_module(rules, type(module), path)
+    standalone = settings.standalone_names.get(path) or settings.standalone_classes.get(type(module))
+    if standalone is not None:
+        return _find_standalone(module, path, selection, standalone)
     if selection.qconfig is None:
         return None, None, f"its qconfig is None ({selection.rule})"
     specs = OpSpecs(selection.qconfig)
@@ -119,6 +126,17 @@ def _find(
         return unmapped, request, f"the backend quantizes it dynamically, qconfig from {selection.rule}"
     kind = specs.quant_type.name.lower()
     return None, None, f"no custom-module mapping for its class and a {kind} qconfig"
+
+
+def _find_standalone(
+    module: nn.Module, path: str, selection: Selection, standalone: StandaloneSettings
+) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
+    handler = next(h for h in handlers() if h.carries_standalone)
+    # A QConfig that quantizes nothing, for a place that has none: the module's own mapping is what counts.
+    qconfig = selection.qconfig or NO_QUANTIZATION
+    request = ObserveRequest(module, path, type(module), qconfig, OpSpecs(qconfig), standalone)
+    own = "of its own" if standalone.rules is not None else f"from {selection.rule}"
+    return handler, request, f"standalone module, qconfig {own}"
 
 
 def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, remedy: str) -> Decision:

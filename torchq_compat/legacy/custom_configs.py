@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -12,9 +12,17 @@ from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCust
 from torch.ao.quantization.quant_type import QuantType
 
 from torchq_compat.errors import ConfigError, CustomModuleError
+from torchq_compat.legacy.backend_configs import BackendTable, read_backend_config
 from torchq_compat.legacy.dict_forms import read_dict_form
+from torchq_compat.legacy.qconfig_mappings import QConfigRules, read_qconfig_mapping
 
-__all__ = ["ConvertSettings", "PrepareSettings", "read_convert_custom_config", "read_prepare_custom_config"]
+__all__ = [
+    "ConvertSettings",
+    "PrepareSettings",
+    "StandaloneSettings",
+    "read_convert_custom_config",
+    "read_prepare_custom_config",
+]
 
 PREPARE_KEYS = (
     "standalone_module_name",
@@ -34,6 +42,16 @@ ClassMapping = Mapping[QuantType, Mapping[type[nn.Module], type[nn.Module]]]
 
 
 @dataclass(frozen=True)
+class StandaloneSettings:
+    """The configuration of one standalone module; None where it has that of its place."""
+
+    rules: QConfigRules | None
+    example_inputs: tuple[Any, ...]
+    settings: PrepareSettings
+    backend: BackendTable | None
+
+
+@dataclass(frozen=True)
 class PrepareSettings:
     """What a PrepareCustomConfig says, read once."""
 
@@ -43,6 +61,8 @@ class PrepareSettings:
     preserved_attributes: tuple[str, ...]
     input_quantized_indexes: tuple[int, ...] = ()
     output_quantized_indexes: tuple[int, ...] = ()
+    standalone_names: Mapping[str, StandaloneSettings] = field(default_factory=dict)
+    standalone_classes: Mapping[type[nn.Module], StandaloneSettings] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,6 @@ def read_prepare_custom_config(value: PrepareCustomConfig | dict[str, Any] | Non
         value = PrepareCustomConfig()
     if not isinstance(value, PrepareCustomConfig):
         raise ConfigError.wrong_type("prepare_custom_config", "a PrepareCustomConfig", value)
-    _refuse_what_is_not_carried_over(value)
     mapping = _read_mapping("float_to_observed_mapping", value.float_to_observed_mapping, "from_float")
     return PrepareSettings(
         float_to_observed=mapping,
@@ -75,6 +94,8 @@ def read_prepare_custom_config(value: PrepareCustomConfig | dict[str, Any] | Non
         preserved_attributes=tuple(value.preserved_attributes),
         input_quantized_indexes=tuple(value.input_quantized_indexes),
         output_quantized_indexes=tuple(value.output_quantized_indexes),
+        standalone_names=_read_standalone(value.standalone_module_names),
+        standalone_classes=_read_standalone(value.standalone_module_classes),
     )
 
 
@@ -122,14 +143,15 @@ def _check_method(mapping: str, found: type, method: str) -> None:
         raise CustomModuleError.missing_method(mapping, found, method)
 
 
-def _refuse_what_is_not_carried_over(value: PrepareCustomConfig) -> None:
-    refused = {
-        "standalone modules": value.standalone_module_names or value.standalone_module_classes,
-    }
-    for setting, given in refused.items():
-        if given:
-            raise ConfigError.not_supported(
-                f"prepare_custom_config: {setting}",
-                "this release does not carry it to PT2E",
-                "remove it from the config; quantize at the model's boundary in your own code for now.",
-            )
+def _read_standalone(entries: Mapping[Any, Any]) -> MappingProxyType[Any, StandaloneSettings]:
+    return MappingProxyType({key: _read_standalone_entry(entry) for key, entry in entries.items()})
+
+
+def _read_standalone_entry(entry: Any) -> StandaloneSettings:
+    mapping, backend = entry.qconfig_mapping, entry.backend_config
+    return StandaloneSettings(
+        rules=None if mapping is None else read_qconfig_mapping(mapping),
+        example_inputs=tuple(entry.example_inputs or ()),
+        settings=read_prepare_custom_config(entry.prepare_custom_config),
+        backend=None if backend is None else read_backend_config(backend),
+    )

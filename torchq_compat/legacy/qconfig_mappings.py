@@ -42,6 +42,11 @@ class QConfigRules:
     module_names: Mapping[str, QConfig | None]
     orders: tuple[OrderRule, ...]
 
+    @classmethod
+    def of_global(cls, qconfig: QConfig) -> QConfigRules:
+        """One QConfig for everything."""
+        return read_qconfig_mapping(QConfigMapping().set_global(qconfig))
+
 
 def read_qconfig_mapping(value: QConfigMapping | dict[str, Any] | None) -> QConfigRules:
     """Read the mapping once.

@@ -1,0 +1,1 @@
+"""Standalone modules: quantized on their own, with a configuration of their own."""

@@ -1,0 +1,133 @@
+"""Standalone modules: the handler the stages call.
+
+Legacy: ``PrepareCustomConfig.set_standalone_module_name`` and ``set_standalone_module_class``. As in FX the module
+is prepared and converted as a model of its own; its interface is float, or quantized where its own
+``input_quantized_indexes`` and ``output_quantized_indexes`` say so. Without a QConfigMapping or BackendConfig of
+its own it has the QConfig and the BackendConfig of its place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.custom_modules.layouts import CallLayout
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.leaf_op import FakeCall
+from torchq_compat.custom_modules.registry import (
+    ConvertRequest,
+    CustomModuleHandler,
+    ObserveRequest,
+    register,
+)
+from torchq_compat.custom_modules.standalone.leaf import (
+    ConvertedStandalone,
+    PreparedStandalone,
+    StandaloneLeaf,
+)
+from torchq_compat.custom_modules.user.fake_shapes import fake_call_of
+from torchq_compat.decisions import Decision
+from torchq_compat.errors import ConfigError
+from torchq_compat.explanation import explain
+from torchq_compat.graph_module import QuantizationGraphModule, preserved_of
+from torchq_compat.observed_graph import observer_nodes
+
+__all__ = ["StandaloneHandler"]
+
+
+class StandaloneHandler(CustomModuleHandler):
+    """A float module -> a prepared model -> a converted model, each at the module's path."""
+
+    carries_standalone = True
+
+    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
+        return False
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        return False
+
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        return fake_call_of(module, path)
+
+    def owns(self, leaf: nn.Module) -> bool:
+        return isinstance(leaf, StandaloneLeaf)
+
+    def observe(self, request: ObserveRequest) -> LeafModule:
+        assert request.prepare_inside is not None
+        assert request.standalone is not None
+        if not request.standalone.example_inputs:
+            raise ConfigError.standalone_without_inputs(request.path)
+        prepared = request.prepare_inside(request)
+        assert isinstance(prepared, QuantizationGraphModule)
+        return PreparedStandalone.wrap(prepared, prepared.record, preserved_of(prepared))
+
+    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+        """Inputs and outputs of its quantized interface are quantized; the others are floats."""
+        assert isinstance(leaf, PreparedStandalone)
+        interface, spec = leaf.record.interface, request.specs.activation
+        positions = _positions(leaf, layout)
+        inputs = tuple(spec if p in interface.inputs else None for p in positions)
+        outputs = _output_dtypes(leaf)
+        return LeafBoundary(inputs, outputs, (None,) * len(outputs))
+
+    def convert(self, request: ConvertRequest) -> LeafModule:
+        """Where the graph around it quantizes an input that is quantized inside too, the qparams are the same."""
+        leaf = request.leaf
+        assert isinstance(leaf, PreparedStandalone)
+        assert request.convert_inside is not None
+        _observe_inputs_as_outside(leaf, request)
+        converted = request.convert_inside(leaf)
+        assert isinstance(converted, QuantizationGraphModule)
+        wrapped = ConvertedStandalone.wrap(converted, converted.record, preserved_of(converted))
+        wrapped.leaf_layouts = list(leaf.leaf_layouts)
+        return wrapped
+
+    def remedy(self, module: nn.Module) -> str | None:
+        return None
+
+    def explain(self, leaf: LeafModule, path: str) -> Iterator[Decision]:
+        assert isinstance(leaf, StandaloneLeaf)
+        for decision in explain(leaf):
+            yield replace(decision, path=f"{path}.{decision.path}")
+
+
+def _positions(leaf: PreparedStandalone, layout: CallLayout) -> list[int]:
+    """For each tensor of a call its position among the flat inputs of the model inside."""
+    markers = [object() for _ in range(layout.inputs.count())]
+    args, kwargs = layout.inputs.put_together(markers)
+    flat = pytree.tree_leaves(leaf.record.signature.bind(args, kwargs))
+    return [flat.index(marker) for marker in markers]
+
+
+def _output_dtypes(leaf: PreparedStandalone) -> tuple[Any, ...]:
+    """The dtype of every result that is returned as integers."""
+    returned = leaf.graph.output_node().args[0]
+    assert isinstance(returned, (tuple, list))
+    observers = dict(observer_nodes(leaf))
+    return tuple(
+        getattr(observers.get(node), "dtype", None) if index in leaf.record.interface.outputs else None
+        for index, node in enumerate(returned)
+        if isinstance(node, Node)
+    )
+
+
+def _observe_inputs_as_outside(leaf: PreparedStandalone, request: ConvertRequest) -> None:
+    placeholders = leaf.graph.find_nodes(op="placeholder")
+    for position, observer in zip(
+        _positions(leaf, leaf.leaf_layouts[0]), request.input_observers, strict=True
+    ):
+        if observer is None or position not in leaf.record.interface.inputs:
+            continue
+        for user in placeholders[position].users:
+            if user in dict(observer_nodes(leaf)):
+                GraphModule.set_submodule(leaf, str(user.target), copy.deepcopy(observer))
+
+
+register(StandaloneHandler())
