@@ -20,6 +20,10 @@ from torchao.quantization.pt2e.quantizer import (
     QuantizationSpec,
     Quantizer,
 )
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
 
 from tests.oracle import leaves, sqnr
 from torchq_compat.custom_modules.recurrent.aten_lstm_errors import AtenLSTMError
@@ -251,6 +255,50 @@ def test_the_same_with_other_observers(quantizer: OfLinears) -> None:
     for one, other, third in zip(*results, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
+
+
+def test_the_same_with_a_quantizer_that_looks_around() -> None:
+    """torchao's own for x86 annotates patterns: what it says of a node depends on the nodes beside it. It
+    quantizes inputs only, so that the results stay float, which the opaque shape warns of."""
+    kwargs = {"bidirectional": True}
+    model, inputs = float_model(kwargs), batch(7, kwargs)
+    results = []
+    for shape in SHAPES:
+        quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
+        prepared = calibrated(model, shape, kwargs, quantizer)
+        if shape == "opaque":
+            with pytest.warns(QuantizationWarning, match="stays float at output, h_n, c_n"):
+                module = convert_pieces(prepared)
+        else:
+            module = convert_pieces(prepared)
+        results.append(run(module, inputs))
+    for value, one, other, third in zip(run(model, inputs), *results, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+        assert 30 < sqnr(value, one) < 55
+
+
+def test_one_tensor_as_both_states() -> None:
+    """Hidden and cell state keep grids of their own, at the boundary too."""
+
+    class Tied(Model):
+        def forward(self, x: Tensor, state: Tensor) -> Any:
+            return self.lstm(x, (state, state))
+
+    torch.manual_seed(0)
+    model = Tied().eval()
+    inputs = [(x, h) for x, (h, _) in (batch(seed, {}) for seed in range(4))]
+    results = []
+    for shape in SHAPES:
+        prepared = prepare_pieces(break_up_lstm(torch.export.export(model, inputs[0]), shape), OfLinears())
+        with torch.no_grad():
+            for each in inputs:
+                prepared(*each)
+            results.append(leaves(convert_pieces(prepared)(*inputs[0])))
+    for value, one, other, third in zip(leaves(model(*inputs[0])), *results, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+        assert 25 < sqnr(value, one) < 45
 
 
 def test_as_many_observers_as_one_cell_has() -> None:

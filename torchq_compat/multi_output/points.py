@@ -31,7 +31,7 @@ __all__ = [
 @dataclass(frozen=True)
 class Output:
     """Output ``index`` of ``node``. Stands for a node in SharedQuantizationSpec, DerivedQuantizationSpec and
-    edges: ``SharedQuantizationSpec(Output(lstm, 1))``, ``SharedQuantizationSpec((Output(lstm, 0), linear))``.
+    edges: ``SharedQuantizationSpec(Output(node, 1))``, ``SharedQuantizationSpec((Output(node, 0), reader))``.
     """
 
     node: Node

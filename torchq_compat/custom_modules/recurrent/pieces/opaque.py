@@ -8,11 +8,29 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.recurrent.aten_lstm import AtenLSTM
-from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
-from torchq_compat.custom_modules.recurrent.lstm import LSTMDirection, LSTMLayer
 from torchq_compat.custom_modules.recurrent.pieces.writer import PieceWriter, free_name
 
-__all__ = ["OpaqueLSTM", "write_opaque"]
+__all__ = ["OpaqueDirection", "OpaqueLSTM", "write_opaque"]
+
+
+class OpaqueDirection(nn.Module):
+    """One direction of one layer: its cell, run over time."""
+
+    def __init__(self, cell: GraphModule, *, backward: bool) -> None:
+        super().__init__()
+        self.cell = cell
+        self.backward = backward
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``x`` (T, B, I), ``h`` (B, P), ``c`` (B, H) -> output (T, B, P), last h, last c."""
+        steps = x.unbind(0)
+        outputs = []
+        for step in reversed(steps) if self.backward else steps:
+            h, c = self.cell(step, h, c)
+            outputs.append(h)
+        if self.backward:
+            outputs.reverse()
+        return torch.stack(outputs), h, c
 
 
 class OpaqueLSTM(nn.Module):
@@ -21,34 +39,39 @@ class OpaqueLSTM(nn.Module):
     Cells are at ``layers.<i>.layer_fw.cell`` and ``layers.<i>.layer_bw.cell``.
     """
 
-    def __init__(
-        self, layers: list[LSTMLayer], *, hidden_width: int, batch_first: bool, dropout: float
-    ) -> None:
+    def __init__(self, lstm: AtenLSTM, cells: dict[str, GraphModule]) -> None:
         super().__init__()
-        self.hidden_width = hidden_width
-        self.layers = nn.ModuleList(layers)
-        self.batch_first = batch_first
-        self.dropout = dropout
+        self.batch_first = lstm.batch_first
+        self.dropout = lstm.dropout
+        self.output_size = int(lstm.h0.meta["val"].shape[-1])
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    direction.name: OpaqueDirection(cells[direction.path], backward=direction.backward)
+                    for direction in directions
+                }
+            )
+            for directions in lstm.layers()
+        )
 
-    def directions(self) -> list[LSTMDirection]:
-        """Every direction, in the order of the rows of the states."""
-        found: list[LSTMDirection] = []
-        for layer in self.layers:
-            assert isinstance(layer, LSTMLayer)
-            found.extend(layer.directions())
-        return found
+    def by_layer(self) -> list[list[OpaqueDirection]]:
+        """The directions of each layer, in the order of the rows of the states."""
+        return [[d for d in layer.children() if isinstance(d, OpaqueDirection)] for layer in self.layers]
+
+    def directions(self) -> list[OpaqueDirection]:
+        """All of them."""
+        return [direction for layer in self.by_layer() for direction in layer]
 
     def forward(self, x: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        states = list(zip(h0.unbind(0), c0.unbind(0), strict=True))
+        states = zip(h0.unbind(0), c0.unbind(0), strict=True)
         x = x.transpose(0, 1) if self.batch_first else x
         last: list[tuple[Tensor, Tensor]] = []
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, LSTMLayer)
+        for index, directions in enumerate(self.by_layer()):
             if index and self.dropout:
                 x = F.dropout(x, self.dropout)
-            first = len(last)
-            x, ends = layer(x, states[first : first + len(layer.directions())])
-            last.extend(ends)
+            results = [direction(x, *next(states)) for direction in directions]
+            x = torch.cat([output for output, _, _ in results], -1)
+            last.extend((h, c) for _, h, c in results)
         h_n, c_n = (torch.stack(rows) for rows in zip(*last, strict=True))
         return (x.transpose(0, 1) if self.batch_first else x), h_n, c_n
 
@@ -57,17 +80,7 @@ def write_opaque(
     writer: PieceWriter, lstm: AtenLSTM, cells: dict[str, GraphModule]
 ) -> tuple[Node, Node, Node]:
     """Nodes for the three results of ``lstm``."""
-    layers = []
-    for directions in lstm.layers():
-        graphs = [CellGraphModule.wrap(cells[direction.path]) for direction in directions]
-        layers.append(LSTMLayer(graphs[0], graphs[1] if len(graphs) > 1 else None))
-    module = OpaqueLSTM(
-        layers,
-        hidden_width=int(lstm.h0.meta["val"].shape[-1]),
-        batch_first=lstm.batch_first,
-        dropout=lstm.dropout,
-    )
     name = free_name(writer.graph_module, f"{lstm.node.name}_pieces")
-    call = writer.module(name, module, lstm.x, lstm.h0, lstm.c0)
+    call = writer.module(name, OpaqueLSTM(lstm, cells), lstm.x, lstm.h0, lstm.c0)
     output, h_n, c_n = (writer.getitem(call, index) for index in range(3))
     return output, h_n, c_n
