@@ -36,9 +36,9 @@ def reroute_tuples(graph: Graph) -> int:
 
     Known structures are tuples, lists, dicts and named tuples written in a node's arguments or built by a
     call of their class, and static slices of them. An index is an int of either sign, a slice of such, a
-    constant dict key, or the name of a field. Left as they are: an index that is computed, or that the structure does not have (the
-    graph raises what it raised before), and a list or dict that some node changes. Running it again changes
-    nothing. The graph computes what it computed.
+    constant dict key, or the name of a field. Left as they are: an index that is computed, or that the
+    structure does not have (the graph raises what it raised before), and a list or dict that some node
+    changes. The graph computes what it computed; running it again changes nothing.
 
     Args:
         graph: changed in place. Recompile the GraphModule that owns it.
