@@ -20,6 +20,7 @@ import torchq_compat as tc
 from tests.oracle import MAP_LSTM, sqnr
 from torchq_compat import profiles
 from torchq_compat.lstm_utils import get_lstm_with_individually_observed_parts
+from torchq_compat.specs import fused_fake_quantize
 
 
 class Classifier(nn.Module):
@@ -83,3 +84,23 @@ def test_training_reaches_every_weight_and_is_what_converts(
         prepared.apply(disable_fake_quant)
         assert sqnr(prepared(x), converted(x)) < 60
     assert all(b.dtype is torch.int8 for n, b in converted.named_buffers() if "frozen_param" in n)
+
+
+def test_explain_reports_what_a_fused_fake_quantize_cuts_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused fake-quantize does not call its observer; a sample of its calls is counted."""
+    path, shares = "lstm.layers.0.layer_fw.cell.fgate_cx_igate_cgate", []
+    for every in (fused_fake_quantize.COUNTED_EVERY, 1):
+        monkeypatch.setattr(fused_fake_quantize, "COUNTED_EVERY", every)
+        torch.manual_seed(0)
+        mapping = get_default_qat_qconfig_mapping("qnnpack")
+        prepared = tc.prepare_qat_fx(Classifier().train(), mapping, (torch.randn(7, 4, 8),), MAP_LSTM)
+        assert "saturated" not in tc.explain(prepared).find(path)[0].details
+        for _ in range(20):
+            prepared(torch.randn(50, 4, 8))
+        found = [
+            tc.explain(m).find(path)[0].details["saturated"] for m in (prepared, tc.convert_fx(prepared))
+        ]
+        assert found[0] == found[1]
+        shares.append(found[0])
+    assert shares[1] > 0.01
+    assert shares[0] == pytest.approx(shares[1], rel=0.2)

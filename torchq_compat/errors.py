@@ -123,6 +123,15 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def conflict_in_fused_pattern(cls, path: str, types: list[str], other: str) -> ConfigError:
+        return cls(
+            f"qconfig_mapping: object_type: {path!r} starts the fused pattern {' + '.join(types)}, but the "
+            f"qconfig of {other} is not that of {types[0]}.",
+            hint="set the same qconfig for all of these object types, or none for any of them; "
+            "module_name switches a single place off.",
+        )
+
+    @classmethod
     def not_supported(cls, setting: str, why: str, hint: str) -> ConfigError:
         return cls(f"{setting} is not supported: {why}.", hint=hint)
 
@@ -157,6 +166,36 @@ class CustomModuleError(TorchQCompatError):
         return cls(
             f"the call of module {path!r} is not valid: {problem}.",
             hint="the module takes the same arguments as the float module it replaces.",
+        )
+
+    @classmethod
+    def no_qconfig(cls, kind: str) -> CustomModuleError:
+        return cls(
+            f"the float {kind} has no qconfig.",
+            hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig first.",
+        )
+
+    @classmethod
+    def not_observed_here(cls, found: str) -> CustomModuleError:
+        return cls(
+            f"{found} is not a custom module this package made.",
+            hint="let from_float and from_observed return what the class they inherit them from returns.",
+        )
+
+    @classmethod
+    def unknown_container(cls, path: str, found: object) -> CustomModuleError:
+        name = f"{type(found).__module__}.{type(found).__qualname__}"
+        return cls(
+            f"the module at {path!r} is given, or returns, a {name}, which holds tensors "
+            "but is no tuple, list, dict or dataclass.",
+            hint=f"make {type(found).__name__} a dataclass, or register it with torch.utils._pytree.",
+        )
+
+    @classmethod
+    def returns_size(cls, path: str) -> CustomModuleError:
+        return cls(
+            f"the module at {path!r} returns an integer computed from the sizes of its inputs.",
+            hint="take the size from a tensor outside the module: x.shape[0].",
         )
 
 

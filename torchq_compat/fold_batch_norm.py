@@ -1,12 +1,12 @@
-"""Fold QAT's batch norms into the convolutions before torchao converts.
+"""Fold QAT's batch norms into the ops before torchao converts.
 
-torchao's prepare for QAT turns ``bn(conv(x, w) + b)`` into
+``fuse_batch_norm`` turned ``bn(op(x, w) + b)`` into
 
-    s = gamma / sqrt(var + eps);  bn(conv(x, fq(w * s)) / s + b)
+    s = gamma / sqrt(var + eps);  bn(op(x, fq(w * s)) / s + b)
 
-(qat_utils.py), which in evaluation is ``conv(x, fq(w * s)) + (b - mean) * s + beta``. torchao folds it after
+which in evaluation is ``op(x, fq(w * s)) + (b - mean) * s + beta``. torchao folds its own form of it after
 conversion by exporting 96 patterns and matching each, whatever the model has: 11 seconds for one convolution.
-Where no batch norm is left it does nothing.
+Batch norms that are not folded here are hidden from it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.batch_norm_constants import batch_norm_nodes
+from torchq_compat.batch_norm_nodes import EPS, batch_norm_nodes
 
 __all__ = ["fold_batch_norms"]
 
 ATEN = torch.ops.aten
-EPS = 7
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,18 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activation_post_process
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
-from torchq_compat.batch_norm_constants import batch_norm_constants, restore_batch_norm_constants
+from torchq_compat.cumulative_batch_norm import fix_averaging_factors
+from torchq_compat.float_qparams_weights import fold_float_qparams_weights
 from torchq_compat.fold_batch_norm import fold_batch_norms
+from torchq_compat.fuse_batch_norm import fuse_batch_norms
+from torchq_compat.kept_batch_norms import hide_batch_norms, show_batch_norms
 from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.dynamic import DynamicQuantization
+from torchq_compat.specs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.specs.weights import WeightObserver
 
 __all__ = [
@@ -46,20 +52,33 @@ def prepare_graph(
     """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
     if not is_qat:
         return _allow_train_eval(prepare_pt2e(graph_module, SpecQuantizer(decide)))
-    constants = batch_norm_constants(graph_module)
-    prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide))
-    restore_batch_norm_constants(prepared, constants)
+
+    def decide_and_hide(captured: GraphModule) -> Mapping[Node, NodeSpecs]:
+        specs = decide(captured)
+        hide_batch_norms(captured)
+        return specs
+
+    prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide_and_hide))
+    show_batch_norms(prepared)
+    fuse_batch_norms(prepared)
     return _allow_train_eval(prepared)
 
 
 def convert_graph(prepared: GraphModule) -> GraphModule:
     """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy."""
     drop_batch_counters(prepared)
+    fix_averaging_factors(prepared)
     fold_batch_norms(prepared)
     _observe_weights(prepared)
+    fold_float_qparams_weights(prepared, observer_nodes(prepared))
     _freeze_activation_observers(prepared)
+    _quantize_on_the_fly(prepared)
     _cast_around_observers(prepared)
-    return _allow_train_eval(convert_pt2e(prepared))
+    _forget_annotations(prepared)
+    hide_batch_norms(prepared)
+    converted = convert_pt2e(prepared)
+    show_batch_norms(converted)
+    return _allow_train_eval(converted)
 
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
@@ -144,6 +163,21 @@ def _freeze_activation_observers(prepared: GraphModule) -> None:
         prepared.set_submodule(str(node.target), frozen)
 
 
+def _quantize_on_the_fly(prepared: GraphModule) -> None:
+    """Replace each dynamic observer by what FX's reference conversion made of it."""
+    for node, module in observer_nodes(prepared):
+        if not isinstance(module, WeightObserver) and getattr(module, "is_dynamic", False):
+            dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
+            prepared.set_submodule(str(node.target), DynamicQuantization(dtype))
+
+
+def _forget_annotations(prepared: GraphModule) -> None:
+    """``prepared`` is a copy, and its annotations name nodes of the original; torchao's convert would look
+    for the q-dq behind those."""
+    for node in prepared.graph.nodes:
+        node.meta.pop(Q_ANNOTATION_KEY, None)
+
+
 def _cast_around_observers(prepared: GraphModule) -> None:
     """quantized_decomposed's quantize takes float32 only: a float64 value is cast to it and back."""
     graph = prepared.graph
@@ -180,6 +214,9 @@ def _quantizes_static(module: nn.Module) -> bool:
 
 
 def _fault(module: nn.Module) -> ObserverFault | None:
+    if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:
+        scale, _ = module.calculate_qparams()
+        return None if bool(scale.isfinite().all()) else ObserverFault.NOT_FINITE
     for part in module.modules():
         low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)
         if isinstance(low, Tensor) and isinstance(high, Tensor):

@@ -11,13 +11,16 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.annotation import NodeSpecs
-from torchq_compat.annotate.decide import LeafBoundary, decide_graph
+from torchq_compat.annotate.decide import decide_graph
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.leftovers import decide_leftovers
+from torchq_compat.cumulative_batch_norm import average_cumulatively, give_momentum
 from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, place_leaves
+from torchq_compat.custom_modules.leaf_nodes import example_call, leaf_nodes, place_leaves
 from torchq_compat.custom_modules.leaf_op import CaptureSession
+from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.custom_modules.swap import Swap, apply_swaps, decide_swaps
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.errors import InputError
@@ -53,6 +56,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     working = copy.deepcopy(model)
     if working.training != request.is_qat:
         working.train(request.is_qat)
+    cumulative = give_momentum(working)
     signature = _signature(working, request.example_inputs)
     swaps, decisions = decide_swaps(working, request.rules, request.settings)
     decisions.extend(decide_leftovers(working, request.settings.preserved_attributes))
@@ -68,6 +72,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
 
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
+    average_cumulatively(prepared, cumulative)
     record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat)
     preserved = {
         name: getattr(working, name)
@@ -134,21 +139,25 @@ def _behind(swap: Swap) -> nn.Module:
         vars(swap.module)["qconfig"] = None
         return swap.module
     observed = swap.handler.observe(swap.request)
-    observed.observed_class = swap.request.observed_class
+    observed.leaf_observed_class = swap.request.observed_class
+    observed.leaf_quant_type = swap.request.specs.quant_type
     return observed
 
 
-def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Any, LeafBoundary]:
+def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Node, LeafBoundary]:
     by_path = {swap.paths[0]: swap for swap in swaps}
     boundaries = {}
     for node in leaf_nodes(graph_module):
-        swap = by_path[str(node.target)]
-        leaf = graph_module.get_submodule(str(node.target))
+        path, index = str(node.target), node.kwargs["leaf_layout"]
+        request, leaf = by_path[path].request, graph_module.get_submodule(path)
+        handler = handler_of(leaf)
         assert isinstance(leaf, LeafModule)
-        assert swap.request is not None
-        specs, output_dtypes = swap.request.specs, swap.handler.output_dtypes(leaf)
-        accepted = frozenset(d for d in (*output_dtypes, specs.activation_dtype) if d is not None)
-        boundaries[node] = LeafBoundary(specs.activation, accepted, output_dtypes)
+        assert isinstance(index, int)
+        assert request is not None
+        assert handler is not None
+        arguments, expected = example_call(node, leaf)
+        handler.check_call(copy.deepcopy(leaf), path, index, arguments, expected)
+        boundaries[node] = handler.boundary(leaf, request, leaf.leaf_layouts[index])
     return boundaries
 
 

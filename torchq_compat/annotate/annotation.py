@@ -26,7 +26,7 @@ class NodeSpecs:
 class SpecQuantizer(Quantizer):  # type: ignore[misc]
     """A torchao Quantizer that writes what ``decide`` says of a graph.
 
-    ``decide`` is asked when torchao asks for annotations: by then it has fused batch norm into convolutions,
+    ``decide`` is asked when torchao asks for annotations: by then its prepare for PTQ has folded batch norms,
     which erases nodes.
     """
 

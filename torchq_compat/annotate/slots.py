@@ -27,7 +27,6 @@ class Slots:
         self._specs: dict[Slot, QuantizationSpecBase] = {}
         #: The slot whose observer a slot uses; itself for an observer of its own.
         self._observer: dict[Slot, Slot] = {}
-        self._following: set[Slot] = set()
 
     def __contains__(self, slot: Slot) -> bool:
         return slot in self._observer
@@ -42,11 +41,6 @@ class Slots:
         share with it keep the observer they have."""
         self._observer[slot] = self._observer[leader]
 
-    def follow(self, edge: tuple[Node, Node]) -> None:
-        """Let ``edge`` use whatever observer its producer's output has in the end. It adds no observer; but
-        torchao's conv-bn fusion for QAT wants every edge of a convolution named."""
-        self._following.add(edge)
-
     def node_specs(self, nodes: Iterable[Node]) -> dict[Node, NodeSpecs]:
         """The slots as torchao wants them: the first slot of an observer carries the spec, the others point
         to it. torchao makes observers in graph order, edges of a node before its output."""
@@ -58,8 +52,6 @@ class Slots:
                 edge = (producer, node)
                 if edge in self._observer:
                     specs.inputs[producer] = self._emit(edge, self._observer[edge], first_with)
-                elif edge in self._following:
-                    specs.inputs[producer] = self._emit(edge, self._observer[producer], first_with)
             if node in self._observer:
                 specs.output = self._emit(node, self._observer[node], first_with)
             if specs:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
+from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, tensor_arguments
 from torchq_compat.specs.grids import Grid, PerTensorGrid
 
 __all__ = ["quantize_boundaries"]
@@ -42,8 +42,8 @@ def quantize_boundaries(graph_module: GraphModule) -> None:
     for call in leaf_nodes(graph_module):
         module = graph_module.get_submodule(str(call.target))
         assert isinstance(module, LeafModule)
-        inputs = [_decide_input(arg) for arg in call.args if isinstance(arg, Node)]
-        output_grids = module.output_grids(call.meta["val"])
+        inputs = [_decide_input(arg) for arg in tensor_arguments(call, module)]
+        output_grids = module.leaf_output_grids(call.meta["val"])
         _apply(graph_module, call, module, inputs, output_grids)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -54,11 +54,11 @@ def refresh_boundaries(graph_module: GraphModule) -> None:
     for call in leaf_nodes(graph_module):
         module = graph_module.get_submodule(str(call.target))
         assert isinstance(module, LeafModule)
-        output_grids = module.output_grids(call.meta["val"])
-        index = call.kwargs["layout"]
+        output_grids = module.leaf_output_grids(call.meta["val"])
+        index = call.kwargs["leaf_layout"]
         assert isinstance(index, int)
-        input_grids = tuple(_grid_of_integers(arg) for arg in call.args if isinstance(arg, Node))
-        module.layouts[index] = module.layouts[index].with_grids(input_grids, output_grids)
+        input_grids = tuple(_grid_of_integers(arg) for arg in tensor_arguments(call, module))
+        module.leaf_layouts[index] = module.leaf_layouts[index].with_grids(input_grids, output_grids)
         for getitem in call.users:
             position = getitem.args[1]
             assert isinstance(position, int)
@@ -95,10 +95,12 @@ def _apply(
     inputs: list[_Input],
     output_grids: tuple[Grid | None, ...],
 ) -> None:
-    call.args = tuple(entry.node for entry in inputs)
-    index = call.kwargs["layout"]
+    call.args = (*(entry.node for entry in inputs), *call.args[len(inputs) :])
+    index = call.kwargs["leaf_layout"]
     assert isinstance(index, int)
-    module.layouts[index] = module.layouts[index].with_grids(tuple(i.grid for i in inputs), output_grids)
+    module.leaf_layouts[index] = module.leaf_layouts[index].with_grids(
+        tuple(i.grid for i in inputs), output_grids
+    )
     for getitem in list(call.users):
         position = getitem.args[1]
         assert isinstance(position, int)

@@ -44,17 +44,15 @@ def decide_swaps(
     decisions: list[Decision] = []
     for module, paths in _modules_with_paths(model):
         path = paths[0]
+        if _inside(paths, swaps):
+            continue
         request, reason = _request(module, path, rules, settings)
-        mapped = settings.float_to_observed.get(type(module))
-        handler = next((h for h in handlers() if request and mapped and h.takes(type(module), mapped)), None)
-        if handler is not None and request is not None:
+        if request is not None:
+            handler = next(h for h in handlers() if h.takes(type(module), request.observed_class))
             swaps.append(Swap(module, paths, handler, request))
             decisions.append(Decision(path, type(module).__name__, Action.QUANTIZED, reason))
             continue
         remedy = next((r for h in handlers() if (r := h.remedy(module)) is not None), None)
-        if request is not None:
-            reason = f"this release has no way to carry out the mapping to {request.observed_class.__name__}"
-            remedy = remedy or "leave the class out of the mapping, or register a CustomModuleHandler for it"
         if remedy is not None:
             decisions.append(_left_float(module, path, rules, reason, remedy))
         opaque = next((h for h in handlers() if h.is_opaque(module)), None)
@@ -67,7 +65,7 @@ def apply_swaps(model: nn.Module, swaps: list[Swap], session: CaptureSession) ->
     """Put a leaf caller in the place of every swapped module of ``model``."""
     for swap in swaps:
         fake_call = swap.handler.fake_call(swap.module, swap.paths[0])
-        caller = session.add(swap.paths[0], fake_call)
+        caller = session.add(swap.paths[0], swap.module, fake_call)
         for path in swap.paths:
             model.set_submodule(path, caller)
 
@@ -81,18 +79,22 @@ def _modules_with_paths(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str
         yield module, tuple(found)
 
 
+def _inside(paths: tuple[str, ...], swaps: list[Swap]) -> bool:
+    """Whether a module is reached only through custom modules: what is in them is theirs."""
+    outer = tuple(f"{path}." for swap in swaps for path in swap.paths)
+    return all(path.startswith(outer) for path in paths)
+
+
 def _request(
     module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings
 ) -> tuple[ObserveRequest | None, str]:
-    mapped = settings.float_to_observed.get(type(module))
     selection = select_for_module(rules, type(module), path)
     if selection.qconfig is None:
         return None, f"its qconfig is None ({selection.rule})"
-    if mapped is None:
-        return None, "no custom-module mapping for its class"
     specs = OpSpecs(selection.qconfig)
-    if not specs.is_static:
-        return None, "its qconfig does not quantize activations statically"
+    mapped = settings.float_to_observed.get(specs.quant_type, {}).get(type(module))
+    if mapped is None:
+        return None, f"no custom-module mapping for its class and a {specs.quant_type.name.lower()} qconfig"
     request = ObserveRequest(module, path, mapped, selection.qconfig, specs)
     return request, f"custom module {mapped.__name__}, qconfig from {selection.rule}"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ from torch import Tensor, nn
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.fused_fake_quantize import FusedFakeQuantize
+from torchq_compat.specs.observer_settings import FIXED_QPARAMS, read_settings
 from torchq_compat.specs.saturation import SaturationCountingObserver
 from torchq_compat.specs.two_world_classes import TWO_WORLD_CLASSES, recognised_by_torch_ao
 
@@ -29,7 +30,6 @@ __all__ = [
     "LegacyFakeQuantizeAdapter",
     "LegacyObserverAdapter",
     "ObserverConstructor",
-    "ObserverSettings",
     "fixed_qparams_constructor",
     "translate_constructor",
 ]
@@ -37,29 +37,17 @@ __all__ = [
 LegacyConstructor = Callable[[], nn.Module]
 HOMES = (legacy_observer, legacy_fake_quantize, pt2e_observer, pt2e_fake_quantize)
 PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
-FIXED_QPARAMS = (legacy_observer.FixedQParamsObserver, pt2e_observer.FixedQParamsObserver)
 LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
 # Attributes whose name differs from the constructor's argument.
 ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
+#: Dtypes whose range is smaller than that of the plain integers that carry them.
+NARROW_DTYPES = (torch.quint4x2, torch.quint2x4)
 
 #: Classes of which this package has a version that tells more.
-REPLACED: dict[str, Callable[..., nn.Module]] = {"MovingAverageMinMaxObserver": SaturationCountingObserver}
-
-
-@dataclass(frozen=True)
-class ObserverSettings:
-    """What an observer says about the quantized tensor: plain dtype, range of the observer, scheme, axis."""
-
-    dtype: torch.dtype
-    qscheme: torch.qscheme
-    quant_min: int | None
-    quant_max: int | None
-    ch_axis: int | None
-    is_dynamic: bool
-    is_fake_quantize: bool
-    has_fixed_qparams: bool
-    reuses_input: bool
-    observer_type: type[nn.Module]
+REPLACED: dict[str, Callable[..., nn.Module]] = {
+    "FusedMovingAvgObsFakeQuantize": FusedFakeQuantize,
+    "MovingAverageMinMaxObserver": SaturationCountingObserver,
+}
 
 
 class ObserverConstructor:
@@ -79,7 +67,7 @@ class ObserverConstructor:
     def __init__(self, legacy: LegacyConstructor, setting: str = "qconfig") -> None:
         self.legacy = legacy
         self.setting = setting
-        self.settings = _settings_of(self())
+        self.settings = read_settings(self(), self._make_legacy())
         self.__name__ = "PerChannelObserver" if self.settings.ch_axis is not None else "Observer"
 
     def with_args(self, **_spec: Any) -> ObserverConstructor:
@@ -161,7 +149,7 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
             arguments[name] = _plain_value(getattr(made, attribute))
     if getattr(made, "has_customized_qrange", False):
         arguments["reduce_range"] = False  # a given range is stored already reduced
-    elif hasattr(made, "has_customized_qrange"):
+    elif hasattr(made, "has_customized_qrange") and made.dtype not in NARROW_DTYPES:
         del arguments["quant_min"], arguments["quant_max"]
     if isinstance(made, FIXED_QPARAMS):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
@@ -190,31 +178,6 @@ def _fixed_qparams_range(made: Any) -> tuple[int, int]:
     if (made.quant_min, made.quant_max) == (0, 255):
         return dtype_range(made.dtype)
     return made.quant_min, made.quant_max
-
-
-def _settings_of(made: nn.Module) -> ObserverSettings:
-    dtype = plain_dtype(made.dtype)  # type: ignore[arg-type]
-    source: nn.Module = getattr(made, "activation_post_process", made)
-    observed_by: nn.Module = getattr(source, "legacy", source)
-    ch_axis = getattr(source, "ch_axis", None)
-    qscheme = getattr(source, "qscheme", None) or torch.per_tensor_affine
-    per_channel = qscheme in (
-        torch.per_channel_affine,
-        torch.per_channel_symmetric,
-        torch.per_channel_affine_float_qparams,
-    )
-    return ObserverSettings(
-        dtype=dtype,
-        qscheme=qscheme,
-        quant_min=getattr(source, "quant_min", None),
-        quant_max=getattr(source, "quant_max", None),
-        ch_axis=int(ch_axis) if per_channel and ch_axis is not None else None,
-        is_dynamic=bool(getattr(made, "is_dynamic", False)),
-        is_fake_quantize=isinstance(made, pt2e_fake_quantize.FakeQuantizeBase),
-        has_fixed_qparams=isinstance(source, pt2e_observer.FixedQParamsObserver),
-        reuses_input=isinstance(source, pt2e_observer.ReuseInputObserver),
-        observer_type=type(observed_by),
-    )
 
 
 def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
@@ -258,7 +221,7 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
 @recognised_by_torch_ao
 class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
-    """A user's own torch.ao fake-quantize, as a torchao one."""
+    """A user's own torch.ao fake-quantize, or its private learnable one, as a torchao one."""
 
     def __init__(self, legacy: nn.Module) -> None:
         super().__init__()
@@ -272,6 +235,12 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         scale, zero_point = self.legacy.calculate_qparams()  # type: ignore[operator]
         return scale, zero_point
+
+    @property
+    def learns_qparams(self) -> bool:
+        """Whether torch.ao's learnable fake-quantize trains its qparams and no longer observes them."""
+        learning = getattr(self.legacy, "learning_enabled", None)
+        return isinstance(learning, Tensor) and bool(learning)
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
         self.legacy.enable_fake_quant(enabled)  # type: ignore[operator]

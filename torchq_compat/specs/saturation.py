@@ -34,10 +34,13 @@ class SaturationCountingObserver(MovingAverageMinMaxObserver):  # type: ignore[m
 
     def forward(self, x_orig: Tensor) -> Tensor:
         x: Tensor = super().forward(x_orig)
-        values = x_orig.detach()
+        self.count(x_orig.detach())
+        return x
+
+    def count(self, values: Tensor) -> None:
+        """Add ``values`` to the counts."""
         self.seen += values.numel()
         self.saturated += ((values < self.min_val) | (values > self.max_val)).sum()
-        return x
 
 
 def saturated_share(module: nn.Module) -> float | None:

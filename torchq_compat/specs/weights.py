@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
 
-from torchq_compat.specs.observers import ObserverConstructor, ObserverSettings
+from torchq_compat.specs.observer_settings import ObserverSettings
+from torchq_compat.specs.observers import ObserverConstructor
 from torchq_compat.specs.two_world_classes import recognised_by_torch_ao
 
 __all__ = ["WeightConstructor", "WeightObserver"]
@@ -51,42 +50,6 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
         return scale, zero_point
 
 
-class FloatQParamsWeightObserver(WeightObserver):
-    """For embeddings: zero points are floats, and so cannot be added after rounding.
-
-    quantized_decomposed.quantize_per_channel computes ``round(x / scale) + zero_point`` and truncates the sum
-    to an integer, up to one step below FX's ``round(x / scale + zero_point)``. So the integers are made here,
-    and only the dequantize goes into the graph; torchao's convert calls this method where it exists.
-    """
-
-    def convert(self, model: GraphModule, observer_node: Node) -> None:
-        """Replace ``observer_node`` by the dequantize of a folded integer weight."""
-        source = observer_node.args[0]
-        assert isinstance(source, Node)
-        name = str(source.target).replace(".", "_")
-        weight = _attribute(model, str(source.target)).detach()
-        scale, zero_point = self.calculate_qparams()
-        shape = [-1 if axis == self.ch_axis else 1 for axis in range(weight.dim())]
-        integers = torch.round(weight / scale.view(shape) + zero_point.view(shape))
-        constants = {
-            f"{name}_quantized": integers.clamp(self.quant_min, self.quant_max).to(self.dtype),
-            f"{name}_scales": scale,
-            f"{name}_zero_points": zero_point,
-        }
-        graph = model.graph
-        with graph.inserting_before(observer_node):
-            nodes = []
-            for constant, value in constants.items():
-                model.register_buffer(constant, value)
-                nodes.append(graph.get_attr(constant))
-            dequantize = graph.call_function(
-                torch.ops.quantized_decomposed.dequantize_per_channel.default,
-                (*nodes, self.ch_axis, self.quant_min, self.quant_max, self.dtype),
-            )
-        observer_node.replace_all_uses_with(dequantize)
-        graph.erase_node(observer_node)
-
-
 def _attribute(root: nn.Module, path: str) -> Tensor:
     parent, _, name = path.rpartition(".")
     value = getattr(root.get_submodule(parent), name)
@@ -106,6 +69,4 @@ class WeightConstructor:
         return self
 
     def __call__(self) -> nn.Module:
-        if self.settings.qscheme is torch.per_channel_affine_float_qparams:
-            return FloatQParamsWeightObserver(self.constructor)
         return WeightObserver(self.constructor)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from torchq_compat.custom_modules.part_graph import converted_grids
 from torchq_compat.custom_modules.recurrent.pieces.opaque import OpaqueLSTM
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 from torchq_compat.user_warnings import warn_user
@@ -57,20 +58,14 @@ def _input_grids(module: OpaqueLSTM) -> tuple[Grid | None, ...]:
 
 
 def _result_grids(module: OpaqueLSTM) -> tuple[Grid | None, ...]:
-    output = [_leaving_grids(direction.cell)[0] for direction in module.by_layer()[-1]]
-    h, c = zip(*(_leaving_grids(direction.cell) for direction in module.directions()), strict=True)
+    output = [converted_grids(direction.cell)[0] for direction in module.by_layer()[-1]]
+    h, c = zip(*(converted_grids(direction.cell) for direction in module.directions()), strict=True)
     return _combine(2, output, module.output_size), _combine(0, h, 1), _combine(0, c, 1)
 
 
 def _arriving_grids(cell: GraphModule) -> tuple[PerTensorGrid | None, ...]:
     """The grids on which a converted cell quantizes x, h and c; None where it does not."""
     return tuple(_grid_of_readers(node) for node in cell.graph.nodes if node.op == "placeholder")
-
-
-def _leaving_grids(cell: GraphModule) -> tuple[PerTensorGrid | None, ...]:
-    """The grids on which a converted cell hands out h and c; None for floats."""
-    results: Any = cell.graph.output_node().args[0]
-    return tuple(_grid_of(node, DEQUANTIZE) for node in results)
 
 
 def _grid_of_readers(placeholder: Node) -> PerTensorGrid | None:

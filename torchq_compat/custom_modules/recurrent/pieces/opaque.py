@@ -8,29 +8,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.recurrent.aten_lstm import AtenLSTM
+from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
+from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.pieces.writer import PieceWriter, free_name
 
-__all__ = ["OpaqueDirection", "OpaqueLSTM", "write_opaque"]
-
-
-class OpaqueDirection(nn.Module):
-    """One direction of one layer: its cell, run over time."""
-
-    def __init__(self, cell: GraphModule, *, backward: bool) -> None:
-        super().__init__()
-        self.cell = cell
-        self.backward = backward
-
-    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``x`` (T, B, I), ``h`` (B, P), ``c`` (B, H) -> output (T, B, P), last h, last c."""
-        steps = x.unbind(0)
-        outputs = []
-        for step in reversed(steps) if self.backward else steps:
-            h, c = self.cell(step, h, c)
-            outputs.append(h)
-        if self.backward:
-            outputs.reverse()
-        return torch.stack(outputs), h, c
+__all__ = ["OpaqueLSTM", "write_opaque"]
 
 
 class OpaqueLSTM(nn.Module):
@@ -45,33 +27,28 @@ class OpaqueLSTM(nn.Module):
         self.dropout = lstm.dropout
         self.output_size = int(lstm.h0.meta["val"].shape[-1])
         self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    direction.name: OpaqueDirection(cells[direction.path], backward=direction.backward)
-                    for direction in directions
-                }
-            )
+            RecurrentLayer([CellGraphModule.wrap(cells[direction.path]) for direction in directions])
             for directions in lstm.layers()
         )
 
-    def by_layer(self) -> list[list[OpaqueDirection]]:
+    def by_layer(self) -> list[tuple[RecurrentDirection, ...]]:
         """The directions of each layer, in the order of the rows of the states."""
-        return [[d for d in layer.children() if isinstance(d, OpaqueDirection)] for layer in self.layers]
+        return [layer.directions() for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
-    def directions(self) -> list[OpaqueDirection]:
+    def directions(self) -> list[RecurrentDirection]:
         """All of them."""
         return [direction for layer in self.by_layer() for direction in layer]
 
     def forward(self, x: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        states = zip(h0.unbind(0), c0.unbind(0), strict=True)
+        states = list(zip(h0.unbind(0), c0.unbind(0), strict=True))
         x = x.transpose(0, 1) if self.batch_first else x
         last: list[tuple[Tensor, Tensor]] = []
-        for index, directions in enumerate(self.by_layer()):
+        for index, layer in enumerate(self.layers):
             if index and self.dropout:
                 x = F.dropout(x, self.dropout)
-            results = [direction(x, *next(states)) for direction in directions]
-            x = torch.cat([output for output, _, _ in results], -1)
-            last.extend((h, c) for _, h, c in results)
+            first = len(last)
+            x, ends = layer(x, states[first : first + len(self.by_layer()[index])])
+            last.extend(ends)
         h_n, c_n = (torch.stack(rows) for rows in zip(*last, strict=True))
         return (x.transpose(0, 1) if self.batch_first else x), h_n, c_n
 

@@ -10,6 +10,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.custom_modules.recurrent.aten_lstm_errors import AtenLSTMError
+from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.pieces.boundary import quantize_boundary
 from torchq_compat.custom_modules.recurrent.pieces.hoist import hoist_weights
 from torchq_compat.custom_modules.recurrent.pieces.opaque import OpaqueLSTM
@@ -34,7 +35,7 @@ def prepare_pieces(model: GraphModule, quantizer: Quantizer) -> GraphModule:
     prepared: GraphModule = prepare_pt2e(copy.deepcopy(model), SharedStepsQuantizer(quantizer))
     for _, module in _opaque_lstms(prepared):
         for direction in module.directions():
-            direction.cell = prepare_pt2e(direction.cell, quantizer)
+            direction.cell = CellGraphModule.wrap(prepare_pt2e(direction.cell, quantizer))
     return prepared
 
 
@@ -49,21 +50,16 @@ def convert_pieces(prepared: GraphModule) -> GraphModule:
         for direction in module.directions():
             if not any(observer_nodes(direction.cell)):
                 raise AtenLSTMError.not_prepared()
-            direction.cell = _only_what_is_read(convert_pt2e(direction.cell))
+            direction.cell = CellGraphModule.wrap(convert_pt2e(direction.cell))
     converted: GraphModule = convert_pt2e(copied)
     hoist_weights(converted)
     for path, module in _opaque_lstms(converted):
         quantize_boundary(converted, path, module)
-    whole = _only_what_is_read(converted)
+    # torchao leaves the float weights of nested paths behind; a new module takes what the graph reads.
+    whole = GraphModule(converted, converted.graph)
+    whole.meta.update(converted.meta)
     whole.meta.pop(CELLS_KEY, None)
     return whole
-
-
-def _only_what_is_read(graph_module: GraphModule) -> GraphModule:
-    """torchao leaves the float weights of nested paths behind; a new module takes what the graph reads."""
-    made = GraphModule(graph_module, graph_module.graph)
-    made.meta.update(graph_module.meta)
-    return made
 
 
 def _opaque_lstms(graph_module: nn.Module) -> list[tuple[str, OpaqueLSTM]]:

@@ -13,9 +13,10 @@ from enum import StrEnum
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from torchq_compat.custom_modules.recurrent.aten_lstm import AtenLSTM, aten_lstms
+from torchq_compat.capture.export import capture_flat
+from torchq_compat.custom_modules.recurrent.aten_lstm import AtenLSTM, Direction, aten_lstms
 from torchq_compat.custom_modules.recurrent.aten_lstm_errors import AtenLSTMError
-from torchq_compat.custom_modules.recurrent.pieces.cell import float_cell_graph
+from torchq_compat.custom_modules.recurrent.lstm_cell import LSTMCellFloat
 from torchq_compat.custom_modules.recurrent.pieces.opaque import write_opaque
 from torchq_compat.custom_modules.recurrent.pieces.rolled import write_rolled
 from torchq_compat.custom_modules.recurrent.pieces.unrolled import write_unrolled
@@ -70,9 +71,7 @@ def break_up_lstm(program: ExportedProgram | GraphModule, shape: Shape | str = S
     if not lstms:
         raise AtenLSTMError.none_found()
     for lstm in lstms:
-        cells = {
-            direction.path: float_cell_graph(direction.values(graph_module)) for direction in lstm.directions
-        }
+        cells = {direction.path: _cell(graph_module, direction) for direction in lstm.directions}
         _replace(lstm.node, WRITE[Shape(shape)](PieceWriter(graph_module, lstm.node), lstm, cells))
     _drop_guards(graph_module)
     graph_module.graph.eliminate_dead_code()
@@ -91,6 +90,12 @@ def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
     if isinstance(program, GraphModule):
         return copy.deepcopy(program)
     raise AtenLSTMError.not_a_program(program)
+
+
+def _cell(graph_module: GraphModule, direction: Direction) -> GraphModule:
+    weights = direction.values(graph_module)
+    cell = LSTMCellFloat(weights, split_gates=False)
+    return capture_flat(cell, cell.example_inputs())
 
 
 def _replace(node: Node, results: Sequence[Node]) -> None:
