@@ -347,6 +347,30 @@ def test_any_length_and_batch(shape: str, prepared: bool) -> None:
                 torch.testing.assert_close(result, value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_that_was_exported_dynamic_stays_so(shape: str) -> None:
+    """Without a state: its zeros follow the batch."""
+
+    class Stateless(Model):
+        def forward(self, x: Tensor) -> Any:
+            return self.lstm(x)
+
+    torch.manual_seed(0)
+    model = Stateless(num_layers=2, bidirectional=True).eval()
+    x = torch.randn(STEPS, BATCH, INPUT)
+    program = torch.export.export(model, (x,), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
+    prepared = prepare_pieces(break_up_lstm(program, shape), OfLinears())
+    with torch.no_grad():
+        for seed in range(4):
+            prepared(batch(seed, {})[0])
+        module = convert_pieces(prepared)
+        for size in (1, 7):
+            other = torch.randn(STEPS, size, INPUT)
+            torch.testing.assert_close(leaves(prepared(other)), leaves(model(other)), rtol=0, atol=1e-6)
+            for value, result in zip(leaves(model(other)), leaves(module(other)), strict=True):
+                assert 24 < sqnr(value, result) < 45
+
+
 def test_unrolled_refuses_another_length() -> None:
     pieces = break_up_lstm(torch.export.export(float_model({}), batch(0, {})), "unrolled")
     for module in (pieces, converted(float_model({}), "unrolled", {})):
