@@ -278,7 +278,8 @@ def test_the_same_with_a_quantizer_that_looks_around() -> None:
         assert 30 < sqnr(value, one) < 55
 
 
-def test_one_tensor_as_both_states() -> None:
+@pytest.mark.parametrize("kwargs", [{}, {"num_layers": 2}], ids=str)
+def test_one_tensor_as_both_states(kwargs: dict[str, Any]) -> None:
     """Hidden and cell state keep grids of their own, at the boundary too."""
 
     class Tied(Model):
@@ -286,8 +287,8 @@ def test_one_tensor_as_both_states() -> None:
             return self.lstm(x, (state, state))
 
     torch.manual_seed(0)
-    model = Tied().eval()
-    inputs = [(x, h) for x, (h, _) in (batch(seed, {}) for seed in range(4))]
+    model = Tied(**kwargs).eval()
+    inputs = [(x, h) for x, (h, _) in (batch(seed, kwargs) for seed in range(4))]
     results = []
     for shape in SHAPES:
         prepared = prepare_pieces(break_up_lstm(torch.export.export(model, inputs[0]), shape), OfLinears())

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.part_graph import converted_grids
 from torchq_compat.custom_modules.recurrent.pieces.opaque import OpaqueLSTM
+from torchq_compat.custom_modules.recurrent.pieces.writer import free_name
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 from torchq_compat.user_warnings import warn_user
 
@@ -121,8 +122,8 @@ def _insert(graph_module: GraphModule, node: Node, grid: Grid, *, before: Node) 
         else:
             scales, zero_points = grid.tensors(node.meta["val"].device)
             qparams = (
-                _constant(graph_module, f"{node.name}_scales", scales),
-                _constant(graph_module, f"{node.name}_zero_points", zero_points),
+                _constant(graph_module, free_name(graph_module, f"{node.name}_scales"), scales),
+                _constant(graph_module, free_name(graph_module, f"{node.name}_zero_points"), zero_points),
                 *(grid.axis, grid.quant_min, grid.quant_max, grid.dtype),
             )
             quantize_op = OPS.quantize_per_channel.default
