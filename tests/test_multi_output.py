@@ -29,6 +29,7 @@ from torchao.quantization.pt2e.quantizer import (
 from tests.oracle import leaves, sqnr
 from torchq_compat import Output, annotate_outputs, check_sharing
 from torchq_compat.multi_output import AnnotationError
+from torchq_compat.user_warnings import QuantizationWarning
 
 ATEN = torch.ops.aten
 OPS = torch.ops.quantized_decomposed
@@ -172,12 +173,13 @@ def test_none_leaves_an_output_alone(
 
 
 def test_torchao_alone_drops_the_spec() -> None:
-    """What this is for: the spec on the node itself disappears."""
+    """What this is for: the spec on the node itself disappears. check_sharing says so."""
 
     def annotate(node: Node) -> None:
         node.meta["quantization_annotation"] = QuantizationAnnotation(output_qspec=int8(), _annotated=True)
 
-    _, converted = quantized(export(lambda x: x.chunk(2), X), OfOneOp(ATEN.chunk.default, annotate), X)
+    with pytest.warns(QuantizationWarning, match=r"'chunk' .* has several outputs"):
+        _, converted = quantized(export(lambda x: x.chunk(2), X), OfOneOp(ATEN.chunk.default, annotate), X)
     assert result_qparams(converted) == [None, None]
 
 

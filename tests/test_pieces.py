@@ -20,6 +20,10 @@ from torchao.quantization.pt2e.quantizer import (
     QuantizationSpec,
     Quantizer,
 )
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
 
 from tests.oracle import leaves, sqnr
 from torchq_compat.custom_modules.recurrent.aten_lstm_errors import AtenLSTMError
@@ -253,6 +257,51 @@ def test_the_same_with_other_observers(quantizer: OfLinears) -> None:
         assert torch.equal(one, third)
 
 
+def test_the_same_with_a_quantizer_that_looks_around() -> None:
+    """torchao's own for x86 annotates patterns: what it says of a node depends on the nodes beside it. It
+    quantizes inputs only, so that the results stay float, which the opaque shape warns of."""
+    kwargs = {"bidirectional": True}
+    model, inputs = float_model(kwargs), batch(7, kwargs)
+    results = []
+    for shape in SHAPES:
+        quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
+        prepared = calibrated(model, shape, kwargs, quantizer)
+        if shape == "opaque":
+            with pytest.warns(QuantizationWarning, match="stays float at output, h_n, c_n"):
+                module = convert_pieces(prepared)
+        else:
+            module = convert_pieces(prepared)
+        results.append(run(module, inputs))
+    for value, one, other, third in zip(run(model, inputs), *results, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+        assert 30 < sqnr(value, one) < 55
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_layers": 2}], ids=str)
+def test_one_tensor_as_both_states(kwargs: dict[str, Any]) -> None:
+    """Hidden and cell state keep grids of their own, at the boundary too."""
+
+    class Tied(Model):
+        def forward(self, x: Tensor, state: Tensor) -> Any:
+            return self.lstm(x, (state, state))
+
+    torch.manual_seed(0)
+    model = Tied(**kwargs).eval()
+    inputs = [(x, h) for x, (h, _) in (batch(seed, kwargs) for seed in range(4))]
+    results = []
+    for shape in SHAPES:
+        prepared = prepare_pieces(break_up_lstm(torch.export.export(model, inputs[0]), shape), OfLinears())
+        with torch.no_grad():
+            for each in inputs:
+                prepared(*each)
+            results.append(leaves(convert_pieces(prepared)(*inputs[0])))
+    for value, one, other, third in zip(leaves(model(*inputs[0])), *results, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+        assert 25 < sqnr(value, one) < 45
+
+
 def test_as_many_observers_as_one_cell_has() -> None:
     """Observers by identity: the unrolled graph has those of the opaque one, at any length."""
     kwargs = {"bidirectional": True}
@@ -297,6 +346,30 @@ def test_any_length_and_batch(shape: str, prepared: bool) -> None:
                 assert 24 < sqnr(value, result) < 45
             else:
                 torch.testing.assert_close(result, value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_that_was_exported_dynamic_stays_so(shape: str) -> None:
+    """Without a state: its zeros follow the batch."""
+
+    class Stateless(Model):
+        def forward(self, x: Tensor) -> Any:
+            return self.lstm(x)
+
+    torch.manual_seed(0)
+    model = Stateless(num_layers=2, bidirectional=True).eval()
+    x = torch.randn(STEPS, BATCH, INPUT)
+    program = torch.export.export(model, (x,), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
+    prepared = prepare_pieces(break_up_lstm(program, shape), OfLinears())
+    with torch.no_grad():
+        for seed in range(4):
+            prepared(batch(seed, {})[0])
+        module = convert_pieces(prepared)
+        for size in (1, 7):
+            other = torch.randn(STEPS, size, INPUT)
+            torch.testing.assert_close(leaves(prepared(other)), leaves(model(other)), rtol=0, atol=1e-6)
+            for value, result in zip(leaves(model(other)), leaves(module(other)), strict=True):
+                assert 24 < sqnr(value, result) < 45
 
 
 def test_unrolled_refuses_another_length() -> None:

@@ -196,6 +196,16 @@ def test_structures_written_into_the_users_arguments() -> None:
     assert GraphModule(nn.Module(), graph)(2, 9) == 9
 
 
+def test_a_field_of_a_named_tuple() -> None:
+    graph = Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    pair = graph.call_function(Pair, (a, (b, 4)))
+    second = graph.call_function(getattr, (pair, "second"))
+    graph.output(graph.call_function(operator.getitem, (second, 0)))
+    assert reroute_tuples(graph) == 3
+    assert GraphModule(nn.Module(), graph)(2, 9) == 9
+
+
 def test_unused_builders_go_and_used_ones_stay() -> None:
     graph = Graph()
     a = graph.placeholder("a")
@@ -254,6 +264,7 @@ def test_a_list_that_is_written_to_is_left() -> None:
 
 def test_an_opaque_container_is_left() -> None:
     left_alone(lambda g, a, b: g.call_function(operator.getitem, (a, 0)))
+    left_alone(lambda g, a, b: g.call_function(getattr, (g.call_function(tuple, ([a],)), "index")))
     left_alone(lambda g, a, b: g.call_function(operator.getitem, (g.call_function(tuple, (a,)), 0)))
 
 

@@ -35,20 +35,20 @@ def reroute_tuples(graph: Graph) -> int:
     """Let every consumer of an element of a known structure use the element itself; erase unused builders.
 
     Known structures are tuples, lists, dicts and named tuples written in a node's arguments or built by a
-    call of their class, and static slices of them. An index is an int of either sign, a slice of such, or a
-    constant dict key. Left as they are: an index that is computed, or that the structure does not have (the
-    graph raises what it raised before), and a list or dict that some node changes. Running it again changes
-    nothing. The graph computes what it computed.
+    call of their class, and static slices of them. An index is an int of either sign, a slice of such, a
+    constant dict key, or the name of a field. Left as they are: an index that is computed, or that the
+    structure does not have (the graph raises what it raised before), and a list or dict that some node
+    changes. The graph computes what it computed; running it again changes nothing.
 
     Args:
         graph: changed in place. Recompile the GraphModule that owns it.
 
     Returns:
-        The number of getitems and builders erased.
+        The number of accesses and builders erased.
     """
     erased = 0
     for node in list(graph.nodes):
-        if _is_getitem(node):
+        if _is_access(node):
             found, element = _element(node)
             if found:
                 _replace(node, element)
@@ -61,21 +61,24 @@ def reroute_tuples(graph: Graph) -> int:
     return erased
 
 
-def _is_getitem(node: Node) -> bool:
+def _is_access(node: Node) -> bool:
     return (
         node.op == "call_function"
-        and node.target is operator.getitem
+        and node.target in (operator.getitem, getattr)
         and len(node.args) == 2
         and not node.kwargs
     )
 
 
-def _element(getitem: Node) -> tuple[bool, Any]:
+def _element(access: Node) -> tuple[bool, Any]:
     """(whether it is known, the element): a node, a constant, or a structure of them."""
-    container, index = getitem.args
+    container, index = access.args
     structure = _structure(container)
     if structure is None or _holds_node(index):
         return False, None
+    if access.target is getattr:
+        is_field = index in getattr(structure, "_fields", ())
+        return is_field, getattr(structure, str(index)) if is_field else None
     try:
         return True, structure[index]
     except (IndexError, KeyError, TypeError):
@@ -126,15 +129,15 @@ def _holds_node(value: Any) -> bool:
     return isinstance(value, Node)
 
 
-def _replace(getitem: Node, element: Any) -> None:
-    """Put ``element`` where ``getitem`` is used. A structure is written into the arguments of the user."""
+def _replace(access: Node, element: Any) -> None:
+    """Put ``element`` where ``access`` is used. A structure is written into the arguments of the user."""
     if isinstance(element, Node):
-        getitem.replace_all_uses_with(element)
+        access.replace_all_uses_with(element)
         return
 
     def replaced(value: Any) -> Any:
-        return element if value is getitem else value
+        return element if value is access else value
 
-    for user in list(getitem.users):
+    for user in list(access.users):
         user.args = map_aggregate(user.args, replaced)
         user.kwargs = map_aggregate(user.kwargs, replaced)

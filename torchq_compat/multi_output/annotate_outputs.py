@@ -19,11 +19,13 @@ from torchq_compat.multi_output.points import (
     Source,
     canonical,
     canonical_source,
+    has_several,
     node_at,
     output_values,
     shown,
 )
 from torchq_compat.multi_output.sharing import SpecTable, with_nodes
+from torchq_compat.user_warnings import warn_user
 
 __all__ = ["annotate_outputs", "check_sharing"]
 
@@ -71,6 +73,8 @@ def check_sharing(model: GraphModule) -> None:
     ``annotate_outputs`` lets a spec refer to a point that is annotated later, which may be by hand, with
     ``Output`` in the specs; here every reference must lead to a spec.
 
+    Warns of an ``output_qspec`` on a node with several outputs, whoever wrote it: torchao drops it.
+
     Raises:
         AnnotationError: as ``annotate_outputs``, or a reference to a point without a spec.
     """
@@ -78,6 +82,13 @@ def check_sharing(model: GraphModule) -> None:
     table.check_circles()
     table.check_observed()
     _write(table.settled())
+    for node in model.graph.nodes:
+        annotation = node.meta.get(Q_ANNOTATION_KEY)
+        if annotation is not None and annotation.output_qspec is not None and has_several(node):
+            warn_user(
+                f"node {node.name!r} ({node.target}) has several outputs, and torchao drops its "
+                "output_qspec; give each output its spec with annotate_outputs."
+            )
 
 
 def _told(

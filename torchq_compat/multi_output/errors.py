@@ -81,7 +81,7 @@ class AnnotationError(TorchQCompatError, ValueError):
     @classmethod
     def conflict(cls, point: str, told: str, already: str) -> AnnotationError:
         return cls(
-            f"two specs meet at {point}: it is told {told}, but it already has {already}.",
+            f"two specs meet at {point}: it is told {told}, but was already told {already}.",
             hint="leave one of the two specs out, or put a quantizer first that skips annotated nodes.",
         )
 

@@ -22,6 +22,7 @@ __all__ = [
     "canonical",
     "canonical_source",
     "getitems_of",
+    "has_several",
     "node_at",
     "output_values",
     "shown",
@@ -31,7 +32,7 @@ __all__ = [
 @dataclass(frozen=True)
 class Output:
     """Output ``index`` of ``node``. Stands for a node in SharedQuantizationSpec, DerivedQuantizationSpec and
-    edges: ``SharedQuantizationSpec(Output(lstm, 1))``, ``SharedQuantizationSpec((Output(lstm, 0), linear))``.
+    edges: ``SharedQuantizationSpec(Output(node, 1))``, ``SharedQuantizationSpec((Output(node, 0), reader))``.
     """
 
     node: Node
@@ -83,12 +84,13 @@ def canonical_source(source: Source) -> Source:
         raise AnnotationError.erased(source.name)
     if source.target is operator.getitem:
         producer, index = source.args
-        if isinstance(producer, Node) and isinstance(index, int) and _has_several(producer):
+        if isinstance(producer, Node) and isinstance(index, int) and has_several(producer):
             return Output(producer, index % len(producer.meta["val"]))
     return source
 
 
-def _has_several(node: Node) -> bool:
+def has_several(node: Node) -> bool:
+    """Whether ``node`` has several outputs, as far as its example value tells."""
     return isinstance(node.meta.get("val"), (tuple, list))
 
 

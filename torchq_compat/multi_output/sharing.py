@@ -66,8 +66,10 @@ class SpecTable:
             raise AnnotationError.conflict(shown(point), self._told(spec), self._told(already))
 
     def check_circles(self) -> None:
-        """Raises:
-        AnnotationError: specs refer to each other in a circle; names every point of it.
+        """Refuse specs that take their qparams from each other.
+
+        Raises:
+            AnnotationError: names every point of the circle.
         """
         done: set[Point] = set()
         for start in self.specs:
@@ -83,8 +85,10 @@ class SpecTable:
         done.add(point)
 
     def check_observed(self) -> None:
-        """Raises:
-        AnnotationError: a spec refers to a point that has none.
+        """Refuse references to nothing.
+
+        Raises:
+            AnnotationError: names the point and the one without a spec that it refers to.
         """
         for point, spec in self.specs.items():
             for source in references(spec):

@@ -35,9 +35,14 @@ class Direction:
     parameters: dict[str, Node]
 
     @property
+    def name(self) -> str:
+        """What the direction is called inside its layer, as everywhere in this package."""
+        return "layer_bw" if self.backward else "layer_fw"
+
+    @property
     def path(self) -> str:
-        """Where its cell stands inside the LSTM, as everywhere in this package."""
-        return f"layers.{self.layer}.{'layer_bw' if self.backward else 'layer_fw'}.cell"
+        """Where its cell stands inside the LSTM."""
+        return f"layers.{self.layer}.{self.name}.cell"
 
     def values(self, graph_module: GraphModule) -> dict[str, Tensor]:
         """The parameters themselves.

@@ -66,8 +66,10 @@ class WholeOpLSTMQuantizer(Quantizer):  # type: ignore[misc]
         return model
 
     def validate(self, model: GraphModule) -> None:
-        """Raises:
-        AnnotationError: specs of this quantizer, or of one before it, that cannot be carried out.
+        """Refuse what torchao could not carry out.
+
+        Raises:
+            AnnotationError: specs of this quantizer, or of one before it.
         """
         check_sharing(model)
 

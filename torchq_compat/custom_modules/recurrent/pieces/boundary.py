@@ -6,6 +6,7 @@ shows a backend what it may pass as integers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.part_graph import converted_grids
-from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
-from torchq_compat.custom_modules.recurrent.layers import RecurrentLayer
 from torchq_compat.custom_modules.recurrent.pieces.opaque import OpaqueLSTM
+from torchq_compat.custom_modules.recurrent.pieces.writer import free_name
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 from torchq_compat.user_warnings import warn_user
 
@@ -31,16 +31,15 @@ def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueLSTM) 
     inputs, results = _input_grids(module), _result_grids(module)
     for call in [node for node in graph_module.graph.nodes if node.op == "call_module"]:
         if call.target == path:
-            for argument, grid in zip(list(call.args), inputs, strict=True):
-                assert isinstance(argument, Node)
-                if grid is not None and _grid_of(argument, DEQUANTIZE) != grid:
-                    q_dq = _insert(graph_module, argument, grid, before=call)
-                    call.replace_input_with(argument, q_dq)
+            # By position: one tensor may be both states, each on its own grid.
+            call.args = tuple(
+                _arriving(graph_module, call, argument, grid)
+                for argument, grid in zip(call.args, inputs, strict=True)
+            )
             for getitem in list(call.users):
                 position: Any = getitem.args[1]
-                grid = results[position]
-                if grid is not None:
-                    _insert_after(graph_module, getitem, grid)
+                if results[position] is not None:
+                    _insert_after(graph_module, getitem, results[position])
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
     graph_module.recompile()
@@ -53,27 +52,19 @@ def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueLSTM) 
 
 
 def _input_grids(module: OpaqueLSTM) -> tuple[Grid | None, ...]:
-    first = module.layers[0]
-    assert isinstance(first, RecurrentLayer)
-    x = [_arriving_grids(direction.cell)[0] for direction in first.directions()]
-    states = [_arriving_grids(direction.cell) for direction in module.directions()]
-    shared = x[0] if all(grid == x[0] for grid in x) else None
-    return shared, _rows([grids[1] for grids in states]), _rows([grids[2] for grids in states])
+    first_layer = {_arriving_grids(direction.cell)[0] for direction in module.by_layer()[0]}
+    x = first_layer.pop() if len(first_layer) == 1 else None
+    _, h, c = zip(*(_arriving_grids(direction.cell) for direction in module.directions()), strict=True)
+    return x, _combine(0, h, 1), _combine(0, c, 1)
 
 
 def _result_grids(module: OpaqueLSTM) -> tuple[Grid | None, ...]:
-    last = module.layers[-1]
-    assert isinstance(last, RecurrentLayer)
-    output = [converted_grids(direction.cell)[0] for direction in last.directions()]
-    states = [converted_grids(direction.cell) for direction in module.directions()]
-    return (
-        _combine(2, output, module.hidden_width),
-        _rows([grids[0] for grids in states]),
-        _rows([grids[1] for grids in states]),
-    )
+    output = [converted_grids(direction.cell)[0] for direction in module.by_layer()[-1]]
+    h, c = zip(*(converted_grids(direction.cell) for direction in module.directions()), strict=True)
+    return _combine(2, output, module.output_size), _combine(0, h, 1), _combine(0, c, 1)
 
 
-def _arriving_grids(cell: CellGraphModule) -> tuple[PerTensorGrid | None, ...]:
+def _arriving_grids(cell: GraphModule) -> tuple[PerTensorGrid | None, ...]:
     """The grids on which a converted cell quantizes x, h and c; None where it does not."""
     return tuple(_grid_of_readers(node) for node in cell.graph.nodes if node.op == "placeholder")
 
@@ -91,13 +82,17 @@ def _grid_of(node: Node, op: Any) -> PerTensorGrid | None:
     return PerTensorGrid(*qparams)
 
 
-def _rows(grids: list[PerTensorGrid | None]) -> Grid | None:
-    return _combine(0, grids, 1)
-
-
-def _combine(axis: int, grids: list[PerTensorGrid | None], size: int) -> Grid | None:
+def _combine(axis: int, grids: Sequence[PerTensorGrid | None], size: int) -> Grid | None:
     known = [(grid, size) for grid in grids if grid is not None]
     return combine_along(axis, known) if len(known) == len(grids) else None
+
+
+def _arriving(graph_module: GraphModule, call: Node, argument: Any, grid: Grid | None) -> Node:
+    """``argument`` of ``call`` on ``grid``; as it is if it comes from there."""
+    if grid is None or _grid_of(argument, DEQUANTIZE) == grid:
+        source: Node = argument
+        return source
+    return _insert(graph_module, argument, grid, before=call)
 
 
 def _insert_after(graph_module: GraphModule, node: Node, grid: Grid) -> None:
@@ -127,8 +122,8 @@ def _insert(graph_module: GraphModule, node: Node, grid: Grid, *, before: Node) 
         else:
             scales, zero_points = grid.tensors(node.meta["val"].device)
             qparams = (
-                _constant(graph_module, f"{node.name}_scales", scales),
-                _constant(graph_module, f"{node.name}_zero_points", zero_points),
+                _constant(graph_module, free_name(graph_module, f"{node.name}_scales"), scales),
+                _constant(graph_module, free_name(graph_module, f"{node.name}_zero_points"), zero_points),
                 *(grid.axis, grid.quant_min, grid.quant_max, grid.dtype),
             )
             quantize_op = OPS.quantize_per_channel.default

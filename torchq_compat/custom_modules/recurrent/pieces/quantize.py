@@ -15,6 +15,7 @@ from torchq_compat.custom_modules.recurrent.pieces.boundary import quantize_boun
 from torchq_compat.custom_modules.recurrent.pieces.hoist import hoist_weights
 from torchq_compat.custom_modules.recurrent.pieces.opaque import OpaqueLSTM
 from torchq_compat.custom_modules.recurrent.pieces.shared_steps import SharedStepsQuantizer
+from torchq_compat.custom_modules.recurrent.pieces.unrolled import CELLS_KEY
 from torchq_compat.observed_graph import observer_nodes
 
 __all__ = ["convert_pieces", "prepare_pieces"]
@@ -54,9 +55,10 @@ def convert_pieces(prepared: GraphModule) -> GraphModule:
     hoist_weights(converted)
     for path, module in _opaque_lstms(converted):
         quantize_boundary(converted, path, module)
-    # torchao leaves the float weights of nested paths behind; a new module takes only what the graph reads.
+    # torchao leaves the float weights of nested paths behind; a new module takes what the graph reads.
     whole = GraphModule(converted, converted.graph)
     whole.meta.update(converted.meta)
+    whole.meta.pop(CELLS_KEY, None)
     return whole
 
 

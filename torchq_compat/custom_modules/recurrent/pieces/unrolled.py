@@ -18,8 +18,10 @@ from torchq_compat.custom_modules.recurrent.aten_lstm_errors import AtenLSTMErro
 from torchq_compat.custom_modules.recurrent.pieces.layers import write_layers
 from torchq_compat.custom_modules.recurrent.pieces.writer import ATEN, PieceWriter, free_name
 
-__all__ = ["COPY_KEY", "Copy", "write_unrolled"]
+__all__ = ["CELLS_KEY", "COPY_KEY", "Copy", "unrolled_cells", "write_unrolled"]
 
+#: meta key of a graph module: the cells that are written out in it, by path.
+CELLS_KEY = "torchq_compat_unrolled_cells"
 #: meta key of a node that is written once per step.
 COPY_KEY = "torchq_compat_copy"
 
@@ -30,6 +32,12 @@ class Copy(NamedTuple):
     cell: str
     node: str
     step: int
+
+
+def unrolled_cells(graph_module: GraphModule) -> dict[str, GraphModule]:
+    """The cells that are written out in ``graph_module``, by path."""
+    cells: dict[str, GraphModule] = graph_module.meta.get(CELLS_KEY, {})
+    return cells
 
 
 def write_unrolled(
@@ -72,6 +80,7 @@ def _assert_length(writer: PieceWriter, lstm: AtenLSTM, length: int) -> None:
 
 def _weights(writer: PieceWriter, path: str, cell: GraphModule) -> dict[Node, Node]:
     writer.graph_module.add_submodule(path, cell)
+    writer.graph_module.meta.setdefault(CELLS_KEY, {})[path] = cell
     return {
         node: writer.attribute(f"{path}.{node.target}", cell.get_parameter(str(node.target)))
         for node in cell.graph.nodes
