@@ -1,7 +1,10 @@
-"""The corners of nn.LSTM's contract: packed sequences, float64, single cells, sharing, dropout."""
+"""The corners of the contract of recurrent modules: packed sequences, float64, cells, sharing, dropout."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 import torchq_compat as tc
 from tests.oracle import MAP_LSTM, by_us, leaves, sqnr
 from torchq_compat.errors import InputError, TorchQCompatError
+from torchq_compat.nn import quantizable
 
 MAPPING = get_default_qconfig_mapping("qnnpack")
 MAP_CELL = PrepareCustomConfig().set_float_to_observed_mapping(nn.LSTMCell, torch.ao.nn.quantizable.LSTMCell)
@@ -35,25 +39,37 @@ def wide(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("enforce_sorted", [True, False])
-@pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize("bidirectional", [True, False])
+RELU_RNN = functools.partial(nn.RNN, nonlinearity="relu")
+
+
+@pytest.mark.parametrize(
+    ("make", "bidirectional", "with_state", "enforce_sorted"),
+    [
+        *itertools.product([nn.LSTM], [True, False], [True, False], [True, False]),
+        *itertools.product([nn.GRU, nn.RNN, RELU_RNN], [True], [True, False], [False]),
+    ],
+)
 def test_packed_sequences_go_through_the_modules_themselves(
-    bidirectional: bool, with_state: bool, enforce_sorted: bool
+    make: Callable[..., nn.RNNBase], bidirectional: bool, with_state: bool, enforce_sorted: bool
 ) -> None:
     torch.manual_seed(0)
-    model = Whole(wide(nn.LSTM(8, 12, 2, bidirectional=bidirectional))).eval()
-    prepared, converted = by_us(model, MAPPING, [(torch.randn(9, 6, 8),) for _ in range(6)], MAP_LSTM)
+    recurrent = make(8, 12, 2, bidirectional=bidirectional)
+    model = Whole(wide(recurrent) if make is not RELU_RNN else recurrent).eval()
+    observed: Any = getattr(quantizable, type(recurrent).__name__)
+    config = PrepareCustomConfig().set_float_to_observed_mapping(type(recurrent), observed)
+    prepared, converted = by_us(model, MAPPING, [(torch.randn(9, 6, 8),) for _ in range(6)], config)
     lengths = [7, 5, 5, 1] if enforce_sorted else [5, 7, 1, 5]
     packed = pack_sequence([torch.randn(n, 8) for n in lengths], enforce_sorted=enforce_sorted)
     rows = 4 if bidirectional else 2
-    state = (torch.rand(rows, 4, 12) - 0.5, torch.rand(rows, 4, 12) - 0.5) if with_state else None
-    exact = model.lstm(packed, state)
+    states = [torch.rand(rows, 4, 12) - 0.5 for _ in range(2 if make is nn.LSTM else 1)]
+    state = (tuple(states) if make is nn.LSTM else states[0]) if with_state else None
+    exact = leaves(model.lstm(packed, state)[1])
+    data = model.lstm(packed, state)[0].data
     for module, low, high in ((prepared.lstm, 100, float("inf")), (converted.lstm, 25, 60)):
-        output, (h, c) = module(packed, state)
+        output, last = module(packed, state)
         assert isinstance(output, PackedSequence)
         assert torch.equal(output.batch_sizes, packed.batch_sizes)
-        for a, b in ((exact[0].data, output.data), (exact[1][0], h), (exact[1][1], c)):
+        for a, b in zip((data, *exact), (output.data, *leaves(last)), strict=True):
             assert a.shape == b.shape
             assert low < sqnr(a, b) <= high
 

@@ -1,7 +1,10 @@
-"""Quantization-aware training of LSTM parts: fake-quants, gradients, and what is converted."""
+"""Quantization-aware training of recurrent parts: fake-quants, gradients, and what is converted."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,54 +20,80 @@ from torch.ao.quantization import (
 from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 
 import torchq_compat as tc
-from tests.oracle import MAP_LSTM, sqnr
+from tests.oracle import sqnr
 from torchq_compat import profiles
-from torchq_compat.lstm_utils import get_lstm_with_individually_observed_parts
+from torchq_compat.nn import quantizable
+from torchq_compat.recurrent_parts import get_individually_observed_parts
 from torchq_compat.specs import fused_fake_quantize
 
 
 class Classifier(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, recurrent: nn.Module) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(8, 12, bidirectional=True)
+        self.recurrent = recurrent
         self.fc = nn.Linear(24, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.fc(self.lstm(x)[0].mean(0))
+        result: Tensor = self.fc(self.recurrent(x)[0].mean(0))
         return result
 
 
-def with_parts(constructors: dict[str, Any]) -> PrepareCustomConfig:
-    class UserLSTM(torch.ao.nn.quantizable.LSTM):
+@dataclass(frozen=True)
+class Kind:
+    """``fake_quantizes``: how many there are in a cell, parts and weights."""
+
+    float_class: type[nn.RNNBase]
+    fake_quantizes: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> nn.RNNBase:
+        return self.float_class(8, 12, bidirectional=True, **self.arguments)
+
+
+LSTM, GRU, RNN = Kind(nn.LSTM, 14), Kind(nn.GRU, 14), Kind(nn.RNN, 6)
+RELU_RNN = Kind(nn.RNN, 5, {"nonlinearity": "relu"})
+Profile = Callable[..., dict[str, Any]]
+
+
+def with_parts(float_class: type[nn.Module], profile: Profile) -> PrepareCustomConfig:
+    base: Any = getattr(quantizable, float_class.__name__)
+
+    class UserObserved(base):  # type: ignore[misc]
         @classmethod
-        def from_float(cls, float_lstm: nn.LSTM) -> Any:
-            return get_lstm_with_individually_observed_parts(float_lstm, **constructors)
+        def from_float(cls, module: nn.Module) -> Any:
+            return get_individually_observed_parts(module, **profile(module, fake_quantize=True))
 
-    return PrepareCustomConfig().set_float_to_observed_mapping(nn.LSTM, UserLSTM)
-
-
-CONFIGS = {
-    "default": MAP_LSTM,
-    "int16_parts": with_parts(profiles.int16_parts(fake_quantize=True)),
-    "int8_with_int16_cell": with_parts(profiles.int8_with_int16_cell(fake_quantize=True)),
-}
+    return PrepareCustomConfig().set_float_to_observed_mapping(float_class, UserObserved)
 
 
-@pytest.mark.parametrize("backend", ["x86", "qnnpack"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "profile", "backend"),
+    [
+        *itertools.product(
+            [LSTM],
+            [profiles.int8_parts, profiles.int16_parts, profiles.int8_with_int16_cell],
+            ["x86", "qnnpack"],
+        ),
+        (GRU, profiles.int8_parts, "x86"),
+        (GRU, profiles.int16_parts, "qnnpack"),
+        (RNN, profiles.int8_parts, "qnnpack"),
+        (RELU_RNN, profiles.int8_with_int16_cell, "qnnpack"),
+    ],
+)
 def test_training_reaches_every_weight_and_is_what_converts(
-    config: PrepareCustomConfig, backend: str
+    kind: Kind, profile: Profile, backend: str
 ) -> None:
+    config = with_parts(kind.float_class, profile)
     torch.manual_seed(0)
     x = torch.randn(7, 64, 8)
     y = (x.sum((0, 2)) > 0).long()
     # Float logits: a moving average that lags behind growing logits clips them all, and their gradients.
     mapping = get_default_qat_qconfig_mapping(backend).set_module_name("fc", None)
-    prepared = tc.prepare_qat_fx(Classifier().train(), mapping, (x,), config)
+    prepared = tc.prepare_qat_fx(Classifier(kind.make()).train(), mapping, (x,), config)
     for direction in ("layer_fw", "layer_bw"):
-        cell = prepared.get_submodule(f"lstm.layers.0.{direction}.cell")
-        # Twelve parts and two weights, each with a fake-quantize of its own.
-        assert len({m for m in cell.modules() if isinstance(m, FakeQuantizeBase)}) == 14
+        cell = prepared.get_submodule(f"recurrent.layers.0.{direction}.cell")
+        # Each part and each weight has a fake-quantize of its own.
+        assert len({m for m in cell.modules() if isinstance(m, FakeQuantizeBase)}) == kind.fake_quantizes
     optimizer = torch.optim.Adam(prepared.parameters(), lr=1e-2)
     losses = []
     for _ in range(30):

@@ -14,7 +14,7 @@ from torch import nn
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize, FixedQParamsFakeQuantize
 from torchao.quantization.pt2e.observer import FixedQParamsObserver
 
-from torchq_compat.custom_modules.recurrent.kinds import LSTM, kind_of
+from torchq_compat.custom_modules.recurrent.kinds import LSTM, RNN_RELU, kind_of
 from torchq_compat.specs.dtypes import dtype_range
 from torchq_compat.specs.power_of_two import PowerOfTwoMinMaxObserver
 
@@ -37,7 +37,8 @@ def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False)
     32-bit storage, as there: gate sums on 2^-11 from -16, sigmoid on 2^-16 over [0, 1), tanh on 2^-15 over
     [-1, 1), cell state on 2^-11 over [-16, 16), hidden state quint8 on 2^-7 over [-1, 1); the projections
     follow the QConfig. Source: the example flow of pytorch#96343. For a GRU or RNN ``module`` the groups it
-    has; a GRU's products of hidden state and gate are on tanh's grid.
+    has; a GRU's products of hidden state and gate are on tanh's grid; the hidden state of an RNN with ReLU,
+    which has no bound, follows the QConfig.
     """
 
     def fixed(scale: float, zero_point: int, dtype: torch.dtype) -> Any:
@@ -51,6 +52,8 @@ def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False)
         "hidden_product_obs_ctr": fixed(2**-15, 2**15, torch.int32),
         "hidden_state_obs_ctr": fixed(2**-7, 2**7, torch.uint8),
     }
+    if module is not None and kind_of(module) is RNN_RELU:
+        del constructors["hidden_state_obs_ctr"]
     return _of_kind(module, constructors)
 
 

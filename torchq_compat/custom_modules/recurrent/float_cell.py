@@ -29,6 +29,15 @@ class Mul(nn.Module):
         return a * b
 
 
+class GateModules(nn.Module):
+    """A module for each gate. No ModuleDict: that has an ``update`` of its own, and so has a GRU."""
+
+    def __init__(self, by_gate: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for gate, module in by_gate.items():
+            self.add_module(gate, module)
+
+
 class FloatCell(nn.Module, ABC):
     """One time step of a recurrent module, in float32.
 
@@ -77,7 +86,7 @@ class FloatCell(nn.Module, ABC):
             return own_linear(weight, bias)
         count = len(self.gate_names)
         biases = bias.chunk(count) if bias is not None else (None,) * count
-        return nn.ModuleDict(
+        return GateModules(
             {
                 gate: own_linear(w, b)
                 for gate, w, b in zip(self.gate_names, weight.chunk(count), biases, strict=True)
@@ -92,4 +101,4 @@ class FloatCell(nn.Module, ABC):
 
 def split_or_whole(gates: tuple[str, ...], *, split_gates: bool) -> nn.Module:
     """The sum of two projections: one module, or one for each of ``gates``."""
-    return nn.ModuleDict({gate: Add() for gate in gates}) if split_gates else Add()
+    return GateModules({gate: Add() for gate in gates}) if split_gates else Add()

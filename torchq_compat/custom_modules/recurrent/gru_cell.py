@@ -43,8 +43,8 @@ class GRUCellFloat(FloatCell):
 
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
         r, z, i_n, h_n = self._gate_inputs(projected, hx)
-        n = self.new_gate(self.igate_rgate_hgate(i_n, self.rgate_hgate(self.reset_gate(r), h_n)))
-        update = self.update_gate(z)
+        reset, update = self.reset_gate(r), self.update_gate(z)
+        n = self.new_gate(self.igate_rgate_hgate(i_n, self.rgate_hgate(reset, h_n)))
         return (self.hy(self.kgate_ngate(self.keep_gate(update), n), self.zgate_hx(update, hx)),)
 
     def _gate_inputs(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
