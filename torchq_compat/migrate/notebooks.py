@@ -1,7 +1,7 @@
 """Jupyter notebooks as one Python text and back: names defined in a cell are known in the next.
 
 Cells are joined with a marker comment before each. A line that only IPython understands becomes a ``pass``
-with the line in its comment. Both are undone when the text is split again, so only code that was edited changes.
+with the line in its comment. Both are undone when the text is split again: only what was edited changes.
 """
 
 from __future__ import annotations

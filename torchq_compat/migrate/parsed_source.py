@@ -91,9 +91,11 @@ class ParsedSource:
         """The text of ``node`` as it stands, without parentheses around it."""
         return self.data[self.start(node) : self.end(node)].decode()
 
-    def full_code(self, node: cst.CSTNode) -> str:
+    def full_code(self, node: cst.BaseExpression) -> str:
         """The text of an expression with the parentheses that belong to it."""
-        return self.module.code_for_node(node)
+        start = self.start(node.lpar[0]) if node.lpar else self.start(node)
+        end = self.end(node.rpar[-1]) if node.rpar else self.end(node)
+        return self.data[start:end].decode()
 
     def line(self, offset: int) -> int:
         """The line, from 1, of a byte offset."""
