@@ -115,8 +115,8 @@ def test_dotted_uses() -> None:
 def test_a_dotted_import_still_binds_torch() -> None:
     check_transformed(
         REWRITE,
-        "import torch.ao.quantization.quantize_fx\ntorch.ao.quantization.quantize_fx.fuse_fx(torch.nn.ReLU())\n",
-        "import torch\nimport torchq_compat.quantize_fx\ntorchq_compat.quantize_fx.fuse_fx(torch.nn.ReLU())\n",
+        "import torch.ao.quantization.quantize_fx\ntorch.ao.quantization.quantize_fx.fuse_fx(torch.f())\n",
+        "import torch\nimport torchq_compat.quantize_fx\ntorchq_compat.quantize_fx.fuse_fx(torch.f())\n",
     )
 
 

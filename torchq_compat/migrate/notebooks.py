@@ -55,7 +55,10 @@ def join_cells(raw_text: str) -> Notebook:
         masked = MAGIC_LINE.sub(lambda match: f"{match['indent']}{MASK}{match['code']}", code)
         try:
             compile(masked, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        except (SyntaxError, ValueError) as error:
+        except SyntaxError as error:
+            problems.append(f"cell {number}, line {error.lineno}: {error.msg}")
+            continue
+        except (ValueError, RecursionError, MemoryError) as error:
             problems.append(f"cell {number}: {error}")
             continue
         parts.append(f"{CELL.format(number)}\n{masked}\n")
