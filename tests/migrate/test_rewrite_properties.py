@@ -37,7 +37,7 @@ LEGACY = (
     "quantized = convert_fx(prepared, is_reference=True)",
     "quantized = torch.ao.quantization.quantize_fx.convert_fx(prepared)",
     "torch.jit.save(torch.jit.script(quantized), path)",
-    "lstm = _get_lstm_with_individually_observed_parts(lstm, tanh_obs_ctr=torch.quantization.MinMaxObserver)",
+    "lstm = _get_lstm_with_individually_observed_parts(lstm, tanh_obs_ctr=torch.quantization.QConfig)",
     "x = torch.randn(2)",
     "def f(prepare_fx, x):\n    return prepare_fx(x, {'': 1}, x)",
     "for prepared in prepared:\n    quantized = convert_fx(prepared)\n    torch.jit.script(quantized).save('q')",
