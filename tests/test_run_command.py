@@ -20,8 +20,8 @@ from torch import nn
 
 import torchq_compat
 from torchq_compat.migrate.cli import main
+from torchq_compat.migrate.legacy_names import MOVED_FUNCTIONS
 from torchq_compat.migrate.recorder import MAX_LINES, Recorder
-from torchq_compat.migrate.redirections import REDIRECTIONS
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 CHAR_LM = ROOT / "migration" / "legacy" / "char_lm.py"
@@ -116,10 +116,10 @@ def test_every_import_style_is_redirected(script: Script) -> None:
 
 
 def test_the_table_names_functions_on_both_sides() -> None:
-    for redirection in REDIRECTIONS:
-        assert redirection.legacy.startswith("torch.")
-        assert redirection.replacement.startswith("torchq_compat.")
-        assert redirection.names
+    for moved in MOVED_FUNCTIONS:
+        assert moved.legacy.startswith("torch.")
+        assert moved.replacement.startswith("torchq_compat.")
+        assert moved.names
 
 
 def test_a_script_sees_what_python_shows_it(script: Script, tmp_path: Path) -> None:

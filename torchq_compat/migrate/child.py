@@ -1,7 +1,7 @@
 """The process in which ``torchq-compat run`` runs a script: redirect the FX names, then be the script.
 
-Started as ``python -P -c ... PACKAGE_PARENT SCRIPT ARGS...`` by ``migrate.run``. What a script can see of
-how it was started (arguments, ``sys.path[0]``, ``__main__``, ``__file__``) is as ``python SCRIPT ARGS...``
+Started as ``python -P -c ... PACKAGE_PARENT OPTIONS SCRIPT ARGS...`` by ``migrate.run``. What a script can see
+of how it was started (arguments, ``sys.path[0]``, ``__main__``, ``__file__``) is as ``python SCRIPT ARGS...``
 has it.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from torchq_compat.migrate.import_noise import import_noise_held_back
+from torchq_compat.migrate.run_options import RunOptions
 
 __all__ = ["main"]
 
@@ -26,9 +27,9 @@ SCRIPT_RAISED = 1
 
 def main() -> int:
     """Run the script that ``sys.argv`` names; its ``SystemExit`` and ``KeyboardInterrupt`` go through."""
-    _, _, script, *args = sys.argv
+    _, _, options, script, *args = sys.argv
     # At interpreter exit, after the script's own atexit functions, however the script ends.
-    atexit.register(_print_summary, _redirect(), Path(script).name)
+    atexit.register(_finish, _redirect(RunOptions.from_json(options)), Path(script).name)
     sys.argv = [script, *args]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     try:
@@ -40,15 +41,22 @@ def main() -> int:
     return 0
 
 
-def _redirect() -> Callable[[str], str]:
-    """Redirect the FX names and return the function that summarizes what came through."""
+def _redirect(options: RunOptions) -> Callable[[str], str]:
+    """Redirect the FX names and return the function that reports what came through."""
     with import_noise_held_back():
+        from torchq_compat.migrate.explanation_file import write_explanation
         from torchq_compat.migrate.recorder import Recorder
         from torchq_compat.migrate.redirections import redirect
 
-        recorder = Recorder()
-        redirect(recorder.wrap)
-    return recorder.summary
+        recorder = Recorder(strict=options.strict)
+        redirect(recorder.wrap, options.replacements)
+
+    def report(script: str) -> str:
+        if options.explain:
+            write_explanation(recorder.models, Path(options.explain))
+        return recorder.summary(script)
+
+    return report
 
 
 def _execute(path: str) -> None:
@@ -73,8 +81,11 @@ def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
-def _print_summary(summary: Callable[[str], str], script: str) -> None:
+def _finish(report: Callable[[str], str], script: str) -> None:
     # A standard output that is closed or broken is the script's affair, not the summary's.
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    print(summary(script), file=sys.stderr)
+    try:
+        print(report(script), file=sys.stderr)
+    except OSError as error:
+        print(f"torchq-compat: problem: the explanation was not written: {error}", file=sys.stderr)

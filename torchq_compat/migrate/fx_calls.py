@@ -106,12 +106,18 @@ def last_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst
     if scope is None or name.value not in scope:
         return None
     assignments = [a for a in scope[name.value] if isinstance(a, Assignment) and a.scope is scope]
-    above = [a for a in assignments if source.start(a.node) < source.start(before)]
+    above = [a for a in assignments if _bound_at(source, a) <= source.start(before)]
     if not above or _in_loop(source, before, assignments):
         return None
     nearest = max(above, key=lambda a: source.start(a.node))
     value = source.assigned_value(nearest)
     return value if value is not None and _surely_ran(source, nearest.node, before) else None
+
+
+def _bound_at(source: ParsedSource, assignment: Assignment) -> int:
+    """Where the name has its value: ``x = f(x)`` calls with the value before."""
+    value = source.assigned_value(assignment)
+    return source.end(value) if value is not None else source.start(assignment.node)
 
 
 def _surely_ran(source: ParsedSource, node: cst.CSTNode, before: cst.CSTNode) -> bool:

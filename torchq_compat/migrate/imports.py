@@ -51,10 +51,19 @@ def _edit(source: ParsedSource, at: int, extends: bool, requests: list[ImportReq
     if extends:
         return Edit(at, at, "".join(f", {request.name}" for request in requests))
     newline = source.newline()
-    lines = "".join(request.statement + newline for request in requests)
+    lines = "".join(statement + newline for statement in _statements(requests))
     # A file whose last line has no end gets one first.
     before = source.data[:at]
     return Edit(at, at, lines if not before or before.endswith((b"\n", b"\r")) else newline + lines)
+
+
+def _statements(requests: list[ImportRequest]) -> Iterator[str]:
+    """One line a module: first ``import module``, then all names of each."""
+    yield from (request.statement for request in requests if not request.name)
+    modules = dict.fromkeys(request.module for request in requests if request.name)
+    for module in modules:
+        names = [request.name for request in requests if request.name and request.module == module]
+        yield f"from {module} import {', '.join(names)}"
 
 
 def _is_satisfied(source: ParsedSource, request: ImportRequest) -> bool:

@@ -147,17 +147,24 @@ class MovedNames:
         return replace(plan, module=package, imported=f"{module}{asname}", use_edits=renamed)
 
     def _plan_dotted_import(self, source: ParsedSource, alias: cst.ImportAlias, row: Moved) -> _Plan:
-        """``import torch.ao.quantization.quantize_fx``, which also binds ``torch``; its uses are edited
-        one by one, like any other dotted use."""
+        """``import torch.ao.quantization.quantize_fx``, which also binds ``torch``; its uses are dotted."""
         plan = _Plan(alias, row.legacy)
-        uses = [node for node in source.nodes(cst.Attribute) if row.legacy in source.names(node)]
-        for use in uses:
-            parent = source.parent(use)
-            if not isinstance(parent, cst.Attribute) or parent.attr.value not in _names_in(row.legacy):
-                return replace(plan, refusal=f"{source.code(parent)} has no counterpart in {row.replacement}")
+        edits, uses = [], []
+        for node in source.nodes(cst.Attribute):
+            if row.legacy not in source.names(node):
+                continue
+            use = source.parent(node)
+            if not isinstance(use, cst.Attribute) or use.attr.value not in _names_in(row.legacy):
+                return replace(plan, refusal=f"{source.code(use)} has no counterpart in {row.replacement}")
+            if use.attr.value in row.names:
+                uses.append(use)
+                text = f"{row.replacement}.{row.names[use.attr.value]}"
+                edits.append(Edit(source.start(use), source.end(use), text))
         if not is_free(source, ImportRequest(row.replacement)):
             return replace(plan, refusal="the name torchq_compat means something else in this file")
-        return replace(plan, imported=row.replacement, keeps="torch")
+        return replace(
+            plan, imported=row.replacement, keeps="torch", use_edits=tuple(edits), uses=tuple(uses)
+        )
 
     def _refuse_uses(self, row: Moved, local: str, uses: list[cst.Name], source: ParsedSource) -> str:
         for use in uses:

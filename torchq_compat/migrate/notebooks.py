@@ -1,7 +1,7 @@
 """Jupyter notebooks as one Python text and back: names defined in a cell are known in the next.
 
 Cells are joined with a marker comment before each. A line that only IPython understands becomes a ``pass``
-with the line in its comment. Both are undone when the text is split again, so only code that was edited changes.
+with the line in its comment. Both are undone when the text is split again: only what was edited changes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def join_cells(raw_text: str) -> Notebook:
         masked = MAGIC_LINE.sub(lambda match: f"{match['indent']}{MASK}{match['code']}", code)
         try:
             compile(masked, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        except (SyntaxError, ValueError) as error:
+        except SyntaxError as error:
+            problems.append(f"cell {number}, line {error.lineno}: {error.msg}")
+            continue
+        except (ValueError, RecursionError, MemoryError) as error:
             problems.append(f"cell {number}: {error}")
             continue
         parts.append(f"{CELL.format(number)}\n{masked}\n")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from torchq_compat import explain
 from torchq_compat.decisions import Action, Decision, Report
+from torchq_compat.errors import TorchQCompatError
+from torchq_compat.migrate.value_preserving import computes_nothing
 
-__all__ = ["Recorder"]
+__all__ = ["LeftFloatError", "RecordedModel", "Recorder"]
 
 MAX_LINES = 12
 MAX_PATHS = 3
@@ -28,11 +32,40 @@ STAGES = {
 Function = Callable[..., Any]
 
 
-@dataclass
-class _Model:
+class LeftFloatError(TorchQCompatError):
+    """``torchq-compat run --strict``: modules that stay float."""
+
+    @classmethod
+    def of(cls, model: str, left: Sequence[Decision]) -> LeftFloatError:
+        shown = "; ".join(f"{d.kind} {d.path!r}: {d.reason}" for d in left[:MAX_PATHS])
+        more = f"; and {len(left) - MAX_PATHS} more" if len(left) > MAX_PATHS else ""
+        return cls(
+            f"{len(left)} modules of {model} stay float: {shown}{more}.",
+            hint="quantize them through the configuration, or run without --strict.",
+        )
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """What became of one model.
+
+    Attributes:
+        names: classes of the float models that came out alike.
+        stage: how far it came, in words.
+        report: what ``explain`` says of it.
+        computing: the decisions about its modules and ops, without those that compute nothing.
+        moving: how many of its ops compute nothing and stay float.
+    """
+
     names: tuple[str, ...]
     stage: str
-    decisions: tuple[Decision, ...]
+    report: Report
+    computing: tuple[Decision, ...]
+    moving: int
+
+    @property
+    def title(self) -> str:
+        return f"{', '.join(self.names)}, {self.stage}"
 
 
 class Recorder:
@@ -41,10 +74,18 @@ class Recorder:
     Only decisions are kept, not models: a script that frees its models must still free their memory. A model
     is recognised by its decisions, so preparing, copying and converting it is one entry, and so are models
     that differ in nothing but their weights.
+
+    Args:
+        strict: raise a LeftFloatError where a module of a prepared model stays float.
     """
 
-    def __init__(self) -> None:
-        self._models: dict[tuple[tuple[str, str, str], ...], _Model] = {}
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._models: dict[tuple[tuple[str, str, str], ...], RecordedModel] = {}
+
+    @property
+    def models(self) -> tuple[RecordedModel, ...]:
+        return tuple(self._models.values())
 
     def wrap(self, function: Function) -> Function:
         """``function``, recorded. It keeps its name, module and signature."""
@@ -71,17 +112,29 @@ class Recorder:
             lines[MAX_LINES - 1 :] = [f"  ... {hidden} more lines; torchq_compat.explain(model) has them all"]
         return "\n".join(lines)
 
-    def _record(self, function: str, source: object, result: Any) -> None:
+    def _record(self, function: str, source: Any, result: Any) -> None:
         stage = STAGES.get(function)
         if stage is None:
             return
-        decisions = _own_decisions(explain(result))
+        report = explain(result)
+        decisions = _own_decisions(report)
         key = tuple((d.path, d.kind, d.action.value) for d in decisions)
         known = self._models.get(key)
         names = known.names if known else ()
-        if known is None or stage.startswith("prepared"):
+        is_prepared = stage.startswith("prepared")
+        if known is None or is_prepared:
             names = tuple(dict.fromkeys((*names, type(source).__name__)))
-        self._models[key] = _Model(names, stage, decisions)
+        computing = tuple(d for d in decisions if not computes_nothing(result, d))
+        self._models[key] = RecordedModel(names, stage, report, computing, len(decisions) - len(computing))
+        if self._strict and is_prepared:
+            _refuse_left_float(source, computing)
+
+
+def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
+    modules = {path for path, _ in model.named_modules()}
+    left = [d for d in decisions if d.action is Action.FLOAT and d.path in modules]
+    if left:
+        raise LeftFloatError.of(type(model).__name__, left)
 
 
 def _own_decisions(report: Report) -> tuple[Decision, ...]:
@@ -96,13 +149,14 @@ def _parents(path: str) -> Iterator[str]:
         yield path
 
 
-def _lines(model: _Model) -> list[str]:
-    counts = Counter(decision.action for decision in model.decisions)
-    kinds = Counter(decision.kind for decision in model.decisions if decision.action is Action.QUANTIZED)
+def _lines(model: RecordedModel) -> list[str]:
+    counts = Counter(decision.action for decision in model.computing)
+    kinds = Counter(decision.kind for decision in model.computing if decision.action is Action.QUANTIZED)
     shown = [f"{count} {kind}" for kind, count in kinds.most_common(MAX_KINDS)]
     which = f" ({', '.join(shown)}{', ...' if len(kinds) > MAX_KINDS else ''})" if shown else ""
-    result = f"{counts[Action.QUANTIZED]} quantized{which}, {counts[Action.FLOAT]} float"
-    return [f"  {', '.join(model.names)}, {model.stage}: {result}", *_float_lines(model.decisions)]
+    moving = f", {model.moving} that only move values" if model.moving else ""
+    result = f"{counts[Action.QUANTIZED]} quantized{which}, {counts[Action.FLOAT]} float{moving}"
+    return [f"  {model.title}: {result}", *_float_lines(model.computing)]
 
 
 def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:

@@ -8,10 +8,12 @@ because torch and torchao use their other contents. ``torch.ao.quantization.fx.c
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchq_compat.migrate.legacy_names import MOVED_FUNCTIONS
@@ -21,8 +23,14 @@ __all__ = ["redirect"]
 Function = Callable[..., Any]
 
 
-def redirect(wrap: Callable[[Function], Function]) -> None:
-    """Put the replacements, each after ``wrap``, wherever this process already holds a legacy function."""
+def redirect(wrap: Callable[[Function], Function], instead: Mapping[str, str] | None = None) -> None:
+    """Put the replacements, each after ``wrap``, wherever this process already holds a legacy function.
+
+    Args:
+        wrap: what is put in place of each function of ours.
+        instead: function of ours -> the one to take in its place.
+    """
+    instead = instead or {}
     replacements: dict[int, Function] = {}
     for moved in MOVED_FUNCTIONS:
         if not _exists(moved.legacy):
@@ -33,8 +41,22 @@ def redirect(wrap: Callable[[Function], Function]) -> None:
             original = getattr(legacy, name, None)
             # The old namespace re-exports the functions of the new one, and not all of them.
             if original is not None:
-                replacements.setdefault(id(original), wrap(getattr(ours, new_name)))
+                function = getattr(ours, instead.get(new_name, new_name))
+                replacements.setdefault(id(original), wrap(_with_parameters_of(original, function)))
     _replace_everywhere(replacements)
+
+
+def _with_parameters_of(original: Function, function: Function) -> Function:
+    """``function``, which may lack a keyword that ``original`` has and that says nothing to it."""
+    dropped = set(inspect.signature(original).parameters) - set(inspect.signature(function).parameters)
+    if not dropped:
+        return function
+
+    @functools.wraps(function)
+    def without_dropped(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{key: value for key, value in kwargs.items() if key not in dropped})
+
+    return without_dropped
 
 
 def _exists(module: str) -> bool:

@@ -1,8 +1,8 @@
 """``torchq-compat rewrite PATH...``: legacy FX code as code for this package.
 
 Prints the differences; ``--write`` makes them, file by file, each in one step. What cannot be done safely is
-left as it is and listed. Exit code: 0 all done, 1 something is left for a person, 2 an error of usage or a file
-that could not be read or written.
+left as it is and listed. Exit code: 0 all done, 1 something is left for a person, 2 an error of usage or a
+file that could not be read or written.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torchq_compat.errors import ScriptError
+from torchq_compat.migrate.run_options import RunOptions
 
 __all__ = ["add_parser", "run_command"]
 
@@ -27,6 +28,14 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from torchq_compat.migrate.child import main
 sys.exit(main())
+"""
+EXAMPLES = """\
+examples:
+  torchq-compat run train.py --epochs 3
+  torchq-compat run --strict --explain decisions.json quantize.py
+  torchq-compat run --reference quantize.py
+
+options of this command stand before SCRIPT, what follows SCRIPT is the script's own
 """
 PYTHON_SUFFIXES = (".py", ".pyw")
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -39,6 +48,33 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="run an unmodified legacy script on torch.export and torchao",
         description="Run an unmodified legacy script with prepare_fx, convert_fx and their kin redirected to "
         "torchq_compat. Output and exit code are the script's; a summary goes to standard error.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    convert = parser.add_mutually_exclusive_group()
+    convert.add_argument(
+        "--reference",
+        dest="convert",
+        action="store_const",
+        const="convert_to_reference_fx",
+        default="",
+        help="every conversion is convert_to_reference_fx, whichever the script calls",
+    )
+    convert.add_argument(
+        "--lower",
+        dest="convert",
+        action="store_const",
+        const="convert_fx",
+        help="every conversion is convert_fx, whichever the script calls",
+    )
+    parser.add_argument(
+        "--explain",
+        metavar="FILE",
+        default="",
+        help="write every decision about every model to FILE, as JSON if it ends in .json",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="a module left float is an error where the script prepares it"
     )
     parser.add_argument("script", metavar="SCRIPT", help="the file you would give to python")
     arguments = parser.add_argument(
@@ -53,10 +89,13 @@ def run_command(args: argparse.Namespace) -> int:
     """Run the script and return its exit code.
 
     Raises:
-        ScriptError: there is no such script, or it is not one.
+        ScriptError: there is no such script, or it is not one, or the explanation has no place.
     """
     check_script(args.script)
-    command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, args.script, *args.args]
+    check_explain(args.explain)
+    explain = os.path.abspath(args.explain) if args.explain else ""
+    options = RunOptions(args.convert, explain, args.strict).to_json()
+    command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, options, args.script, *args.args]
     return _run_child(command)
 
 
@@ -73,6 +112,16 @@ def check_script(script: str) -> None:
         raise ScriptError(
             f"{script!r} is not a Python script.", hint="give the file that you would run with python."
         )
+
+
+def check_explain(path: str) -> None:
+    """Raise a ScriptError unless a file could be written to ``path``: before a long run, not after."""
+    if not path:
+        return
+    if os.path.isdir(path):
+        raise ScriptError(f"--explain {path!r} is a directory.", hint="name a file in it.")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise ScriptError(f"the directory of --explain {path!r} is not there.", hint="create it first.")
 
 
 def _compiles(path: Path) -> bool:

@@ -117,9 +117,8 @@ def print_report(scan: Scan) -> None:
         print_table(table)
         print()
     by = Counter(finding.by for finding in scan.findings)
-    print(
-        f"{scan.files} files, {by.total()} findings: {by['rewrite']} for rewrite, {by['person']} for a person"
-    )
+    counts = f"{scan.files} files, {by.total()} findings"
+    print(f"{counts}: {by['rewrite']} for rewrite, {by['person']} for a person")
     for link in dict.fromkeys(finding.construct.link for finding in scan.findings):
         print(f"  {link}")
 

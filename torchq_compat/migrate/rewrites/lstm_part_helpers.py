@@ -1,4 +1,4 @@
-"""Private helpers of ``torch.ao.quantization.fx.lstm_utils`` -> public ones of ``torchq_compat.lstm_utils``."""
+"""Private functions of ``torch.ao.quantization.fx.lstm_utils`` -> public ones of ``torchq_compat``."""
 
 from __future__ import annotations
 

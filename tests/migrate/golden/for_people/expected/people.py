@@ -1,0 +1,22 @@
+import importlib
+
+import torch
+import torch.ao.ns._numeric_suite_fx as ns
+from torch.ao.quantization.quantize_fx import *
+from torch.ao.quantization.fx.graph_module import ObservedGraphModule
+
+fx = importlib.import_module("torch.ao.quantization.quantize_fx")
+
+
+def old(model, qconfig, extra):
+    qconfig_dict = {"": qconfig}
+    qconfig_dict.update(extra)
+    prepared = prepare_fx(model, qconfig_dict, {"preserved_attributes": ["a"]})
+    equalized = prepare_fx(model, qconfig_dict, (1,), _equalization_config=extra)
+    qat = prepare_qat_fx(model, {"object_type": extra})
+    quantized = convert_fx(prepared)
+    torch.save(quantized, "quantized.pt")
+    torch.save(quantized.state_dict(), "state.pt")
+    scripted = torch.jit.script(quantized)
+    print(scripted.graph)
+    return torch.jit.load("elsewhere.pt"), isinstance(prepared, ObservedGraphModule)

@@ -1,0 +1,4 @@
+import pkg
+from torch.ao.quantization import QConfigMapping
+
+prepared = pkg.prep(model, QConfigMapping(), example_inputs)

@@ -1,0 +1,3 @@
+import pkg
+
+prepared = pkg.prep(model, {}, example_inputs)

@@ -1,0 +1,133 @@
+"""``torchq-compat run`` with options: which conversion, what is explained, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchq_compat
+from torchq_compat.migrate.cli import main
+
+ROOT = Path(torchq_compat.__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization.quantize_fx import convert_fx, convert_to_reference_fx, prepare_fx
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.{name}, self.head = {module}, nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.{name}(x)
+        x = x[0] if isinstance(x, tuple) else x
+        return self.head(x.flatten(0, 1)) + x.new_zeros(1)
+
+x = torch.randn(3, 2, 4)
+prepared = prepare_fx(Model().eval(), get_default_qconfig_mapping("x86"), (x,))
+prepared(x)
+print(convert_fx.__name__, convert_to_reference_fx.__name__)
+convert_fx(prepared, keep_original_weights=True)
+print("done")
+"""
+
+
+def run(tmp_path: Path, *options: str, module: str = "nn.Linear(4, 4)") -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "legacy.py"
+    path.write_text(SCRIPT.format(name="gru" if "GRU" in module else "fc", module=module))
+    return subprocess.run(
+        [sys.executable, "-m", "torchq_compat", "run", *options, path.name],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "called", "stage"),
+    [
+        ((), "convert_fx convert_to_reference_fx", "converted"),
+        (("--lower",), "convert_fx convert_fx", "converted"),
+        (
+            ("--reference",),
+            "convert_to_reference_fx convert_to_reference_fx",
+            "converted to reference",
+        ),
+    ],
+)
+def test_which_conversion(tmp_path: Path, options: tuple[str, ...], called: str, stage: str) -> None:
+    result = run(tmp_path, *options)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [called, "done"]
+    assert f"  Model, {stage}: " in result.stderr
+
+
+def test_ops_that_compute_nothing_are_counted_apart(tmp_path: Path) -> None:
+    (line,) = [line for line in run(tmp_path).stderr.splitlines() if line.startswith("  Model, ")]
+    assert line.startswith("  Model, converted: 3 quantized (")
+    assert ", 0 float" in line
+    assert line.endswith(" that only move values")
+
+
+def test_explain_as_json(tmp_path: Path) -> None:
+    result = run(tmp_path, "--explain", "why.json", module="nn.GRU(4, 4)")
+    assert result.returncode == 0, result.stderr
+    (model,) = json.loads((tmp_path / "why.json").read_text())
+    assert (model["model"], model["stage"]) == (["Model"], "converted")
+    by_path = {decision["path"]: decision for decision in model["decisions"]}
+    assert by_path["head"]["action"] == "quantized"
+    assert by_path["head"]["details"]["dtype"] == "torch.uint8"
+    assert by_path["gru"]["action"] == "float"
+
+
+def test_explain_as_text(tmp_path: Path) -> None:
+    assert run(tmp_path, "--explain", "why.txt").returncode == 0
+    text = (tmp_path / "why.txt").read_text()
+    assert text.startswith("Model, converted\n\npath ")
+    assert "dtype=uint8, scale=" in text
+
+
+@pytest.mark.parametrize("place", [".", "missing/why.json"])
+def test_explain_without_a_place_is_refused_before_the_script_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('it ran')\n")
+    assert main(["run", "--explain", str(tmp_path / place), str(script)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("torchq-compat: error: ")
+    assert "--explain" in line
+
+
+def test_strict_refuses_a_module_left_float(tmp_path: Path) -> None:
+    result = run(tmp_path, "--strict", module="nn.GRU(4, 4)")
+    assert result.returncode == 1
+    assert "done" not in result.stdout
+    assert "LeftFloatError: 1 modules of Model stay float: GRU 'gru': " in result.stderr
+    assert "prepared = prepare_fx(Model().eval()" in result.stderr
+    assert "Hint: " in result.stderr
+
+
+def test_strict_has_nothing_against_ops_that_compute_nothing(tmp_path: Path) -> None:
+    result = run(tmp_path, "--strict")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "done"), result.stderr
+
+
+def test_options_behind_the_script_are_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    command = [sys.executable, "-m", "torchq_compat", "run", str(script), "--strict", "--explain"]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert result.stdout == "['--strict', '--explain']\n"

@@ -1,0 +1,42 @@
+"""``torchq-compat run --explain FILE``: the decisions about every model a script quantized, in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchq_compat.migrate.recorder import RecordedModel
+
+__all__ = ["write_explanation"]
+
+
+def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
+    """Write ``path`` in one step: JSON if its name ends so, else the tables that ``explain`` prints.
+
+    Raises:
+        OSError: it cannot be written; a file that was there is left.
+    """
+    content = _as_json(models) if path.suffix == ".json" else _as_text(models)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _as_text(models: Iterable[RecordedModel]) -> str:
+    return "".join(f"{model.title}\n\n{model.report}\n\n" for model in models)
+
+
+def _as_json(models: Iterable[RecordedModel]) -> str:
+    data = [
+        {"model": list(model.names), "stage": model.stage, "decisions": model.report.as_dicts()}
+        for model in models
+    ]
+    return json.dumps(data, indent=2, default=str) + "\n"

@@ -1,0 +1,32 @@
+"""Which decisions are about ops that compute nothing: they move values, or make constant ones.
+
+FX leaves them float where no quantized value comes in, and nothing is lost by it; a summary that counts them
+as "float" hides the modules that matter.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.preserving import preserves_values
+from torchq_compat.decisions import Action, Decision
+
+__all__ = ["computes_nothing"]
+
+#: Base names of aten operators.
+MAKES_CONSTANTS = ("arange", "empty", "full", "ones", "zeros")
+
+
+def computes_nothing(model: nn.Module, decision: Decision) -> bool:
+    """Whether ``decision`` leaves an op of ``model`` float that only moves values or makes constants."""
+    if decision.action is not Action.FLOAT or not isinstance(model, GraphModule):
+        return False
+    name = decision.node or decision.path.rpartition("/")[2]
+    node = next((node for node in model.graph.nodes if node.name == name), None)
+    return node is not None and (preserves_values(node) or _makes_constants(node))
+
+
+def _makes_constants(node: Node) -> bool:
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    return name.removeprefix("new_").removesuffix("_like") in MAKES_CONSTANTS
