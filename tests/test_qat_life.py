@@ -248,18 +248,36 @@ def test_a_float_checkpoint_loads_by_its_own_keys() -> None:
     assert torch.equal(names["lstm.layers.1.layer_fw.cell.hgates.weight"], checkpoint["lstm.weight_hh_l1"])
 
 
-def test_a_float_module_in_the_other_mode() -> None:
+def test_a_float_model_in_the_other_mode() -> None:
     """FX lets the LSTM's training flag decide between observers and fake-quantizes."""
     model = SequenceNet().train()
-    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), (torch.randn(8, 4, 7),), MAP_LSTM)
+    example, mapping = (torch.randn(8, 4, 7),), get_default_qat_qconfig_mapping("qnnpack")
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), example, MAP_LSTM)
     assert not any(isinstance(m, FakeQuantizeBase) for m in prepared.modules())
     assert not prepared.training
     assert model.training
-    qat = tc.prepare_qat_fx(
-        model.eval(), get_default_qat_qconfig_mapping("qnnpack"), (torch.randn(8, 4, 7),), MAP_LSTM
-    )
+    qat = tc.prepare_qat_fx(model.eval(), mapping, example, MAP_LSTM)
     assert qat.training
     assert qat.lstm.training
+    assert not model.training
+    said = [[d for d in tc.explain(m) if "mode of" in d.kind] for m in (prepared, qat)]
+    assert [[(d.path, d.kind, d.action) for d in found] for found in said] == [
+        [("", "training mode of SequenceNet", "dropped")],
+        [("", "evaluation mode of SequenceNet", "dropped")],
+    ]
+
+
+def test_a_float_module_in_another_mode_than_its_model() -> None:
+    model = SequenceNet().train()
+    model.bn.eval()
+    mapping = get_default_qat_qconfig_mapping("qnnpack")
+    with pytest.warns(
+        QuantizationWarning, match=r"evaluation mode of BatchNorm1d at 'bn' is dropped.*freeze_bn"
+    ):
+        qat = tc.prepare_qat_fx(model, mapping, (torch.randn(8, 4, 7),), MAP_LSTM)
+    train(qat, SequenceNet, 1)
+    assert int(qat.bn.num_batches_tracked) == 1
+    assert not any("mode of" in d.kind for d in tc.explain(prepare(SequenceNet)))
 
 
 def test_threads_calibrate_as_one() -> None:

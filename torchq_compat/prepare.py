@@ -15,6 +15,7 @@ from torchq_compat.annotate.decide import LeafBoundary, decide_graph
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.leftovers import decide_leftovers
+from torchq_compat.capture.training_flags import decide_training_flags
 from torchq_compat.cumulative_batch_norm import average_cumulatively, give_momentum
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, place_leaves
@@ -51,13 +52,14 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
         TorchQCompatError: see the doors in ``quantize_fx``.
     """
     _check_model(model)
-    working = copy.deepcopy(model)
-    if working.training != request.is_qat:
-        working.train(request.is_qat)
+    working = copy.deepcopy(model).train(request.is_qat)
     cumulative = give_momentum(working)
     signature = _signature(working, request.example_inputs)
     swaps, decisions = decide_swaps(working, request.rules, request.settings)
-    decisions.extend(decide_leftovers(working, request.settings.preserved_attributes))
+    leftovers = (
+        *decide_training_flags(model, is_qat=request.is_qat),
+        *decide_leftovers(working, request.settings.preserved_attributes),
+    )
     graph_module = _capture_around(working, model, swaps, request)
     boundaries = _boundaries(graph_module, swaps)
     kept_float = _kept_float(working, request.settings)
@@ -71,7 +73,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
     average_cumulatively(prepared, cumulative)
-    record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat)
+    record = ModelRecord(Stage.PREPARED, signature, (*leftovers, *decisions), request.is_qat)
     preserved = {
         name: getattr(working, name)
         for name in request.settings.preserved_attributes
