@@ -28,12 +28,14 @@ class Redirection(NamedTuple):
 
 
 QUANTIZE_FX = ("prepare_fx", "prepare_qat_fx", "convert_fx", "convert_to_reference_fx", "fuse_fx")
+BATCH_NORM = ("freeze_bn_stats", "update_bn_stats")
 LSTM_UTILS = ("_get_lstm_with_individually_observed_parts", "_get_reference_quantized_lstm_module")
 
 REDIRECTIONS = (
     Redirection("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx", QUANTIZE_FX),
     Redirection("torch.quantization.quantize_fx", "torchq_compat.quantize_fx", QUANTIZE_FX),
     Redirection("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils", LSTM_UTILS),
+    Redirection("torch.ao.nn.intrinsic.qat", "torchq_compat.batch_norm_switches", BATCH_NORM),
 )
 
 
