@@ -271,11 +271,14 @@ def test_a_batch_norm_across_another_dimension_is_not_folded_into_the_linear() -
             return result
 
     torch.manual_seed(0)
-    batches = [(torch.randn(16, 5, 6),) for _ in range(10)]
-    ours = tc.prepare_qat_fx(Wide().train(), get_default_qat_qconfig_mapping("qnnpack"), batches[0])
+    batches = [(torch.randn(16, 5, 6) + torch.arange(5.0).view(5, 1),) for _ in range(10)]
+    ours, theirs = prepare_both(Wide(), get_default_qat_qconfig_mapping("qnnpack"), batches[0])
     train(ours, batches)
+    train(theirs, batches)
     converted = assert_converts_to_what_was_trained(ours, batches[0])
     assert any(node.target is torch.ops.aten.batch_norm.default for node in converted.graph.nodes)
+    theirs.apply(disable_observer).eval()
+    assert sqnr(theirs(*batches[0]), fx_reference(theirs)(*batches[0])) < 10
 
 
 class Tail(nn.Module):

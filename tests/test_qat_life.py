@@ -305,6 +305,50 @@ def test_a_model_on_meta_stays_there() -> None:
     assert {t.device.type for t in (*prepared.parameters(), *prepared.buffers())} == {"meta"}
 
 
+@pytest.mark.parametrize("make", [ConvNet, SequenceNet])
+def test_training_on_meta_stays_there(make: type[nn.Module]) -> None:
+    mapping, shape = get_default_qat_qconfig_mapping("x86"), SHAPES[make]
+    prepared = tc.prepare_qat_fx(
+        make().to("meta").train(), mapping, (torch.randn(shape, device="meta"),), MAP_LSTM
+    )
+    assert {t.device.type for t in (*prepared.parameters(), *prepared.buffers())} == {"meta"}
+
+
+def test_a_model_that_was_never_run_says_so_at_convert() -> None:
+    prepared = prepare(SequenceNet, "x86")
+    with pytest.warns(QuantizationWarning, match="25 observers have seen no data"):
+        converted = tc.convert_fx(prepared)
+    assert converted(torch.randn(SHAPES[SequenceNet])).isfinite().all()
+
+
+def test_a_state_that_is_not_whole_loads_when_asked() -> None:
+    """``strict`` means what it means to nn.Module, the errors are ours."""
+    prepared, other = prepare(ConvNet), prepare(ConvNet, seed=7)
+    train(other, ConvNet, 2)
+    state = dict(other.state_dict())
+    kept = state.pop("fc.weight")
+    state["stranger"] = torch.zeros(1)
+    before = prepared.fc.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"fc\.weight"):
+        prepared.load_state_dict(state)
+    assert torch.equal(prepared.stem.weight, prepare(ConvNet).stem.weight)
+    missing, unexpected = prepared.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["fc.weight"], ["stranger"])
+    assert torch.equal(prepared.fc.weight, before)
+    assert not torch.equal(prepared.fc.weight, kept)
+    assert torch.equal(prepared.stem.weight, other.stem.weight)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_training_batch_that_is_not_finite_is_named_at_convert(bad: float) -> None:
+    prepared = prepare(ConvNet)
+    train(prepared, ConvNet, 2)
+    with torch.no_grad():
+        prepared(torch.full(SHAPES[ConvNet], bad))
+    with pytest.raises(ConvertError, match=r"NaN or infinity.*: x \(activation_post_process_0\)"):
+        tc.convert_fx(prepared)
+
+
 DDP_SCRIPT = """
 import sys, torch, torch.distributed as dist
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats
