@@ -305,6 +305,22 @@ def test_a_model_on_meta_stays_there() -> None:
     assert {t.device.type for t in (*prepared.parameters(), *prepared.buffers())} == {"meta"}
 
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [ConvNet, SequenceNet])
+def test_everything_follows_the_device_of_the_model(make: type[nn.Module], device: str) -> None:
+    mapping, x = get_default_qat_qconfig_mapping("x86"), torch.randn(SHAPES[make], device=device)
+    prepared = tc.prepare_qat_fx(make().to(device).train(), mapping, (x,), MAP_LSTM)
+    prepared(x).sum().backward()
+    prepared.apply(disable_observer).eval()
+    converted = tc.convert_fx(prepared)
+    assert sqnr(prepared(x).detach(), converted(x).detach()) > 30
+    for model in (prepared, converted):
+        assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {device}
+
+
 @pytest.mark.parametrize("make", [ConvNet, SequenceNet])
 def test_training_on_meta_stays_there(make: type[nn.Module]) -> None:
     mapping, shape = get_default_qat_qconfig_mapping("x86"), SHAPES[make]
