@@ -419,6 +419,27 @@ def test_arguments_left_at_their_default() -> None:
         assert_equal_bits(graph_module(x, shift=float("1.5")), expected)
 
 
+class Star(Recurrent):
+    def forward(self, x: Tensor, *state: Tensor) -> Tensor:
+        return self.out(self.lstm(x, (state[0], state[1]))[0])
+
+
+def test_arguments_taken_by_a_star() -> None:
+    model = Star().eval()
+    prepared = tc.prepare_fx(model, MAPPING, (steps(), *states()), MAP_LSTM)
+    args = (torch.randn(9, 2, INPUTS), *states(2))
+    assert is_close(prepared(*args), model(*args))
+
+
+def test_one_tensor_given_twice_in_the_example() -> None:
+    """torch.export takes it for one input. Here h0 and c0 are."""
+    model, zeros = StateGiven().eval(), torch.zeros(1, 4, HIDDEN)
+    args = steps(), *states()
+    prepared = tc.prepare_fx(model, MAPPING, (steps(), zeros, zeros), MAP_LSTM)
+    assert is_close(prepared(*args), model(*args))
+    assert not is_close(prepared(*args), model(args[0], args[2], args[2]))
+
+
 @pytest.mark.parametrize("kwargs", [{"scale": 3.0}, {"shift": 0.0}, {"unknown": 1}, {"x": 1}], ids=str)
 def test_an_argument_that_capture_fixed_is_refused(kwargs: dict[str, Any]) -> None:
     (name,) = kwargs

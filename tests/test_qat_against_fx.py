@@ -48,6 +48,7 @@ from torch.fx import GraphModule, Node
 
 import torchq_compat as tc
 from tests.oracle import (
+    CONVERT_LSTM,
     MAP_LSTM,
     activation_qparams,
     by_fx,
@@ -270,11 +271,56 @@ def test_a_batch_norm_across_another_dimension_is_not_folded_into_the_linear() -
             return result
 
     torch.manual_seed(0)
-    batches = [(torch.randn(16, 5, 6),) for _ in range(10)]
-    ours = tc.prepare_qat_fx(Wide().train(), get_default_qat_qconfig_mapping("qnnpack"), batches[0])
+    batches = [(torch.randn(16, 5, 6) + torch.arange(5.0).view(5, 1),) for _ in range(10)]
+    ours, theirs = prepare_both(Wide(), get_default_qat_qconfig_mapping("qnnpack"), batches[0])
     train(ours, batches)
+    train(theirs, batches)
     converted = assert_converts_to_what_was_trained(ours, batches[0])
     assert any(node.target is torch.ops.aten.batch_norm.default for node in converted.graph.nodes)
+    theirs.apply(disable_observer).eval()
+    assert sqnr(theirs(*batches[0]), fx_reference(theirs)(*batches[0])) < 10
+
+
+class Tail(nn.Module):
+    """The last output of an LSTM, with its state given, the one form FX takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(8, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        y, _ = self.lstm(x, (h, c))
+        result: Tensor = self.fc(y[-1])
+        return result
+
+
+@pytest.mark.parametrize("backend", ["qnnpack", "x86"])
+def test_an_lstm_but_for_what_fx_does_not_train(backend: str) -> None:
+    """FX trains tanh of the cell state in float and converts it to 8 bits. Without that fake-quantize the
+    losses are FX's; with it the trained model is the one that converts."""
+    torch.manual_seed(0)
+    batches = [(torch.randn(6, 16, 8), *torch.randn(2, 1, 16, 12)) for _ in range(10)]
+    mapping, model = get_default_qat_qconfig_mapping(backend), Tail()
+    with_all = tc.prepare_qat_fx(model, mapping, batches[0], MAP_LSTM)
+    ours = copy.deepcopy(with_all)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = fx.prepare_qat_fx(copy.deepcopy(model).train(), mapping, batches[0], MAP_LSTM)
+    cell = ours.get_submodule("lstm.layers.0.layer_fw.cell")
+    (tanh,) = (node for node in cell.graph.nodes if node.name == "tanh_cy")
+    (observed,) = tanh.users
+    cell.get_submodule(str(observed.target)).disable_fake_quant()
+    losses = train(theirs, batches)
+    assert train(ours, batches) == pytest.approx(losses, rel=1e-4)
+    assert train(with_all, batches) != pytest.approx(losses, rel=1e-4)
+    with_all.apply(disable_observer).eval()
+    theirs.apply(disable_observer).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = fx.convert_to_reference_fx(copy.deepcopy(theirs), CONVERT_LSTM)
+    with torch.no_grad():
+        assert sqnr(theirs(*batches[0]), reference(*batches[0])) < 35
+        assert sqnr(with_all(*batches[0]), tc.convert_fx(with_all)(*batches[0])) > 60
 
 
 class Words(nn.Module):

@@ -248,18 +248,36 @@ def test_a_float_checkpoint_loads_by_its_own_keys() -> None:
     assert torch.equal(names["lstm.layers.1.layer_fw.cell.hgates.weight"], checkpoint["lstm.weight_hh_l1"])
 
 
-def test_a_float_module_in_the_other_mode() -> None:
+def test_a_float_model_in_the_other_mode() -> None:
     """FX lets the LSTM's training flag decide between observers and fake-quantizes."""
     model = SequenceNet().train()
-    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), (torch.randn(8, 4, 7),), MAP_LSTM)
+    example, mapping = (torch.randn(8, 4, 7),), get_default_qat_qconfig_mapping("qnnpack")
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), example, MAP_LSTM)
     assert not any(isinstance(m, FakeQuantizeBase) for m in prepared.modules())
     assert not prepared.training
     assert model.training
-    qat = tc.prepare_qat_fx(
-        model.eval(), get_default_qat_qconfig_mapping("qnnpack"), (torch.randn(8, 4, 7),), MAP_LSTM
-    )
+    qat = tc.prepare_qat_fx(model.eval(), mapping, example, MAP_LSTM)
     assert qat.training
     assert qat.lstm.training
+    assert not model.training
+    said = [[d for d in tc.explain(m) if "mode of" in d.kind] for m in (prepared, qat)]
+    assert [[(d.path, d.kind, d.action) for d in found] for found in said] == [
+        [("", "training mode of SequenceNet", "dropped")],
+        [("", "evaluation mode of SequenceNet", "dropped")],
+    ]
+
+
+def test_a_float_module_in_another_mode_than_its_model() -> None:
+    model = SequenceNet().train()
+    model.bn.eval()
+    mapping = get_default_qat_qconfig_mapping("qnnpack")
+    with pytest.warns(
+        QuantizationWarning, match=r"evaluation mode of BatchNorm1d at 'bn' is dropped.*freeze_bn"
+    ):
+        qat = tc.prepare_qat_fx(model, mapping, (torch.randn(8, 4, 7),), MAP_LSTM)
+    train(qat, SequenceNet, 1)
+    assert int(qat.bn.num_batches_tracked) == 1
+    assert not any("mode of" in d.kind for d in tc.explain(prepare(SequenceNet)))
 
 
 def test_threads_calibrate_as_one() -> None:
@@ -285,6 +303,66 @@ def test_a_model_on_meta_stays_there() -> None:
         model, get_default_qconfig_mapping("qnnpack"), (torch.randn(8, 4, 7, device="meta"),), MAP_LSTM
     )
     assert {t.device.type for t in (*prepared.parameters(), *prepared.buffers())} == {"meta"}
+
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [ConvNet, SequenceNet])
+def test_everything_follows_the_device_of_the_model(make: type[nn.Module], device: str) -> None:
+    mapping, x = get_default_qat_qconfig_mapping("x86"), torch.randn(SHAPES[make], device=device)
+    prepared = tc.prepare_qat_fx(make().to(device).train(), mapping, (x,), MAP_LSTM)
+    prepared(x).sum().backward()
+    prepared.apply(disable_observer).eval()
+    converted = tc.convert_fx(prepared)
+    assert sqnr(prepared(x).detach(), converted(x).detach()) > 30
+    for model in (prepared, converted):
+        assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {device}
+
+
+@pytest.mark.parametrize("make", [ConvNet, SequenceNet])
+def test_training_on_meta_stays_there(make: type[nn.Module]) -> None:
+    mapping, shape = get_default_qat_qconfig_mapping("x86"), SHAPES[make]
+    prepared = tc.prepare_qat_fx(
+        make().to("meta").train(), mapping, (torch.randn(shape, device="meta"),), MAP_LSTM
+    )
+    assert {t.device.type for t in (*prepared.parameters(), *prepared.buffers())} == {"meta"}
+
+
+def test_a_model_that_was_never_run_says_so_at_convert() -> None:
+    prepared = prepare(SequenceNet, "x86")
+    with pytest.warns(QuantizationWarning, match="25 observers have seen no data"):
+        converted = tc.convert_fx(prepared)
+    assert converted(torch.randn(SHAPES[SequenceNet])).isfinite().all()
+
+
+def test_a_state_that_is_not_whole_loads_when_asked() -> None:
+    """``strict`` means what it means to nn.Module, the errors are ours."""
+    prepared, other = prepare(ConvNet), prepare(ConvNet, seed=7)
+    train(other, ConvNet, 2)
+    state = dict(other.state_dict())
+    kept = state.pop("fc.weight")
+    state["stranger"] = torch.zeros(1)
+    before = prepared.fc.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"fc\.weight"):
+        prepared.load_state_dict(state)
+    assert torch.equal(prepared.stem.weight, prepare(ConvNet).stem.weight)
+    missing, unexpected = prepared.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["fc.weight"], ["stranger"])
+    assert torch.equal(prepared.fc.weight, before)
+    assert not torch.equal(prepared.fc.weight, kept)
+    assert torch.equal(prepared.stem.weight, other.stem.weight)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_training_batch_that_is_not_finite_is_named_at_convert(bad: float) -> None:
+    prepared = prepare(ConvNet)
+    train(prepared, ConvNet, 2)
+    with torch.no_grad():
+        prepared(torch.full(SHAPES[ConvNet], bad))
+    with pytest.raises(ConvertError, match=r"NaN or infinity.*: x \(activation_post_process_0\)"):
+        tc.convert_fx(prepared)
 
 
 DDP_SCRIPT = """

@@ -115,6 +115,34 @@ def test_every_import_style_is_redirected(script: Script) -> None:
     assert result.returncode == 0
 
 
+def test_batch_norm_switches_work_module_by_module(script: Script) -> None:
+    """Elsewhere ``model.apply`` knows them; a loop over the modules would do nothing."""
+    path = script(
+        """
+        import torch
+        from torch import nn
+        from torch.ao.quantization import get_default_qat_qconfig_mapping
+        from torch.ao.quantization.quantize_fx import prepare_qat_fx
+        from torch.nn.intrinsic.qat import freeze_bn_stats, update_bn_stats
+
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
+        x = torch.randn(2, 3, 8, 8)
+        prepared = prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
+        for switch in (freeze_bn_stats, update_bn_stats):
+            for module in prepared.modules():
+                switch(module)
+            before = prepared.state_dict()["1.running_mean"].clone()
+            prepared(x)
+            print(torch.equal(before, prepared.state_dict()["1.running_mean"]))
+            prepared.apply(switch)
+            before = prepared.state_dict()["1.running_mean"].clone()
+            prepared(x)
+            print(torch.equal(before, prepared.state_dict()["1.running_mean"]))
+        """
+    )
+    assert python(*RUN, path).stdout == "True\nTrue\nFalse\nFalse\n"
+
+
 def test_the_table_names_functions_on_both_sides() -> None:
     for moved in MOVED_FUNCTIONS:
         assert moved.legacy.startswith("torch.")

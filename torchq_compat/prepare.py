@@ -16,6 +16,7 @@ from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.leftovers import decide_leftovers
+from torchq_compat.capture.training_flags import decide_training_flags
 from torchq_compat.cumulative_batch_norm import average_cumulatively, give_momentum
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import example_call, leaf_nodes, place_leaves
@@ -67,13 +68,14 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
         TorchQCompatError: see the doors in ``quantize_fx``.
     """
     _check_model(model)
-    working = copy.deepcopy(model)
-    if working.training != request.is_qat:
-        working.train(request.is_qat)
+    working = copy.deepcopy(model).train(request.is_qat)
     cumulative = give_momentum(working)
     signature = _signature(working, request.example_inputs)
     swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
-    decisions.extend(decide_leftovers(working, request.settings.preserved_attributes))
+    leftovers = (
+        *decide_training_flags(model, is_qat=request.is_qat),
+        *decide_leftovers(working, request.settings.preserved_attributes),
+    )
     session = CaptureSession()
     graph_module = _capture_around(working, model, swaps, request, session)
     interface = _interface(graph_module, request, session)
@@ -96,7 +98,8 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
     average_cumulatively(prepared, cumulative)
-    record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat, interface)
+    everything = (*leftovers, *decisions)
+    record = ModelRecord(Stage.PREPARED, signature, everything, request.is_qat, interface)
     preserved = {
         name: getattr(working, name)
         for name in request.settings.preserved_attributes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import traceback
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None)
     Raises:
         Exception: whatever torch.export or the model raises; see ``explain_failure``.
     """
-    program = _export(model, args, dynamic_shapes)
+    program = _export(model, _distinct(args), dynamic_shapes)
     options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
     graph_module = program.module(**options)
     assert isinstance(graph_module, GraphModule)
@@ -72,16 +73,39 @@ def _export(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> tor
         return torch.export.export(model, args, dynamic_shapes=dynamic_shapes, strict=False)
     # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
     with symbolic_shapes.patch(backed_size_oblivious=True):
-        return torch.export.export(model, args, dynamic_shapes=_every_dimension(args), strict=False)
+        return torch.export.export(model, args, dynamic_shapes=_every_dimension(model, args), strict=False)
 
 
-def _every_dimension(args: tuple[Any, ...]) -> Any:
+def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` with a copy of each tensor that is there twice, say as h0 and c0: torch.export would take both
+    for one input, and the captured model would read one of its arguments for both."""
+    seen: set[int] = set()
+
+    def once(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in seen:
+            return leaf.clone()
+        seen.add(id(leaf))
+        return leaf
+
+    distinct: tuple[Any, ...] = pytree.tree_map(once, args)
+    return distinct
+
+
+def _every_dimension(model: nn.Module, args: tuple[Any, ...]) -> Any:
     def dimensions(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO)
         return None
 
-    return pytree.tree_map(dimensions, args)
+    shapes = pytree.tree_map(dimensions, args)
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds[: len(args)]:
+        # torch.export sees what *args takes as one argument.
+        first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+        return (*shapes[:first], shapes[first:])
+    return shapes
 
 
 def _user_line(cause: BaseException) -> str | None:
