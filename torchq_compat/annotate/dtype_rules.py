@@ -100,7 +100,7 @@ def _output_violation(config: DTypeConfig, specs: OpSpecs) -> str:
 
 
 def _dtype_violation(what: str, allowed: torch.dtype, asked: torch.dtype) -> str:
-    return "" if plain_dtype(allowed) == asked else f"{what} is {_name(asked)}, it takes {_name(allowed)}"
+    return "" if plain_dtype(allowed) == asked else f"{what} {_name(asked)} where it takes {_name(allowed)}"
 
 
 def _constraint_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
