@@ -15,16 +15,24 @@ from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.errors import ConvertError
 from torchq_compat.graph_module import ConvertedGraphModule, Stage, record_of
 from torchq_compat.legacy.custom_configs import ConvertSettings
+from torchq_compat.legacy.qconfig_mappings import QConfigRules, check_convert_rules
 from torchq_compat.observed_graph import ObserverFault, convert_graph, observer_faults
+from torchq_compat.switch_off import decide_switched_off, remove_observers, with_switched_off
 from torchq_compat.user_warnings import warn_user
 
 __all__ = ["convert_to_reference"]
 
 
-def convert_to_reference(prepared: GraphModule, settings: ConvertSettings) -> ConvertedGraphModule:
+def convert_to_reference(
+    prepared: GraphModule, settings: ConvertSettings, rules: QConfigRules | None = None
+) -> ConvertedGraphModule:
     """The q-dq form of ``prepared``, which stays usable.
 
+    Args:
+        rules: a QConfigMapping with None for what shall stay float; None: the one of prepare.
+
     Raises:
+        ConfigError: ``rules`` say more than None to what was prepared.
         ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
         CustomModuleError: a quantized class that does not do what the mapping promises.
     """
@@ -36,13 +44,21 @@ def convert_to_reference(prepared: GraphModule, settings: ConvertSettings) -> Co
         for name in (*prepared.meta[_USER_PRESERVED_ATTRIBUTES_KEY], *settings.preserved_attributes)
         if hasattr(prepared, name)
     }
+    switched_off = {}
+    if rules is not None:
+        check_convert_rules(record.rules, rules)
+        switched_off = decide_switched_off(prepared, record.rules, rules)
     working = copy.deepcopy(prepared)
     working.eval()
+    if switched_off:
+        remove_observers(working, switched_off)
     _check_observers(working)
     _convert_leaves(working, settings)
     converted = convert_graph(working)
     quantize_boundaries(converted)
-    return ConvertedGraphModule.wrap(converted, replace(record, stage=Stage.CONVERTED), preserved)
+    decisions = with_switched_off(record.decisions, switched_off)
+    record = replace(record, stage=Stage.CONVERTED, decisions=decisions)
+    return ConvertedGraphModule.wrap(converted, record, preserved)
 
 
 def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:

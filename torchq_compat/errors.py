@@ -132,6 +132,21 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def other_mapping_at_convert(cls, difference: str) -> ConfigError:
+        return cls(
+            f"convert_fx: qconfig_mapping is not the one given to prepare_fx: {difference}.",
+            hint="copy the mapping given to prepare_fx and set qconfigs in the copy to None; "
+            "convert can switch quantization off, and nothing else.",
+        )
+
+    @classmethod
+    def other_qconfig_at_convert(cls, path: str, rule: str) -> ConfigError:
+        return cls(
+            f"convert_fx: qconfig_mapping gives {path!r} another qconfig than prepare_fx did ({rule}).",
+            hint="its observers were made for the one of prepare_fx; convert can only switch them off.",
+        )
+
+    @classmethod
     def not_supported(cls, setting: str, why: str, hint: str) -> ConfigError:
         return cls(f"{setting} is not supported: {why}.", hint=hint)
 

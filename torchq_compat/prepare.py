@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.decide import LeafBoundary, decide_graph
+from torchq_compat.annotate.op_records import write_op_records
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.leftovers import decide_leftovers
@@ -64,11 +65,12 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
         decided = decide_graph(captured, working, request.rules, request.backend, boundaries, kept_float)
         named = {decision.path for decision in decisions}
         decisions.extend(decision for decision in decided.decisions if decision.path not in named)
+        write_op_records(decided.records)
         return decided.specs
 
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
-    record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat)
+    record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat, request.rules)
     preserved = {
         name: getattr(working, name)
         for name in request.settings.preserved_attributes

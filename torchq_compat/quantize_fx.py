@@ -19,7 +19,7 @@ from torchq_compat.legacy.custom_configs import (
     read_fuse_custom_config,
     read_prepare_custom_config,
 )
-from torchq_compat.legacy.qconfig_mappings import read_qconfig_mapping
+from torchq_compat.legacy.qconfig_mappings import QConfigRules, read_qconfig_mapping
 from torchq_compat.prepare import PrepareRequest, prepare
 
 __all__ = [
@@ -118,12 +118,16 @@ def convert_fx(
     returns the q-dq graph of ``convert_to_reference_fx``. ``_remove_qconfig``, ``backend_config`` and
     ``keep_original_weights`` concern FX's lowering and change nothing here.
 
+    Args:
+        qconfig_mapping: the mapping given to prepare, with None for what shall stay float after all.
+
     Raises:
         ConvertError: ``graph_module`` was not prepared by this package.
-        ConfigError: a setting that cannot be read or is not carried over.
+        ConfigError: a setting that cannot be read or is not carried over; a ``qconfig_mapping`` that says
+            more than None to what was prepared.
     """
-    _refuse_mapping(qconfig_mapping)
-    return convert_to_reference(graph_module, read_convert_custom_config(convert_custom_config))
+    settings = read_convert_custom_config(convert_custom_config)
+    return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
 
 
 def convert_to_reference_fx(
@@ -137,8 +141,8 @@ def convert_to_reference_fx(
 
     Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``. Errors: see ``convert_fx``.
     """
-    _refuse_mapping(qconfig_mapping)
-    return convert_to_reference(graph_module, read_convert_custom_config(convert_custom_config))
+    settings = read_convert_custom_config(convert_custom_config)
+    return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
 
 
 def fuse_fx(
@@ -217,10 +221,6 @@ def _read_example_inputs(value: Any) -> tuple[Any, ...]:
     return value
 
 
-def _refuse_mapping(qconfig_mapping: Any) -> None:
-    if qconfig_mapping is not None:
-        raise ConfigError.not_supported(
-            "convert_fx: qconfig_mapping",
-            "this release cannot switch quantization off at convert",
-            "set the modules' qconfig to None in the mapping given to prepare_fx.",
-        )
+def _read_convert_mapping(value: Any) -> QConfigRules | None:
+    # An empty dict says nothing, as in FX.
+    return read_qconfig_mapping(value) if value is not None and value != {} else None

@@ -21,6 +21,7 @@ from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.dtype_rules import find_dtype_config, refusal, takes_weight
 from torchq_compat.annotate.fusing import Chain, find_chains
 from torchq_compat.annotate.groups import OpGroup, find_groups
+from torchq_compat.annotate.op_records import OpRecord
 from torchq_compat.annotate.preserving import preserves_values
 from torchq_compat.annotate.slots import Slot, Slots
 from torchq_compat.decisions import Action, Decision
@@ -53,10 +54,11 @@ class LeafBoundary:
 
 @dataclass(frozen=True)
 class GraphDecisions:
-    """The specs to write and the decisions to show."""
+    """The specs to write, the decisions to show, and what each op is to a QConfigMapping."""
 
     specs: dict[Node, NodeSpecs]
     decisions: tuple[Decision, ...]
+    records: tuple[tuple[Node, OpRecord], ...]
 
 
 def decide_graph(
@@ -87,7 +89,11 @@ def decide_graph(
             state.take_leaf(node, leaves[node])
         elif node in chains:
             state.take_chain(chains[node])
-    return GraphDecisions(state.slots.node_specs(graph_module.graph.nodes), tuple(state.decisions))
+    records = tuple(
+        (node, chain.record) for chain in chains.values() for op in chain.ops for node in op.nodes
+    )
+    specs = state.slots.node_specs(graph_module.graph.nodes)
+    return GraphDecisions(specs, tuple(state.decisions), records)
 
 
 @dataclass
