@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         prepare_fx,
         prepare_qat_fx,
     )
+    from torchq_compat.quantizers import quantizer_from
 
 __all__ = [
     "TorchQCompatError",
@@ -32,15 +33,20 @@ __all__ = [
     "get_default_prepare_custom_config",
     "prepare_fx",
     "prepare_qat_fx",
+    "quantizer_from",
 ]
 
-_EXPLAIN = "torchq_compat.explanation"
+#: Where a name lives, if not in ``quantize_fx``.
+_HOMES = {
+    "explain": "torchq_compat.explanation",
+    "quantizer_from": "torchq_compat.quantizers",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'torchq_compat' has no attribute {name!r}")
-    home = importlib.import_module(_EXPLAIN if name == "explain" else "torchq_compat.quantize_fx")
+    home = importlib.import_module(_HOMES.get(name, "torchq_compat.quantize_fx"))
     value = getattr(home, name)
     globals()[name] = value
     return value

@@ -12,7 +12,7 @@ from torchq_compat.custom_modules.boundary import quantize_boundaries
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
 from torchq_compat.custom_modules.registry import handler_of
-from torchq_compat.errors import ConvertError
+from torchq_compat.errors import ConfigError, ConvertError
 from torchq_compat.graph_module import ConvertedGraphModule, Stage, record_of
 from torchq_compat.legacy.custom_configs import ConvertSettings
 from torchq_compat.legacy.qconfig_mappings import QConfigRules, check_convert_rules
@@ -44,8 +44,10 @@ def convert_to_reference(
         for name in (*prepared.meta[_USER_PRESERVED_ATTRIBUTES_KEY], *settings.preserved_attributes)
         if hasattr(prepared, name)
     }
-    switched_off = {}
+    switched_off: dict[str, str] = {}
     if rules is not None:
+        if record.rules is None:
+            raise ConfigError.mapping_after_quantizer()
         check_convert_rules(record.rules, rules)
         switched_off = decide_switched_off(prepared, record.rules, rules)
     working = copy.deepcopy(prepared)
@@ -54,7 +56,7 @@ def convert_to_reference(
         remove_observers(working, switched_off)
     _check_observers(working)
     _convert_leaves(working, settings)
-    converted = convert_graph(working)
+    converted = convert_graph(working, as_fx=record.rules is not None)
     quantize_boundaries(converted)
     decisions = with_switched_off(record.decisions, switched_off)
     record = replace(record, stage=Stage.CONVERTED, decisions=decisions)

@@ -140,6 +140,22 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def mapping_after_quantizer(cls) -> ConfigError:
+        return cls.not_supported(
+            "convert_fx: qconfig_mapping",
+            "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
+            "leave out of the Quantizer what shall stay float.",
+        )
+
+    @classmethod
+    def backend_beside_quantizer(cls) -> ConfigError:
+        return cls.not_supported(
+            "backend_config beside a torchao Quantizer",
+            "the Quantizer says what the backend takes",
+            "leave backend_config out, or give a QConfigMapping.",
+        )
+
+    @classmethod
     def other_qconfig_at_convert(cls, path: str, rule: str) -> ConfigError:
         return cls(
             f"convert_fx: qconfig_mapping gives {path!r} another qconfig than prepare_fx did ({rule}).",

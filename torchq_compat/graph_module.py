@@ -126,14 +126,14 @@ class ModelRecord:
     ``GraphModule.meta``.
 
     Attributes:
-        rules: the QConfigMapping it was prepared with.
+        rules: the QConfigMapping it was prepared with; None where a torchao Quantizer was given instead.
     """
 
     stage: Stage
     signature: CallSignature
     decisions: tuple[Decision, ...]
     is_qat: bool
-    rules: QConfigRules
+    rules: QConfigRules | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

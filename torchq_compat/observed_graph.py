@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activation_post_process
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
@@ -37,6 +38,7 @@ __all__ = [
     "observer_label",
     "observer_nodes",
     "prepare_graph",
+    "prepare_with",
 ]
 
 SIXTEEN_BITS = (torch.int16, torch.uint16)
@@ -47,21 +49,31 @@ def prepare_graph(
     graph_module: GraphModule, decide: Callable[[GraphModule], Mapping[Node, NodeSpecs]], *, is_qat: bool
 ) -> GraphModule:
     """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
+    return prepare_with(graph_module, SpecQuantizer(decide), is_qat=is_qat)
+
+
+def prepare_with(graph_module: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> GraphModule:
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``quantizer`` says."""
     if not is_qat:
-        return _allow_train_eval(prepare_pt2e(graph_module, SpecQuantizer(decide)))
+        return _allow_train_eval(prepare_pt2e(graph_module, quantizer))
     constants = batch_norm_constants(graph_module)
-    prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide))
+    prepared = prepare_qat_pt2e(graph_module, quantizer)
     restore_batch_norm_constants(prepared, constants)
     return _allow_train_eval(prepared)
 
 
-def convert_graph(prepared: GraphModule) -> GraphModule:
-    """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy."""
+def convert_graph(prepared: GraphModule, *, as_fx: bool = True) -> GraphModule:
+    """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy.
+
+    Args:
+        as_fx: clamp to FX's ranges and choose dynamic qparams as FX does; else as torchao does.
+    """
     drop_batch_counters(prepared)
     fold_batch_norms(prepared)
     _observe_weights(prepared)
-    _freeze_activation_observers(prepared)
-    _quantize_on_the_fly(prepared)
+    if as_fx:
+        _freeze_activation_observers(prepared)
+        _quantize_on_the_fly(prepared)
     _cast_around_observers(prepared)
     _forget_annotations(prepared)
     hide_batch_norms(prepared)

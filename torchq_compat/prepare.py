@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.decide import LeafBoundary, decide_graph
+from torchq_compat.annotate.foreign import QuantizerAroundLeaves
 from torchq_compat.annotate.op_records import write_op_records
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
@@ -26,7 +28,7 @@ from torchq_compat.graph_module import CallSignature, ModelRecord, QuantizationG
 from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.legacy.custom_configs import PrepareSettings
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
-from torchq_compat.observed_graph import prepare_graph
+from torchq_compat.observed_graph import prepare_graph, prepare_with
 from torchq_compat.user_warnings import warn_user
 
 __all__ = ["PrepareRequest", "prepare"]
@@ -34,9 +36,15 @@ __all__ = ["PrepareRequest", "prepare"]
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """The arguments of prepare_fx or prepare_qat_fx, read."""
+    """The arguments of prepare_fx or prepare_qat_fx, read.
+
+    Attributes:
+        rules: the QConfigMapping; the default one, for custom modules alone, where ``quantizer`` is given.
+        quantizer: annotates all that is no custom module, in place of ``rules`` and ``backend``.
+    """
 
     rules: QConfigRules
+    quantizer: Quantizer | None
     example_inputs: tuple[Any, ...]
     settings: PrepareSettings
     backend: BackendTable
@@ -60,17 +68,13 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     graph_module = _capture_around(working, model, swaps, request)
     boundaries = _boundaries(graph_module, swaps)
     kept_float = _kept_float(working, request.settings)
-
-    def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
-        decided = decide_graph(captured, working, request.rules, request.backend, boundaries, kept_float)
-        named = {decision.path for decision in decisions}
-        decisions.extend(decision for decision in decided.decisions if decision.path not in named)
-        write_op_records(decided.records)
-        return decided.specs
-
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
-    prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
-    record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat, request.rules)
+    observe = _observe_by_rules if request.quantizer is None else _observe_by_quantizer
+    prepared, decided = observe(graph_module, working, boundaries, kept_float, request)
+    named = {decision.path for decision in decisions}
+    decisions.extend(decision for decision in decided if decision.path not in named)
+    rules = request.rules if request.quantizer is None else None
+    record = ModelRecord(Stage.PREPARED, signature, tuple(decisions), request.is_qat, rules)
     preserved = {
         name: getattr(working, name)
         for name in request.settings.preserved_attributes
@@ -78,6 +82,41 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     }
     _warn(record.decisions)
     return QuantizationGraphModule.wrap(prepared, record, preserved)
+
+
+Observed = tuple[GraphModule, tuple[Decision, ...]]
+Boundaries = dict[Node, LeafBoundary]
+
+
+def _observe_by_rules(
+    graph_module: GraphModule,
+    model: nn.Module,
+    boundaries: Boundaries,
+    kept_float: tuple[str, ...],
+    request: PrepareRequest,
+) -> Observed:
+    decisions: list[Decision] = []
+
+    def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
+        decided = decide_graph(captured, model, request.rules, request.backend, boundaries, kept_float)
+        decisions.extend(decided.decisions)
+        write_op_records(decided.records)
+        return decided.specs
+
+    return prepare_graph(graph_module, decide, is_qat=request.is_qat), tuple(decisions)
+
+
+def _observe_by_quantizer(
+    graph_module: GraphModule,
+    model: nn.Module,
+    boundaries: Boundaries,
+    kept_float: tuple[str, ...],
+    request: PrepareRequest,
+) -> Observed:
+    assert request.quantizer is not None
+    quantizer = QuantizerAroundLeaves(request.quantizer, boundaries, kept_float, model)
+    prepared = prepare_with(graph_module, quantizer, is_qat=request.is_qat)
+    return prepared, quantizer.decisions
 
 
 def _check_model(model: nn.Module) -> None:
@@ -140,9 +179,9 @@ def _behind(swap: Swap) -> nn.Module:
     return observed
 
 
-def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Any, LeafBoundary]:
+def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> Boundaries:
     by_path = {swap.paths[0]: swap for swap in swaps}
-    boundaries = {}
+    boundaries: Boundaries = {}
     for node in leaf_nodes(graph_module):
         swap = by_path[str(node.target)]
         leaf = graph_module.get_submodule(str(node.target))

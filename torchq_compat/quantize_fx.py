@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization import QConfigMapping
+from torch.ao.quantization import (
+    QConfigMapping,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
 from torch.ao.quantization.backend_config import BackendConfig
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.fx import GraphModule
 from torch.nn.utils.rnn import PackedSequence
+from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.convert import convert_to_reference
 from torchq_compat.errors import ConfigError, InputError
@@ -37,7 +42,7 @@ _MISSING: Any = object()
 
 def prepare_fx(
     model: nn.Module,
-    qconfig_mapping: QConfigMapping | dict[str, Any],
+    qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
     example_inputs: tuple[Any, ...] = _MISSING,
     prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
     _equalization_config: QConfigMapping | dict[str, Any] | None = None,
@@ -52,7 +57,8 @@ def prepare_fx(
 
     Args:
         model: the float model.
-        qconfig_mapping: a QConfigMapping or its dict form.
+        qconfig_mapping: a QConfigMapping or its dict form; or a torchao ``Quantizer``, which annotates
+            all that is no custom module. Custom modules then have torch.ao's default qconfig.
         example_inputs: one example of every positional argument; only their structure, dtypes and ranks
             matter, every size stays free unless the model fixes it.
         prepare_custom_config: a PrepareCustomConfig or its dict form.
@@ -79,7 +85,7 @@ def prepare_fx(
 
 def prepare_qat_fx(
     model: nn.Module,
-    qconfig_mapping: QConfigMapping | dict[str, Any],
+    qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
     example_inputs: tuple[Any, ...] = _MISSING,
     prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
@@ -198,8 +204,14 @@ def _prepare(
             "PT2E has no input-weight equalization",
             "leave it out; per-channel weights give most of its gain.",
         )
+    quantizer = qconfig_mapping if isinstance(qconfig_mapping, Quantizer) else None
+    if quantizer is not None:
+        if backend_config is not None:
+            raise ConfigError.backend_beside_quantizer()
+        qconfig_mapping = get_default_qat_qconfig_mapping() if is_qat else get_default_qconfig_mapping()
     request = PrepareRequest(
         rules=read_qconfig_mapping(qconfig_mapping),
+        quantizer=quantizer,
         example_inputs=_read_example_inputs(example_inputs),
         settings=read_prepare_custom_config(prepare_custom_config),
         backend=read_backend_config(backend_config),

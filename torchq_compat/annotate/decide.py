@@ -20,7 +20,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.dtype_rules import find_dtype_config, refusal, takes_weight
 from torchq_compat.annotate.fusing import Chain, find_chains
-from torchq_compat.annotate.groups import OpGroup, find_groups
+from torchq_compat.annotate.groups import OpGroup, find_groups, is_inside
 from torchq_compat.annotate.op_records import OpRecord
 from torchq_compat.annotate.preserving import preserves_values
 from torchq_compat.annotate.slots import Slot, Slots
@@ -63,7 +63,7 @@ class GraphDecisions:
 
 def decide_graph(
     graph_module: GraphModule,
-    model: nn.Module,
+    model: nn.Module | None,
     rules: QConfigRules,
     backend: BackendTable,
     leaves: Mapping[Node, LeafBoundary],
@@ -73,7 +73,7 @@ def decide_graph(
 
     Args:
         graph_module: the captured model, custom modules as leaf calls.
-        model: what was exported.
+        model: what was exported, if it is at hand.
         rules: the QConfigMapping.
         backend: the BackendConfig.
         leaves: the boundary of each leaf call.
@@ -131,7 +131,7 @@ class _State:
 
     def _decide(self, chain: Chain) -> tuple[Action, str]:
         path, entry, qconfig = chain.first.origin.module_path, chain.entry, chain.selection.qconfig
-        if any(path == name or path.startswith(f"{name}.") for name in self.kept_float):
+        if is_inside(path, self.kept_float):
             return Action.FLOAT, "non_traceable: never quantized inside"
         if qconfig is None:
             return Action.FLOAT, f"its qconfig is None ({chain.selection.rule})"

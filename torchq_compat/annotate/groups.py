@@ -6,7 +6,7 @@ A torch.nn module may export to several aten nodes; FX quantizes it as one op, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.annotate.weights import NORMALIZATIONS, parameter_nodes, parameters_of, weight_of
 from torchq_compat.capture.origins import Origin, find_origin
 
-__all__ = ["OpGroup", "find_groups", "is_float_tensor"]
+__all__ = ["OpGroup", "find_groups", "is_float_tensor", "is_inside"]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ class OpGroup:
         return replace(self, inputs=tuple(inputs), weights=weights, parameters=parameters)
 
 
-def find_groups(graph_module: GraphModule, model: nn.Module) -> list[OpGroup]:
-    """The op groups of ``graph_module`` in graph order; ``model`` is what was exported."""
+def find_groups(graph_module: GraphModule, model: nn.Module | None) -> list[OpGroup]:
+    """The op groups of ``graph_module`` in graph order; ``model`` is what was exported, if it
+    is at hand."""
     members: dict[str, list[Node]] = {}
     origins: dict[str, Origin] = {}
     for node in graph_module.graph.nodes:
@@ -102,6 +103,11 @@ def _caller_and_type(origin: Origin) -> tuple[str, object]:
     """Whose code makes the call, and of what: what module_name_object_type_order counts by."""
     caller = origin.module_path.rpartition(".")[0] if origin.is_module_call else origin.module_path
     return caller, next(iter(origin.object_types), None)
+
+
+def is_inside(path: str, modules: Iterable[str]) -> bool:
+    """Whether ``path`` is that of one of ``modules`` or below it."""
+    return any(path == name or path.startswith(f"{name}.") for name in modules)
 
 
 def is_float_tensor(node: Node) -> bool:

@@ -66,6 +66,7 @@ class FloatQParamsWeightObserver(WeightObserver):
         assert isinstance(source, Node)
         name = str(source.target).replace(".", "_")
         weight = _attribute(model, str(source.target)).detach()
+        self.observe(weight)
         scale, zero_point = self.calculate_qparams()
         shape = [-1 if axis == self.ch_axis else 1 for axis in range(weight.dim())]
         integers = torch.round(weight / scale.view(shape) + zero_point.view(shape))
@@ -96,7 +97,7 @@ def _attribute(root: nn.Module, path: str) -> Tensor:
 
 
 class WeightConstructor:
-    """An ``ObserverConstructor`` whose observers wait for convert."""
+    """An ``ObserverConstructor`` whose observers wait for this package's convert."""
 
     def __init__(self, constructor: ObserverConstructor) -> None:
         self.constructor = constructor
@@ -106,7 +107,16 @@ class WeightConstructor:
     def with_args(self, **_spec: Any) -> WeightConstructor:
         return self
 
+    @property
+    def for_any_convert(self) -> ObserverConstructor | WeightConstructor:
+        """Observers that torchao's own convert finds ready; those of float zero points see to themselves."""
+        return self if self._has_float_zero_points else self.constructor
+
+    @property
+    def _has_float_zero_points(self) -> bool:
+        return self.settings.qscheme is torch.per_channel_affine_float_qparams
+
     def __call__(self) -> nn.Module:
-        if self.settings.qscheme is torch.per_channel_affine_float_qparams:
+        if self._has_float_zero_points:
             return FloatQParamsWeightObserver(self.constructor)
         return WeightObserver(self.constructor)

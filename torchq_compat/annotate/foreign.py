@@ -1,0 +1,89 @@
+"""A user's torchao Quantizer around custom modules: it annotates the rest, this package their edges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantizer, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat.annotate.decide import LeafBoundary
+from torchq_compat.annotate.groups import OpGroup, find_groups, is_float_tensor, is_inside
+from torchq_compat.decisions import Action, Decision
+
+__all__ = ["QuantizerAroundLeaves"]
+
+
+class QuantizerAroundLeaves(Quantizer):  # type: ignore[misc]
+    """``quantizer`` for a graph with leaf calls.
+
+    Args:
+        leaves: the boundary of each leaf call of the graph.
+        kept_float: paths of modules inside which nothing is quantized.
+        model: what was exported.
+    """
+
+    def __init__(
+        self,
+        quantizer: Quantizer,
+        leaves: Mapping[Node, LeafBoundary],
+        kept_float: tuple[str, ...],
+        model: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.quantizer = quantizer
+        self.leaves = leaves
+        self.kept_float = kept_float
+        self.model = model
+        self.decisions: tuple[Decision, ...] = ()
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        transformed: GraphModule = self.quantizer.transform_for_annotation(model)
+        return transformed
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        model = self.quantizer.annotate(model)
+        groups = find_groups(model, self.model)
+        for group in groups:
+            if is_inside(group.origin.module_path, self.kept_float):
+                for node in group.nodes:
+                    node.meta.pop(Q_ANNOTATION_KEY, None)
+        for leaf, boundary in self.leaves.items():
+            leaf.meta[Q_ANNOTATION_KEY] = _annotation(leaf, boundary)
+        self.decisions = tuple(_decision(group, self.quantizer) for group in groups)
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        self.quantizer.validate(model)
+
+    def prepare_obs_or_fq_callback(self, model: GraphModule, edge_or_node_to_obs_or_fq: Any) -> None:
+        self.quantizer.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
+
+
+def _annotation(leaf: Node, boundary: LeafBoundary) -> QuantizationAnnotation:
+    """Each float input observed; one that its producer yields in a dtype the leaf takes, by that observer."""
+    specs = {}
+    for producer in leaf.all_input_nodes:
+        if boundary.input_spec is None or not is_float_tensor(producer):
+            continue
+        given = producer.meta.get(Q_ANNOTATION_KEY)
+        output = given.output_qspec if given is not None else None
+        shares = getattr(output, "dtype", None) in boundary.accepted
+        specs[producer] = SharedQuantizationSpec(producer) if shares else boundary.input_spec
+    return QuantizationAnnotation(input_qspec_map=specs, allow_implicit_sharing=False, _annotated=True)
+
+
+def _decision(group: OpGroup, quantizer: Quantizer) -> Decision:
+    name = type(quantizer).__name__
+    output = group.output.name if group.output else ""
+    if any(_is_annotated(node) for node in group.nodes):
+        return Decision(group.label, group.kind, Action.QUANTIZED, f"annotated by {name}", node=output)
+    return Decision(group.label, group.kind, Action.FLOAT, f"{name} does not annotate it", node=output)
+
+
+def _is_annotated(node: Node) -> bool:
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    return annotation is not None and bool(annotation.input_qspec_map or annotation.output_qspec)
