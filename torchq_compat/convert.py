@@ -81,6 +81,9 @@ def _check_observers(working: GraphModule) -> None:
         handler = handler_of(leaf)
         if handler is not None and isinstance(leaf, LeafModule):
             faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(leaf))
+    without_qparams = [where for where, fault in faults if fault is ObserverFault.NO_QPARAMS]
+    if without_qparams:
+        raise ConvertError.no_qparams(_shorten(without_qparams))
     not_finite = [where for where, fault in faults if fault is ObserverFault.NOT_FINITE]
     if not_finite:
         raise ConvertError.not_finite(_shorten(not_finite))

@@ -212,6 +212,14 @@ class ConvertError(TorchQCompatError):
         )
 
     @classmethod
+    def no_qparams(cls, places: str) -> ConvertError:
+        return cls(
+            f"these observers compute no scale and zero point: {places}.",
+            hint="a RecordingObserver, NoopObserver or PlaceholderObserver cannot quantize to integers; give "
+            "the qconfig an observer with a range, like MinMaxObserver.",
+        )
+
+    @classmethod
     def not_finite(cls, places: str) -> ConvertError:
         return cls(
             f"these observers have seen NaN or infinity, so they have no range: {places}.",

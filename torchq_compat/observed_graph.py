@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
-from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activation_post_process
+from torchao.quantization.pt2e.observer import (
+    FixedQParamsObserver,
+    NoopObserver,
+    PlaceholderObserver,
+    RecordingObserver,
+    _is_activation_post_process,
+)
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
@@ -96,15 +102,23 @@ class ObserverFault(Enum):
 
     UNSEEN = "has seen no data"
     NOT_FINITE = "has seen NaN or infinity"
+    NO_QPARAMS = "computes no qparams"
+
+
+#: Observers that watch, or stand for a dtype, and never have a scale.
+WITHOUT_QPARAMS = (NoopObserver, PlaceholderObserver, RecordingObserver)
 
 
 def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]]:
-    """(where, what) of the activation observers in ``graph_module`` that cannot be converted."""
+    """(where, what) of the observers in ``graph_module`` that cannot be converted."""
     found = []
     for node, module in observer_nodes(graph_module):
-        if isinstance(module, WeightObserver) or not _quantizes_static(module):
+        if not _quantizes_static(module):
             continue
-        fault = _fault(module)
+        if isinstance(module, WeightObserver):
+            fault = ObserverFault.NO_QPARAMS if isinstance(module.observer, WITHOUT_QPARAMS) else None
+        else:
+            fault = _fault(module)
         if fault is not None:
             found.append((observer_label(node), fault))
     return found
@@ -215,6 +229,8 @@ def _quantizes_static(module: nn.Module) -> bool:
 
 
 def _fault(module: nn.Module) -> ObserverFault | None:
+    if isinstance(module, WITHOUT_QPARAMS):
+        return ObserverFault.NO_QPARAMS
     for part in module.modules():
         low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)
         if isinstance(low, Tensor) and isinstance(high, Tensor):

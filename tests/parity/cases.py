@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.parity.configs import NAMED_QCONFIGS
+
 __all__ = ["CASES", "Case"]
 
 #: (models, mappings, backends), separated by spaces: every combination is a case.
 GRID = (
+    ("conv2_relu", " ".join(NAMED_QCONFIGS), "default"),
+    ("embedding", " ".join(name for name in NAMED_QCONFIGS if "qnnpack" not in name), "default"),
     ("resnet", "x86 qnnpack fbgemm onednn", "default"),
     (
         "resnet",
@@ -58,6 +62,7 @@ GRID = (
         "default",
     ),
     ("conv_transpose2", "x86", "default"),
+    ("linear_relu conv2_relu", "per_channel_activations affine_weights weights_by_input", "default"),
     ("bn_relu bn3_relu linear_relu linear_bn", "x86", "default"),
     ("linear_leaky_relu linear_tanh linear_bn_leaky_relu", "onednn", "onednn default"),
     ("linear_relu", "dynamic per_channel_dynamic fp16_dynamic fp16_static", "default"),

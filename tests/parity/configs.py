@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.ao.quantization.qconfig
 import torch.nn.functional as F
 from torch import nn
 from torch.ao.quantization import (
@@ -43,7 +44,7 @@ from torch.ao.quantization.backend_config import (
 )
 from torch.ao.quantization.backend_config.x86 import get_x86_backend_config
 
-__all__ = ["BACKENDS", "MAPPINGS", "QAT_MAPPINGS"]
+__all__ = ["BACKENDS", "MAPPINGS", "NAMED_QCONFIGS", "QAT_MAPPINGS"]
 
 X86 = get_default_qconfig("x86")
 QNNPACK = get_default_qconfig("qnnpack")
@@ -79,6 +80,13 @@ MAPPINGS: dict[str, Callable[[], Any]] = {
     "own_range": everywhere(with_activation(MinMaxObserver.with_args(quant_min=0, quant_max=100))),
     "fixed": everywhere(with_activation(FixedQParamsObserver.with_args(scale=2**-4, zero_point=64))),
     "own_eps": everywhere(with_activation(MinMaxObserver.with_args(eps=2**-4))),
+    "per_channel_activations": everywhere(with_activation(PerChannelMinMaxObserver.with_args(ch_axis=1))),
+    "affine_weights": everywhere(
+        QConfig(MinMaxObserver, MinMaxObserver.with_args(dtype=torch.qint8, qscheme=torch.per_tensor_affine))
+    ),
+    "weights_by_input": everywhere(
+        QConfig(MinMaxObserver, PerChannelMinMaxObserver.with_args(dtype=torch.qint8, ch_axis=1))
+    ),
     "int8_activations": everywhere(INT8),
     "symmetric_qnnpack": everywhere(default_symmetric_qnnpack_qconfig),
     "per_channel_symmetric_qnnpack": everywhere(default_per_channel_symmetric_qnnpack_qconfig),
@@ -170,6 +178,15 @@ QAT_MAPPINGS: dict[str, Callable[[], Any]] = {
     f"qat_{name}": lambda name=name: get_default_qat_qconfig_mapping(name)
     for name in ("x86", "qnnpack", "fbgemm")
 }
+
+#: Every qconfig that torch.ao names, as the global one.
+NAMED_QCONFIGS = {
+    name: value
+    for name, value in vars(torch.ao.quantization.qconfig).items()
+    if isinstance(value, QConfig) and not name.startswith("_")
+}
+for _name, _qconfig in NAMED_QCONFIGS.items():
+    (QAT_MAPPINGS if "qat" in _name else MAPPINGS)[_name] = everywhere(_qconfig)
 
 STATIC = DTypeConfig(
     input_dtype=torch.quint8, output_dtype=torch.quint8, weight_dtype=torch.qint8, bias_dtype=torch.float

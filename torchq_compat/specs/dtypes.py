@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torchao.quantization.pt2e.utils import to_underlying_dtype
 
-__all__ = ["FLOAT_DTYPES", "dtype_range", "is_integer", "plain_dtype"]
+__all__ = ["FLOAT_DTYPES", "PACKED_DTYPES", "dtype_range", "is_integer", "plain_dtype"]
 
 FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+#: Several values in a byte. PT2E has one value per byte, in the range of the packed dtype.
+PACKED_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
 
 
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:

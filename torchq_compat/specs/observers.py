@@ -20,7 +20,8 @@ import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.dtypes import PACKED_DTYPES, dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.float_qparams import FloatQParamsFakeQuantize
 from torchq_compat.specs.observer_settings import FIXED_QPARAMS, read_settings
 from torchq_compat.specs.saturation import SaturationCountingObserver
 from torchq_compat.specs.two_world_classes import TWO_WORLD_CLASSES, recognised_by_torch_ao
@@ -111,6 +112,8 @@ def _translate(made: nn.Module) -> nn.Module:
         return _as_torchao(made)
     inner = getattr(made, "activation_post_process", None)
     if inner is not None:
+        if getattr(inner, "qscheme", None) is torch.per_channel_affine_float_qparams:
+            mirror = FloatQParamsFakeQuantize
         return mirror(observer=lambda **_: _translate(inner))
     return mirror(**_arguments_from_attributes(mirror, made))
 
@@ -143,7 +146,7 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
             arguments[name] = _plain_value(getattr(made, attribute))
     if getattr(made, "has_customized_qrange", False):
         arguments["reduce_range"] = False  # a given range is stored already reduced
-    elif hasattr(made, "has_customized_qrange"):
+    elif hasattr(made, "has_customized_qrange") and made.dtype not in PACKED_DTYPES:
         del arguments["quant_min"], arguments["quant_max"]
     if isinstance(made, FIXED_QPARAMS):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)

@@ -13,6 +13,7 @@ import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from torchq_compat.specs.float_qparams import attribute_at, fold_weight
 from torchq_compat.specs.observer_settings import ObserverSettings
 from torchq_compat.specs.observers import ObserverConstructor
 from torchq_compat.specs.two_world_classes import recognised_by_torch_ao
@@ -45,7 +46,7 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
     def observe_attribute(self, root: nn.Module, path: str) -> None:
         """``observe`` the weight at ``path`` in ``root``."""
-        self.observe(_attribute(root, path))
+        self.observe(attribute_at(root, path))
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
@@ -53,47 +54,15 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
 
 class FloatQParamsWeightObserver(WeightObserver):
-    """For embeddings: zero points are floats, and so cannot be added after rounding.
-
-    quantized_decomposed.quantize_per_channel computes ``round(x / scale) + zero_point`` and truncates the sum
-    to an integer, up to one step below FX's ``round(x / scale + zero_point)``. So the integers are made here,
-    and only the dequantize goes into the graph; torchao's convert calls this method where it exists.
-    """
+    """For embeddings, whose zero points are floats."""
 
     def convert(self, model: GraphModule, observer_node: Node) -> None:
-        """Replace ``observer_node`` by the dequantize of a folded integer weight."""
+        """Replace ``observer_node`` by the dequantize of a folded integer weight; torchao calls this."""
         source = observer_node.args[0]
         assert isinstance(source, Node)
-        name = str(source.target).replace(".", "_")
-        weight = _attribute(model, str(source.target)).detach()
-        self.observe(weight)
+        self.observe_attribute(model, str(source.target))
         scale, zero_point = self.calculate_qparams()
-        shape = [-1 if axis == self.ch_axis else 1 for axis in range(weight.dim())]
-        integers = torch.round(weight / scale.view(shape) + zero_point.view(shape))
-        constants = {
-            f"{name}_quantized": integers.clamp(self.quant_min, self.quant_max).to(self.dtype),
-            f"{name}_scales": scale,
-            f"{name}_zero_points": zero_point,
-        }
-        graph = model.graph
-        with graph.inserting_before(observer_node):
-            nodes = []
-            for constant, value in constants.items():
-                model.register_buffer(constant, value)
-                nodes.append(graph.get_attr(constant))
-            dequantize = graph.call_function(
-                torch.ops.quantized_decomposed.dequantize_per_channel.default,
-                (*nodes, self.ch_axis, self.quant_min, self.quant_max, self.dtype),
-            )
-        observer_node.replace_all_uses_with(dequantize)
-        graph.erase_node(observer_node)
-
-
-def _attribute(root: nn.Module, path: str) -> Tensor:
-    parent, _, name = path.rpartition(".")
-    value = getattr(root.get_submodule(parent), name)
-    assert isinstance(value, Tensor)
-    return value
+        fold_weight(model, observer_node, scale, zero_point, self)
 
 
 class WeightConstructor:
