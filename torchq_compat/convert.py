@@ -50,11 +50,11 @@ def convert_to_reference(
             raise ConfigError.mapping_after_quantizer()
         check_convert_rules(record.rules, rules)
         switched_off = decide_switched_off(prepared, record.rules, rules)
+    _check_observers(prepared)
     working = copy.deepcopy(prepared)
     working.eval()
     if switched_off:
         remove_observers(working, switched_off)
-    _check_observers(working)
     _convert_leaves(working, settings)
     converted = convert_graph(working, as_fx=record.rules is not None)
     quantize_boundaries(converted)
@@ -73,11 +73,11 @@ def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:
         working.set_submodule(path, handler.convert(leaf, quantized_class, path))
 
 
-def _check_observers(working: GraphModule) -> None:
+def _check_observers(prepared: GraphModule) -> None:
     """Refuse qparams that are not numbers; warn about observers that saw nothing."""
-    faults = observer_faults(working)
-    for path in {str(node.target): None for node in leaf_nodes(working)}:
-        leaf = working.get_submodule(path)
+    faults = observer_faults(prepared)
+    for path in {str(node.target): None for node in leaf_nodes(prepared)}:
+        leaf = prepared.get_submodule(path)
         handler = handler_of(leaf)
         if handler is not None and isinstance(leaf, LeafModule):
             faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(leaf))

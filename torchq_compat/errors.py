@@ -123,6 +123,29 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def observer_cannot_be_made(cls, setting: str, cause: BaseException) -> ConfigError:
+        first_line = str(cause).strip().split("\n", 1)[0]
+        return cls(
+            f"{setting} cannot make its observer: {type(cause).__name__}: {first_line}",
+            hint="call it once on its own, as in qconfig.activation(), and see which argument it refuses.",
+        )
+
+    @classmethod
+    def unsupported_dtype(cls, dtype: object) -> ConfigError:
+        return cls(
+            f"qconfig: the dtype {dtype} is not supported: PT2E graphs do not quantize to it.",
+            hint="use quint8, qint8 or qint32 (or uint8, int8, int16, int32), or float16.",
+        )
+
+    @classmethod
+    def index_out_of_range(cls, module: str, object_type: str, index: int, calls: int) -> ConfigError:
+        return cls(
+            f"module_name_object_type_order: ({module!r}, {object_type}, {index}) is out of range: "
+            f"the module calls {object_type} {calls} times.",
+            hint="the index counts from 0 the calls made in the code of that very module.",
+        )
+
+    @classmethod
     def conflict_in_fused_pattern(cls, path: str, types: list[str], other: str) -> ConfigError:
         return cls(
             f"qconfig_mapping: object_type: {path!r} starts the fused pattern {' + '.join(types)}, but the "

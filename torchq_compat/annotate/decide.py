@@ -22,6 +22,7 @@ from torchq_compat.annotate.dtype_rules import find_dtype_config, refusal, takes
 from torchq_compat.annotate.fusing import Chain, find_chains
 from torchq_compat.annotate.groups import OpGroup, find_groups, is_inside
 from torchq_compat.annotate.op_records import OpRecord
+from torchq_compat.annotate.order_rules import check_order_rules
 from torchq_compat.annotate.preserving import preserves_values
 from torchq_compat.annotate.slots import Slot, Slots
 from torchq_compat.decisions import Action, Decision
@@ -78,12 +79,14 @@ def decide_graph(
         backend: the BackendConfig.
         leaves: the boundary of each leaf call.
         kept_float: paths of modules inside which nothing is quantized.
+
+    Raises:
+        ConfigError: QConfigs that conflict in a fused pattern; a call order beyond the last call.
     """
+    groups = find_groups(graph_module, model)
+    check_order_rules(groups, rules)
     state = _State(rules, backend, tuple(kept_float))
-    chains = {
-        chain.first.nodes[-1]: chain
-        for chain in find_chains(find_groups(graph_module, model), rules, backend)
-    }
+    chains = {chain.first.nodes[-1]: chain for chain in find_chains(groups, rules, backend)}
     for node in graph_module.graph.nodes:
         if node in leaves:
             state.take_leaf(node, leaves[node])

@@ -44,6 +44,11 @@ class OpGroup:
     call_index: int
 
     @property
+    def caller(self) -> str:
+        """The path of the module whose code makes the call."""
+        return _caller(self.origin)
+
+    @property
     def label(self) -> str:
         """Module path for a module, ``scope/node`` for a function."""
         if self.origin.is_module_call:
@@ -100,9 +105,12 @@ def find_groups(graph_module: GraphModule, model: nn.Module | None) -> list[OpGr
 
 
 def _caller_and_type(origin: Origin) -> tuple[str, object]:
-    """Whose code makes the call, and of what: what module_name_object_type_order counts by."""
-    caller = origin.module_path.rpartition(".")[0] if origin.is_module_call else origin.module_path
-    return caller, next(iter(origin.object_types), None)
+    """What module_name_object_type_order counts by."""
+    return _caller(origin), next(iter(origin.object_types), None)
+
+
+def _caller(origin: Origin) -> str:
+    return origin.module_path.rpartition(".")[0] if origin.is_module_call else origin.module_path
 
 
 def is_inside(path: str, modules: Iterable[str]) -> bool:

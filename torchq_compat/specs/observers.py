@@ -81,6 +81,8 @@ class ObserverConstructor:
             made = self.legacy()
         except TypeError as cause:
             raise ConfigError.not_a_constructor(self.setting, self.legacy) from cause
+        except Exception as cause:
+            raise ConfigError.observer_cannot_be_made(self.setting, cause) from cause
         if not isinstance(made, (*PT2E_BASES, *LEGACY_BASES)):
             raise ConfigError.not_a_constructor(self.setting, self.legacy)
         return made
