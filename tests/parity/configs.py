@@ -219,6 +219,13 @@ def without_argument_roles() -> BackendConfig:
     return backend
 
 
+def not_observed() -> BackendConfig:
+    """A user's own, whose linear is quantized without observers at its input and output."""
+    linear = native_entries()[nn.Linear].set_dtype_configs([STATIC])
+    linear.set_observation_type(ObservationType.INPUT_OUTPUT_NOT_OBSERVED)
+    return BackendConfig("not observed").set_backend_pattern_config(linear)
+
+
 def constrained(**limits: Any) -> Callable[[], BackendConfig]:
     """The native backend, whose quint8 activations have to keep to ``limits``."""
 
@@ -250,6 +257,7 @@ BACKENDS: dict[str, Callable[[], Any]] = {
     "tensorrt": get_tensorrt_backend_config,
     "native_dict": lambda: get_native_backend_config().to_dict(),
     "only_linear_and_conv": only_linear_and_conv,
+    "not_observed": not_observed,
     "without_argument_roles": without_argument_roles,
     "range_127": constrained(quant_min_lower_bound=0, quant_max_upper_bound=127),
     "range_255": constrained(quant_min_lower_bound=0, quant_max_upper_bound=255),
