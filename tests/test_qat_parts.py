@@ -20,7 +20,7 @@ from torch.ao.quantization import (
 from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 
 import torchq_compat as tc
-from tests.oracle import sqnr
+from tests.oracle import MAP_LSTM, sqnr
 from torchq_compat import profiles
 from torchq_compat.nn import quantizable
 from torchq_compat.recurrent_parts import get_individually_observed_parts

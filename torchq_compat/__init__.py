@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         prepare_fx,
         prepare_qat_fx,
     )
+    from torchq_compat.quantizers import quantizer_from
     from torchq_compat.tuple_rerouting import reroute_tuples
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "get_default_prepare_custom_config",
     "prepare_fx",
     "prepare_qat_fx",
+    "quantizer_from",
     "reroute_tuples",
 ]
 
@@ -46,6 +48,7 @@ _HOMES = {
     "annotate_outputs": "torchq_compat.multi_output",
     "check_sharing": "torchq_compat.multi_output",
     "explain": "torchq_compat.explanation",
+    "quantizer_from": "torchq_compat.quantizers",
     "reroute_tuples": "torchq_compat.tuple_rerouting",
 }
 

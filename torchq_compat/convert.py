@@ -13,20 +13,28 @@ from torchq_compat.custom_modules.boundary import quantize_boundaries
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, tensor_arguments
 from torchq_compat.custom_modules.registry import ConvertRequest, handler_of
-from torchq_compat.errors import ConvertError
+from torchq_compat.errors import ConfigError, ConvertError
 from torchq_compat.graph_module import ConvertedGraphModule, Stage, record_of
 from torchq_compat.legacy.custom_configs import ConvertSettings
+from torchq_compat.legacy.qconfig_mappings import QConfigRules, check_convert_rules
 from torchq_compat.observed_graph import ObserverFault, convert_graph, observer_faults, observer_nodes
 from torchq_compat.quantized_interface import expose_integers
+from torchq_compat.switch_off import decide_switched_off, remove_observers, with_switched_off
 from torchq_compat.user_warnings import warn_user
 
 __all__ = ["convert_to_reference"]
 
 
-def convert_to_reference(prepared: GraphModule, settings: ConvertSettings) -> ConvertedGraphModule:
+def convert_to_reference(
+    prepared: GraphModule, settings: ConvertSettings, rules: QConfigRules | None = None
+) -> ConvertedGraphModule:
     """The q-dq form of ``prepared``, which stays usable.
 
+    Args:
+        rules: a QConfigMapping with None for what shall stay float; None: the one of prepare.
+
     Raises:
+        ConfigError: ``rules`` say more than None to what was prepared.
         ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
         CustomModuleError: a quantized class that does not do what the mapping promises.
     """
@@ -38,14 +46,24 @@ def convert_to_reference(prepared: GraphModule, settings: ConvertSettings) -> Co
         for name in (*prepared.meta[_USER_PRESERVED_ATTRIBUTES_KEY], *settings.preserved_attributes)
         if hasattr(prepared, name)
     }
+    switched_off: dict[str, str] = {}
+    if rules is not None:
+        if record.rules is None:
+            raise ConfigError.mapping_after_quantizer()
+        check_convert_rules(record.rules, rules)
+        switched_off = decide_switched_off(prepared, record.rules, rules)
+    _check_observers(prepared)
     working = copy.deepcopy(prepared)
     working.eval()
-    _check_observers(working)
+    if switched_off:
+        remove_observers(working, switched_off)
     _convert_leaves(working, settings)
-    converted = convert_graph(working)
+    converted = convert_graph(working, as_fx=record.rules is not None)
     quantize_boundaries(converted)
     expose_integers(converted, record.interface)
-    return ConvertedGraphModule.wrap(converted, replace(record, stage=Stage.CONVERTED), preserved)
+    decisions = with_switched_off(record.decisions, switched_off)
+    record = replace(record, stage=Stage.CONVERTED, decisions=decisions)
+    return ConvertedGraphModule.wrap(converted, record, preserved)
 
 
 def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:
@@ -89,14 +107,17 @@ def _output_observers(working: GraphModule, path: str) -> tuple[nn.Module, ...]:
     return tuple(found[position] for position in sorted(found))
 
 
-def _check_observers(working: GraphModule) -> None:
+def _check_observers(prepared: GraphModule) -> None:
     """Refuse qparams that are not numbers; warn about observers that saw nothing."""
-    faults = observer_faults(working)
-    for path in {str(node.target): None for node in leaf_nodes(working)}:
-        leaf = working.get_submodule(path)
+    faults = observer_faults(prepared)
+    for path in {str(node.target): None for node in leaf_nodes(prepared)}:
+        leaf = prepared.get_submodule(path)
         handler = handler_of(leaf)
         if handler is not None and isinstance(leaf, LeafModule):
             faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(leaf))
+    without_qparams = [where for where, fault in faults if fault is ObserverFault.NO_QPARAMS]
+    if without_qparams:
+        raise ConvertError.no_qparams(_shorten(without_qparams))
     not_finite = [where for where, fault in faults if fault is ObserverFault.NOT_FINITE]
     if not_finite:
         raise ConvertError.not_finite(_shorten(not_finite))

@@ -103,7 +103,7 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
-    def index_out_of_range(cls, setting: str, index: object, count: int) -> ConfigError:
+    def no_such_index(cls, setting: str, index: object, count: int) -> ConfigError:
         return cls(
             f"{setting} has {index!r}, and the model has {count}.",
             hint=f"indexes are integers from 0 to {count - 1}.",
@@ -145,12 +145,66 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def observer_cannot_be_made(cls, setting: str, cause: BaseException) -> ConfigError:
+        first_line = str(cause).strip().split("\n", 1)[0]
+        return cls(
+            f"{setting} cannot make its observer: {type(cause).__name__}: {first_line}",
+            hint="call it once on its own, as in qconfig.activation(), and see which argument it refuses.",
+        )
+
+    @classmethod
+    def unsupported_dtype(cls, dtype: object) -> ConfigError:
+        return cls(
+            f"qconfig: the dtype {dtype} is not supported: PT2E graphs do not quantize to it.",
+            hint="use quint8, qint8 or qint32 (or uint8, int8, int16, int32), or float16.",
+        )
+
+    @classmethod
+    def index_out_of_range(cls, module: str, object_type: str, index: int, calls: int) -> ConfigError:
+        return cls(
+            f"module_name_object_type_order: ({module!r}, {object_type}, {index}) is out of range: "
+            f"the module calls {object_type} {calls} times.",
+            hint="the index counts from 0 the calls made in the code of that very module.",
+        )
+
+    @classmethod
     def conflict_in_fused_pattern(cls, path: str, types: list[str], other: str) -> ConfigError:
         return cls(
             f"qconfig_mapping: object_type: {path!r} starts the fused pattern {' + '.join(types)}, but the "
             f"qconfig of {other} is not that of {types[0]}.",
             hint="set the same qconfig for all of these object types, or none for any of them; "
             "module_name switches a single place off.",
+        )
+
+    @classmethod
+    def other_mapping_at_convert(cls, difference: str) -> ConfigError:
+        return cls(
+            f"convert_fx: qconfig_mapping is not the one given to prepare_fx: {difference}.",
+            hint="copy the mapping given to prepare_fx and set qconfigs in the copy to None; "
+            "convert can switch quantization off, and nothing else.",
+        )
+
+    @classmethod
+    def mapping_after_quantizer(cls) -> ConfigError:
+        return cls.not_supported(
+            "convert_fx: qconfig_mapping",
+            "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
+            "leave out of the Quantizer what shall stay float.",
+        )
+
+    @classmethod
+    def backend_beside_quantizer(cls) -> ConfigError:
+        return cls.not_supported(
+            "backend_config beside a torchao Quantizer",
+            "the Quantizer says what the backend takes",
+            "leave backend_config out, or give a QConfigMapping.",
+        )
+
+    @classmethod
+    def other_qconfig_at_convert(cls, path: str, rule: str) -> ConfigError:
+        return cls(
+            f"convert_fx: qconfig_mapping gives {path!r} another qconfig than prepare_fx did ({rule}).",
+            hint="its observers were made for the one of prepare_fx; convert can only switch them off.",
         )
 
     @classmethod
@@ -230,6 +284,14 @@ class ConvertError(TorchQCompatError):
             f"{type(found).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
             hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first "
             "and convert what it returns.",
+        )
+
+    @classmethod
+    def no_qparams(cls, places: str) -> ConvertError:
+        return cls(
+            f"these observers compute no scale and zero point: {places}.",
+            hint="a RecordingObserver, NoopObserver or PlaceholderObserver cannot quantize to integers; give "
+            "the qconfig an observer with a range, like MinMaxObserver.",
         )
 
     @classmethod

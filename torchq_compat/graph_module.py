@@ -20,6 +20,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.custom_modules.boundary import refresh_boundaries
 from torchq_compat.decisions import Decision
 from torchq_compat.errors import CalibrationError, CheckpointError, InputError
+from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.modes import freeze_batch_norm, set_training
 from torchq_compat.observed_graph import observer_label, observer_nodes
 from torchq_compat.qparams_state import PerTensorQParamsState
@@ -129,13 +130,22 @@ class CallSignature:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """What the package knows of a model it made; travels in ``GraphModule.meta`` through deepcopy."""
+    """What the package knows of a model it made; frozen, so that copies of the model share it. It travels in
+    ``GraphModule.meta``.
+
+    Attributes:
+        rules: the QConfigMapping it was prepared with; None where a torchao Quantizer was given instead.
+    """
 
     stage: Stage
     signature: CallSignature
     decisions: tuple[Decision, ...]
     is_qat: bool
+    rules: QConfigRules | None
     interface: QuantizedInterface = field(default_factory=QuantizedInterface)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 class QuantizationGraphModule(GraphModule):

@@ -17,16 +17,22 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
-from torchao.quantization.pt2e.observer import FixedQParamsObserver, _is_activation_post_process
+from torchao.quantization.pt2e.observer import (
+    FixedQParamsObserver,
+    NoopObserver,
+    PlaceholderObserver,
+    RecordingObserver,
+    _is_activation_post_process,
+)
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.cumulative_batch_norm import fix_averaging_factors
-from torchq_compat.float_qparams_weights import fold_float_qparams_weights
 from torchq_compat.fold_batch_norm import fold_batch_norms
 from torchq_compat.fuse_batch_norm import fuse_batch_norms
-from torchq_compat.kept_batch_norms import hide_batch_norms, show_batch_norms
+from torchq_compat.kept_batch_norms import HidingBatchNorms, hide_batch_norms, show_batch_norms
 from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.dynamic import DynamicQuantization
@@ -40,6 +46,7 @@ __all__ = [
     "observer_label",
     "observer_nodes",
     "prepare_graph",
+    "prepare_with",
 ]
 
 SIXTEEN_BITS = (torch.int16, torch.uint16)
@@ -50,29 +57,32 @@ def prepare_graph(
     graph_module: GraphModule, decide: Callable[[GraphModule], Mapping[Node, NodeSpecs]], *, is_qat: bool
 ) -> GraphModule:
     """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
+    return prepare_with(graph_module, SpecQuantizer(decide), is_qat=is_qat)
+
+
+def prepare_with(graph_module: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> GraphModule:
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``quantizer`` says."""
     if not is_qat:
-        return _allow_train_eval(prepare_pt2e(graph_module, SpecQuantizer(decide)))
-
-    def decide_and_hide(captured: GraphModule) -> Mapping[Node, NodeSpecs]:
-        specs = decide(captured)
-        hide_batch_norms(captured)
-        return specs
-
-    prepared = prepare_qat_pt2e(graph_module, SpecQuantizer(decide_and_hide))
+        return _allow_train_eval(prepare_pt2e(graph_module, quantizer))
+    prepared = prepare_qat_pt2e(graph_module, HidingBatchNorms(quantizer))
     show_batch_norms(prepared)
     fuse_batch_norms(prepared)
     return _allow_train_eval(prepared)
 
 
-def convert_graph(prepared: GraphModule) -> GraphModule:
-    """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy."""
+def convert_graph(prepared: GraphModule, *, as_fx: bool = True) -> GraphModule:
+    """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy.
+
+    Args:
+        as_fx: clamp to FX's ranges and choose dynamic qparams as FX does; else as torchao does.
+    """
     drop_batch_counters(prepared)
     fix_averaging_factors(prepared)
     fold_batch_norms(prepared)
     _observe_weights(prepared)
-    fold_float_qparams_weights(prepared, observer_nodes(prepared))
-    _freeze_activation_observers(prepared)
-    _quantize_on_the_fly(prepared)
+    if as_fx:
+        _freeze_activation_observers(prepared)
+        _quantize_on_the_fly(prepared)
     _cast_around_observers(prepared)
     _forget_annotations(prepared)
     hide_batch_norms(prepared)
@@ -95,15 +105,23 @@ class ObserverFault(Enum):
 
     UNSEEN = "has seen no data"
     NOT_FINITE = "has seen NaN or infinity"
+    NO_QPARAMS = "computes no qparams"
+
+
+#: Observers that watch, or stand for a dtype, and never have a scale.
+WITHOUT_QPARAMS = (NoopObserver, PlaceholderObserver, RecordingObserver)
 
 
 def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]]:
-    """(where, what) of the activation observers in ``graph_module`` that cannot be converted."""
+    """(where, what) of the observers in ``graph_module`` that cannot be converted."""
     found = []
     for node, module in observer_nodes(graph_module):
-        if isinstance(module, WeightObserver) or not _quantizes_static(module):
+        if not _quantizes_static(module):
             continue
-        fault = _fault(module)
+        if isinstance(module, WeightObserver):
+            fault = ObserverFault.NO_QPARAMS if isinstance(module.observer, WITHOUT_QPARAMS) else None
+        else:
+            fault = _fault(module)
         if fault is not None:
             found.append((observer_label(node), fault))
     return found
@@ -217,6 +235,8 @@ def _fault(module: nn.Module) -> ObserverFault | None:
     if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:
         scale, _ = module.calculate_qparams()
         return None if bool(scale.isfinite().all()) else ObserverFault.NOT_FINITE
+    if isinstance(module, WITHOUT_QPARAMS):
+        return ObserverFault.NO_QPARAMS
     for part in module.modules():
         low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)
         if isinstance(low, Tensor) and isinstance(high, Tensor):

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import Quantizer
 
-from torchq_compat.annotate.annotation import NodeSpecs
-from torchq_compat.annotate.decide import decide_graph
 from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
@@ -29,7 +28,7 @@ from torchq_compat.graph_module import CallSignature, ModelRecord, QuantizationG
 from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.legacy.custom_configs import PrepareSettings
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
-from torchq_compat.observed_graph import prepare_graph
+from torchq_compat.observing import Captured, observe_by_quantizer, observe_by_rules
 from torchq_compat.quantized_interface import QuantizedInterface
 from torchq_compat.user_warnings import warn_user
 
@@ -38,9 +37,15 @@ __all__ = ["PrepareRequest", "prepare"]
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """The arguments of prepare_fx or prepare_qat_fx, read."""
+    """The arguments of prepare_fx or prepare_qat_fx, read.
+
+    Attributes:
+        rules: the QConfigMapping; the default one, for custom modules alone, where ``quantizer`` is given.
+        quantizer: annotates all that is no custom module, in place of ``rules`` and ``backend``.
+    """
 
     rules: QConfigRules
+    quantizer: Quantizer | None
     example_inputs: tuple[Any, ...]
     settings: PrepareSettings
     backend: BackendTable
@@ -53,6 +58,7 @@ class PrepareRequest:
         assert standalone is not None
         return PrepareRequest(
             rules=standalone.rules or QConfigRules.of_global(inner.qconfig),
+            quantizer=self.quantizer if standalone.rules is None else None,
             example_inputs=standalone.example_inputs,
             settings=standalone.settings,
             backend=standalone.backend or self.backend,
@@ -80,26 +86,20 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     graph_module = _capture_around(working, model, swaps, request, session)
     interface = _interface(graph_module, request, session)
     boundaries = _boundaries(graph_module, swaps)
-
-    def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
-        decided = decide_graph(
-            captured,
-            working,
-            request.rules,
-            request.backend,
-            boundaries,
-            interface.input_nodes(captured),
-            interface.output_edges(captured),
-        )
-        named = {decision.path for decision in decisions}
-        decisions.extend(decision for decision in decided.decisions if decision.path not in named)
-        return decided.specs
-
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
-    prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
+    captured = Captured(graph_module, working, boundaries, interface)
+    prepared, decided = _observe(captured, request)
     average_cumulatively(prepared, cumulative)
-    everything = (*leftovers, *decisions)
-    record = ModelRecord(Stage.PREPARED, signature, everything, request.is_qat, interface)
+    named = {decision.path for decision in decisions}
+    decisions.extend(decision for decision in decided if decision.path not in named)
+    record = ModelRecord(
+        Stage.PREPARED,
+        signature,
+        (*leftovers, *decisions),
+        request.is_qat,
+        request.rules if request.quantizer is None else None,
+        interface,
+    )
     preserved = {
         name: getattr(working, name)
         for name in request.settings.preserved_attributes
@@ -107,6 +107,12 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     }
     _warn(record.decisions)
     return QuantizationGraphModule.wrap(prepared, record, preserved)
+
+
+def _observe(captured: Captured, request: PrepareRequest) -> tuple[GraphModule, tuple[Decision, ...]]:
+    if request.quantizer is not None:
+        return observe_by_quantizer(captured, request.quantizer, is_qat=request.is_qat)
+    return observe_by_rules(captured, request.rules, request.backend, is_qat=request.is_qat)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -195,7 +201,7 @@ def _behind(swap: Swap, request: PrepareRequest) -> nn.Module:
 
 def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Node, LeafBoundary]:
     by_path = {swap.paths[0]: swap for swap in swaps}
-    boundaries = {}
+    boundaries: dict[Node, LeafBoundary] = {}
     for node in leaf_nodes(graph_module):
         path, index = str(node.target), node.kwargs["leaf_layout"]
         request, leaf = by_path[path].request, graph_module.get_submodule(path)

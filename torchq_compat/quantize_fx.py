@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization import QConfigMapping
+from torch.ao.quantization import (
+    QConfigMapping,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
 from torch.ao.quantization.backend_config import BackendConfig
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.fx import GraphModule
 from torch.nn.utils.rnn import PackedSequence
+from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.convert import convert_to_reference
 from torchq_compat.errors import ConfigError, InputError
@@ -19,7 +24,7 @@ from torchq_compat.legacy.custom_configs import (
     read_fuse_custom_config,
     read_prepare_custom_config,
 )
-from torchq_compat.legacy.qconfig_mappings import read_qconfig_mapping
+from torchq_compat.legacy.qconfig_mappings import QConfigRules, read_qconfig_mapping
 from torchq_compat.prepare import PrepareRequest, prepare
 
 __all__ = [
@@ -37,7 +42,7 @@ _MISSING: Any = object()
 
 def prepare_fx(
     model: nn.Module,
-    qconfig_mapping: QConfigMapping | dict[str, Any],
+    qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
     example_inputs: tuple[Any, ...] = _MISSING,
     prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
     _equalization_config: QConfigMapping | dict[str, Any] | None = None,
@@ -52,7 +57,8 @@ def prepare_fx(
 
     Args:
         model: the float model.
-        qconfig_mapping: a QConfigMapping or its dict form.
+        qconfig_mapping: a QConfigMapping or its dict form; or a torchao ``Quantizer``, which annotates
+            all that is no custom module. Custom modules then have torch.ao's default qconfig.
         example_inputs: one example of every positional argument; only their structure, dtypes and ranks
             matter, every size stays free unless the model fixes it.
         prepare_custom_config: a PrepareCustomConfig or its dict form.
@@ -79,7 +85,7 @@ def prepare_fx(
 
 def prepare_qat_fx(
     model: nn.Module,
-    qconfig_mapping: QConfigMapping | dict[str, Any],
+    qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
     example_inputs: tuple[Any, ...] = _MISSING,
     prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
@@ -118,12 +124,16 @@ def convert_fx(
     returns the q-dq graph of ``convert_to_reference_fx``. ``_remove_qconfig``, ``backend_config`` and
     ``keep_original_weights`` concern FX's lowering and change nothing here.
 
+    Args:
+        qconfig_mapping: the mapping given to prepare, with None for what shall stay float after all.
+
     Raises:
         ConvertError: ``graph_module`` was not prepared by this package.
-        ConfigError: a setting that cannot be read or is not carried over.
+        ConfigError: a setting that cannot be read or is not carried over; a ``qconfig_mapping`` that says
+            more than None to what was prepared.
     """
-    _refuse_mapping(qconfig_mapping)
-    return convert_to_reference(graph_module, read_convert_custom_config(convert_custom_config))
+    settings = read_convert_custom_config(convert_custom_config)
+    return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
 
 
 def convert_to_reference_fx(
@@ -137,8 +147,8 @@ def convert_to_reference_fx(
 
     Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``. Errors: see ``convert_fx``.
     """
-    _refuse_mapping(qconfig_mapping)
-    return convert_to_reference(graph_module, read_convert_custom_config(convert_custom_config))
+    settings = read_convert_custom_config(convert_custom_config)
+    return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
 
 
 def fuse_fx(
@@ -194,8 +204,14 @@ def _prepare(
             "PT2E has no input-weight equalization",
             "leave it out; per-channel weights give most of its gain.",
         )
+    quantizer = qconfig_mapping if isinstance(qconfig_mapping, Quantizer) else None
+    if quantizer is not None:
+        if backend_config is not None:
+            raise ConfigError.backend_beside_quantizer()
+        qconfig_mapping = get_default_qat_qconfig_mapping() if is_qat else get_default_qconfig_mapping()
     request = PrepareRequest(
         rules=read_qconfig_mapping(qconfig_mapping),
+        quantizer=quantizer,
         example_inputs=_read_example_inputs(example_inputs),
         settings=read_prepare_custom_config(prepare_custom_config),
         backend=read_backend_config(backend_config),
@@ -217,10 +233,6 @@ def _read_example_inputs(value: Any) -> tuple[Any, ...]:
     return value
 
 
-def _refuse_mapping(qconfig_mapping: Any) -> None:
-    if qconfig_mapping is not None:
-        raise ConfigError.not_supported(
-            "convert_fx: qconfig_mapping",
-            "this release cannot switch quantization off at convert",
-            "set the modules' qconfig to None in the mapping given to prepare_fx.",
-        )
+def _read_convert_mapping(value: Any) -> QConfigRules | None:
+    # An empty dict says nothing, as in FX.
+    return read_qconfig_mapping(value) if value is not None and value != {} else None

@@ -140,7 +140,7 @@ def _flat(setting: str, indexes: Iterable[int], sizes: list[int]) -> frozenset[i
     found: set[int] = set()
     for index in indexes:
         if not isinstance(index, int) or not 0 <= index < len(sizes):
-            raise ConfigError.index_out_of_range(setting, index, len(sizes))
+            raise ConfigError.no_such_index(setting, index, len(sizes))
         first = sum(sizes[:index])
         found.update(range(first, first + sizes[index]))
     return frozenset(found)

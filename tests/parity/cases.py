@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.parity.configs import NAMED_QCONFIGS
+
 __all__ = ["CASES", "Case"]
 
 #: (models, mappings, backends), separated by spaces: every combination is a case.
 GRID = (
+    ("conv2_relu", " ".join(NAMED_QCONFIGS), "default"),
+    ("embedding", " ".join(name for name in NAMED_QCONFIGS if "qnnpack" not in name), "default"),
     ("resnet", "x86 qnnpack fbgemm onednn", "default"),
     (
         "resnet",
         "x86",
         "native fbgemm x86 onednn qnnpack executorch tensorrt native_dict only_linear_and_conv",
     ),
-    ("resnet", "symmetric_qnnpack per_channel_symmetric_qnnpack", "native qnnpack executorch"),
-    ("resnet", "int8_activations", "native tensorrt"),
-    ("resnet", "min_max x86 own_range", "range_127 range_255"),
-    ("resnet", "x86 own_eps symmetric_qnnpack", "scale_min scale_min_loose"),
+    ("resnet", "symmetric_qnnpack per_channel_symmetric_qnnpack", "qnnpack executorch"),
+    ("resnet", "symmetric_qnnpack int8_activations", "native tensorrt"),
+    ("resnet", "min_max own_range", "range_127 range_255"),
+    ("resnet", "x86 own_eps", "scale_min scale_min_loose"),
     (
         "resnet",
         "global none min_max symmetric moving_average histogram reduced_range own_range own_eps "
@@ -54,14 +58,16 @@ GRID = (
     (
         "conv_transpose1 conv_transpose2 conv_transpose3 conv_transpose1_bn conv_transpose2_bn "
         "conv_transpose3_bn conv_transpose2_relu",
-        "qnnpack x86",
+        "qnnpack",
         "default",
     ),
+    ("conv_transpose2", "x86", "default"),
+    ("linear_relu conv2_relu", "per_channel_activations affine_weights weights_by_input", "default"),
     ("bn_relu bn3_relu linear_relu linear_bn", "x86", "default"),
     ("linear_leaky_relu linear_tanh linear_bn_leaky_relu", "onednn", "onednn default"),
     ("linear_relu", "dynamic per_channel_dynamic fp16_dynamic fp16_static", "default"),
-    ("resnet conv_front inverted_residual", "qat_x86 qat_qnnpack", "default"),
-    ("conv1_bn conv2_bn_relu conv3_bn conv2_relu linear_relu bn_relu", "qat_fbgemm", "default"),
+    ("resnet", "qat_x86 qat_qnnpack", "default"),
+    ("conv1_bn conv2_bn_relu conv3_bn conv2_relu linear_relu bn_relu functional", "qat_fbgemm", "default"),
 )
 
 

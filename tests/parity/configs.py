@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.ao.quantization.qconfig
 import torch.nn.functional as F
 from torch import nn
 from torch.ao.quantization import (
@@ -43,7 +44,7 @@ from torch.ao.quantization.backend_config import (
 )
 from torch.ao.quantization.backend_config.x86 import get_x86_backend_config
 
-__all__ = ["BACKENDS", "MAPPINGS", "QAT_MAPPINGS"]
+__all__ = ["BACKENDS", "MAPPINGS", "NAMED_QCONFIGS", "QAT_MAPPINGS"]
 
 X86 = get_default_qconfig("x86")
 QNNPACK = get_default_qconfig("qnnpack")
@@ -79,6 +80,13 @@ MAPPINGS: dict[str, Callable[[], Any]] = {
     "own_range": everywhere(with_activation(MinMaxObserver.with_args(quant_min=0, quant_max=100))),
     "fixed": everywhere(with_activation(FixedQParamsObserver.with_args(scale=2**-4, zero_point=64))),
     "own_eps": everywhere(with_activation(MinMaxObserver.with_args(eps=2**-4))),
+    "per_channel_activations": everywhere(with_activation(PerChannelMinMaxObserver.with_args(ch_axis=1))),
+    "affine_weights": everywhere(
+        QConfig(MinMaxObserver, MinMaxObserver.with_args(dtype=torch.qint8, qscheme=torch.per_tensor_affine))
+    ),
+    "weights_by_input": everywhere(
+        QConfig(MinMaxObserver, PerChannelMinMaxObserver.with_args(dtype=torch.qint8, ch_axis=1))
+    ),
     "int8_activations": everywhere(INT8),
     "symmetric_qnnpack": everywhere(default_symmetric_qnnpack_qconfig),
     "per_channel_symmetric_qnnpack": everywhere(default_per_channel_symmetric_qnnpack_qconfig),
@@ -171,6 +179,15 @@ QAT_MAPPINGS: dict[str, Callable[[], Any]] = {
     for name in ("x86", "qnnpack", "fbgemm")
 }
 
+#: Every qconfig that torch.ao names, as the global one.
+NAMED_QCONFIGS = {
+    name: value
+    for name, value in vars(torch.ao.quantization.qconfig).items()
+    if isinstance(value, QConfig) and not name.startswith("_")
+}
+for _name, _qconfig in NAMED_QCONFIGS.items():
+    (QAT_MAPPINGS if "qat" in _name else MAPPINGS)[_name] = everywhere(_qconfig)
+
 STATIC = DTypeConfig(
     input_dtype=torch.quint8, output_dtype=torch.quint8, weight_dtype=torch.qint8, bias_dtype=torch.float
 )
@@ -200,6 +217,13 @@ def without_argument_roles() -> BackendConfig:
     for function in (F.linear, F.conv2d):
         backend.set_backend_pattern_config(BackendPatternConfig(function).set_dtype_configs([STATIC]))
     return backend
+
+
+def not_observed() -> BackendConfig:
+    """A user's own, whose linear is quantized without observers at its input and output."""
+    linear = native_entries()[nn.Linear].set_dtype_configs([STATIC])
+    linear.set_observation_type(ObservationType.INPUT_OUTPUT_NOT_OBSERVED)
+    return BackendConfig("not observed").set_backend_pattern_config(linear)
 
 
 def constrained(**limits: Any) -> Callable[[], BackendConfig]:
@@ -233,6 +257,7 @@ BACKENDS: dict[str, Callable[[], Any]] = {
     "tensorrt": get_tensorrt_backend_config,
     "native_dict": lambda: get_native_backend_config().to_dict(),
     "only_linear_and_conv": only_linear_and_conv,
+    "not_observed": not_observed,
     "without_argument_roles": without_argument_roles,
     "range_127": constrained(quant_min_lower_bound=0, quant_max_upper_bound=127),
     "range_255": constrained(quant_min_lower_bound=0, quant_max_upper_bound=255),

@@ -22,6 +22,8 @@ from torchq_compat.annotate.dtype_rules import find_dtype_config, refusal, takes
 from torchq_compat.annotate.fusing import Chain, find_chains
 from torchq_compat.annotate.groups import OpGroup, find_groups
 from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.annotate.op_records import OpRecord
+from torchq_compat.annotate.order_rules import check_order_rules
 from torchq_compat.annotate.preserving import preserves_values
 from torchq_compat.annotate.slots import Slot, Slots
 from torchq_compat.decisions import Action, Decision
@@ -39,15 +41,16 @@ SILENT_TARGETS = {"getitem", "sym_size.int"}
 
 @dataclass(frozen=True)
 class GraphDecisions:
-    """The specs to write and the decisions to show."""
+    """The specs to write, the decisions to show, and what each op is to a QConfigMapping."""
 
     specs: dict[Node, NodeSpecs]
     decisions: tuple[Decision, ...]
+    records: tuple[tuple[Node, OpRecord], ...]
 
 
 def decide_graph(
     graph_module: GraphModule,
-    model: nn.Module,
+    model: nn.Module | None,
     rules: QConfigRules,
     backend: BackendTable,
     leaves: Mapping[Node, LeafBoundary],
@@ -58,18 +61,20 @@ def decide_graph(
 
     Args:
         graph_module: the captured model, custom modules as leaf calls.
-        model: what was exported.
+        model: what was exported, if it is at hand.
         rules: the QConfigMapping.
         backend: the BackendConfig.
         leaves: the boundary of each leaf call.
         quantized_inputs: placeholders that will take integers.
         quantized_outputs: (node, output node) of results that will be returned as integers.
+
+    Raises:
+        ConfigError: QConfigs that conflict in a fused pattern; a call order beyond the last call.
     """
+    groups = find_groups(graph_module, model)
+    check_order_rules(groups, rules)
     state = _State(rules, backend)
-    chains = {
-        chain.first.nodes[-1]: chain
-        for chain in find_chains(find_groups(graph_module, model), rules, backend)
-    }
+    chains = {chain.first.nodes[-1]: chain for chain in find_chains(groups, rules, backend)}
     for node in quantized_inputs:
         state.take_quantized_input(node)
     for node in graph_module.graph.nodes:
@@ -79,7 +84,11 @@ def decide_graph(
             state.take_chain(chains[node])
     for edge in quantized_outputs:
         state.take_quantized_output(*edge)
-    return GraphDecisions(state.slots.node_specs(graph_module.graph.nodes), tuple(state.decisions))
+    records = tuple(
+        (node, chain.record) for chain in chains.values() for op in chain.ops for node in op.nodes
+    )
+    specs = state.slots.node_specs(graph_module.graph.nodes)
+    return GraphDecisions(specs, tuple(state.decisions), records)
 
 
 @dataclass

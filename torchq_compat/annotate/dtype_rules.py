@@ -11,7 +11,7 @@ import torch
 from torch.ao.quantization.backend_config import DTypeConfig, DTypeWithConstraints
 
 from torchq_compat.legacy.backend_configs import PatternEntry
-from torchq_compat.specs.dtypes import plain_dtype
+from torchq_compat.specs.dtypes import PACKED_DTYPES, plain_dtype
 from torchq_compat.specs.observers import ObserverConstructor
 from torchq_compat.specs.quantization_specs import OpSpecs
 
@@ -43,11 +43,11 @@ def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
     """Whether a module's weight is quantized: FX asks for one DTypeConfig that matches all four dtypes."""
     bias = torch.float16 if _is_half_static(specs) else torch.float32
     output = torch.float32 if specs.is_dynamic else specs.activation_dtype
-    wanted = (specs.activation_dtype, output, specs.weight_dtype)
+    wanted = (specs.activation_dtype, output, specs.declared_weight_dtype)
     for config in entry.dtype_configs:
         given = (config.input_dtype, config.output_dtype, config.weight_dtype)
-        same = all(_plain(a) == b for a, b in zip(given, wanted, strict=True))
-        same_bias = bool(config.is_dynamic) or _plain(config.bias_dtype) == bias
+        same = all(_is_same(a, b) for a, b in zip(given, wanted, strict=True))
+        same_bias = bool(config.is_dynamic) or _is_same(config.bias_dtype, bias)
         if same and same_bias and bool(config.is_dynamic) == specs.is_dynamic:
             return True
     return False
@@ -78,9 +78,9 @@ def _input_violation(config: DTypeConfig, specs: OpSpecs) -> str:
 def _weight_violation(config: DTypeConfig, specs: OpSpecs) -> str:
     if config.weight_dtype is None:
         return ""
-    return _dtype_violation("weight", config.weight_dtype, specs.weight_dtype) or _constraint_violation(
-        "weight", config.weight_dtype_with_constraints, specs.weight_constructor
-    )
+    return _dtype_violation(
+        "weight", config.weight_dtype, specs.declared_weight_dtype
+    ) or _constraint_violation("weight", config.weight_dtype_with_constraints, specs.weight_constructor)
 
 
 def _bias_violation(config: DTypeConfig, specs: OpSpecs) -> str:
@@ -100,7 +100,7 @@ def _output_violation(config: DTypeConfig, specs: OpSpecs) -> str:
 
 
 def _dtype_violation(what: str, allowed: torch.dtype, asked: torch.dtype) -> str:
-    return "" if plain_dtype(allowed) == asked else f"{what} is {_name(asked)}, it takes {_name(allowed)}"
+    return "" if _is_same(allowed, asked) else f"{what} {_name(asked)} where it takes {_name(allowed)}"
 
 
 def _constraint_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
@@ -143,8 +143,12 @@ def _is_half_static(specs: OpSpecs) -> bool:
     return dtypes == {torch.float16} and not specs.is_dynamic
 
 
-def _plain(dtype: torch.dtype | None) -> torch.dtype:
-    return torch.float32 if dtype is None else plain_dtype(dtype)
+def _is_same(allowed: torch.dtype | None, asked: torch.dtype) -> bool:
+    """quint8 and uint8 are; quint4x2 is neither."""
+    allowed = allowed or torch.float32
+    if PACKED_DTYPES & {allowed, asked}:
+        return allowed is asked
+    return plain_dtype(allowed) == plain_dtype(asked)
 
 
 def _name(dtype: torch.dtype) -> str:

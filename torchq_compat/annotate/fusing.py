@@ -16,10 +16,11 @@ from torch.ao.quantization.qconfig import qconfig_equals
 from torch.fx import Node
 
 from torchq_compat.annotate.groups import OpGroup
+from torchq_compat.annotate.op_records import OpRecord
 from torchq_compat.errors import ConfigError
 from torchq_compat.legacy.backend_configs import BackendTable, Join, PatternEntry, PatternPart
 from torchq_compat.legacy.qconfig_mappings import ObjectType, QConfigRules
-from torchq_compat.specs.selectors import Selection, select_for_function, select_for_module
+from torchq_compat.specs.selectors import Selection
 
 __all__ = ["Chain", "find_chains"]
 
@@ -32,6 +33,7 @@ class Chain:
         entry: the backend's row for it, None if it has none.
         input_type_to_index: where the first op, if it is a function, has its weight and bias.
         selection: the QConfig that counts for all of it.
+        record: the op whose QConfig that is.
         observes_inputs: False where the first op's own QConfig is None.
     """
 
@@ -39,6 +41,7 @@ class Chain:
     entry: PatternEntry | None
     input_type_to_index: Mapping[str, int]
     selection: Selection
+    record: OpRecord
     observes_inputs: bool
 
     @property
@@ -132,11 +135,16 @@ def _side(before: OpGroup, op: OpGroup) -> int | None:
 def _chain(ops: tuple[OpGroup, ...], rules: QConfigRules, backend: BackendTable) -> Chain:
     entry, own_entry = _entry(ops, backend), _entry(ops[:1], backend)
     roles = own_entry.input_type_to_index if own_entry else {}
-    first, last = _select(rules, ops[0]), _select(rules, ops[-1])
+    first, deciding = _record(ops[0], ops[0].label), _record(ops[-1], ops[0].label)
     if entry is not None and entry.is_fused_module:
         _check_one_qconfig(ops, entry, rules)
-        last = first
-    return Chain(ops, entry, roles, last, observes_inputs=first.qconfig is not None)
+        deciding = first
+    observes_inputs = first.select(rules).qconfig is not None
+    return Chain(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
+
+
+def _record(op: OpGroup, label: str) -> OpRecord:
+    return OpRecord(label, op.origin, op.call_index)
 
 
 def _check_one_qconfig(ops: tuple[OpGroup, ...], entry: PatternEntry, rules: QConfigRules) -> None:
@@ -153,12 +161,3 @@ def _check_one_qconfig(ops: tuple[OpGroup, ...], entry: PatternEntry, rules: QCo
 def _module_type(part: ObjectType) -> type:
     """FX puts an nn.ReLU into the fused module for a functional relu."""
     return part if isinstance(part, type) else nn.ReLU
-
-
-def _select(rules: QConfigRules, group: OpGroup) -> Selection:
-    origin = group.origin
-    if origin.is_module_call:
-        return select_for_module(rules, origin.module_type, origin.module_path, group.call_index)
-    return select_for_function(
-        rules, origin.object_types, origin.module_type, origin.module_path, group.call_index
-    )

@@ -44,6 +44,11 @@ class OpGroup:
     call_index: int
 
     @property
+    def caller(self) -> str:
+        """The path of the module whose code makes the call."""
+        return _caller(self.origin)
+
+    @property
     def label(self) -> str:
         """Module path for a module, ``scope/node`` for a function."""
         if self.origin.is_module_call:
@@ -79,8 +84,9 @@ class OpGroup:
         return replace(self, inputs=tuple(inputs), weights=weights, parameters=parameters)
 
 
-def find_groups(graph_module: GraphModule, model: nn.Module) -> list[OpGroup]:
-    """The op groups of ``graph_module`` in graph order; ``model`` is what was exported."""
+def find_groups(graph_module: GraphModule, model: nn.Module | None) -> list[OpGroup]:
+    """The op groups of ``graph_module`` in graph order; ``model`` is what was exported, if it
+    is at hand."""
     members: dict[str, list[Node]] = {}
     origins: dict[str, Origin] = {}
     for node in graph_module.graph.nodes:
@@ -99,9 +105,12 @@ def find_groups(graph_module: GraphModule, model: nn.Module) -> list[OpGroup]:
 
 
 def _caller_and_type(origin: Origin) -> tuple[str, object]:
-    """Whose code makes the call, and of what: what module_name_object_type_order counts by."""
-    caller = origin.module_path.rpartition(".")[0] if origin.is_module_call else origin.module_path
-    return caller, next(iter(origin.object_types), None)
+    """What module_name_object_type_order counts by."""
+    return _caller(origin), next(iter(origin.object_types), None)
+
+
+def _caller(origin: Origin) -> str:
+    return origin.module_path.rpartition(".")[0] if origin.is_module_call else origin.module_path
 
 
 def is_float_tensor(node: Node) -> bool:

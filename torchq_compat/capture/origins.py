@@ -8,6 +8,7 @@ everything else that needs to know a node's origin asks here.
 from __future__ import annotations
 
 import operator
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -54,36 +55,51 @@ class Origin:
     is_module_call: bool
 
 
-def find_origin(node: Node, model: nn.Module) -> Origin:
-    """The origin of ``node`` in ``model``, the module that was exported."""
-    path, module_type = "", type(model)
-    for key, fqn in _module_calls(node):
-        module = _submodule(model, fqn)
-        if module is None:
+def find_origin(node: Node, model: nn.Module | None) -> Origin:
+    """The origin of ``node`` in ``model``, the module that was exported; where only the graph is at hand,
+    classes are found by the names it holds."""
+    path, module_type = "", nn.Module if model is None else type(model)
+    for key, fqn, class_name in _module_calls(node):
+        found = _class_by_name(class_name) if model is None else _class_in(model, fqn)
+        if found is None:
             continue
-        path, module_type = fqn, type(module)
-        if fqn and is_fx_leaf(module):
+        path, module_type = fqn, found
+        if fqn and is_fx_leaf_class(found):
             return Origin(key, fqn, module_type, (module_type,), is_module_call=True)
     return Origin(node.name, path, module_type, tuple(_function_types(node)), is_module_call=False)
 
 
 def is_fx_leaf(module: nn.Module) -> bool:
     """Whether FX's tracer keeps ``module`` as one node: classes of torch.nn, but not Sequential."""
-    home = type(module).__module__
-    return home.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
+    return is_fx_leaf_class(type(module))
 
 
-def _module_calls(node: Node) -> Iterator[tuple[str, str]]:
-    """(call key, module path), outermost first."""
-    for key, (fqn, _) in (node.meta.get("nn_module_stack") or {}).items():
-        yield key, str(fqn)
+def is_fx_leaf_class(module_type: type[nn.Module]) -> bool:
+    """``is_fx_leaf`` of the modules of a class."""
+    is_torch_own = module_type.__module__.startswith(("torch.nn", "torch.ao.nn"))
+    return is_torch_own and not issubclass(module_type, nn.Sequential)
 
 
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+def _module_calls(node: Node) -> Iterator[tuple[str, str, str]]:
+    """(call key, module path, class name), outermost first."""
+    for key, (fqn, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        yield key, str(fqn), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _class_in(model: nn.Module, path: str) -> type[nn.Module] | None:
     try:
-        return model.get_submodule(path)
+        return type(model.get_submodule(path))
     except AttributeError:
         return None
+
+
+def _class_by_name(name: str) -> type[nn.Module]:
+    """nn.Module itself for a class inside a function, which cannot be found."""
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        return nn.Module
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else nn.Module
 
 
 def _function_types(node: Node) -> Iterator[ObjectType]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 # BackendConfig reads a sub-module of its package that the package does not import by itself.
+import torch.ao.quantization.backend_config.backend_config as torch_ao_backend_config
 import torch.ao.quantization.backend_config.utils  # noqa: F401
 from torch.ao.quantization.backend_config import (
     BackendConfig,
@@ -24,10 +25,15 @@ from torch.ao.quantization.backend_config import (
 from torch.ao.quantization.utils import MatchAllNode
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.legacy.dict_forms import read_dict_form
+from torchq_compat.legacy.dict_forms import check_keys, read_dict_form
 from torchq_compat.legacy.qconfig_mappings import ObjectType
 
 __all__ = ["BackendTable", "Join", "PatternEntry", "read_backend_config"]
+
+#: The keys that torch.ao's own dict form of a pattern uses.
+PATTERN_KEYS = tuple(
+    value for name, value in vars(torch_ao_backend_config).items() if name.endswith("_DICT_KEY")
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> Backend
     if value is None:
         value = get_native_backend_config()
     if isinstance(value, dict):
+        _check_keys_of_patterns(value.get("configs", ()))
         value = read_dict_form("backend_config", value, ("name", "configs"), BackendConfig)
     if not isinstance(value, BackendConfig):
         raise ConfigError.wrong_type("backend_config", "a BackendConfig", value)
@@ -102,6 +109,12 @@ def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> Backend
         pattern = config.pattern if config.pattern is not None else _in_order(config._pattern_complex_format)
         entries[pattern] = _entry(pattern, config)
     return BackendTable(name=value.name, entries=MappingProxyType(entries))
+
+
+def _check_keys_of_patterns(configs: Any) -> None:
+    for position, config in enumerate(configs):
+        if isinstance(config, dict):
+            check_keys(f"backend_config: configs[{position}]", config, PATTERN_KEYS)
 
 
 def _in_order(nested: Any) -> Any:

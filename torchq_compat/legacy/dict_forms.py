@@ -28,11 +28,20 @@ def read_dict_form(
     Raises:
         ConfigError: a key that is not in ``known_keys``, or an entry ``from_dict`` cannot read.
     """
-    known = tuple(known_keys)
-    for key in value:
-        if key not in known:
-            raise ConfigError.unknown_key(setting, key, known)
+    check_keys(setting, value, known_keys)
     try:
         return config_class.from_dict(value)
     except Exception as cause:
         raise ConfigError.malformed(setting, cause) from cause
+
+
+def check_keys(setting: str, value: dict[str, Any], known_keys: Iterable[str]) -> None:
+    """Refuse keys of ``value`` that nobody reads.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    known = tuple(known_keys)
+    for key in value:
+        if key not in known:
+            raise ConfigError.unknown_key(setting, key, known)

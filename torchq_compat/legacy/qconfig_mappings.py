@@ -9,11 +9,19 @@ from types import MappingProxyType
 from typing import Any
 
 from torch.ao.quantization import QConfig, QConfigMapping
+from torch.ao.quantization.qconfig import qconfig_equals
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.legacy.dict_forms import read_dict_form
 
-__all__ = ["ObjectType", "OrderRule", "QConfigRules", "read_qconfig_mapping"]
+__all__ = [
+    "ObjectType",
+    "OrderRule",
+    "QConfigRules",
+    "check_convert_rules",
+    "read_qconfig_mapping",
+    "same_qconfig",
+]
 
 #: What FX calls an object type: a module class, a function, or the name of a tensor method.
 ObjectType = type | Callable[..., Any] | str
@@ -74,6 +82,37 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any] | None) -> QConf
     )
     _check_values(rules)
     return rules
+
+
+def same_qconfig(a: QConfig | None, b: QConfig | None) -> bool:
+    """Whether two QConfigs make the same observers."""
+    return bool(qconfig_equals(a, b))
+
+
+def check_convert_rules(prepare: QConfigRules, convert: QConfigRules) -> None:
+    """Refuse a mapping for convert that says more than None to what the one for prepare names.
+
+    Raises:
+        ConfigError: as FX does, for another global QConfig, for a key that is missing, and for a key with
+            another QConfig.
+    """
+    if not same_qconfig(prepare.global_qconfig, convert.global_qconfig):
+        raise ConfigError.other_mapping_at_convert("the global qconfig is another")
+    levels: dict[str, tuple[Mapping[Any, QConfig | None], Mapping[Any, QConfig | None]]] = {
+        "object_type": (prepare.object_types, convert.object_types),
+        "module_name": (prepare.module_names, convert.module_names),
+        "module_name_regex": (_by_pattern(prepare), _by_pattern(convert)),
+    }
+    for level, (before, after) in levels.items():
+        for key, qconfig in before.items():
+            if key not in after:
+                raise ConfigError.other_mapping_at_convert(f"{level} {key!r} is missing")
+            if after[key] is not None and not same_qconfig(qconfig, after[key]):
+                raise ConfigError.other_mapping_at_convert(f"{level} {key!r} has another qconfig")
+
+
+def _by_pattern(rules: QConfigRules) -> Mapping[Any, QConfig | None]:
+    return {pattern.pattern: qconfig for pattern, qconfig in rules.module_name_regexes}
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

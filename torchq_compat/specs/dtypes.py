@@ -5,16 +5,27 @@ from __future__ import annotations
 import torch
 from torchao.quantization.pt2e.utils import to_underlying_dtype
 
-__all__ = ["FLOAT_DTYPES", "dtype_range", "is_integer", "plain_dtype"]
+from torchq_compat.errors import ConfigError
+
+__all__ = ["FLOAT_DTYPES", "PACKED_DTYPES", "dtype_range", "is_integer", "plain_dtype"]
 
 FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+#: Several values in a byte. PT2E has one value per byte, in the range of the packed dtype.
+PACKED_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
 
 
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:
-    """quint8 -> uint8, qint8 -> int8, qint32 -> int32; a float dtype stays what it is."""
+    """quint8 -> uint8, qint8 -> int8, qint32 -> int32; a float dtype stays what it is.
+
+    Raises:
+        ConfigError: no dtype that PT2E graphs carry.
+    """
     if dtype in FLOAT_DTYPES:
         return dtype
-    plain: torch.dtype = to_underlying_dtype(dtype)
+    try:
+        plain: torch.dtype = to_underlying_dtype(dtype)
+    except AssertionError as cause:
+        raise ConfigError.unsupported_dtype(dtype) from cause
     return plain
 
 

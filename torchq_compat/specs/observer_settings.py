@@ -50,9 +50,14 @@ class ObserverLimits:
 
 @dataclass(frozen=True)
 class ObserverSettings:
-    """What an observer says about the quantized tensor: plain dtype, range of the observer, scheme, axis."""
+    """What an observer says about the quantized tensor: plain dtype, range of the observer, scheme, axis.
+
+    Attributes:
+        declared_dtype: as the user gave it; quint4x2 where ``dtype`` is uint8.
+    """
 
     dtype: torch.dtype
+    declared_dtype: torch.dtype
     qscheme: torch.qscheme
     quant_min: int | None
     quant_max: int | None
@@ -73,6 +78,7 @@ def read_settings(made: nn.Module, legacy: nn.Module) -> ObserverSettings:
     qscheme = getattr(source, "qscheme", None) or torch.per_tensor_affine
     return ObserverSettings(
         dtype=plain_dtype(made.dtype),  # type: ignore[arg-type]
+        declared_dtype=legacy.dtype,  # type: ignore[arg-type]
         qscheme=qscheme,
         quant_min=getattr(source, "quant_min", None),
         quant_max=getattr(source, "quant_max", None),

@@ -20,7 +20,8 @@ import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.dtypes import PACKED_DTYPES, dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.float_qparams import FloatQParamsFakeQuantize
 from torchq_compat.specs.fused_fake_quantize import FusedFakeQuantize
 from torchq_compat.specs.observer_settings import FIXED_QPARAMS, read_settings
 from torchq_compat.specs.saturation import SaturationCountingObserver
@@ -40,8 +41,6 @@ PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
 LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
 # Attributes whose name differs from the constructor's argument.
 ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
-#: Dtypes whose range is smaller than that of the plain integers that carry them.
-NARROW_DTYPES = (torch.quint4x2, torch.quint2x4)
 
 #: Classes of which this package has a version that tells more.
 REPLACED: dict[str, Callable[..., nn.Module]] = {
@@ -86,6 +85,8 @@ class ObserverConstructor:
             made = self.legacy()
         except TypeError as cause:
             raise ConfigError.not_a_constructor(self.setting, self.legacy) from cause
+        except Exception as cause:
+            raise ConfigError.observer_cannot_be_made(self.setting, cause) from cause
         if not isinstance(made, (*PT2E_BASES, *LEGACY_BASES)):
             raise ConfigError.not_a_constructor(self.setting, self.legacy)
         return made
@@ -117,6 +118,8 @@ def _translate(made: nn.Module) -> nn.Module:
         return _as_torchao(made)
     inner = getattr(made, "activation_post_process", None)
     if inner is not None:
+        if getattr(inner, "qscheme", None) is torch.per_channel_affine_float_qparams:
+            mirror = FloatQParamsFakeQuantize
         return mirror(observer=lambda **_: _translate(inner))
     return mirror(**_arguments_from_attributes(mirror, made))
 
@@ -149,7 +152,7 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
             arguments[name] = _plain_value(getattr(made, attribute))
     if getattr(made, "has_customized_qrange", False):
         arguments["reduce_range"] = False  # a given range is stored already reduced
-    elif hasattr(made, "has_customized_qrange") and made.dtype not in NARROW_DTYPES:
+    elif hasattr(made, "has_customized_qrange") and made.dtype not in PACKED_DTYPES:
         del arguments["quant_min"], arguments["quant_max"]
     if isinstance(made, FIXED_QPARAMS):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)

@@ -73,6 +73,11 @@ class OpSpecs:
         return self.weight_constructor.settings.dtype
 
     @property
+    def declared_weight_dtype(self) -> torch.dtype:
+        """As the QConfig gives it: quint4x2 is not uint8 to a backend."""
+        return self.weight_constructor.settings.declared_dtype
+
+    @property
     def reuses_input(self) -> bool:
         return self.activation_constructor.settings.reuses_input
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
+from torchq_compat.specs.float_qparams import attribute_at, fold_weight
 from torchq_compat.specs.observer_settings import ObserverSettings
 from torchq_compat.specs.observers import ObserverConstructor
 from torchq_compat.specs.two_world_classes import recognised_by_torch_ao
@@ -43,22 +46,27 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
     def observe_attribute(self, root: nn.Module, path: str) -> None:
         """``observe`` the weight at ``path`` in ``root``."""
-        self.observe(_attribute(root, path))
+        self.observe(attribute_at(root, path))
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
         return scale, zero_point
 
 
-def _attribute(root: nn.Module, path: str) -> Tensor:
-    parent, _, name = path.rpartition(".")
-    value = getattr(root.get_submodule(parent), name)
-    assert isinstance(value, Tensor)
-    return value
+class FloatQParamsWeightObserver(WeightObserver):
+    """For embeddings, whose zero points are floats."""
+
+    def convert(self, model: GraphModule, observer_node: Node) -> None:
+        """Replace ``observer_node`` by the dequantize of a folded integer weight; torchao calls this."""
+        source = observer_node.args[0]
+        assert isinstance(source, Node)
+        self.observe_attribute(model, str(source.target))
+        scale, zero_point = self.calculate_qparams()
+        fold_weight(model, observer_node, scale, zero_point, self)
 
 
 class WeightConstructor:
-    """An ``ObserverConstructor`` whose observers wait for convert."""
+    """An ``ObserverConstructor`` whose observers wait for this package's convert."""
 
     def __init__(self, constructor: ObserverConstructor) -> None:
         self.constructor = constructor
@@ -68,5 +76,16 @@ class WeightConstructor:
     def with_args(self, **_spec: Any) -> WeightConstructor:
         return self
 
+    @property
+    def for_any_convert(self) -> ObserverConstructor | WeightConstructor:
+        """Observers that torchao's own convert finds ready; those of float zero points see to themselves."""
+        return self if self._has_float_zero_points else self.constructor
+
+    @property
+    def _has_float_zero_points(self) -> bool:
+        return self.settings.qscheme is torch.per_channel_affine_float_qparams
+
     def __call__(self) -> nn.Module:
+        if self._has_float_zero_points:
+            return FloatQParamsWeightObserver(self.constructor)
         return WeightObserver(self.constructor)

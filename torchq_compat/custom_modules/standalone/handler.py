@@ -1,9 +1,9 @@
 """Standalone modules: the handler the stages call.
 
-Legacy: ``PrepareCustomConfig.set_standalone_module_name`` and ``set_standalone_module_class``. As in FX the module
-is prepared and converted as a model of its own; its interface is float, or quantized where its own
-``input_quantized_indexes`` and ``output_quantized_indexes`` say so. Without a QConfigMapping or BackendConfig of
-its own it has the QConfig and the BackendConfig of its place.
+Legacy: ``PrepareCustomConfig.set_standalone_module_name`` and ``set_standalone_module_class``. As in FX the
+module is prepared and converted as a model of its own; its interface is float, or quantized where its own
+``input_quantized_indexes`` and ``output_quantized_indexes`` say so. Without a QConfigMapping or BackendConfig
+of its own it has the QConfig and the BackendConfig of its place.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StandaloneHandler(CustomModuleHandler):
         return LeafBoundary(inputs, outputs, (None,) * len(outputs))
 
     def convert(self, request: ConvertRequest) -> LeafModule:
-        """Where the graph around it quantizes an input that is quantized inside too, the qparams are the same."""
+        """Where the graph around it quantizes an input that is quantized inside too, the qparams are one."""
         leaf = request.leaf
         assert isinstance(leaf, PreparedStandalone)
         assert request.convert_inside is not None

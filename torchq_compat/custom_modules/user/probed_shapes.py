@@ -1,7 +1,7 @@
 """The shapes of a module's results where fake tensors cannot tell: it branches on data, or leaves torch.
 
-The module is run twice on real tensors, with other sizes the second time; a size of a result is the size of an
-input that it equalled both times, or a constant.
+The module is run twice on real tensors, with other sizes the second time; a size of a result is the size of
+an input that it equalled both times, or a constant.
 """
 
 from __future__ import annotations

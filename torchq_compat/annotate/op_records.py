@@ -1,0 +1,51 @@
+"""What an op is to a QConfigMapping, kept on its nodes, so that convert can ask another mapping about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from torchq_compat.capture.origins import Origin
+from torchq_compat.legacy.qconfig_mappings import QConfigRules
+from torchq_compat.specs.selectors import Selection, select_for_function, select_for_module
+
+__all__ = ["OpRecord", "op_record", "write_op_records"]
+
+#: torchao's prepare keeps the metadata of nodes, also where it replaces conv + batch norm for QAT.
+META_KEY = "torchq_compat_op"
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """An op, or a fused chain by the one of its ops whose QConfig counts.
+
+    Attributes:
+        label: the path of its decision.
+    """
+
+    label: str
+    origin: Origin
+    call_index: int
+
+    def select(self, rules: QConfigRules) -> Selection:
+        """The QConfig that ``rules`` give it."""
+        origin = self.origin
+        if origin.is_module_call:
+            return select_for_module(rules, origin.module_type, origin.module_path, self.call_index)
+        return select_for_function(
+            rules, origin.object_types, origin.module_type, origin.module_path, self.call_index
+        )
+
+
+def write_op_records(records: Iterable[tuple[Node, OpRecord]]) -> None:
+    """Put each record on its node."""
+    for node, record in records:
+        node.meta[META_KEY] = record
+
+
+def op_record(node: Node) -> OpRecord | None:
+    """What prepare wrote on ``node``; None for what is no op of the model."""
+    record = node.meta.get(META_KEY)
+    return record if isinstance(record, OpRecord) else None
