@@ -51,7 +51,16 @@ def capture(case: Case, fx: FxSetting) -> Capture:
         measured = _measure(case, ours, None)
     costs = _costs(case, ours, theirs)
     name = type(case.model).__name__
-    return Capture(name, measured.outputs, measured.points, ours.cells, measured.series, costs, fx_run)
+    return Capture(
+        name,
+        measured.outputs,
+        measured.points,
+        ours.cells,
+        ours.left_float,
+        measured.series,
+        costs,
+        fx_run,
+    )
 
 
 class _FxFailedError(Exception):

@@ -21,9 +21,9 @@ from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
 from torchq_compat.custom_modules.part import PartKind
 from torchq_compat.custom_modules.part_graph import part_nodes, part_of
 from torchq_compat.custom_modules.part_owner import PartOwner
-from torchq_compat.decisions import Decision
+from torchq_compat.decisions import Action, Decision
 from torchq_compat.migrate.comparison.cases import Case
-from torchq_compat.migrate.comparison.results import CellGraph, CellNode, Kind
+from torchq_compat.migrate.comparison.results import CellGraph, CellNode, Kind, LeftFloat
 from torchq_compat.migrate.comparison.sides import Key, OpKey, PartKey, QuantizedModel, Reading, ResultKey
 from torchq_compat.migrate.comparison.taps import Tap, tap_nodes
 from torchq_compat.specs.grids import Grid
@@ -55,12 +55,14 @@ class OurSide:
         quantized: the q-dq model.
         places: every key in graph order.
         cells: the graphs of parts, for drawing.
+        left_float: modules that stay float as a whole.
     """
 
     exact: QuantizedModel
     quantized: QuantizedModel
     places: Mapping[Key, Place]
     cells: tuple[CellGraph, ...]
+    left_float: tuple[LeftFloat, ...]
 
 
 def quantize_by_us(case: Case) -> OurSide:
@@ -94,20 +96,31 @@ def quantize_by_us(case: Case) -> OurSide:
         ),
         places,
         tuple(_cells(converted)),
+        tuple(
+            LeftFloat(d.path, d.kind, d.reason)
+            for d in decisions
+            if d.action is Action.FLOAT and (d.warn or not d.node)
+        ),
     )
 
 
 def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator[tuple[Key, Place]]:
     by_path = {decision.path: decision for decision in decisions}
-    for key, decision in _op_keys(decisions):
-        yield key, Place(_name(key), Kind.OP if key.function else Kind.MODULE, decision.kind, decision.reason)
+    of_ops = dict(_op_keys(decisions))
     for key, (_, node) in _nodes(converted, decisions).items():
-        if isinstance(key, ResultKey):
+        if isinstance(key, OpKey):
+            decision = of_ops[key]
+            kind = Kind.OP if key.function else Kind.MODULE
+            yield key, Place(_name(key), kind, decision.kind, decision.reason)
+        elif isinstance(key, ResultKey):
             decision = by_path[key.path]
             yield key, Place(f"{key.path}[{key.position}]", Kind.RESULT, decision.kind, decision.reason)
-        elif isinstance(key, PartKey):
+        else:
             decision = by_path[f"{key.cell}.{key.part}"]
-            yield key, Place(decision.path, Kind.PART, decision.kind, decision.reason, part_of(node).kind)
+            yield (
+                key,
+                Place(decision.path, Kind.PART, decision.kind, decision.reason, part_of(node).kind),
+            )
 
 
 def _name(key: OpKey) -> str:

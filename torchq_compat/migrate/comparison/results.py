@@ -23,6 +23,7 @@ __all__ = [
     "GridView",
     "Histogram",
     "Kind",
+    "LeftFloat",
     "Point",
     "Series",
     "Side",
@@ -166,6 +167,15 @@ class CellGraph:
 
 
 @dataclass(frozen=True)
+class LeftFloat:
+    """A module that this package leaves float, and why."""
+
+    path: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Series:
     """One output channel along ``axis``, where the sides differ most."""
 
@@ -207,6 +217,7 @@ class Capture:
     outputs: tuple[Point, ...]
     points: tuple[Point, ...]
     cells: tuple[CellGraph, ...]
+    left_float: tuple[LeftFloat, ...]
     series: tuple[Series, ...]
     costs: Costs
     fx: FxRun
@@ -227,6 +238,12 @@ class Verdict:
     status: Status
     headline: str
     findings: tuple[Finding, ...]
+    nothing_quantized: bool = False
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether something got worse, or nothing was quantized."""
+        return self.status is Status.WORSE or self.nothing_quantized
 
 
 @dataclass(frozen=True)
