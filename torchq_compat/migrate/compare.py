@@ -1,8 +1,8 @@
 """``torchq-compat compare SCRIPT | module:function``: FX and this package side by side.
 
-Everything that touches torch happens in a process of its own, ``migrate.comparison.child``, which can be stopped; what
-it measured comes back as plain values and is shown here. Exit code: 0 nothing got worse, 1 something did or nothing
-is quantized, 2 an error.
+Everything that touches torch happens in a process of its own, ``migrate.comparison.child``, which can be
+stopped; what it measured comes back as plain values and is shown here. Exit code: 0 nothing got worse, 1
+something did or nothing is quantized, 2 an error.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ examples:
   torchq-compat compare --html report.html mymodels.cases:tagger
   torchq-compat compare --json --timeout 600 quantize.py --epochs 1
 
-SCRIPT prepares, calibrates and converts models with prepare_fx and convert_fx; its output goes to standard error.
-module:function names a function without arguments that returns model, qconfig_mapping, example_inputs and
-calibration_data, as a dict or an object with these attributes.
+SCRIPT prepares, calibrates and converts models with prepare_fx and convert_fx; its output goes to standard
+error. module:function names a function without arguments that returns model, qconfig_mapping, example_inputs
+and calibration_data, as a dict or an object with these attributes.
 
-exit code: 0 nothing got worse, 1 an output is farther from the float model than with FX or nothing is quantized,
-2 an error
+exit code: 0 nothing got worse, 1 an output is farther from the float model than with FX or nothing is
+quantized, 2 an error
 """
 
 
@@ -62,7 +62,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "compare",
         help="run FX and PT2E on the same weights and data, and show every difference",
-        description="Quantize a model by FX and by torchq_compat with the same weights and calibration data, measure "
+        description="Quantize a model by FX and by torchq_compat with the same weights and calibration "
+        "data, measure "
         "both against the float model at every module, part and output, and say what differs and why.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -72,7 +73,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--html", metavar="FILE", default="", help="write one self-contained page with plots to FILE"
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_seconds, default=None, help="stop after that long; default: never"
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=None,
+        help="stop after that long; default: never",
     )
     parser.add_argument(
         "--fx",
@@ -80,7 +85,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="auto",
         help="whether FX has to run too; auto: where it can (default)",
     )
-    parser.add_argument("target", metavar="SCRIPT | module:function", help="what quantizes, or returns the case")
+    parser.add_argument(
+        "target", metavar="SCRIPT | module:function", help="what quantizes, or returns the case"
+    )
     arguments = parser.add_argument(
         "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
@@ -93,8 +100,8 @@ def compare_command(args: argparse.Namespace) -> int:
     """Compare, show, and return the exit code.
 
     Raises:
-        TorchQCompatError: no such target, a target that fails or takes too long, a model that cannot be quantized, or
-            a page that cannot be written.
+        TorchQCompatError: no such target, a target that fails or takes too long, a model that cannot be
+            quantized, or a page that cannot be written.
     """
     target = _read_target(args)
     if args.html:
@@ -143,8 +150,8 @@ def _compared(target: Target, timeout: float | None) -> tuple[Comparison, ...]:
 
 
 def _run(command: list[str], target: Target, timeout: float | None) -> int:
-    # A session of its own, so that processes the script started can be stopped with it. Standard output is for the
-    # report.
+    # A session of its own, so that processes the script started can be stopped with it. Standard output is
+    # for the report.
     child = subprocess.Popen(command, stdout=STANDARD_ERROR, start_new_session=True)
     try:
         return child.wait(timeout)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -100,9 +101,9 @@ def _measure(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> _Measu
             if key in exact_readings and key in our_readings:
                 measures.add(exact_readings[key].value, our_readings[key], fx_readings.get(key))
         our_outputs = _output_readings(ours.quantized, our_result)
-        fx_outputs = _output_readings(theirs, fx_result) if theirs else [None] * len(exact)
+        fx_outputs: Sequence[Reading | None] = _output_readings(theirs, fx_result) if theirs else ()
         if len(fx_outputs) != len(exact):
-            fx_outputs = [None] * len(exact)
+            fx_outputs = (None,) * len(exact)
         outputs = outputs or [PlaceMeasures() for _ in exact]
         for index, value in enumerate(exact):
             outputs[index].add(value, our_outputs[index], fx_outputs[index])
@@ -127,7 +128,7 @@ def _leaves(result: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def _output_readings(side: QuantizedModel, result: Any) -> list[Reading | None]:
+def _output_readings(side: QuantizedModel, result: Any) -> list[Reading]:
     values = _leaves(result)
     grids = side.output_grids(len(values))
     return [Reading(value, grid) for value, grid in zip(values, grids, strict=True)]
@@ -142,12 +143,12 @@ def _output_point(index: int, measures: PlaceMeasures) -> Point:
 
 
 def _series(
-    exact: list[Tensor], ours: list[Reading | None], fx: list[Reading | None], time_axis: int
+    exact: list[Tensor], ours: list[Reading], fx: Sequence[Reading | None], time_axis: int
 ) -> list[Series]:
     found = [
         output_series(f"output {i}", time_axis, value, our.value, their.value if their else None)
         for i, (value, our, their) in enumerate(zip(exact, ours, fx, strict=True))
-        if our is not None and our.value.shape == value.shape and (not their or their.value.shape == value.shape)
+        if our.value.shape == value.shape and (not their or their.value.shape == value.shape)
     ]
     return [each for each in found if each is not None]
 
@@ -160,6 +161,10 @@ def _costs(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> Costs:
     float_model = copy.deepcopy(case.model).eval()
     models = [float_model, ours.quantized.deployed, theirs.deployed if theirs else None]
     sizes = [state_bytes(model) if model is not None else None for model in models]
-    times = milliseconds([model and (lambda m=model: m(*case.example_inputs)) for model in models])
-    assert sizes[0] is not None and sizes[1] is not None and times[0] is not None and times[1] is not None
-    return Costs(sizes[0], sizes[1], sizes[2], times[0], times[1], times[2])
+    times = milliseconds([model and partial(model, *case.example_inputs) for model in models])
+    (float_bytes, our_bytes, fx_bytes), (float_ms, our_ms, fx_ms) = sizes, times
+    assert float_bytes is not None
+    assert our_bytes is not None
+    assert float_ms is not None
+    assert our_ms is not None
+    return Costs(float_bytes, our_bytes, fx_bytes, float_ms, our_ms, fx_ms)

@@ -61,7 +61,9 @@ def read_case(what: str, value: Any) -> Case:
         if unknown:
             raise CaseError.not_a_case(what, f"it has an unknown {sorted(map(str, unknown))[0]!r}")
     else:
-        given = {field.name: getattr(value, field.name) for field in fields(Case) if hasattr(value, field.name)}
+        given = {
+            field.name: getattr(value, field.name) for field in fields(Case) if hasattr(value, field.name)
+        }
     for field in fields(Case):
         if field.default is MISSING and field.name not in given:
             raise CaseError.not_a_case(what, f"it has no {field.name!r}")

@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from torchq_compat.migrate.comparison import known_differences as known
 from torchq_compat.migrate.comparison.results import Capture, Finding, FxOutcome, GridView, Kind, Point, Side
 
-__all__ = ["find_causes"]
+__all__ = ["DECIBELS", "find_causes", "grid_text"]
 
 #: SQNR differences below it are the noise of rounding.
 DECIBELS = 0.5
 MUCH_DECIBELS = 3.0
 SATURATED = 0.01
 FIXED_QPARAMS = ("sigmoid", "tanh", "softmax", "hardsigmoid")
-SHARING_OPS = (
-    "mean", "cat", "flatten", "reshape", "view", "transpose", "permute", "squeeze", "unsqueeze", "max_pool", "stack",
-)  # fmt: skip
+SHARING_OPS = ("mean", "cat", "stack", "flatten", "reshape", "view", "transpose", "permute", "squeeze")
 
 
 def find_causes(capture: Capture) -> tuple[Finding, ...]:
@@ -76,9 +74,9 @@ def _owner_of(grid: GridView, point: Point, capture: Capture) -> str:
     """The cell whose part has this grid on FX's side."""
     module = point.name.partition("[")[0]
     for other in capture.points:
-        if other.kind is Kind.PART and other.name.startswith(f"{module}.") and other.fx and other.fx.grid:
-            if other.fx.grid.same_qparams(grid):
-                return other.name.rpartition(".cell.")[0] or other.name
+        is_inside = other.kind is Kind.PART and other.name.startswith(f"{module}.")
+        if is_inside and other.fx and other.fx.grid and other.fx.grid.same_qparams(grid):
+            return other.name.rpartition(".cell.")[0] or other.name
     return ""
 
 
@@ -154,9 +152,8 @@ def _different_grids(point: Point) -> bool:
 
 def _two_grids(point: Point) -> str:
     assert point.fx is not None
-    return (
-        f"{grid_text(point.ours.grid)} here, {grid_text(point.fx.grid)} in FX; {_decibels(point.ours, point.fx)}"
-    )
+    grids = f"{grid_text(point.ours.grid)} here, {grid_text(point.fx.grid)} in FX"
+    return f"{grids}; {_decibels(point.ours, point.fx)}"
 
 
 def _decibels(ours: Side, fx: Side) -> str:

@@ -1,4 +1,5 @@
-"""The picture of a cell: parts as boxes in the order of computation, each with its quantize and dequantize."""
+"""The picture of a cell: parts as boxes in the order of computation, each with its quantize and
+dequantize."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from torchq_compat.migrate.comparison.results import CellGraph, CellNode, GridVi
 
 __all__ = ["draw_cell"]
 
-WIDTH, HEIGHT = 1.9, 0.86
-COLUMN, ROW = 2.55, 1.3
+WIDTH, HEIGHT = 2.05, 0.9
+COLUMN, ROW = 2.6, 1.3
 DTYPE_COLOURS = {
     "uint8": "#cfe3f5",
     "int8": "#c9ead0",
@@ -31,7 +32,7 @@ def draw_cell(cell: CellGraph, points: Mapping[str, Point]) -> Figure:
     places = _places(cell)
     columns = max(x for x, _ in places.values()) / COLUMN + 1
     rows = (max(y for _, y in places.values()) - min(y for _, y in places.values())) / ROW + 1
-    figure = Figure(figsize=(1.62 * columns, 0.98 * rows + 0.3), layout="constrained")
+    figure = Figure(figsize=(1.85 * columns, 1.08 * rows + 0.3), layout="constrained")
     axes = figure.subplots()
     axes.set_axis_off()
     for node in cell.nodes:
@@ -62,7 +63,8 @@ def _places(cell: CellGraph) -> Places:
 
 
 def _depths(cell: CellGraph) -> dict[str, int]:
-    """Column of each part: behind its last input; an input of the cell just before the part that reads it first."""
+    """Column of each part: behind its last input; an input of the cell just before the part that reads it
+    first."""
     depth: dict[str, int] = {}
     for node in cell.nodes:
         depth[node.name] = 1 + max((depth[name] for name in node.inputs), default=-1)
@@ -112,7 +114,7 @@ def _box(axes: Axes, node: CellNode, centre: tuple[float, float], point: Point |
     lines = [(node.name, "bold", "#111111"), *((text, "normal", c) for text, c in _details(node, point))]
     for index, (text, weight, text_colour) in enumerate(lines):
         row = y + HEIGHT * (0.30 - 0.6 * index / max(1, len(lines) - 1)) if len(lines) > 1 else y
-        axes.text(x, row, text, ha="center", va="center", fontsize=6.2, fontweight=weight, color=text_colour)
+        axes.text(x, row, text, ha="center", va="center", fontsize=6.8, fontweight=weight, color=text_colour)
 
 
 def _details(node: CellNode, point: Point | None) -> list[tuple[str, str]]:

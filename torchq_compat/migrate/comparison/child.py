@@ -1,7 +1,7 @@
 """The process in which ``torchq-compat compare`` gets its cases and compares them.
 
-Started as ``python -P -c ... PACKAGE_PARENT TARGET RESULT`` by ``migrate.compare``. RESULT becomes a pickle of the
-comparisons, or of the error to report.
+Started as ``python -P -c ... PACKAGE_PARENT TARGET RESULT`` by ``migrate.compare``. RESULT becomes a pickle
+of the comparisons, or of the error to report.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def compare(
 ) -> Comparison:
     """Quantize ``model`` by FX and by this package, after training, and measure both against the float model.
 
-    The float model is not touched. Values are compared on the reference conversions, quantize and dequantize around
-    float ops; size and latency are those of ``convert_fx``.
+    The float model is not touched. Values are compared on the reference conversions, quantize and dequantize
+    around float ops; size and latency are those of ``convert_fx``.
 
     Args:
         qconfig_mapping, prepare_custom_config, backend_config: as ``prepare_fx`` takes them.

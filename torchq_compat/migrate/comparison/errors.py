@@ -14,7 +14,8 @@ class CaseError(TorchQCompatError):
     def bad_target(cls, target: str) -> CaseError:
         return cls(
             f"{target!r} is neither a script nor module:function.",
-            hint="give the path of a script, or a function that returns the case, as in mymodels.cases:tagger.",
+            hint="give the path of a script, or a function that returns the case, as in "
+            "mymodels.cases:tagger.",
         )
 
     @classmethod
@@ -41,8 +42,8 @@ class CaseError(TorchQCompatError):
     def not_a_case(cls, what: str, problem: str) -> CaseError:
         return cls(
             f"{what} is no case: {problem}.",
-            hint="a case has model, qconfig_mapping, example_inputs and calibration_data, as a dict or any object "
-            "with these attributes; the other arguments of torchq_compat.compare may be given.",
+            hint="a case has model, qconfig_mapping, example_inputs and calibration_data, as a dict or any "
+            "object with these attributes; the other arguments of torchq_compat.compare may be given.",
         )
 
     @classmethod
@@ -101,7 +102,8 @@ class FxError(TorchQCompatError):
     @classmethod
     def raised(cls, what: str) -> FxError:
         return cls(
-            f"FX cannot run this model: {what}", hint='leave fx at "auto" to compare with the float model alone.'
+            f"FX cannot run this model: {what}",
+            hint='leave fx at "auto" to compare with the float model alone.',
         )
 
 
@@ -117,4 +119,6 @@ class ReportError(TorchQCompatError):
 
     @classmethod
     def no_place(cls, path: str, problem: str) -> ReportError:
-        return cls(f"the page cannot be written to {path!r}: {problem}.", hint="name a file in a folder there is.")
+        return cls(
+            f"the page cannot be written to {path!r}: {problem}.", hint="name a file in a folder there is."
+        )

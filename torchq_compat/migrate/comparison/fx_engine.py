@@ -1,7 +1,7 @@
 """FX's side: the one module of this package that calls the FX engine.
 
-The library never does. ``compare`` is a tool that shows what FX made of a model, so it has to ask FX; it imports
-this module when it does, and goes on without it where FX cannot run the model.
+The library never does. ``compare`` is a tool that shows what FX made of a model, so it has to ask FX; it
+imports this module when it does, and goes on without it where FX cannot run the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchq_compat.migrate.comparison.fx_switch import calling_fx
 from torchq_compat.migrate.comparison.our_side import Place
 from torchq_compat.migrate.comparison.sides import Key, QuantizedModel
 
-__all__ = ["quantize_by_fx"]
+__all__ = ["first_line", "quantize_by_fx"]
 
 OURS = "torchq_compat."
 
@@ -99,15 +99,22 @@ def _custom_configs(case: Case) -> tuple[PrepareCustomConfig | None, ConvertCust
 
 def _with_torch_classes(config: ConvertCustomConfig) -> ConvertCustomConfig:
     """The same with torch.ao's own mapping where it names nothing, or classes of this package."""
-    known = get_default_custom_config_dict()["observed_to_quantized_custom_module_class"]
+    known = _torch_classes("observed_to_quantized_custom_module_class")
     result = copy.deepcopy(config)
     for observed, quantized in known.items():
-        given = [c for m in config.observed_to_quantized_mapping.values() for o, c in m.items() if o is observed]
+        given = [
+            c for m in config.observed_to_quantized_mapping.values() for o, c in m.items() if o is observed
+        ]
         if not given or given[0].__module__.startswith(OURS):
             result.set_observed_to_quantized_mapping(observed, quantized)
     return result
 
 
+def _torch_classes(table: str) -> dict[Any, Any]:
+    config: dict[str, dict[Any, Any]] = get_default_custom_config_dict()  # type: ignore[no-untyped-call]
+    return config[table]
+
+
 def _of_torch(cls: Any, table: str, key: Any) -> Any:
-    known = get_default_custom_config_dict()[table]
+    known = _torch_classes(table)
     return known[key] if cls.__module__.startswith(OURS) and key in known else cls

@@ -111,7 +111,10 @@ def _function_name(node: Node) -> str | None:
         return ""
     if node.op == "call_method" and node.target != "dequantize":
         return SYNONYMS.get(str(node.target), str(node.target))
-    if node.op == "call_function" and node.target not in (torch.quantize_per_tensor, torch.quantize_per_channel):
+    if node.op == "call_function" and node.target not in (
+        torch.quantize_per_tensor,
+        torch.quantize_per_channel,
+    ):
         name = str(getattr(node.target, "__name__", node.target))
         return SYNONYMS.get(name, name)
     return None

@@ -85,25 +85,29 @@ def _plots(comparison: Comparison) -> Iterator[Plot]:
     capture = comparison.capture
     yield Plot(
         "Error per layer",
-        "SQNR against the float model at every place, in the order of computation; higher is nearer to float.",
+        "SQNR against the float model at every place, in the order of computation; higher is nearer to "
+        "float.",
         plots.error_per_place(capture),
     )
     for series in capture.series:
         yield Plot(
-            f"{series.output} over time",
-            f"Float against quantized, {series.where or 'the whole output'}: where the sides are farthest from float.",
+            f"Float against quantized: {series.output} over {series.axis}",
+            f"{series.where}, where the sides are farthest from float."
+            if series.where
+            else "The whole output.",
             plots.over_time(series),
         )
     for title, points in plots.histogram_groups(capture):
         yield Plot(
             f"Values against the grid: {title}",
-            "The float model's values; shaded is what the grid covers, ticks below are its steps (at most 64 drawn).",
+            "The float model's values; shaded is what a grid covers, dashed its ends, ticks are its steps "
+            "(at most 64 drawn).",
             plots.histograms(points),
         )
     for cell in capture.cells:
         yield Plot(
             f"Cell {cell.path}",
-            "Each part with the quantize and dequantize behind it: dtype, scale/zero point here, and in FX where it "
-            "differs. Colours are dtypes.",
+            "Each part with the quantize and dequantize behind it: dtype, scale/zero point here, and in FX "
+            "where it differs. Colours are dtypes.",
             plots.cell_chain(cell, capture),
         )

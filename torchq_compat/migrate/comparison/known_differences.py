@@ -36,42 +36,44 @@ class Known(NamedTuple):
 
 ONE_GRID = Known(
     "one-grid-for-all-directions",
-    "FX quantizes what it concatenates or stacks with the qparams of the first piece, so the other direction or "
-    "layer saturates or loses steps; here each keeps its own grid.",
+    "FX quantizes what it concatenates or stacks with the qparams of the first piece, so the other "
+    "direction or layer saturates or loses steps; here each keeps its own grid.",
 )
 SHARED_OBSERVER = Known(
     "observer-behind-a-custom-module",
-    "FX lets an op behind a custom module share the observer of that module's input, whose range is another; here "
-    "it keeps the range of its own values.",
+    "FX lets an op behind a custom module share the observer of that module's input, whose range is "
+    "another; here it keeps the range of its own values.",
 )
 FIXED_INPUT = Known(
     "input-of-fixed-qparams-ops",
-    "FX quantizes the input of an op with fixed qparams, coming from a float producer, with the op's own output "
-    "qparams and cuts it; here the input has the global QConfig's observer.",
+    "FX quantizes the input of an op with fixed qparams, coming from a float producer, with the op's own "
+    "output qparams and cuts it; here the input has the global QConfig's observer.",
 )
 GATE_INPUT = Known(
     "input-of-gates",
-    "FX quantizes a gate's input with the gate's output qparams; here the input is what the sum before yields.",
+    "FX quantizes a gate's input with the gate's output qparams; here the input is what the sum before "
+    "yields.",
 )
 DIFFERENT_RANGES = Known(
     "moving-averages",
-    "The observer's range is narrower than the values: a moving average settles on the mean range of a step or "
-    "batch, a histogram cuts rare extremes.",
+    "The observer's range is narrower than the values: a moving average settles on the mean range of a step "
+    "or batch, a histogram cuts rare extremes.",
 )
 ROUNDING = Known(
     "rounding",
-    "torch.quantize_per_tensor and quantized_decomposed.quantize_per_tensor round a few values to different integers, "
-    "and what follows carries the step on.",
+    "torch.quantize_per_tensor and quantized_decomposed.quantize_per_tensor round a few values to different "
+    "integers, and what follows carries the step on.",
 )
-FX_RAISES = Known("what-fx-cannot-run", "FX cannot run every model; the other side is measured against float alone.")
+FX_RAISES = Known(
+    "what-fx-cannot-run", "FX cannot run every model; the other side is measured against float alone."
+)
 LOWERING = Known("", "Only FX's reference conversion is compared; its size and latency are not known.")
 ONE_SIDE = Known("known-differences-from-fx", "")
 LEFT_FLOAT = Known("known-differences-from-fx", "")
 NOT_EXPLAINED = Known(
     "",
-    "No difference that the guide lists explains this. If the SQNR here is the lower one, it is worth a report.",
+    "No difference that the guide lists explains this. If the SQNR here is the lower one, it is worth a "
+    "report.",
 )
 #: All that have a place in the guide.
-ALL = tuple(
-    known for known in tuple(globals().values()) if isinstance(known, Known) and known.anchor
-)
+ALL = tuple(known for known in tuple(globals().values()) if isinstance(known, Known) and known.anchor)

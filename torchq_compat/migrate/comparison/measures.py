@@ -58,7 +58,9 @@ class StepMeasures:
         step = _step(exact, grid)
         self._from_range = grid is None
         self._size = float(step.max())
-        steps = (ours.value.double() - fx.value.double()).abs() / step.clamp_min(torch.finfo(torch.float64).tiny)
+        steps = (ours.value.double() - fx.value.double()).abs() / step.clamp_min(
+            torch.finfo(torch.float64).tiny
+        )
         rounded = steps.round()
         for index, met in enumerate((rounded == 1, rounded == 2, rounded > 2)):
             self._counts[index] += int(met.sum())
@@ -83,7 +85,8 @@ class PlaceMeasures:
         self._histogram: Histogram | None = None
 
     def add(self, exact: Tensor, ours: Reading, fx: Reading | None) -> None:
-        """``exact`` is the float model's value; a side of another shape shows something else and is left out."""
+        """``exact`` is the float model's value; a side of another shape shows something else and is left
+        out."""
         if ours.value.shape != exact.shape or not exact.is_floating_point():
             return
         self.ours.add(exact, ours)
@@ -159,7 +162,8 @@ def _histogram(exact: Tensor) -> Histogram | None:
 
 
 def state_bytes(model: nn.Module) -> int:
-    """Bytes of all tensors of the ``state_dict``, packed weights included; a tensor held twice counts once."""
+    """Bytes of all tensors of the ``state_dict``, packed weights included; a tensor held twice counts
+    once."""
     storages = {}
     for tensor in _tensors(model.state_dict()):
         storages[tensor.data_ptr(), tensor.numel()] = _bytes(tensor)

@@ -125,7 +125,7 @@ def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator
 
 def _name(key: OpKey) -> str:
     place = "/".join(filter(None, (key.path, key.function)))
-    return f"{place}#{key.index + 1}" if key.index else place
+    return f"{place}#{key.call + 1}" if key.call else place
 
 
 def _op_keys(decisions: tuple[Decision, ...]) -> Iterator[tuple[OpKey, Decision]]:
@@ -250,7 +250,8 @@ def _cell_nodes(cell: GraphModule) -> Iterator[CellNode]:
 
 
 def _named_source(node: Node, names: Mapping[Node, str]) -> str | None:
-    """The part or input whose value reaches ``node`` through quantizes, dequantizes and slices; None: weights."""
+    """The part or input whose value reaches ``node`` through quantizes, dequantizes and slices; None:
+    weights."""
     while node not in names:
         if not node.all_input_nodes:
             return None

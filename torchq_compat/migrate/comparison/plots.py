@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from torchq_compat.migrate.comparison.cell_drawing import draw_cell
 from torchq_compat.migrate.comparison.results import Capture, CellGraph, GridView, Kind, Point, Series, Side
@@ -21,13 +23,17 @@ FLOAT, OURS, FX = "#555555", "#1f77b4", "#d95f02"
 CEILING = 100.0
 COLUMNS_OF_HISTOGRAMS = 4
 MAX_TICKS = 64
+#: Height of a tick, as a share of the axes.
+TICK = 0.07
+#: Width of every figure, inches.
+WIDTH = 12.0
 MAX_NAME = 44
 
 
 def error_per_place(capture: Capture) -> str:
     """SQNR of every output and place, a row each."""
     points = [*capture.outputs, *capture.points]
-    figure = Figure(figsize=(10, 1.1 + 0.24 * len(points)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.1 + 0.24 * len(points)), layout="constrained")
     axes = figure.subplots()
     rows = range(len(points))
     for offset, label, colour, sides in (
@@ -53,7 +59,7 @@ def _height(side: Side | None) -> float:
 
 def over_time(series: Series) -> str:
     """One output channel of all sides, and below it the errors."""
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
     values, errors = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     steps = range(len(series.exact))
     marker = "." if len(series.exact) < 60 else ""
@@ -66,6 +72,7 @@ def over_time(series: Series) -> str:
     values.set_ylabel("value")
     errors.set_ylabel("error")
     errors.set_xlabel(series.axis)
+    errors.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (values, errors):
         axes.grid(alpha=0.3)
     figure.legend(loc="outside upper right", ncols=3, frameon=False)
@@ -84,12 +91,17 @@ def histogram_groups(capture: Capture) -> Iterator[tuple[str, list[Point]]]:
 def histograms(points: Sequence[Point]) -> str:
     """The float values at each place, and the grids of both sides."""
     rows = max(1, math.ceil(len(points) / COLUMNS_OF_HISTOGRAMS))
-    figure = Figure(figsize=(11, 2.1 * rows), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.4 + 2.1 * rows), layout="constrained")
     all_axes = figure.subplots(rows, COLUMNS_OF_HISTOGRAMS, squeeze=False).flatten()
     for axes in all_axes[len(points) :]:
         axes.set_axis_off()
     for axes, point in zip(all_axes, points, strict=False):
         _histogram(axes, point)
+    handles = [
+        Patch(color=colour, label=label)
+        for colour, label in ((OURS, "grid here"), (FX, "grid of FX, if another"))
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     return _data_uri(figure)
 
 
@@ -98,31 +110,35 @@ def _histogram(axes: Axes, point: Point) -> None:
     assert histogram is not None
     width = (histogram.high - histogram.low) / len(histogram.counts)
     edges = [histogram.low + width * i for i in range(len(histogram.counts) + 1)]
+    margin = 0.08 * (histogram.high - histogram.low)
+    view = histogram.low - margin, histogram.high + margin
     axes.stairs(histogram.counts, edges, fill=True, color="#9aa5b1")
     axes.set_yscale("symlog", linthresh=1)
-    fx = point.fx.grid if point.fx else None
-    for grid, colour, low, high in ((point.ours.grid, OURS, -0.07, 0.0), (fx, FX, -0.14, -0.07)):
-        if grid is not None:
-            _mark_grid(axes, grid, colour, low, high)
-    margin = 0.08 * (histogram.high - histogram.low)
-    axes.set_xlim(histogram.low - margin, histogram.high + margin)
-    axes.set_title(_shortened(point.name.rpartition(".cell.")[2], 28), fontsize=8)
+    axes.set_ylim(bottom=0)
+    ours, fx = point.ours.grid, point.fx.grid if point.fx else None
+    if ours is not None:
+        _mark_grid(axes, ours, OURS, view, 0.0)
+    if fx is not None and (ours is None or not fx.same_qparams(ours)):
+        _mark_grid(axes, fx, FX, view, TICK)
+    axes.set_xlim(view)
+    axes.set_title(_shortened(point.name.rpartition(".cell.")[2], 34), fontsize=8)
     axes.tick_params(labelsize=7)
-    axes.tick_params(axis="x", pad=8)
 
 
-def _mark_grid(axes: Axes, grid: GridView, colour: str, low: float, high: float) -> None:
-    """Shade what the grid covers and draw its steps as ticks below the axis."""
-    for scale, zero_point in zip(grid.scales[:2], grid.zero_points[:2], strict=True):
+def _mark_grid(axes: Axes, grid: GridView, colour: str, view: tuple[float, float], bottom: float) -> None:
+    """Shade what each grid covers, dash its ends, and draw its steps as ticks at the bottom."""
+    for scale, zero_point in zip(grid.scales, grid.zero_points, strict=True):
         first, last = (grid.quant_min - zero_point) * scale, (grid.quant_max - zero_point) * scale
-        axes.axvspan(first, last, color=colour, alpha=0.10, linewidth=0)
+        axes.axvspan(max(first, view[0]), min(last, view[1]), color=colour, alpha=0.10, linewidth=0)
         for end in (first, last):
-            axes.axvline(end, color=colour, linewidth=0.9, linestyle="--")
-        count = grid.quant_max - grid.quant_min
-        every = max(1, math.ceil(count / MAX_TICKS))
-        ticks = [first + scale * i for i in range(0, count + 1, every)]
+            if view[0] <= end <= view[1]:
+                axes.axvline(end, color=colour, linewidth=1.0, linestyle="--")
+        lowest = max(grid.quant_min, math.ceil(view[0] / scale) + zero_point)
+        highest = min(grid.quant_max, math.floor(view[1] / scale) + zero_point)
+        every = max(1, math.ceil((highest - lowest) / MAX_TICKS))
+        ticks = [(q - zero_point) * scale for q in range(lowest, highest + 1, every)]
         axes.vlines(
-            ticks, low, high, color=colour, linewidth=0.5, transform=axes.get_xaxis_transform(), clip_on=False
+            ticks, bottom, bottom + TICK, color=colour, linewidth=0.6, transform=axes.get_xaxis_transform()
         )
 
 

@@ -1,7 +1,7 @@
 """What a comparison found, as frozen plain values: no tensors, no modules, nothing that needs torch.
 
-SQNR is the signal to quantization noise ratio against the float model in dB, infinite where bit-equal. Shares are
-between 0 and 1.
+SQNR is the signal to quantization noise ratio against the float model in dB, infinite where bit-equal.
+Shares are between 0 and 1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class FxOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class GridView:
-    """A quantization grid. Several scales and zero points: a grid for every channel, each pair listed once."""
+    """A quantization grid. Several scales and zero points: a grid for every channel, each pair listed
+    once."""
 
     dtype: str
     scales: tuple[float, ...]
@@ -131,7 +132,8 @@ class Point:
     """One place of the model.
 
     Attributes:
-        name: module path, ``scope/op`` for an op, ``path[i]`` for result i of a custom module, ``path.part`` for a
+        name: module path, ``scope/op`` for an op, ``path[i]`` for result i of a custom module, ``path.part``
+            for a
             part of it, ``output i``.
         operation: class, operator or formula.
         reason: why our side is quantized or float here.
@@ -189,7 +191,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes of state and milliseconds of one call with the example inputs, of each side; None: FX has none."""
+    """Bytes of state and milliseconds of one call with the example inputs, of each side; None: FX has
+    none."""
 
     float_bytes: int
     our_bytes: int
@@ -225,7 +228,8 @@ class Capture:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that differs: where, what, why; ``link`` leads into the guide, empty if nothing there says it."""
+    """Something that differs: where, what, why; ``link`` leads into the guide, empty if nothing there says
+    it."""
 
     where: str
     what: str
@@ -270,7 +274,8 @@ class Comparison:
         return json.dumps(self.as_dict(), indent=2)
 
     def write_html(self, path: str | Path) -> None:
-        """Write one self-contained page, in one step: a file that was there is replaced when the page is whole.
+        """Write one self-contained page, in one step: a file that was there is replaced when the page is
+        whole.
 
         Raises:
             ReportError: the ``report`` extra is not installed, or ``path`` cannot be written.

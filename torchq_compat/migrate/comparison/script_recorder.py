@@ -1,7 +1,7 @@
 """What a legacy script quantizes: its models, configurations and calibration batches, as it runs.
 
-The script runs on this package, as under ``torchq-compat run``. Afterwards FX is given the same float models and
-batches; while it works, the redirected functions are FX's own again (``fx_switch``).
+The script runs on this package, as under ``torchq-compat run``. Afterwards FX is given the same float models
+and batches; while it works, the redirected functions are FX's own again (``fx_switch``).
 """
 
 from __future__ import annotations

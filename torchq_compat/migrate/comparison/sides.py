@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchq_compat.specs.grids import Grid
 
@@ -14,11 +14,12 @@ __all__ = ["Key", "OpKey", "PartKey", "QuantizedModel", "Reading", "ResultKey"]
 
 
 class OpKey(NamedTuple):
-    """Call ``index`` of a module (``function`` empty) or of a function in the code of the module at ``path``."""
+    """Call number ``call`` of a module (``function`` empty) or of a function in the code of the module at
+    ``path``."""
 
     path: str
     function: str
-    index: int
+    call: int
 
 
 class ResultKey(NamedTuple):
@@ -58,5 +59,5 @@ class QuantizedModel:
 
     run: Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
     output_grids: Callable[[int], tuple[Grid | None, ...]]
-    deployed: Callable[..., Any] | None
+    deployed: nn.Module | None
     deployed_error: str = ""

@@ -17,7 +17,7 @@ __all__ = ["as_text", "cost_rows", "point_row", "print_report", "renderable"]
 
 STYLES = {Status.WORSE: "bold red", Status.WITHOUT_FX: "bold yellow"}
 WIDTH = 200
-COLUMNS = ("where", "what", "here", "FX", "SQNR here", "FX", "differ", "steps", "saturated", "FX")
+COLUMNS = ("where", "what", "here", "FX", "dB here", "dB FX", "differ", "steps", "saturated", "in FX")
 NONE = "-"
 
 
@@ -62,19 +62,25 @@ def _points_table(points: Iterable[Point]) -> Table:
 def point_row(point: Point) -> tuple[str, ...]:
     """The cells of ``COLUMNS``."""
     ours, fx, steps = point.ours, point.fx, point.steps
-    same = fx is not None and fx.grid is not None and ours.grid is not None and ours.grid.same_qparams(fx.grid)
+    same = (
+        fx is not None and fx.grid is not None and ours.grid is not None and ours.grid.same_qparams(fx.grid)
+    )
     return (
         point.name,
         "" if point.kind is Kind.OUTPUT else point.operation,
         grid_text(ours.grid),
         NONE if fx is None else "same" if same else grid_text(fx.grid),
-        decibel_text(ours.sqnr),
-        NONE if fx is None else decibel_text(fx.sqnr),
+        _decibels(ours),
+        NONE if fx is None else _decibels(fx),
         NONE if steps is None else f"{steps.share:.2%}",
         NONE if steps is None else f"{steps.largest:.2g}",
         _saturated(ours),
         NONE if fx is None else _saturated(fx),
     )
+
+
+def _decibels(side: Side) -> str:
+    return decibel_text(side.sqnr).removesuffix(" dB")
 
 
 def _saturated(side: Side) -> str:

@@ -7,7 +7,7 @@ import math
 from torchq_compat.migrate.comparison.causes import DECIBELS, find_causes
 from torchq_compat.migrate.comparison.results import Capture, FxOutcome, Point, Status, Verdict
 
-__all__ = ["judge"]
+__all__ = ["decibel_text", "gain", "judge"]
 
 #: Share of an output's values that may be more than one step apart where two sides count as the same.
 BEYOND_ONE_STEP = 0.001
