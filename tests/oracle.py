@@ -108,7 +108,8 @@ def fx_activation_qparams(graph_module: GraphModule) -> set[tuple[float, int]]:
     """The same of FX's reference graph, where qparams are buffers."""
     found = set()
     for node in graph_module.graph.nodes:
-        if node.target is torch.quantize_per_tensor:
+        # A functional's weight is quantized in the graph.
+        if node.target is torch.quantize_per_tensor and node.args[0].op != "get_attr":
             scale, zero_point = (getattr(graph_module, str(arg.target)) for arg in node.args[1:3])
             found.add((round(float(scale), 9), int(zero_point)))
     return found

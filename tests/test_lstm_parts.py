@@ -29,7 +29,7 @@ from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 import torchq_compat as tc
 from tests.oracle import calibrate, leaves, sqnr
 from torchq_compat import lstm_utils, profiles
-from torchq_compat.custom_modules.recurrent.cell_graph import part_nodes
+from torchq_compat.custom_modules.part_graph import part_nodes
 
 INPUTS, HIDDEN = 8, 16
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default

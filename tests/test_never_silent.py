@@ -74,15 +74,14 @@ def decision_about(model: nn.Module, path: str) -> Decision:
 
 
 MAP_IT = "set_float_to_observed_mapping(torch.nn.{0}, torch.ao.nn.quantizable.{0})"
-SET_NONE = "set its qconfig to None"
 UNMAPPED = [
     (nn.LSTM, MAP_IT.format("LSTM")),
     (nn.LSTMCell, MAP_IT.format("LSTMCell")),
     (OwnLSTM, "set_float_to_observed_mapping"),
-    (nn.GRU, SET_NONE),
-    (nn.RNN, SET_NONE),
-    (nn.GRUCell, SET_NONE),
-    (nn.RNNCell, SET_NONE),
+    (nn.GRU, "torchq_compat.nn.quantizable.GRU"),
+    (nn.RNN, "torchq_compat.nn.quantizable.RNN"),
+    (nn.GRUCell, "torchq_compat.nn.quantizable.GRUCell"),
+    (nn.RNNCell, "torchq_compat.nn.quantizable.RNNCell"),
 ]
 
 

@@ -24,7 +24,7 @@ from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareC
 import torchq_compat as tc
 from tests.oracle import MAP_LSTM, by_fx, by_us, calibrate, sqnr
 from torchq_compat import lstm_utils
-from torchq_compat.custom_modules.recurrent.cell_graph import part_nodes
+from torchq_compat.custom_modules.part_graph import part_nodes
 from torchq_compat.errors import CustomModuleError
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
@@ -276,7 +276,7 @@ def test_b21_initial_state_qparams_are_used() -> None:
     assert shifted.lstm.layers[0].layer_fw.cell.initial_cell_state_qparams == (0.01, 300)
     assert not torch.equal(shifted(x)[1][1], plain)
     given = (torch.zeros(1, 2, 4), torch.full((1, 2, 4), -0.45))
-    torch.testing.assert_close(shifted.lstm.call(x, None)[1][1], shifted.lstm.call(x, given)[1][1])
+    torch.testing.assert_close(shifted.lstm(x, None)[1][1], shifted.lstm(x, given)[1][1])
 
 
 def test_a_sequence_without_steps_is_refused() -> None:

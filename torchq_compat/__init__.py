@@ -12,6 +12,7 @@ from torchq_compat.errors import TorchQCompatError
 
 if TYPE_CHECKING:
     from torchq_compat.explanation import explain
+    from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
     from torchq_compat.quantize_fx import (
         convert_fx,
         convert_to_reference_fx,
@@ -21,9 +22,13 @@ if TYPE_CHECKING:
         prepare_fx,
         prepare_qat_fx,
     )
+    from torchq_compat.tuple_rerouting import reroute_tuples
 
 __all__ = [
+    "Output",
     "TorchQCompatError",
+    "annotate_outputs",
+    "check_sharing",
     "convert_fx",
     "convert_to_reference_fx",
     "explain",
@@ -32,15 +37,23 @@ __all__ = [
     "get_default_prepare_custom_config",
     "prepare_fx",
     "prepare_qat_fx",
+    "reroute_tuples",
 ]
 
-_EXPLAIN = "torchq_compat.explanation"
+#: Where a name lives that is not in quantize_fx.
+_HOMES = {
+    "Output": "torchq_compat.multi_output",
+    "annotate_outputs": "torchq_compat.multi_output",
+    "check_sharing": "torchq_compat.multi_output",
+    "explain": "torchq_compat.explanation",
+    "reroute_tuples": "torchq_compat.tuple_rerouting",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'torchq_compat' has no attribute {name!r}")
-    home = importlib.import_module(_EXPLAIN if name == "explain" else "torchq_compat.quantize_fx")
+    home = importlib.import_module(_HOMES.get(name, "torchq_compat.quantize_fx"))
     value = getattr(home, name)
     globals()[name] = value
     return value

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+from torch import nn
 from torch.fx import GraphModule
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from torchq_compat.custom_modules.boundary import quantize_boundaries
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
-from torchq_compat.custom_modules.registry import handler_of
+from torchq_compat.custom_modules.registry import ConvertRequest, handler_of
 from torchq_compat.errors import ConvertError
 from torchq_compat.graph_module import ConvertedGraphModule, Stage, record_of
 from torchq_compat.legacy.custom_configs import ConvertSettings
-from torchq_compat.observed_graph import ObserverFault, convert_graph, observer_faults
+from torchq_compat.observed_graph import ObserverFault, convert_graph, observer_faults, observer_nodes
+from torchq_compat.quantized_interface import expose_integers
 from torchq_compat.user_warnings import warn_user
 
 __all__ = ["convert_to_reference"]
@@ -42,6 +44,7 @@ def convert_to_reference(prepared: GraphModule, settings: ConvertSettings) -> Co
     _convert_leaves(working, settings)
     converted = convert_graph(working)
     quantize_boundaries(converted)
+    expose_integers(converted, record.interface)
     return ConvertedGraphModule.wrap(converted, replace(record, stage=Stage.CONVERTED), preserved)
 
 
@@ -51,8 +54,23 @@ def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:
         handler = handler_of(leaf)
         assert isinstance(leaf, LeafModule)
         assert handler is not None
-        quantized_class = handler.quantized_class(leaf, settings.observed_to_quantized)
-        working.set_submodule(path, handler.convert(leaf, quantized_class, path))
+        mapping = settings.observed_to_quantized.get(leaf.leaf_quant_type, {})
+        observers = _output_observers(working, path)
+        request = ConvertRequest(leaf, handler.quantized_class(leaf, mapping), path, observers)
+        working.set_submodule(path, handler.convert(request))
+
+
+def _output_observers(working: GraphModule, path: str) -> tuple[nn.Module, ...]:
+    """What observes the results of the leaf at ``path``, in flat order."""
+    found: dict[int, nn.Module] = {}
+    for call in leaf_nodes(working):
+        for getitem in call.users if call.target == path else ():
+            position = getitem.args[1]
+            assert isinstance(position, int)
+            for user, observer in observer_nodes(working):
+                if user.args[0] is getitem:
+                    found.setdefault(position, observer)
+    return tuple(found[position] for position in sorted(found))
 
 
 def _check_observers(working: GraphModule) -> None:

@@ -83,9 +83,23 @@ class InputError(TorchQCompatError, ValueError):
             "or pass dynamic_shapes= to prepare_fx.",
         )
 
+    @classmethod
+    def not_integers(cls, index: int, expected: str, found: str) -> InputError:
+        return cls(
+            f"input {index} is one of input_quantized_indexes: it is taken as {expected}, got {found}.",
+            hint=f"pass a quantized tensor, or converted.input_grids()[{index}].quantize(x).",
+        )
+
 
 class ConfigError(TorchQCompatError, ValueError):
     """A setting that cannot be read or that contradicts another one."""
+
+    @classmethod
+    def index_out_of_range(cls, setting: str, index: object, count: int) -> ConfigError:
+        return cls(
+            f"{setting} has {index!r}, and the model has {count}.",
+            hint=f"indexes are integers from 0 to {count - 1}.",
+        )
 
     @classmethod
     def wrong_type(cls, setting: str, expected: str, found: object) -> ConfigError:
@@ -123,6 +137,15 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def conflict_in_fused_pattern(cls, path: str, types: list[str], other: str) -> ConfigError:
+        return cls(
+            f"qconfig_mapping: object_type: {path!r} starts the fused pattern {' + '.join(types)}, but the "
+            f"qconfig of {other} is not that of {types[0]}.",
+            hint="set the same qconfig for all of these object types, or none for any of them; "
+            "module_name switches a single place off.",
+        )
+
+    @classmethod
     def not_supported(cls, setting: str, why: str, hint: str) -> ConfigError:
         return cls(f"{setting} is not supported: {why}.", hint=hint)
 
@@ -157,6 +180,36 @@ class CustomModuleError(TorchQCompatError):
         return cls(
             f"the call of module {path!r} is not valid: {problem}.",
             hint="the module takes the same arguments as the float module it replaces.",
+        )
+
+    @classmethod
+    def no_qconfig(cls, kind: str) -> CustomModuleError:
+        return cls(
+            f"the float {kind} has no qconfig.",
+            hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig first.",
+        )
+
+    @classmethod
+    def not_observed_here(cls, found: str) -> CustomModuleError:
+        return cls(
+            f"{found} is not a custom module this package made.",
+            hint="let from_float and from_observed return what the class they inherit them from returns.",
+        )
+
+    @classmethod
+    def unknown_container(cls, path: str, found: object) -> CustomModuleError:
+        name = f"{type(found).__module__}.{type(found).__qualname__}"
+        return cls(
+            f"the module at {path!r} is given, or returns, a {name}, which holds tensors "
+            "but is no tuple, list, dict or dataclass.",
+            hint=f"make {type(found).__name__} a dataclass, or register it with torch.utils._pytree.",
+        )
+
+    @classmethod
+    def returns_size(cls, path: str) -> CustomModuleError:
+        return cls(
+            f"the module at {path!r} returns an integer computed from the sizes of its inputs.",
+            hint="take the size from a tensor outside the module: x.shape[0].",
         )
 
 

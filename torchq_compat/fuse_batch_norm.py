@@ -11,19 +11,16 @@ do not work, float pairs are rewritten too. So batch norms are hidden from it, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 from torchao.quantization.pt2e.observer import _is_activation_post_process
 
 from torchq_compat.batch_norm_nodes import EPS, GAMMA, RUNNING_VAR, batch_norm_nodes
 
-__all__ = ["fuse_batch_norms", "hide_batch_norms", "show_batch_norms"]
+__all__ = ["fuse_batch_norms"]
 
 ATEN = torch.ops.aten
 #: Dimensions of the output that the batch norm behind the op normalizes per channel.
@@ -40,28 +37,6 @@ OUTPUT_DIMENSIONS: dict[object, int] = {
     ATEN.conv_transpose3d.input: 5,
 }
 TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
-
-
-def hide_batch_norms(graph_module: GraphModule) -> None:
-    """Call them another name, which torchao does not look for."""
-    _rename(graph_module, ATEN.batch_norm.default, _hidden_batch_norm)
-
-
-def show_batch_norms(graph_module: GraphModule) -> None:
-    """Undo ``hide_batch_norms``."""
-    _rename(graph_module, _hidden_batch_norm, ATEN.batch_norm.default)
-
-
-def _hidden_batch_norm(*arguments: Any) -> Tensor:
-    """aten.batch_norm while torchao prepares; never called."""
-    raise NotImplementedError
-
-
-def _rename(graph_module: GraphModule, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    for node in graph_module.graph.nodes:
-        if node.target is old:
-            node.target = new
-    graph_module.recompile()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,13 @@ from torchq_compat.errors import CalibrationError, CheckpointError, InputError
 from torchq_compat.modes import freeze_batch_norm, set_training
 from torchq_compat.observed_graph import observer_label, observer_nodes
 from torchq_compat.qparams_state import PerTensorQParamsState
+from torchq_compat.quantized_interface import (
+    QuantizedInterface,
+    input_grids,
+    output_grids,
+    take_integers,
+)
+from torchq_compat.specs.grids import Grid
 
 __all__ = [
     "CallSignature",
@@ -127,6 +134,7 @@ class ModelRecord:
     signature: CallSignature
     decisions: tuple[Decision, ...]
     is_qat: bool
+    interface: QuantizedInterface = field(default_factory=QuantizedInterface)
 
 
 class QuantizationGraphModule(GraphModule):
@@ -207,6 +215,20 @@ class QuantizationGraphModule(GraphModule):
 
 class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
     """A q-dq graph: its state_dict carries all qparams."""
+
+    def input_grids(self) -> tuple[Grid | None, ...]:
+        """The grid of the integers each flat input is taken as; None where the input is taken as it is."""
+        return input_grids(self, self.record.interface)
+
+    def output_grids(self) -> tuple[Grid | None, ...]:
+        """The grid of the integers each flat output is returned as; None where it is returned as it is."""
+        return output_grids(self, self.record.interface)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.record.interface.inputs:
+            return super().__call__(*args, **kwargs)
+        bound = self.record.signature.bind(args, kwargs)
+        return super().__call__(*take_integers(bound, self.input_grids()))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

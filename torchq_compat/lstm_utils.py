@@ -2,7 +2,10 @@
 
 Legacy: each helper built every cell with ``prepare_fx`` and then found the ops to re-observe by counting adds
 and multiplications, in the forward direction only. Here a part has a name, in both directions; see
-``custom_modules.recurrent.parts``.
+``custom_modules.recurrent.parts``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and cells.
+
+New: an ``aten.lstm.input`` that torch.export left whole, quantized as one operator or broken up into pieces,
+for any torchao Quantizer; no FX configuration takes part.
 """
 
 from __future__ import annotations
@@ -13,18 +16,20 @@ import torch
 from torch import nn
 from torch.ao.quantization.backend_config import BackendConfig
 
-from torchq_compat.custom_modules.recurrent.build import build_observed_lstm
-from torchq_compat.custom_modules.recurrent.constructors import CellSpecs, PartConstructors
-from torchq_compat.custom_modules.recurrent.contract import check_example_inputs
-from torchq_compat.custom_modules.recurrent.errors import PartConfigError
 from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM, ObservedLSTM
-from torchq_compat.custom_modules.recurrent.part_dtypes import check_part_dtypes
-from torchq_compat.custom_modules.recurrent.parts import lstm_parts
+from torchq_compat.custom_modules.recurrent.pieces import break_up_lstm, convert_pieces, prepare_pieces
+from torchq_compat.custom_modules.recurrent.whole_op import whole_op_lstm_quantizer
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.legacy.backend_configs import read_backend_config
-from torchq_compat.specs.quantization_specs import OpSpecs
+from torchq_compat.recurrent_parts import get_individually_observed_parts
 
-__all__ = ["get_lstm_with_individually_observed_parts", "get_reference_quantized_lstm_module"]
+__all__ = [
+    "break_up_lstm",
+    "convert_pieces",
+    "get_lstm_with_individually_observed_parts",
+    "get_reference_quantized_lstm_module",
+    "prepare_pieces",
+    "whole_op_lstm_quantizer",
+]
 
 ObserverOrFakeQuantizeConstructor = Any
 
@@ -80,29 +85,25 @@ def get_lstm_with_individually_observed_parts(
         raise CustomModuleError.call_failed(
             "float_lstm", f"an nn.LSTM is needed, got {type(float_lstm).__name__}"
         )
-    qconfig = getattr(float_lstm, "qconfig", None)
-    if qconfig is None:
-        raise PartConfigError.missing_qconfig()
-    constructors = PartConstructors.from_legacy(
-        linear_output=linear_output_obs_ctr,
-        sigmoid=sigmoid_obs_ctr,
-        tanh=tanh_obs_ctr,
-        cell_state=cell_state_obs_ctr,
-        hidden_state=hidden_state_obs_ctr,
-        igates=igates_obs_ctr,
-        hgates=hgates_obs_ctr,
-        tanh_cell_state=tanh_cell_state_obs_ctr,
-        weight=weight_obs_ctr,
-        sigmoid_input=sigmoid_input_obs_ctr,
-        tanh_input=tanh_input_obs_ctr,
+    observed = get_individually_observed_parts(
+        float_lstm,
+        example_inputs,
+        backend_config,
+        split_gates=split_gates,
+        igates_obs_ctr=igates_obs_ctr,
+        hgates_obs_ctr=hgates_obs_ctr,
+        linear_output_obs_ctr=linear_output_obs_ctr,
+        sigmoid_obs_ctr=sigmoid_obs_ctr,
+        tanh_obs_ctr=tanh_obs_ctr,
+        cell_state_obs_ctr=cell_state_obs_ctr,
+        hidden_state_obs_ctr=hidden_state_obs_ctr,
+        tanh_cell_state_obs_ctr=tanh_cell_state_obs_ctr,
+        weight_obs_ctr=weight_obs_ctr,
+        sigmoid_input_obs_ctr=sigmoid_input_obs_ctr,
+        tanh_input_obs_ctr=tanh_input_obs_ctr,
     )
-    specs = CellSpecs(OpSpecs(qconfig), constructors)
-    if backend_config is not None:
-        parts = lstm_parts(split_gates=split_gates, projected=float_lstm.proj_size > 0)
-        check_part_dtypes(parts, specs, read_backend_config(backend_config))
-    if example_inputs is not None:
-        check_example_inputs(float_lstm, example_inputs)
-    return build_observed_lstm(float_lstm, specs, split_gates=split_gates)
+    assert isinstance(observed, ObservedLSTM)
+    return observed
 
 
 def get_reference_quantized_lstm_module(

@@ -9,7 +9,6 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 
@@ -26,9 +25,11 @@ from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.cumulative_batch_norm import fix_averaging_factors
 from torchq_compat.float_qparams_weights import fold_float_qparams_weights
 from torchq_compat.fold_batch_norm import fold_batch_norms
-from torchq_compat.fuse_batch_norm import fuse_batch_norms, hide_batch_norms, show_batch_norms
+from torchq_compat.fuse_batch_norm import fuse_batch_norms
+from torchq_compat.kept_batch_norms import hide_batch_norms, show_batch_norms
 from torchq_compat.modes import drop_batch_counters
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.specs.dynamic import DynamicQuantization
 from torchq_compat.specs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.specs.weights import WeightObserver
 
@@ -71,8 +72,9 @@ def convert_graph(prepared: GraphModule) -> GraphModule:
     _observe_weights(prepared)
     fold_float_qparams_weights(prepared, observer_nodes(prepared))
     _freeze_activation_observers(prepared)
+    _quantize_on_the_fly(prepared)
     _cast_around_observers(prepared)
-    _forget_annotated_inputs(prepared)
+    _forget_annotations(prepared)
     hide_batch_norms(prepared)
     converted = convert_pt2e(prepared)
     show_batch_norms(converted)
@@ -161,6 +163,21 @@ def _freeze_activation_observers(prepared: GraphModule) -> None:
         prepared.set_submodule(str(node.target), frozen)
 
 
+def _quantize_on_the_fly(prepared: GraphModule) -> None:
+    """Replace each dynamic observer by what FX's reference conversion made of it."""
+    for node, module in observer_nodes(prepared):
+        if not isinstance(module, WeightObserver) and getattr(module, "is_dynamic", False):
+            dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
+            prepared.set_submodule(str(node.target), DynamicQuantization(dtype))
+
+
+def _forget_annotations(prepared: GraphModule) -> None:
+    """``prepared`` is a copy, and its annotations name nodes of the original; torchao's convert would look
+    for the q-dq behind those."""
+    for node in prepared.graph.nodes:
+        node.meta.pop(Q_ANNOTATION_KEY, None)
+
+
 def _cast_around_observers(prepared: GraphModule) -> None:
     """quantized_decomposed's quantize takes float32 only: a float64 value is cast to it and back."""
     graph = prepared.graph
@@ -180,15 +197,6 @@ def _cast_around_observers(prepared: GraphModule) -> None:
         wide.meta["val"] = value
         node.replace_all_uses_with(wide, delete_user_cb=partial(operator.is_not, wide))
     prepared.recompile()
-
-
-def _forget_annotated_inputs(prepared: GraphModule) -> None:
-    """In a copied graph they name nodes of the original one, and torchao's convert searches there for the
-    qparams of dynamic inputs, in vain."""
-    for node in prepared.graph.nodes:
-        annotation = node.meta.get(Q_ANNOTATION_KEY)
-        if annotation is not None:
-            node.meta[Q_ANNOTATION_KEY] = replace(annotation, input_qspec_map={})
 
 
 def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:

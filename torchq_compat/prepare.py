@@ -11,15 +11,17 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.annotation import NodeSpecs
-from torchq_compat.annotate.decide import LeafBoundary, decide_graph
+from torchq_compat.annotate.decide import decide_graph
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.capture.export import capture, explain_failure
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.leftovers import decide_leftovers
 from torchq_compat.capture.training_flags import decide_training_flags
 from torchq_compat.cumulative_batch_norm import average_cumulatively, give_momentum
 from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, place_leaves
+from torchq_compat.custom_modules.leaf_nodes import example_call, leaf_nodes, place_leaves
 from torchq_compat.custom_modules.leaf_op import CaptureSession
+from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.custom_modules.swap import Swap, apply_swaps, decide_swaps
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.errors import InputError
@@ -28,6 +30,7 @@ from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.legacy.custom_configs import PrepareSettings
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.observed_graph import prepare_graph
+from torchq_compat.quantized_interface import QuantizedInterface
 from torchq_compat.user_warnings import warn_user
 
 __all__ = ["PrepareRequest", "prepare"]
@@ -55,17 +58,28 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     working = copy.deepcopy(model).train(request.is_qat)
     cumulative = give_momentum(working)
     signature = _signature(working, request.example_inputs)
-    swaps, decisions = decide_swaps(working, request.rules, request.settings)
+    swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
     leftovers = (
         *decide_training_flags(model, is_qat=request.is_qat),
         *decide_leftovers(working, request.settings.preserved_attributes),
     )
-    graph_module = _capture_around(working, model, swaps, request)
+    session = CaptureSession()
+    graph_module = _capture_around(working, model, swaps, request, session)
+    interface = _interface(graph_module, request, session)
     boundaries = _boundaries(graph_module, swaps)
     kept_float = _kept_float(working, request.settings)
 
     def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
-        decided = decide_graph(captured, working, request.rules, request.backend, boundaries, kept_float)
+        decided = decide_graph(
+            captured,
+            working,
+            request.rules,
+            request.backend,
+            boundaries,
+            kept_float,
+            interface.input_nodes(captured),
+            interface.output_edges(captured),
+        )
         named = {decision.path for decision in decisions}
         decisions.extend(decision for decision in decided.decisions if decision.path not in named)
         return decided.specs
@@ -73,7 +87,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     prepared = prepare_graph(graph_module, decide, is_qat=request.is_qat)
     average_cumulatively(prepared, cumulative)
-    record = ModelRecord(Stage.PREPARED, signature, (*leftovers, *decisions), request.is_qat)
+    record = ModelRecord(Stage.PREPARED, signature, (*leftovers, *decisions), request.is_qat, interface)
     preserved = {
         name: getattr(working, name)
         for name in request.settings.preserved_attributes
@@ -114,23 +128,42 @@ def _check_runs(working: nn.Module, args: tuple[Any, ...]) -> InputError | None:
 
 
 def _capture_around(
-    working: nn.Module, model: nn.Module, swaps: list[Swap], request: PrepareRequest
+    working: nn.Module,
+    model: nn.Module,
+    swaps: list[Swap],
+    request: PrepareRequest,
+    session: CaptureSession,
 ) -> GraphModule:
     """Capture ``working`` with leaf calls, then put the observed modules behind them."""
     problem = _check_runs(working, request.example_inputs)
-    session = CaptureSession()
     apply_swaps(working, swaps, session)
     show_identities(working)
+    watching = session.watch(working)
     try:
         with session.active():
             graph_module = capture(working, request.example_inputs, request.dynamic_shapes)
     except Exception as cause:
         raise explain_failure(model, request.example_inputs, cause) from cause
+    finally:
+        watching.remove()
     if problem is not None:
         raise problem
     called = [swap for swap in swaps if session.layouts(swap.paths[0])]
     place_leaves(graph_module, session, {swap.paths[0]: _behind(swap) for swap in called})
     return graph_module
+
+
+def _interface(
+    graph_module: GraphModule, request: PrepareRequest, session: CaptureSession
+) -> QuantizedInterface:
+    settings = request.settings
+    return QuantizedInterface.read(
+        settings.input_quantized_indexes,
+        settings.output_quantized_indexes,
+        request.example_inputs,
+        graph_module,
+        whole_result=session.returns_whole_result,
+    )
 
 
 def _behind(swap: Swap) -> nn.Module:
@@ -139,21 +172,25 @@ def _behind(swap: Swap) -> nn.Module:
         vars(swap.module)["qconfig"] = None
         return swap.module
     observed = swap.handler.observe(swap.request)
-    observed.observed_class = swap.request.observed_class
+    observed.leaf_observed_class = swap.request.observed_class
+    observed.leaf_quant_type = swap.request.specs.quant_type
     return observed
 
 
-def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Any, LeafBoundary]:
+def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Node, LeafBoundary]:
     by_path = {swap.paths[0]: swap for swap in swaps}
     boundaries = {}
     for node in leaf_nodes(graph_module):
-        swap = by_path[str(node.target)]
-        leaf = graph_module.get_submodule(str(node.target))
+        path, index = str(node.target), node.kwargs["leaf_layout"]
+        request, leaf = by_path[path].request, graph_module.get_submodule(path)
+        handler = handler_of(leaf)
         assert isinstance(leaf, LeafModule)
-        assert swap.request is not None
-        specs, output_dtypes = swap.request.specs, swap.handler.output_dtypes(leaf)
-        accepted = frozenset(d for d in (*output_dtypes, specs.activation_dtype) if d is not None)
-        boundaries[node] = LeafBoundary(specs.activation, accepted, output_dtypes)
+        assert isinstance(index, int)
+        assert request is not None
+        assert handler is not None
+        arguments, expected = example_call(node, leaf)
+        handler.check_call(copy.deepcopy(leaf), path, index, arguments, expected)
+        boundaries[node] = handler.boundary(leaf, request, leaf.leaf_layouts[index])
     return boundaries
 
 

@@ -1,7 +1,8 @@
-"""Ready sets of constructors for ``lstm_utils.get_lstm_with_individually_observed_parts``.
+"""Ready sets of constructors for ``lstm_utils`` and ``recurrent_parts``.
 
-Each function returns keyword arguments: ``get_lstm_with_individually_observed_parts(lstm, **int16_parts())``.
-With ``fake_quantize=True`` they are fake-quantizes, for quantization-aware training.
+Each function returns keyword arguments: ``get_lstm_with_individually_observed_parts(lstm, **int16_parts())``,
+``get_individually_observed_parts(gru, **int16_parts(gru))``. With ``fake_quantize=True`` they are
+fake-quantizes, for quantization-aware training.
 """
 
 from __future__ import annotations
@@ -9,56 +10,62 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize, FixedQParamsFakeQuantize
 from torchao.quantization.pt2e.observer import FixedQParamsObserver
 
+from torchq_compat.custom_modules.recurrent.kinds import LSTM, kind_of
 from torchq_compat.specs.dtypes import dtype_range
 from torchq_compat.specs.power_of_two import PowerOfTwoMinMaxObserver
 
 __all__ = ["int8_parts", "int8_with_int16_cell", "int16_parts"]
 
 
-def int8_parts(*, fake_quantize: bool = False) -> dict[str, Any]:
+def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
     """FX's default: every part from the module's QConfig, sigmoid 1/256 and tanh 2/256 fixed.
 
     Source: ``torch.ao.nn.quantizable.LSTM`` and the fixed qparams of torch.ao's default QConfigMapping. There
     is nothing to override, so the result is empty; ``fake_quantize`` is the QConfig's own affair.
     """
-    del fake_quantize
+    del module, fake_quantize
     return {}
 
 
-def int16_parts(*, fake_quantize: bool = False) -> dict[str, Any]:
+def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
     """The 16-bit LSTM that torch.ao documents for ``_get_lstm_with_individually_observed_parts``.
 
     32-bit storage, as there: gate sums on 2^-11 from -16, sigmoid on 2^-16 over [0, 1), tanh on 2^-15 over
     [-1, 1), cell state on 2^-11 over [-16, 16), hidden state quint8 on 2^-7 over [-1, 1); the projections
-    follow the QConfig. Source: the example flow of pytorch#96343.
+    follow the QConfig. Source: the example flow of pytorch#96343. For a GRU or RNN ``module`` the groups it
+    has; a GRU's products of hidden state and gate are on tanh's grid.
     """
 
     def fixed(scale: float, zero_point: int, dtype: torch.dtype) -> Any:
         return _fixed(scale, zero_point, dtype, fake_quantize=fake_quantize)
 
-    return {
+    constructors = {
         "linear_output_obs_ctr": fixed(2**-11, 2**15, torch.int32),
         "sigmoid_obs_ctr": fixed(2**-16, 0, torch.int32),
         "tanh_obs_ctr": fixed(2**-15, 2**15, torch.int32),
         "cell_state_obs_ctr": fixed(2**-11, 0, torch.int32),
+        "hidden_product_obs_ctr": fixed(2**-15, 2**15, torch.int32),
         "hidden_state_obs_ctr": fixed(2**-7, 2**7, torch.uint8),
     }
+    return _of_kind(module, constructors)
 
 
-def int8_with_int16_cell(*, fake_quantize: bool = False) -> dict[str, Any]:
+def int8_with_int16_cell(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
     """8-bit activations with a 16-bit cell state: the fixed-point form of embedded kernels.
 
     Gate sums Q3.12 (int16 on 2^-12), gate outputs and tanh(c) Q0.15 (int16 on 2^-15), cell state int16 on the
     smallest power of two that covers the calibrated range; hidden state and input follow the QConfig. Source:
-    the integer LSTM (8x8_16) of the TensorFlow Lite quantization specification; tflite-micro#2670.
+    the integer LSTM (8x8_16) of the TensorFlow Lite quantization specification; tflite-micro#2670. For a GRU
+    or RNN ``module`` the groups it has; a GRU's products of hidden state and gate are Q0.15.
     """
     q3_12 = _fixed(2**-12, 0, torch.int16, fake_quantize=fake_quantize)
     q0_15 = _fixed(2**-15, 0, torch.int16, fake_quantize=fake_quantize)
     cell_state = PowerOfTwoMinMaxObserver.with_args(dtype=torch.int16)
-    return {
+    constructors = {
         "igates_obs_ctr": q3_12,
         "hgates_obs_ctr": q3_12,
         "linear_output_obs_ctr": q3_12,
@@ -66,7 +73,15 @@ def int8_with_int16_cell(*, fake_quantize: bool = False) -> dict[str, Any]:
         "tanh_obs_ctr": q0_15,
         "tanh_cell_state_obs_ctr": q0_15,
         "cell_state_obs_ctr": FakeQuantize.with_args(observer=cell_state) if fake_quantize else cell_state,
+        "hidden_product_obs_ctr": q0_15,
     }
+    return _of_kind(module, constructors)
+
+
+def _of_kind(module: nn.Module | None, constructors: dict[str, Any]) -> dict[str, Any]:
+    """The constructors of groups that ``module`` has; default: those of an LSTM."""
+    groups = (LSTM if module is None else kind_of(module)).groups
+    return {name: value for name, value in constructors.items() if name.removesuffix("_obs_ctr") in groups}
 
 
 def _fixed(scale: float, zero_point: int, dtype: torch.dtype, *, fake_quantize: bool) -> Any:

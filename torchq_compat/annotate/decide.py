@@ -8,7 +8,7 @@ input. An op without stays float.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -18,37 +18,23 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.annotate.annotation import NodeSpecs
-from torchq_compat.annotate.dtype_rules import find_dtype_config, refusal
+from torchq_compat.annotate.dtype_rules import find_dtype_config, refusal, takes_weight
+from torchq_compat.annotate.fusing import Chain, find_chains
 from torchq_compat.annotate.groups import OpGroup, find_groups
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.annotate.preserving import preserves_values
 from torchq_compat.annotate.slots import Slot, Slots
 from torchq_compat.decisions import Action, Decision
-from torchq_compat.legacy.backend_configs import BackendTable, PatternEntry
+from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.specs.dtypes import is_integer
 from torchq_compat.specs.observers import translate_constructor
 from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
-from torchq_compat.specs.selectors import Selection, select_for_function, select_for_module
 
-__all__ = ["GraphDecisions", "LeafBoundary", "decide_graph"]
+__all__ = ["GraphDecisions", "decide_graph"]
 
 #: Ops that hand values on without computing: not reported, never observed.
 SILENT_TARGETS = {"getitem", "sym_size.int"}
-
-
-@dataclass(frozen=True)
-class LeafBoundary:
-    """What a custom-module call wants at its inputs and yields at its outputs.
-
-    Attributes:
-        input_spec: observes a float input.
-        accepted: quantized dtypes an input may already have.
-        output_dtypes: the quantized dtype of each flat output, None for floats.
-    """
-
-    input_spec: QuantizationSpec | None
-    accepted: frozenset[torch.dtype]
-    output_dtypes: tuple[torch.dtype | None, ...]
 
 
 @dataclass(frozen=True)
@@ -66,6 +52,8 @@ def decide_graph(
     backend: BackendTable,
     leaves: Mapping[Node, LeafBoundary],
     kept_float: Iterable[str],
+    quantized_inputs: Iterable[Node] = (),
+    quantized_outputs: Iterable[tuple[Node, Node]] = (),
 ) -> GraphDecisions:
     """Decide for every op of ``graph_module``.
 
@@ -76,59 +64,24 @@ def decide_graph(
         backend: the BackendConfig.
         leaves: the boundary of each leaf call.
         kept_float: paths of modules inside which nothing is quantized.
+        quantized_inputs: placeholders that will take integers.
+        quantized_outputs: (node, output node) of results that will be returned as integers.
     """
     state = _State(rules, backend, tuple(kept_float))
-    chains = {chain[0].nodes[-1]: chain for chain in _fuse(find_groups(graph_module, model), rules, backend)}
+    chains = {
+        chain.first.nodes[-1]: chain
+        for chain in find_chains(find_groups(graph_module, model), rules, backend)
+    }
+    for node in quantized_inputs:
+        state.take_quantized_input(node)
     for node in graph_module.graph.nodes:
         if node in leaves:
             state.take_leaf(node, leaves[node])
         elif node in chains:
             state.take_chain(chains[node])
+    for edge in quantized_outputs:
+        state.take_quantized_output(*edge)
     return GraphDecisions(state.slots.node_specs(graph_module.graph.nodes), tuple(state.decisions))
-
-
-#: Ops the backend runs as one, like linear + relu: nothing is observed between them.
-Chain = tuple[OpGroup, ...]
-
-
-def _fuse(groups: list[OpGroup], rules: QConfigRules, backend: BackendTable) -> list[Chain]:
-    """The longest chains of the backend's fused patterns; an op in none is a chain of its own."""
-    by_node = {node: group for group in groups for node in group.nodes}
-    chains: list[Chain] = []
-    absorbed: set[Node] = set()
-    for group in groups:
-        if group.nodes[-1] in absorbed:
-            continue
-        chain: Chain = (group,)
-        while (follower := _follower(chain, by_node, rules, backend)) is not None:
-            absorbed.add(follower.nodes[-1])
-            chain = (*chain, follower)
-        chains.append(chain)
-    return chains
-
-
-def _follower(
-    chain: Chain, by_node: Mapping[Node, OpGroup], rules: QConfigRules, backend: BackendTable
-) -> OpGroup | None:
-    """The op behind ``chain`` that the backend fuses with it."""
-    output = chain[-1].output
-    if output is None or len(output.users) != 1:
-        return None
-    follower = by_node.get(next(iter(output.users)))
-    if follower is None or len(follower.inputs) != 1:
-        return None
-    if not all(_select(rules, group).qconfig for group in (chain[0], follower)):
-        return None
-    return follower if backend.find(*(g.origin.object_types for g in (*chain, follower))) else None
-
-
-def _select(rules: QConfigRules, group: OpGroup) -> Selection:
-    origin = group.origin
-    if origin.is_module_call:
-        return select_for_module(rules, origin.module_type, origin.module_path, group.call_index)
-    return select_for_function(
-        rules, origin.object_types, origin.module_type, origin.module_path, group.call_index
-    )
 
 
 @dataclass
@@ -142,50 +95,81 @@ class _State:
     dtype_of: dict[Node, torch.dtype] = field(default_factory=dict)
     #: Edges already observed, by producer: consumers that want the same share one observer.
     edges_from: dict[Node, list[tuple[Slot, QuantizationSpec]]] = field(default_factory=dict)
+    #: The first result observed, by (owner of the observers, position).
+    leaf_outputs: dict[tuple[str, int], Node] = field(default_factory=dict)
 
     def take_leaf(self, node: Node, boundary: LeafBoundary) -> None:
-        if boundary.input_spec is not None:
-            for producer in node.all_input_nodes:
-                if _is_float(producer) and self.dtype_of.get(producer) not in boundary.accepted:
-                    self._observe_input(producer, node, boundary.input_spec)
+        for producer, spec in zip(node.args, boundary.input_specs, strict=False):
+            assert isinstance(producer, Node)
+            if spec is None or not _is_float(producer):
+                continue
+            if self.dtype_of.get(producer) not in boundary.accepted:
+                self._observe_input(producer, node, spec)
         for getitem in node.users:
             position = getitem.args[1]
             assert isinstance(position, int)
-            dtype = boundary.output_dtypes[position]
-            if dtype is not None:
-                self.dtype_of[getitem] = dtype
+            self._take_leaf_output(getitem, position, boundary)
+
+    def _take_leaf_output(self, getitem: Node, position: int, boundary: LeafBoundary) -> None:
+        dtype, spec = boundary.output_dtypes[position], boundary.output_specs[position]
+        if dtype is not None:
+            self.dtype_of[getitem] = dtype
+        elif spec is not None and _is_float(getitem):
+            first = self.leaf_outputs.setdefault((boundary.output_owner or getitem.name, position), getitem)
+            if first is getitem:
+                self.slots.observe(getitem, spec)
+            else:
+                self.slots.share(getitem, first)
+            self.dtype_of[getitem] = spec.dtype
+
+    def take_quantized_input(self, placeholder: Node) -> None:
+        if _is_float(placeholder):
+            spec = self._general_spec()
+            self.slots.observe(placeholder, spec)
+            self.dtype_of[placeholder] = spec.dtype
+
+    def take_quantized_output(self, node: Node, output: Node) -> None:
+        if _is_float(node) and node not in self.dtype_of:
+            self._observe_input(node, output, self._general_spec())
 
     def take_chain(self, chain: Chain) -> None:
-        group, last = chain[0], chain[-1]
+        group, last = chain.first, chain.last
         if group.kind in SILENT_TARGETS or (group.output is None and not group.inputs):
             return
-        selection = _select(self.rules, group)
-        entry = self.backend.find(*(op.origin.object_types for op in chain))
-        action, reason = self._decide(group, last, selection, entry)
-        kind = " + ".join(op.kind for op in chain)
+        action, reason = self._decide(chain)
+        kind = " + ".join(op.kind for op in chain.ops)
         node = last.output.name if last.output else ""
         self.decisions.append(Decision(group.label, kind, action, reason, node=node))
 
-    def _decide(
-        self, group: OpGroup, last: OpGroup, selection: Selection, entry: PatternEntry | None
-    ) -> tuple[Action, str]:
-        path = group.origin.module_path
+    def _decide(self, chain: Chain) -> tuple[Action, str]:
+        path, entry, qconfig = chain.first.origin.module_path, chain.entry, chain.selection.qconfig
         if any(path == name or path.startswith(f"{name}.") for name in self.kept_float):
             return Action.FLOAT, "non_traceable: never quantized inside"
-        if selection.qconfig is None:
-            return Action.FLOAT, f"its qconfig is None ({selection.rule})"
-        if last.output is None:
+        if qconfig is None:
+            return Action.FLOAT, f"its qconfig is None ({chain.selection.rule})"
+        if chain.last.output is None:
             return Action.FLOAT, "it has no single float output that could be observed"
-        specs = OpSpecs(selection.qconfig)
         if entry is None:
             return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
-        if specs.reuses_input or entry.observation_for(len(group.inputs)) is SHARE:
-            return self._share_with_input(group, last, specs, entry)
-        config = find_dtype_config(entry, specs, check_weight=not group.origin.is_module_call)
+        specs = OpSpecs(qconfig)
+        group = chain.first.with_roles(chain.input_type_to_index)
+        if chain.observes_inputs:
+            group = replace(group, inputs=(*group.inputs, *chain.joining_inputs))
+        else:
+            group = replace(group, inputs=(), weights=())
+        roles = {"has_weight": "weight" in group.parameters, "has_bias": "bias" in group.parameters}
+        shares = entry.observation_for(group.tensor_count) is SHARE
+        if specs.reuses_input:
+            return self._share_with_input(group, chain.last, specs)
+        config = find_dtype_config(entry, specs, **roles)
         if config is None:
-            return Action.FLOAT, refusal(entry, specs)
-        self._observe_op(group, last, specs, quantize_weight=_is_quantized(config.weight_dtype))
-        return Action.QUANTIZED, f"qconfig from {selection.rule}"
+            return Action.FLOAT, refusal(entry, specs, **roles)
+        if shares and chain.observes_inputs:
+            return self._share_with_input(group, chain.last, specs)
+        is_module = group.origin.is_module_call
+        quantize_weight = takes_weight(entry, specs) if is_module else _is_quantized(config.weight_dtype)
+        self._observe_op(group, chain.last, specs, quantize_weight=quantize_weight)
+        return Action.QUANTIZED, f"qconfig from {chain.selection.rule}"
 
     def _observe_op(self, group: OpGroup, last: OpGroup, specs: OpSpecs, *, quantize_weight: bool) -> None:
         activation = specs.activation
@@ -206,11 +190,15 @@ class _State:
         assert specs.activation is not None
         if not specs.activation_constructor.settings.has_fixed_qparams:
             return specs.activation
-        dtype = specs.activation_dtype
+        return self._general_spec(specs.activation_dtype)
+
+    def _general_spec(self, dtype: torch.dtype | None = None) -> QuantizationSpec:
+        """The activation of the global QConfig, if it is static and of ``dtype``; or a histogram."""
         general = OpSpecs(self.rules.global_qconfig) if self.rules.global_qconfig else None
-        if general and general.is_static and general.activation_dtype == dtype and general.activation:
+        if general and general.is_static and general.activation and dtype in (None, general.activation_dtype):
             return general.activation
-        return make_spec(translate_constructor(HistogramObserver.with_args(dtype=dtype)))
+        histogram = HistogramObserver.with_args(dtype=dtype or torch.quint8)
+        return make_spec(translate_constructor(histogram))
 
     def _observe_input(self, producer: Node, node: Node, spec: QuantizationSpec) -> None:
         edge = (producer, node)
@@ -225,16 +213,13 @@ class _State:
         self.slots.observe(edge, spec)
         self.edges_from[producer].append((edge, spec))
 
-    def _share_with_input(
-        self, group: OpGroup, last: OpGroup, specs: OpSpecs, entry: PatternEntry
-    ) -> tuple[Action, str]:
+    def _share_with_input(self, group: OpGroup, last: OpGroup, specs: OpSpecs) -> tuple[Action, str]:
         assert last.output is not None
         if not group.inputs:
             return Action.FLOAT, "it has no float input to share an observer with"
         if not specs.reuses_input:
-            if find_dtype_config(entry, specs, check_weight=False) is None:
-                return Action.FLOAT, refusal(entry, specs)
-            assert specs.activation is not None
+            if specs.activation is None:
+                return Action.FLOAT, "its qconfig quantizes no activations"
             for producer, node in group.inputs:
                 self._observe_input(producer, node, self._input_spec(specs))
         sources = [self._slot_of_input(producer, node) for producer, node in group.inputs]

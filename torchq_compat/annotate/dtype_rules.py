@@ -1,50 +1,151 @@
-"""Whether a backend takes an op in the dtypes a QConfig asks for.
+"""Whether a backend takes an op in the dtypes and ranges a QConfig asks for.
 
 FX's rule: some DTypeConfig of the op's pattern must match the QConfig's activation dtype, whether it is
-dynamic, and, for a function, the weight dtype; and the observers must satisfy the config's constraints.
+dynamic, and, for a function, the weight and bias dtypes; and the observers must keep to the constraints of
+the config: quantization range, smallest scale, fixed scale and zero point.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.ao.quantization.backend_config import DTypeConfig
+from torch.ao.quantization.backend_config import DTypeConfig, DTypeWithConstraints
 
 from torchq_compat.legacy.backend_configs import PatternEntry
 from torchq_compat.specs.dtypes import plain_dtype
+from torchq_compat.specs.observers import ObserverConstructor
 from torchq_compat.specs.quantization_specs import OpSpecs
 
-__all__ = ["find_dtype_config", "refusal"]
+__all__ = ["find_dtype_config", "refusal", "takes_weight"]
 
 
-def find_dtype_config(entry: PatternEntry, specs: OpSpecs, *, check_weight: bool) -> DTypeConfig | None:
-    """The first DTypeConfig of ``entry`` that allows what ``specs`` ask for."""
-    return next((c for c in entry.dtype_configs if _matches(c, specs, check_weight)), None)
+def find_dtype_config(
+    entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool
+) -> DTypeConfig | None:
+    """The first DTypeConfig of ``entry`` that allows what ``specs`` ask for.
+
+    Args:
+        has_weight: whether the op is a function with a weight argument; a module's weight is looked at
+            by ``takes_weight``.
+        has_bias: whether it is a function with a bias argument.
+    """
+    return next((c for c in entry.dtype_configs if not _violation(c, specs, has_weight, has_bias)), None)
 
 
-def refusal(entry: PatternEntry, specs: OpSpecs) -> str:
+def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool) -> str:
     """Why ``find_dtype_config`` found nothing, for people."""
-    asked = f"activation {_name(specs.activation_dtype)}, weight {_name(specs.weight_dtype)}"
-    dynamic = "dynamic, " if specs.is_dynamic else ""
-    allowed = "; ".join(
-        f"{'dynamic ' if c.is_dynamic else ''}input {_name(c.input_dtype)}, output {_name(c.output_dtype)}, "
-        f"weight {_name(c.weight_dtype)}"
-        for c in entry.dtype_configs
+    reasons = dict.fromkeys(_violation(c, specs, has_weight, has_bias) for c in entry.dtype_configs)
+    return "the backend does not take its qconfig: " + (
+        "; ".join(reasons) or "it has no dtype configs for it"
     )
-    return f"the backend does not take {dynamic}{asked} here; it takes: {allowed}"
 
 
-def _matches(config: DTypeConfig, specs: OpSpecs, check_weight: bool) -> bool:
-    if bool(config.is_dynamic) != specs.is_dynamic or not _same(config.input_dtype, specs.activation_dtype):
-        return False
+def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
+    """Whether a module's weight is quantized: FX asks for one DTypeConfig that matches all four dtypes."""
+    bias = torch.float16 if _is_half_static(specs) else torch.float32
     output = torch.float32 if specs.is_dynamic else specs.activation_dtype
-    if not _same(config.output_dtype, output):
-        return False
-    return not check_weight or _same(config.weight_dtype, specs.weight_dtype)
+    wanted = (specs.activation_dtype, output, specs.weight_dtype)
+    for config in entry.dtype_configs:
+        given = (config.input_dtype, config.output_dtype, config.weight_dtype)
+        same = all(_plain(a) == b for a, b in zip(given, wanted, strict=True))
+        same_bias = bool(config.is_dynamic) or _plain(config.bias_dtype) == bias
+        if same and same_bias and bool(config.is_dynamic) == specs.is_dynamic:
+            return True
+    return False
 
 
-def _same(allowed: torch.dtype | None, asked: torch.dtype) -> bool:
-    return allowed is None or plain_dtype(allowed) == asked
+def _violation(config: DTypeConfig, specs: OpSpecs, has_weight: bool, has_bias: bool) -> str:
+    """What in ``specs`` ``config`` does not allow; empty if it allows all."""
+    return (
+        _input_violation(config, specs)
+        or (_weight_violation(config, specs) if has_weight else "")
+        or (_bias_violation(config, specs) if has_bias else "")
+        or _output_violation(config, specs)
+    )
 
 
-def _name(dtype: torch.dtype | None) -> str:
-    return "any" if dtype is None else str(dtype).removeprefix("torch.")
+def _input_violation(config: DTypeConfig, specs: OpSpecs) -> str:
+    if config.input_dtype is None:
+        return ""
+    if bool(config.is_dynamic) != specs.is_dynamic:
+        return f"activations have to be {'dynamic' if config.is_dynamic else 'static'}"
+    return _dtype_violation(
+        "activation", config.input_dtype, specs.activation_dtype
+    ) or _constraint_violation(
+        "activation", config.input_dtype_with_constraints, specs.activation_constructor
+    )
+
+
+def _weight_violation(config: DTypeConfig, specs: OpSpecs) -> str:
+    if config.weight_dtype is None:
+        return ""
+    return _dtype_violation("weight", config.weight_dtype, specs.weight_dtype) or _constraint_violation(
+        "weight", config.weight_dtype_with_constraints, specs.weight_constructor
+    )
+
+
+def _bias_violation(config: DTypeConfig, specs: OpSpecs) -> str:
+    if config.bias_dtype is None:
+        return ""
+    asked = torch.float16 if _is_half_static(specs) else torch.float32
+    return _dtype_violation("bias", config.bias_dtype, asked)
+
+
+def _output_violation(config: DTypeConfig, specs: OpSpecs) -> str:
+    if config.output_dtype is None:
+        return ""
+    asked = torch.float32 if specs.is_dynamic else specs.activation_dtype
+    return _dtype_violation("output", config.output_dtype, asked) or _constraint_violation(
+        "activation", config.output_dtype_with_constraints, specs.activation_constructor
+    )
+
+
+def _dtype_violation(what: str, allowed: torch.dtype, asked: torch.dtype) -> str:
+    return "" if plain_dtype(allowed) == asked else f"{what} is {_name(asked)}, it takes {_name(allowed)}"
+
+
+def _constraint_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
+    if allowed.dtype is None or plain_dtype(allowed.dtype) != constructor.settings.dtype:
+        return ""
+    return _range_violation(what, allowed, constructor) or _fixed_violation(what, allowed, constructor)
+
+
+def _range_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
+    given = constructor.settings.limits
+    low, high = allowed.quant_min_lower_bound, allowed.quant_max_upper_bound
+    if low is not None and high is not None:
+        if given.quant_min is None or given.quant_max is None:
+            return f"{what} has no quant_min and quant_max, they have to be within [{low}, {high}]"
+        if given.quant_min < low or given.quant_max > high:
+            found = f"[{given.quant_min}, {given.quant_max}]"
+            return f"{what} quant_min and quant_max are {found}, they have to be within [{low}, {high}]"
+    smallest = allowed.scale_min_lower_bound
+    if smallest is not None and (given.eps is None or given.eps < smallest):
+        return f"{what} eps is {given.eps}, it has to be at least scale_min {smallest}"
+    return ""
+
+
+def _fixed_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
+    scale, zero_point = allowed.scale_exact_match, allowed.zero_point_exact_match
+    if scale is None or zero_point is None:
+        return ""
+    wanted = f"fixed qparams with scale {scale:.6g} and zero point {zero_point}"
+    given = constructor.settings.limits
+    if given.fixed_scale is None:
+        return f"{what} has no fixed qparams, it takes {wanted}"
+    if (given.fixed_scale, given.fixed_zero_point) != (scale, zero_point):
+        found = f"scale {given.fixed_scale:.6g} and zero point {given.fixed_zero_point}"
+        return f"{what} has fixed qparams with {found}, it takes {wanted}"
+    return ""
+
+
+def _is_half_static(specs: OpSpecs) -> bool:
+    dtypes = {specs.activation_dtype, specs.weight_dtype}
+    return dtypes == {torch.float16} and not specs.is_dynamic
+
+
+def _plain(dtype: torch.dtype | None) -> torch.dtype:
+    return torch.float32 if dtype is None else plain_dtype(dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -6,13 +6,14 @@ A torch.nn module may export to several aten nodes; FX quantizes it as one op, a
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.annotate.weights import PARAMETER_POSITIONS, weight_of
+from torchq_compat.annotate.weights import NORMALIZATIONS, parameter_nodes, parameters_of, weight_of
 from torchq_compat.capture.origins import Origin, find_origin
 
 __all__ = ["OpGroup", "find_groups", "is_float_tensor"]
@@ -27,6 +28,8 @@ class OpGroup:
         origin: where it came from.
         inputs: (producer, consumer in the group) of every float activation that enters.
         weights: (producer, consumer) of the weights a QConfig's weight constructor is about.
+        parameters: "weight", "bias" -> (producer, consumer), of a function that is given them.
+        tensor_count: how many positional arguments are tensors, repeated ones included.
         output: the node whose value leaves, or None if several do or it is no float tensor.
         call_index: how many calls of the same type the same module made before.
     """
@@ -35,6 +38,8 @@ class OpGroup:
     origin: Origin
     inputs: tuple[tuple[Node, Node], ...]
     weights: tuple[tuple[Node, Node], ...]
+    parameters: Mapping[str, tuple[Node, Node]]
+    tensor_count: int
     output: Node | None
     call_index: int
 
@@ -55,6 +60,23 @@ class OpGroup:
             return self.origin.module_type.__name__
         target = self.nodes[-1].target
         return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+    def with_roles(self, input_type_to_index: Mapping[str, int]) -> OpGroup:
+        """The group of a function whose arguments have the roles a BackendConfig gives them: one that it
+        does not call weight or bias is an activation."""
+        if self.origin.is_module_call:
+            return self
+        parameters = {name: edge for name, edge in self.parameters.items() if name in input_type_to_index}
+        inputs = [*self.inputs, *(edge for name, edge in self.parameters.items() if name not in parameters)]
+        node = self.nodes[0]
+        for name, index in input_type_to_index.items():
+            named = node.args[index] if index < len(node.args) else None
+            if not self.parameters and isinstance(named, Node) and (named, node) in inputs:
+                parameters[name] = (named, node)
+                inputs.remove((named, node))
+        has_weight = "weight" in parameters and node.target not in NORMALIZATIONS
+        weights = (parameters["weight"],) if has_weight else ()
+        return replace(self, inputs=tuple(inputs), weights=weights, parameters=parameters)
 
 
 def find_groups(graph_module: GraphModule, model: nn.Module) -> list[OpGroup]:
@@ -100,12 +122,13 @@ def _group(nodes: tuple[Node, ...], origin: Origin, call_index: int) -> OpGroup:
                 inputs.append((producer, node))
     leaving = [node for node in nodes if any(user not in inside for user in node.users)]
     output = leaving[0] if len(leaving) == 1 and is_float_tensor(leaving[0]) else None
-    return OpGroup(nodes, origin, tuple(inputs), tuple(weights), output, call_index)
+    parameters = {} if origin.is_module_call else parameters_of(nodes[0])
+    count = sum(is_float_tensor(arg) for arg in nodes[0].args if isinstance(arg, Node))
+    return OpGroup(nodes, origin, tuple(inputs), tuple(weights), parameters, count, output, call_index)
 
 
 def _activations(node: Node, origin: Origin) -> list[Node]:
-    positions = PARAMETER_POSITIONS.get(node.target, ())
-    parameters = {node.args[i] for i in positions if i < len(node.args) and isinstance(node.args[i], Node)}
+    parameters = parameter_nodes(node)
     return [
         producer
         for producer in _nodes_in_order(node)

@@ -1,42 +1,64 @@
-"""Where aten operators keep the weight that a QConfig's weight constructor is about."""
+"""Where aten operators keep their parameters: the weight a QConfig's weight constructor is about, the bias,
+running statistics."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import Node
 
-__all__ = ["PARAMETER_POSITIONS", "weight_of"]
+__all__ = ["NORMALIZATIONS", "parameter_nodes", "parameters_of", "weight_of"]
 
 ATEN = torch.ops.aten
-WEIGHT_POSITION: dict[object, int] = {
-    ATEN.linear.default: 1,
-    ATEN.conv1d.default: 1,
-    ATEN.conv1d.padding: 1,
-    ATEN.conv2d.default: 1,
-    ATEN.conv2d.padding: 1,
-    ATEN.conv3d.default: 1,
-    ATEN.conv3d.padding: 1,
-    ATEN.conv_transpose1d.default: 1,
-    ATEN.conv_transpose2d.input: 1,
-    ATEN.conv_transpose3d.input: 1,
-    ATEN.embedding.default: 0,
-    ATEN.embedding_bag.padding_idx: 0,
+WEIGHT_AND_BIAS = {"weight": 1, "bias": 2}
+#: Their weight is never quantized.
+NORMALIZATIONS: dict[object, dict[str, int]] = {
+    ATEN.layer_norm.default: {"weight": 2, "bias": 3},
+    ATEN.group_norm.default: {"weight": 2, "bias": 3},
+    ATEN.instance_norm.default: {"weight": 1, "bias": 2, "running_mean": 3, "running_var": 4},
+    ATEN.batch_norm.default: {"weight": 1, "bias": 2, "running_mean": 3, "running_var": 4},
 }
-#: Arguments that are parameters and not activations: weight, bias, running statistics.
-PARAMETER_POSITIONS: dict[object, tuple[int, ...]] = {
-    **{target: (position, 2) for target, position in WEIGHT_POSITION.items()},
-    ATEN.embedding.default: (0,),
-    ATEN.embedding_bag.padding_idx: (0,),
-    ATEN.layer_norm.default: (2, 3),
-    ATEN.group_norm.default: (2, 3),
-    ATEN.instance_norm.default: (1, 2, 3, 4),
-    ATEN.batch_norm.default: (1, 2, 3, 4),
-    ATEN.prelu.default: (1,),
+PRELU = ATEN.prelu.default
+#: Operator -> parameter -> position of the argument.
+PARAMETERS: dict[object, dict[str, int]] = {
+    ATEN.linear.default: WEIGHT_AND_BIAS,
+    ATEN.conv1d.default: WEIGHT_AND_BIAS,
+    ATEN.conv1d.padding: WEIGHT_AND_BIAS,
+    ATEN.conv2d.default: WEIGHT_AND_BIAS,
+    ATEN.conv2d.padding: WEIGHT_AND_BIAS,
+    ATEN.conv3d.default: WEIGHT_AND_BIAS,
+    ATEN.conv3d.padding: WEIGHT_AND_BIAS,
+    ATEN.conv_transpose1d.default: WEIGHT_AND_BIAS,
+    ATEN.conv_transpose2d.input: WEIGHT_AND_BIAS,
+    ATEN.conv_transpose3d.input: WEIGHT_AND_BIAS,
+    ATEN.embedding.default: {"weight": 0},
+    ATEN.embedding_bag.padding_idx: {"weight": 0},
+    **NORMALIZATIONS,
+    PRELU: {"weight": 1},
 }
 
 
 def weight_of(node: Node) -> Node | None:
-    """The weight argument of ``node``, or None."""
-    position = WEIGHT_POSITION.get(node.target)
-    weight = node.args[position] if position is not None else None
-    return weight if isinstance(weight, Node) else None
+    """The weight argument of ``node`` if a QConfig can quantize it, or None."""
+    if node.target in NORMALIZATIONS or node.target is PRELU:
+        return None
+    edge = _edges(node).get("weight")
+    return edge[0] if edge else None
+
+
+def parameters_of(node: Node) -> dict[str, tuple[Node, Node]]:
+    """ "weight" and "bias" -> (parameter, ``node``), as far as ``node`` is given them."""
+    return {name: edge for name, edge in _edges(node).items() if name in ("weight", "bias")}
+
+
+def parameter_nodes(node: Node) -> set[Node]:
+    """All arguments of ``node`` that are parameters and not activations."""
+    return {parameter for parameter, _ in _edges(node).values()}
+
+
+def _edges(node: Node) -> dict[str, tuple[Node, Node]]:
+    edges = {}
+    for name, position in PARAMETERS.get(node.target, {}).items():
+        argument = node.args[position] if position < len(node.args) else None
+        if isinstance(argument, Node):
+            edges[name] = (argument, node)
+    return edges

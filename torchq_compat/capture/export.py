@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
@@ -40,7 +41,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None)
     graph_module = program.module(**options)
     assert isinstance(graph_module, GraphModule)
     graph_module.graph.eliminate_dead_code()
-    graph_module.recompile()
+    make_out_of_place(graph_module)
     return graph_module
 
 

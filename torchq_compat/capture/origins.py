@@ -23,10 +23,13 @@ __all__ = ["Origin", "find_origin", "is_fx_leaf"]
 
 #: Modules whose functions ``torch_fn`` calls "builtin_function_or_method".
 BUILTIN_HOMES = (torch, torch._C._nn)
-#: Methods that a Python operator calls; the metadata of ``x + y`` and ``x.add(y)`` is the same.
+#: Methods that a Python operator calls; the metadata of ``x + y`` and ``x.add(y)`` is the same. FX traces
+#: ``x += y`` as ``x + y``.
 OPERATOR_OF_METHOD = {
     "add": operator.add,
+    "add_": operator.add,
     "mul": operator.mul,
+    "mul_": operator.mul,
     "sub": operator.sub,
     "floor_divide": operator.floordiv,
 }

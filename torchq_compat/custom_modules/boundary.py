@@ -15,14 +15,21 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
+from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, tensor_arguments
 from torchq_compat.specs.grids import Grid, PerTensorGrid
 
-__all__ = ["quantize_boundaries"]
+__all__ = [
+    "DEQUANTIZE",
+    "DEQUANTIZE_TARGETS",
+    "grid_of_integers",
+    "quantize_boundaries",
+    "refresh_boundaries",
+]
 
 OPS = torch.ops.quantized_decomposed
 QUANTIZE = OPS.quantize_per_tensor.default
 DEQUANTIZE = OPS.dequantize_per_tensor.default
+DEQUANTIZE_TARGETS = (DEQUANTIZE, OPS.dequantize_per_channel.default)
 TO_DTYPE = torch.ops.aten.to.dtype
 #: meta keys: on a dequantize, and on a leaf's result that is integers, the grid of those integers.
 GRID_KEY = "torchq_compat_grid"
@@ -42,8 +49,8 @@ def quantize_boundaries(graph_module: GraphModule) -> None:
     for call in leaf_nodes(graph_module):
         module = graph_module.get_submodule(str(call.target))
         assert isinstance(module, LeafModule)
-        inputs = [_decide_input(arg) for arg in call.args if isinstance(arg, Node)]
-        output_grids = module.output_grids(call.meta["val"])
+        inputs = [_decide_input(arg) for arg in tensor_arguments(call, module)]
+        output_grids = module.leaf_output_grids(call.meta["val"])
         _apply(graph_module, call, module, inputs, output_grids)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -54,19 +61,19 @@ def refresh_boundaries(graph_module: GraphModule) -> None:
     for call in leaf_nodes(graph_module):
         module = graph_module.get_submodule(str(call.target))
         assert isinstance(module, LeafModule)
-        output_grids = module.output_grids(call.meta["val"])
-        index = call.kwargs["layout"]
+        output_grids = module.leaf_output_grids(call.meta["val"])
+        index = call.kwargs["leaf_layout"]
         assert isinstance(index, int)
-        input_grids = tuple(_grid_of_integers(arg) for arg in call.args if isinstance(arg, Node))
-        module.layouts[index] = module.layouts[index].with_grids(input_grids, output_grids)
+        input_grids = tuple(grid_of_integers(arg) for arg in tensor_arguments(call, module))
+        module.leaf_layouts[index] = module.leaf_layouts[index].with_grids(input_grids, output_grids)
         for getitem in call.users:
             position = getitem.args[1]
             assert isinstance(position, int)
             getitem.meta[INTEGERS_KEY] = output_grids[position]
 
 
-def _grid_of_integers(arg: Node) -> Grid | None:
-    """The grid of a rewritten leaf input: a quantize's, or that of another leaf's result."""
+def grid_of_integers(arg: Node) -> Grid | None:
+    """The grid of the integers ``arg`` gives: a quantize's, or that of a leaf's result."""
     if arg.target is QUANTIZE:
         _, scale, zero_point, quant_min, quant_max, dtype = arg.args[:6]
         return PerTensorGrid(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
@@ -95,10 +102,12 @@ def _apply(
     inputs: list[_Input],
     output_grids: tuple[Grid | None, ...],
 ) -> None:
-    call.args = tuple(entry.node for entry in inputs)
-    index = call.kwargs["layout"]
+    call.args = (*(entry.node for entry in inputs), *call.args[len(inputs) :])
+    index = call.kwargs["leaf_layout"]
     assert isinstance(index, int)
-    module.layouts[index] = module.layouts[index].with_grids(tuple(i.grid for i in inputs), output_grids)
+    module.leaf_layouts[index] = module.leaf_layouts[index].with_grids(
+        tuple(i.grid for i in inputs), output_grids
+    )
     for getitem in list(call.users):
         position = getitem.args[1]
         assert isinstance(position, int)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization.quant_type import QuantType
 
 from torchq_compat.custom_modules.layouts import CallLayout, Structure
 from torchq_compat.specs.grids import Grid
@@ -16,43 +17,55 @@ __all__ = ["LeafModule"]
 class LeafModule(nn.Module):
     """A custom module that can be called in two ways.
 
-    By a person, with the arguments and results of the float module it replaces (``call``). By the graph, with
-    flat tensors and the index of a ``CallLayout``; across a quantized boundary those tensors are integers.
+    By a person, with the arguments and results of the float module it replaces (``leaf_call``). By the graph,
+    with flat tensors and the index of a ``CallLayout``; across a quantized boundary the tensors are integers.
+    All names begin with ``leaf``: this class is also mixed into classes that users wrote.
     """
 
-    layouts: list[CallLayout]
+    leaf_layouts: list[CallLayout]
+    leaf_quant_type = QuantType.STATIC
     #: The class the script mapped the float module to.
-    observed_class: type[nn.Module] | None = None
+    leaf_observed_class: type[nn.Module] | None = None
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute in floats, as the float module is called."""
         raise NotImplementedError
 
-    def output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
+    def leaf_output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
         """The grid each of the flat ``results`` (of any device, ``meta`` too) lies on; None: floats."""
         return (None,) * len(results)
 
-    def forward(self, *args: Any, layout: int | None = None, **kwargs: Any) -> Any:
-        if layout is None:
-            return self.call(*args, **kwargs)
-        return self._call_flat(self.layouts[layout], args)
+    def forward(self, *args: Any, leaf_layout: int | None = None, **kwargs: Any) -> Any:
+        if leaf_layout is None:
+            return self.leaf_call(*args, **kwargs)
+        return self._leaf_call_flat(self.leaf_layouts[leaf_layout], args)
 
-    def _call_flat(self, layout: CallLayout, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def leaf_receive(self, q: Tensor, grid: Grid) -> Tensor:
+        """What ``leaf_call`` gets for the integers ``q`` on ``grid``."""
+        return grid.dequantize(q, self.leaf_float_dtype())
+
+    def leaf_hand_out(self, result: Tensor, grid: Grid | None) -> Tensor:
+        """What the graph gets for a ``result`` of ``leaf_call``."""
+        return result if grid is None else grid.quantize(result)
+
+    def leaf_check_results(self, layout: CallLayout, results: Any) -> None:
+        """Refuse ``results`` of another structure than the call had in capture."""
+
+    def _leaf_call_flat(self, layout: CallLayout, flat: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        count = layout.inputs.count()
+        tensors, sizes = flat[:count], flat[count:]
         if layout.input_grids:
-            float_dtype = self.float_dtype()
             tensors = tuple(
-                tensor if grid is None else grid.dequantize(tensor, float_dtype)
+                tensor if grid is None else self.leaf_receive(tensor, grid)
                 for tensor, grid in zip(tensors, layout.input_grids, strict=True)
             )
-        args, kwargs = layout.inputs.put_together(tensors)
-        _, results = Structure.take_apart(self.call(*args, **kwargs))
-        if layout.output_grids:
-            results = [
-                tensor if grid is None else grid.quantize(tensor)
-                for tensor, grid in zip(results, layout.output_grids, strict=True)
-            ]
-        return tuple(results)
+        args, kwargs = layout.inputs.put_together(tensors, sizes)
+        nested = self.leaf_call(*args, **kwargs)
+        self.leaf_check_results(layout, nested)
+        _, results = Structure.take_apart(nested)
+        output_grids = layout.output_grids or (None,) * len(results)
+        return tuple(self.leaf_hand_out(*pair) for pair in zip(results, output_grids, strict=True))
 
-    def float_dtype(self) -> torch.dtype:
+    def leaf_float_dtype(self) -> torch.dtype:
         """The dtype the module computes in."""
         return torch.float32

@@ -5,26 +5,31 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch.utils._pytree as pytree
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.custom_modules.layouts import CallLayout
+from torchq_compat.custom_modules.layouts import Field, Structure
 from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_op import LEAF_OP, CaptureSession
+from torchq_compat.custom_modules.leaf_op import LEAF_OP, ORIGINAL, CaptureSession
 
-__all__ = ["LEAF_KEY", "leaf_nodes", "place_leaves"]
+__all__ = ["LEAF_KEY", "example_call", "leaf_nodes", "place_leaves", "tensor_arguments"]
 
 #: meta key that marks a leaf call; the value is the module path.
 LEAF_KEY = "torchq_compat_leaf"
+ATEN = torch.ops.aten
+#: Ops that take dtype and device from their first argument, and nothing else.
+NEW_TENSOR = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_empty.default, ATEN.new_full.default)
 
 
 def place_leaves(graph_module: GraphModule, session: CaptureSession, modules: dict[str, nn.Module]) -> None:
     """Replace every leaf op in ``graph_module`` by a call of ``modules[handle]``, placed at that path."""
+    for handle in modules:
+        _keep_parameters_read(graph_module, f"{handle}.{ORIGINAL}.")
     for node in list(graph_module.graph.nodes):
         if node.target is not LEAF_OP:
             continue
-        tensors, handle, index = node.args
+        tensors, sizes, handle, index = node.args
         module = modules[handle]
         if (
             handle not in dict(graph_module.named_modules())
@@ -33,13 +38,31 @@ def place_leaves(graph_module: GraphModule, session: CaptureSession, modules: di
             graph_module.add_submodule(handle, module)
         layouts = session.layouts(handle)
         if isinstance(module, LeafModule):
-            module.layouts = layouts
-            _call_flat(graph_module, node, handle, tuple(tensors), index)
+            module.leaf_layouts = layouts
+            _call_flat(graph_module, node, handle, (*tensors, *sizes), index)
         else:
-            _call_nested(graph_module, node, handle, tuple(tensors), layouts[index])
+            args, kwargs = layouts[index].inputs.put_together(tensors, sizes)
+            _call_nested(graph_module, node, handle, args, kwargs, layouts[index].outputs)
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
     graph_module.recompile()
+
+
+def _keep_parameters_read(graph_module: GraphModule, prefix: str) -> None:
+    """Parameters of a float custom module that the model itself reads, as buffers of the graph: the module
+    makes room for its successor. Where only dtype and device are wanted an empty tensor has them."""
+    for node in list(graph_module.graph.nodes):
+        if node.op != "get_attr" or not str(node.target).startswith(prefix):
+            continue
+        if not node.users:
+            graph_module.graph.erase_node(node)
+            continue
+        path, _, name = str(node.target).rpartition(".")
+        value = getattr(graph_module.get_submodule(path), name).detach()
+        only_metadata = all(user.target in NEW_TENSOR for user in node.users)
+        kept = str(node.target).replace(".", "_")
+        nn.Module.register_buffer(graph_module, kept, value.new_empty(0) if only_metadata else value.clone())
+        node.target = kept
 
 
 def leaf_nodes(graph_module: GraphModule) -> list[Node]:
@@ -51,11 +74,36 @@ def leaf_nodes(graph_module: GraphModule) -> list[Node]:
     ]
 
 
-def _call_flat(
-    graph_module: GraphModule, node: Node, path: str, tensors: tuple[Any, ...], index: int
-) -> None:
+def tensor_arguments(call: Node, module: LeafModule) -> tuple[Node, ...]:
+    """The tensors a leaf call passes; behind them in its arguments stand sizes."""
+    index = call.kwargs["leaf_layout"]
+    assert isinstance(index, int)
+    tensors = call.args[: module.leaf_layouts[index].inputs.count()]
+    assert all(isinstance(tensor, Node) for tensor in tensors)
+    return tuple(tensor for tensor in tensors if isinstance(tensor, Node))
+
+
+def example_call(call: Node, module: LeafModule) -> tuple[list[Any], list[Tensor]]:
+    """Arguments and results of a leaf call: zeros of the shapes and dtypes of the example, and its sizes."""
+    tensors = tensor_arguments(call, module)
+    arguments = [_zeros(tensor.meta["val"]) for tensor in tensors]
+    sizes = [_example_size(size) for size in call.args[len(tensors) :]]
+    return [*arguments, *sizes], [_zeros(value) for value in call.meta["val"]]
+
+
+def _zeros(value: Tensor) -> Tensor:
+    shape = [_example_size(size) for size in value.shape]
+    return torch.zeros(shape, dtype=value.dtype, device=value.device)
+
+
+def _example_size(size: Any) -> int:
+    value = size.meta["val"] if isinstance(size, Node) else size
+    return value.node.hint if isinstance(value, torch.SymInt) else int(value)
+
+
+def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any, ...], index: int) -> None:
     with graph_module.graph.inserting_before(node):
-        call = graph_module.graph.call_module(path, tensors, {"layout": index})
+        call = graph_module.graph.call_module(path, flat, {"leaf_layout": index})
     call.meta = {**node.meta, LEAF_KEY: path}
     node.replace_all_uses_with(call)
     graph_module.graph.erase_node(node)
@@ -63,21 +111,24 @@ def _call_flat(
 
 
 def _call_nested(
-    graph_module: GraphModule, node: Node, path: str, tensors: tuple[Any, ...], layout: CallLayout
+    graph_module: GraphModule,
+    node: Node,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Structure,
 ) -> None:
-    """A float module keeps its own calling form: nested arguments, and getitem chains for its results."""
-    args, kwargs = layout.inputs.put_together(tensors)
+    """A float module keeps its own calling form: nested arguments, and a chain of lookups for each result."""
     graph = graph_module.graph
     with graph.inserting_before(node):
         call = graph.call_module(path, args, kwargs)
         call.meta = {key: value for key, value in node.meta.items() if key != "val"}
-        dummy = layout.outputs.put_together(range(sum(layout.outputs.is_tensor)))
-        for keys, position in pytree.tree_flatten_with_path(dummy)[0]:
+        for position, keys in enumerate(outputs.tensor_keys()):
             for getitem in [user for user in node.users if user.args[1] == position]:
                 result = call
                 for key in keys:
-                    index: Any = getattr(key, "idx", None)
-                    result = graph.call_function(operator.getitem, (result, index))
+                    lookup = getattr if isinstance(key, Field) else operator.getitem
+                    result = graph.call_function(lookup, (result, key))
                 result.meta = dict(getitem.meta)
                 getitem.replace_all_uses_with(result)
                 graph.erase_node(getitem)

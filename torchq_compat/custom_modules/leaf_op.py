@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils.hooks import RemovableHandle
 
 from torchq_compat.custom_modules.layouts import CallLayout, Structure
+from torchq_compat.errors import CustomModuleError
 
-__all__ = ["LEAF_OP", "CaptureSession", "LeafCaller"]
+__all__ = ["LEAF_OP", "ORIGINAL", "CaptureSession", "LeafCaller"]
 
 #: Computes the nested result of a call from fake arguments: shapes and dtypes only.
 FakeCall = Callable[..., Any]
@@ -36,14 +38,26 @@ class CaptureSession:
     """The leaves of one capture, by handle, and the layouts of their calls in the order of the calls."""
 
     leaves: dict[str, _Leaf] = field(default_factory=dict)
+    #: What the calls returned, nested as the model gets it.
+    results: list[Any] = field(default_factory=list)
+    #: Whether the model returns the very result of a call.
+    returns_whole_result: bool = False
 
-    def add(self, handle: str, fake_call: FakeCall) -> LeafCaller:
-        """Register a leaf and return the module to put in its place."""
+    def add(self, handle: str, original: nn.Module, fake_call: FakeCall) -> LeafCaller:
+        """Register a leaf and return the module to put in the place of ``original``."""
         self.leaves[handle] = _Leaf(fake_call)
-        return LeafCaller(handle)
+        return LeafCaller(handle, original)
 
     def layouts(self, handle: str) -> list[CallLayout]:
         return self.leaves[handle].layouts
+
+    def watch(self, model: nn.Module) -> RemovableHandle:
+        """Note what ``model`` returns while it is captured."""
+
+        def note(_model: nn.Module, _args: Any, result: Any) -> None:
+            self.returns_whole_result = any(result is whole for whole in self.results)
+
+        return model.register_forward_hook(note)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -58,33 +72,56 @@ class CaptureSession:
 _SESSION: ContextVar[CaptureSession] = ContextVar("torchq_compat_capture_session")
 
 
-class LeafCaller(nn.Module):
-    """Stands for a custom module during capture."""
+#: Where a LeafCaller keeps the module it stands for.
+ORIGINAL = "original"
 
-    def __init__(self, handle: str) -> None:
+
+class LeafCaller(nn.Module):
+    """Stands for a custom module during capture. Attributes and parameters are those of the ``original``:
+    models read ``self.lstm.hidden_size``, or make a state with ``next(self.parameters()).new_zeros(...)``."""
+
+    def __init__(self, handle: str, original: nn.Module) -> None:
         super().__init__()
         self.handle = handle
+        self.original = original
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(ORIGINAL), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaf = _SESSION.get().leaves[self.handle]
-        inputs, tensors = Structure.take_apart((args, kwargs))
+        session = _SESSION.get()
+        leaf = session.leaves[self.handle]
+        inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
         # Only the structure is wanted here, not the shape computation in the user's graph.
         with disable_proxy_modes_tracing():
-            outputs, _ = Structure.take_apart(leaf.fake_call(*args, **kwargs))
+            outputs, _, computed = Structure.take_apart_with_sizes(leaf.fake_call(*args, **kwargs))
+        self._check(inputs, outputs, computed)
         leaf.layouts.append(CallLayout(inputs, outputs))
-        flat = torch.ops.torchq_compat.custom_module(tensors, self.handle, len(leaf.layouts) - 1)
-        return outputs.put_together(flat)
+        flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.handle, len(leaf.layouts) - 1)
+        result = outputs.put_together(flat)
+        session.results.append(result)
+        return result
+
+    def _check(self, inputs: Structure, outputs: Structure, computed: list[Any]) -> None:
+        for constant in (*inputs.constants(), *outputs.constants()):
+            if any(isinstance(value, Tensor) for value in getattr(constant, "__dict__", {}).values()):
+                raise CustomModuleError.unknown_container(self.handle, constant)
+        if computed:
+            raise CustomModuleError.returns_size(self.handle)
 
 
 @torch.library.custom_op("torchq_compat::custom_module", mutates_args=())
-def _custom_module(tensors: list[Tensor], handle: str, layout: int) -> list[Tensor]:
+def _custom_module(tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
     raise RuntimeError("torchq_compat::custom_module exists during capture only")
 
 
 @_custom_module.register_fake
-def _custom_module_fake(tensors: list[Tensor], handle: str, layout: int) -> list[Tensor]:
+def _custom_module_fake(tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
     leaf = _SESSION.get().leaves[handle]
-    args, kwargs = leaf.layouts[layout].inputs.put_together(tensors)
+    args, kwargs = leaf.layouts[layout].inputs.put_together(tensors, sizes)
     _, results = Structure.take_apart(leaf.fake_call(*args, **kwargs))
     return results
 

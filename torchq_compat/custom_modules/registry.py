@@ -5,22 +5,26 @@ A new kind is one file with a handler that calls ``register``; no stage changes.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.ao.quantization import QConfig
 
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.decisions import Decision
+from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.observed_graph import ObserverFault
 from torchq_compat.specs.quantization_specs import OpSpecs
 
-__all__ = ["CustomModuleHandler", "ObserveRequest", "handlers", "register"]
+__all__ = ["ConvertRequest", "CustomModuleHandler", "ObserveRequest", "handler_of", "handlers", "register"]
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,36 @@ class ObserveRequest:
     specs: OpSpecs
 
 
+@dataclass(frozen=True)
+class ConvertRequest:
+    """An observed module to make a converted one from.
+
+    Attributes:
+        leaf: the observed module, a copy that may be used up.
+        quantized_class: what the script maps it to, if it says.
+        path: where it stands in the model.
+        output_observers: what observes its results in the graph, where something does, in flat order.
+    """
+
+    leaf: LeafModule
+    quantized_class: type[nn.Module] | None
+    path: str
+    output_observers: tuple[nn.Module, ...]
+
+
 class CustomModuleHandler(ABC):
     """One kind of custom module. Float modules handed to a handler are copies: it may use them up."""
+
+    #: Asked after all others.
+    is_fallback = False
 
     @abstractmethod
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
         """Whether this handler carries out the mapping float_class -> observed_class."""
+
+    def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
+        """Whether this handler quantizes ``module`` although no mapping is about it, as FX's backends do."""
+        return False
 
     @abstractmethod
     def is_opaque(self, module: nn.Module) -> bool:
@@ -60,16 +88,24 @@ class CustomModuleHandler(ABC):
         """
 
     @abstractmethod
-    def output_dtypes(self, leaf: LeafModule) -> tuple[torch.dtype | None, ...]:
-        """The quantized dtype in which consumers receive each flat result of an observed module."""
+    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+        """What is observed around one call of an observed module.
+
+        Raises:
+            CustomModuleError: settings of the module that do not fit the call.
+        """
 
     @abstractmethod
     def owns(self, leaf: nn.Module) -> bool:
         """Whether ``leaf`` is an observed or converted module of this kind."""
 
     @abstractmethod
-    def convert(self, leaf: LeafModule, quantized_class: type[nn.Module] | None, path: str) -> LeafModule:
-        """Make the converted module, leaving ``leaf`` as it is."""
+    def convert(self, request: ConvertRequest) -> LeafModule:
+        """Make the converted module.
+
+        Raises:
+            CustomModuleError: the quantized class does not do what the mapping promises.
+        """
 
     @abstractmethod
     def remedy(self, module: nn.Module) -> str | None:
@@ -81,8 +117,20 @@ class CustomModuleHandler(ABC):
     ) -> type[nn.Module] | None:
         """The entry of an observed-to-quantized mapping that is about ``leaf``: keyed on its class, on a
         base class, or on the class the script mapped the float module to."""
-        classes = (type(leaf), leaf.observed_class or type(leaf))
+        classes = (type(leaf), leaf.leaf_observed_class or type(leaf))
         return next((to for key, to in mapping.items() if any(issubclass(c, key) for c in classes)), None)
+
+    def check_call(
+        self, leaf: LeafModule, path: str, layout: int, arguments: list[Any], expected: list[Tensor]
+    ) -> None:
+        """Try a captured call on ``arguments`` and compare what it returns with ``expected``, tensors of the
+        right shapes and dtypes; ``leaf`` is a copy.
+
+        Raises:
+            CustomModuleError: the observed module cannot stand in for the float one.
+        """
+        return None
+        return None
 
     def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
         """(where inside ``leaf``, what) of observers that cannot be converted."""
@@ -94,20 +142,34 @@ class CustomModuleHandler(ABC):
 
 
 _HANDLERS: list[CustomModuleHandler] = []
+_BUILT_IN_LOADED = False
 
 
 def register(handler: CustomModuleHandler) -> CustomModuleHandler:
     """Add a kind. Later ones are asked first, so that a user's handler can take over."""
+    _load_built_in()
     _HANDLERS.insert(0, handler)
     return handler
 
 
 def handlers() -> tuple[CustomModuleHandler, ...]:
-    import torchq_compat.custom_modules.recurrent.handler  # noqa: F401  (registers itself)
-
-    return tuple(_HANDLERS)
+    """All kinds, in the order they are asked."""
+    _load_built_in()
+    return tuple(sorted(_HANDLERS, key=lambda handler: handler.is_fallback))
 
 
 def handler_of(leaf: Any) -> CustomModuleHandler | None:
     """The handler of an observed or converted module."""
     return next((handler for handler in handlers() if handler.owns(leaf)), None)
+
+
+def _load_built_in() -> None:
+    """Import the ``handler`` module of every subpackage; each registers its kinds."""
+    global _BUILT_IN_LOADED
+    if _BUILT_IN_LOADED:
+        return
+    _BUILT_IN_LOADED = True
+    package = importlib.import_module("torchq_compat.custom_modules")
+    for found in pkgutil.iter_modules(package.__path__):
+        if found.ispkg:
+            importlib.import_module(f"{package.__name__}.{found.name}.handler")

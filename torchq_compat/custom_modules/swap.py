@@ -13,6 +13,7 @@ from torch import nn
 from torchq_compat.custom_modules.leaf_op import CaptureSession
 from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest, handlers
 from torchq_compat.decisions import Action, Decision
+from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.legacy.custom_configs import PrepareSettings
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.specs.quantization_specs import OpSpecs
@@ -37,24 +38,21 @@ class Swap:
 
 
 def decide_swaps(
-    model: nn.Module, rules: QConfigRules, settings: PrepareSettings
+    model: nn.Module, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
 ) -> tuple[list[Swap], list[Decision]]:
     """Which modules of ``model`` become leaf calls, and the decisions about those that stay float."""
     swaps: list[Swap] = []
     decisions: list[Decision] = []
     for module, paths in _modules_with_paths(model):
         path = paths[0]
-        request, reason = _request(module, path, rules, settings)
-        mapped = settings.float_to_observed.get(type(module))
-        handler = next((h for h in handlers() if request and mapped and h.takes(type(module), mapped)), None)
-        if handler is not None and request is not None:
+        if _inside(paths, swaps):
+            continue
+        handler, request, reason = _find(module, path, rules, settings, backend)
+        if handler is not None:
             swaps.append(Swap(module, paths, handler, request))
             decisions.append(Decision(path, type(module).__name__, Action.QUANTIZED, reason))
             continue
         remedy = next((r for h in handlers() if (r := h.remedy(module)) is not None), None)
-        if request is not None:
-            reason = f"this release has no way to carry out the mapping to {request.observed_class.__name__}"
-            remedy = remedy or "leave the class out of the mapping, or register a CustomModuleHandler for it"
         if remedy is not None:
             decisions.append(_left_float(module, path, rules, reason, remedy))
         opaque = next((h for h in handlers() if h.is_opaque(module)), None)
@@ -67,7 +65,7 @@ def apply_swaps(model: nn.Module, swaps: list[Swap], session: CaptureSession) ->
     """Put a leaf caller in the place of every swapped module of ``model``."""
     for swap in swaps:
         fake_call = swap.handler.fake_call(swap.module, swap.paths[0])
-        caller = session.add(swap.paths[0], fake_call)
+        caller = session.add(swap.paths[0], swap.module, fake_call)
         for path in swap.paths:
             model.set_submodule(path, caller)
 
@@ -81,20 +79,30 @@ def _modules_with_paths(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str
         yield module, tuple(found)
 
 
-def _request(
-    module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings
-) -> tuple[ObserveRequest | None, str]:
-    mapped = settings.float_to_observed.get(type(module))
+def _inside(paths: tuple[str, ...], swaps: list[Swap]) -> bool:
+    """Whether a module is reached only through custom modules: what is in them is theirs."""
+    outer = tuple(f"{path}." for swap in swaps for path in swap.paths)
+    return all(path.startswith(outer) for path in paths)
+
+
+def _find(
+    module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
+) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
+    """The handler that quantizes ``module``, what it is asked for, and why; or why there is none."""
     selection = select_for_module(rules, type(module), path)
     if selection.qconfig is None:
-        return None, f"its qconfig is None ({selection.rule})"
-    if mapped is None:
-        return None, "no custom-module mapping for its class"
+        return None, None, f"its qconfig is None ({selection.rule})"
     specs = OpSpecs(selection.qconfig)
-    if not specs.is_static:
-        return None, "its qconfig does not quantize activations statically"
-    request = ObserveRequest(module, path, mapped, selection.qconfig, specs)
-    return request, f"custom module {mapped.__name__}, qconfig from {selection.rule}"
+    mapped = settings.float_to_observed.get(specs.quant_type, {}).get(type(module))
+    request = ObserveRequest(module, path, mapped or type(module), selection.qconfig, specs)
+    if mapped is not None:
+        handler = next(h for h in handlers() if h.takes(type(module), mapped))
+        return handler, request, f"custom module {mapped.__name__}, qconfig from {selection.rule}"
+    unmapped = next((h for h in handlers() if h.takes_unmapped(module, specs, backend)), None)
+    if unmapped is not None:
+        return unmapped, request, f"the backend quantizes it dynamically, qconfig from {selection.rule}"
+    kind = specs.quant_type.name.lower()
+    return None, None, f"no custom-module mapping for its class and a {kind} qconfig"
 
 
 def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, remedy: str) -> Decision:

@@ -29,22 +29,27 @@ PREPARE_KEYS = (
 CONVERT_KEYS = ("observed_to_quantized_custom_module_class", "preserved_attributes")
 FUSE_KEYS = ("preserved_attributes",)
 
+#: From classes to classes, apart for static, dynamic and weight-only QConfigs.
+ClassMapping = Mapping[QuantType, Mapping[type[nn.Module], type[nn.Module]]]
+
 
 @dataclass(frozen=True)
 class PrepareSettings:
     """What a PrepareCustomConfig says, read once."""
 
-    float_to_observed: Mapping[type[nn.Module], type[nn.Module]]
+    float_to_observed: ClassMapping
     kept_float_names: tuple[str, ...]
     kept_float_classes: tuple[type[nn.Module], ...]
     preserved_attributes: tuple[str, ...]
+    input_quantized_indexes: tuple[int, ...] = ()
+    output_quantized_indexes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ConvertSettings:
     """What a ConvertCustomConfig says, read once."""
 
-    observed_to_quantized: Mapping[type[nn.Module], type[nn.Module]]
+    observed_to_quantized: ClassMapping
     preserved_attributes: tuple[str, ...]
 
 
@@ -62,14 +67,14 @@ def read_prepare_custom_config(value: PrepareCustomConfig | dict[str, Any] | Non
     if not isinstance(value, PrepareCustomConfig):
         raise ConfigError.wrong_type("prepare_custom_config", "a PrepareCustomConfig", value)
     _refuse_what_is_not_carried_over(value)
-    mapping = value.float_to_observed_mapping.get(QuantType.STATIC, {})
-    for observed in mapping.values():
-        _check_method("float_to_observed_mapping", observed, "from_float")
+    mapping = _read_mapping("float_to_observed_mapping", value.float_to_observed_mapping, "from_float")
     return PrepareSettings(
-        float_to_observed=MappingProxyType(dict(mapping)),
+        float_to_observed=mapping,
         kept_float_names=tuple(value.non_traceable_module_names),
         kept_float_classes=tuple(value.non_traceable_module_classes),
         preserved_attributes=tuple(value.preserved_attributes),
+        input_quantized_indexes=tuple(value.input_quantized_indexes),
+        output_quantized_indexes=tuple(value.output_quantized_indexes),
     )
 
 
@@ -86,11 +91,11 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
         value = ConvertCustomConfig()
     if not isinstance(value, ConvertCustomConfig):
         raise ConfigError.wrong_type("convert_custom_config", "a ConvertCustomConfig", value)
-    mapping = value.observed_to_quantized_mapping.get(QuantType.STATIC, {})
-    for quantized in mapping.values():
-        _check_method("observed_to_quantized_mapping", quantized, "from_observed")
+    mapping = _read_mapping(
+        "observed_to_quantized_mapping", value.observed_to_quantized_mapping, "from_observed"
+    )
     return ConvertSettings(
-        observed_to_quantized=MappingProxyType(dict(mapping)),
+        observed_to_quantized=mapping,
         preserved_attributes=tuple(value.preserved_attributes),
     )
 
@@ -106,6 +111,12 @@ def read_fuse_custom_config(value: FuseCustomConfig | dict[str, Any] | None) -> 
     return tuple(value.preserved_attributes)
 
 
+def _read_mapping(setting: str, mapping: ClassMapping, method: str) -> ClassMapping:
+    for found in (cls for classes in mapping.values() for cls in classes.values()):
+        _check_method(setting, found, method)
+    return MappingProxyType({kind: MappingProxyType(dict(classes)) for kind, classes in mapping.items()})
+
+
 def _check_method(mapping: str, found: type, method: str) -> None:
     if not callable(getattr(found, method, None)):
         raise CustomModuleError.missing_method(mapping, found, method)
@@ -114,8 +125,6 @@ def _check_method(mapping: str, found: type, method: str) -> None:
 def _refuse_what_is_not_carried_over(value: PrepareCustomConfig) -> None:
     refused = {
         "standalone modules": value.standalone_module_names or value.standalone_module_classes,
-        "input_quantized_indexes": value.input_quantized_indexes,
-        "output_quantized_indexes": value.output_quantized_indexes,
     }
     for setting, given in refused.items():
         if given:

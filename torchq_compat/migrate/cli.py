@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 from torchq_compat.errors import TorchQCompatError
-from torchq_compat.migrate import run
+from torchq_compat.migrate import rewrite, run, scan
 
 __all__ = ["main"]
 
 PROGRAM = "torchq-compat"
 USAGE_ERROR = 2
 
-COMMANDS = (run,)
+COMMANDS = (run, scan, rewrite)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

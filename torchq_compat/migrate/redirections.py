@@ -12,46 +12,37 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["REDIRECTIONS", "Redirection", "redirect"]
+from torchq_compat.migrate.legacy_names import MOVED_FUNCTIONS, Moved
+
+__all__ = ["REDIRECTIONS", "redirect"]
 
 Function = Callable[..., Any]
 
 
-class Redirection(NamedTuple):
-    """Functions of a legacy module and the module that has their replacements, under the same names."""
-
-    legacy: str
-    replacement: str
-    names: tuple[str, ...]
-
-
-QUANTIZE_FX = ("prepare_fx", "prepare_qat_fx", "convert_fx", "convert_to_reference_fx", "fuse_fx")
-BATCH_NORM = ("freeze_bn_stats", "update_bn_stats")
-LSTM_UTILS = ("_get_lstm_with_individually_observed_parts", "_get_reference_quantized_lstm_module")
-
-REDIRECTIONS = (
-    Redirection("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx", QUANTIZE_FX),
-    Redirection("torch.quantization.quantize_fx", "torchq_compat.quantize_fx", QUANTIZE_FX),
-    Redirection("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils", LSTM_UTILS),
-    Redirection("torch.ao.nn.intrinsic.qat", "torchq_compat.batch_norm_switches", BATCH_NORM),
+#: They act on the one module they are given, so scripts keep their names; a running process is redirected.
+BATCH_NORM_SWITCHES = Moved(
+    "torch.ao.nn.intrinsic.qat",
+    "torchq_compat.batch_norm_switches",
+    {name: name for name in ("freeze_bn_stats", "update_bn_stats")},
 )
+REDIRECTIONS = (*MOVED_FUNCTIONS, BATCH_NORM_SWITCHES)
 
 
 def redirect(wrap: Callable[[Function], Function]) -> None:
     """Put the replacements, each after ``wrap``, wherever this process already holds a legacy function."""
     replacements: dict[int, Function] = {}
-    for redirection in REDIRECTIONS:
-        if not _exists(redirection.legacy):
+    for moved in REDIRECTIONS:
+        if not _exists(moved.legacy):
             continue
-        legacy = importlib.import_module(redirection.legacy)
-        ours = importlib.import_module(redirection.replacement)
-        for name in redirection.names:
+        legacy = importlib.import_module(moved.legacy)
+        ours = importlib.import_module(moved.replacement)
+        for name, new_name in moved.names.items():
             original = getattr(legacy, name, None)
             # The old namespace re-exports the functions of the new one, and not all of them.
             if original is not None:
-                replacements.setdefault(id(original), wrap(getattr(ours, name)))
+                replacements.setdefault(id(original), wrap(getattr(ours, new_name)))
     _replace_everywhere(replacements)
 
 

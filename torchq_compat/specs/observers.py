@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torchq_compat.errors import ConfigError
 from torchq_compat.specs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.specs.fused_fake_quantize import FusedFakeQuantize
+from torchq_compat.specs.observer_settings import FIXED_QPARAMS, read_settings
 from torchq_compat.specs.saturation import SaturationCountingObserver
 from torchq_compat.specs.two_world_classes import TWO_WORLD_CLASSES, recognised_by_torch_ao
 
@@ -30,7 +30,6 @@ __all__ = [
     "LegacyFakeQuantizeAdapter",
     "LegacyObserverAdapter",
     "ObserverConstructor",
-    "ObserverSettings",
     "fixed_qparams_constructor",
     "translate_constructor",
 ]
@@ -38,7 +37,6 @@ __all__ = [
 LegacyConstructor = Callable[[], nn.Module]
 HOMES = (legacy_observer, legacy_fake_quantize, pt2e_observer, pt2e_fake_quantize)
 PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
-FIXED_QPARAMS = (legacy_observer.FixedQParamsObserver, pt2e_observer.FixedQParamsObserver)
 LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
 # Attributes whose name differs from the constructor's argument.
 ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
@@ -50,22 +48,6 @@ REPLACED: dict[str, Callable[..., nn.Module]] = {
     "FusedMovingAvgObsFakeQuantize": FusedFakeQuantize,
     "MovingAverageMinMaxObserver": SaturationCountingObserver,
 }
-
-
-@dataclass(frozen=True)
-class ObserverSettings:
-    """What an observer says about the quantized tensor: plain dtype, range of the observer, scheme, axis."""
-
-    dtype: torch.dtype
-    qscheme: torch.qscheme
-    quant_min: int | None
-    quant_max: int | None
-    ch_axis: int | None
-    is_dynamic: bool
-    is_fake_quantize: bool
-    has_fixed_qparams: bool
-    reuses_input: bool
-    observer_type: type[nn.Module]
 
 
 class ObserverConstructor:
@@ -85,7 +67,7 @@ class ObserverConstructor:
     def __init__(self, legacy: LegacyConstructor, setting: str = "qconfig") -> None:
         self.legacy = legacy
         self.setting = setting
-        self.settings = _settings_of(self())
+        self.settings = read_settings(self(), self._make_legacy())
         self.__name__ = "PerChannelObserver" if self.settings.ch_axis is not None else "Observer"
 
     def with_args(self, **_spec: Any) -> ObserverConstructor:
@@ -196,31 +178,6 @@ def _fixed_qparams_range(made: Any) -> tuple[int, int]:
     if (made.quant_min, made.quant_max) == (0, 255):
         return dtype_range(made.dtype)
     return made.quant_min, made.quant_max
-
-
-def _settings_of(made: nn.Module) -> ObserverSettings:
-    dtype = plain_dtype(made.dtype)  # type: ignore[arg-type]
-    source: nn.Module = getattr(made, "activation_post_process", made)
-    observed_by: nn.Module = getattr(source, "legacy", source)
-    ch_axis = getattr(source, "ch_axis", None)
-    qscheme = getattr(source, "qscheme", None) or torch.per_tensor_affine
-    per_channel = qscheme in (
-        torch.per_channel_affine,
-        torch.per_channel_symmetric,
-        torch.per_channel_affine_float_qparams,
-    )
-    return ObserverSettings(
-        dtype=dtype,
-        qscheme=qscheme,
-        quant_min=getattr(source, "quant_min", None),
-        quant_max=getattr(source, "quant_max", None),
-        ch_axis=int(ch_axis) if per_channel and ch_axis is not None else None,
-        is_dynamic=bool(getattr(made, "is_dynamic", False)),
-        is_fake_quantize=isinstance(made, pt2e_fake_quantize.FakeQuantizeBase),
-        has_fixed_qparams=isinstance(source, pt2e_observer.FixedQParamsObserver),
-        reuses_input=isinstance(source, pt2e_observer.ReuseInputObserver),
-        observer_type=type(observed_by),
-    )
 
 
 def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:

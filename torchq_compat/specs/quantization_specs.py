@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 from torch.ao.quantization import QConfig
+from torch.ao.quantization.quant_type import QuantType
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.specs.dtypes import is_integer
@@ -78,6 +79,13 @@ class OpSpecs:
     @property
     def is_dynamic(self) -> bool:
         return self.activation_constructor.settings.is_dynamic
+
+    @property
+    def quant_type(self) -> QuantType:
+        """Which of a custom config's mappings goes with it."""
+        if self.is_static:
+            return QuantType.STATIC
+        return QuantType.DYNAMIC if self.is_dynamic else QuantType.WEIGHT_ONLY
 
     @property
     def is_static(self) -> bool:

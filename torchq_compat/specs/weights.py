@@ -11,7 +11,8 @@ from typing import Any
 import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
 
-from torchq_compat.specs.observers import ObserverConstructor, ObserverSettings
+from torchq_compat.specs.observer_settings import ObserverSettings
+from torchq_compat.specs.observers import ObserverConstructor
 from torchq_compat.specs.two_world_classes import recognised_by_torch_ao
 
 __all__ = ["WeightConstructor", "WeightObserver"]

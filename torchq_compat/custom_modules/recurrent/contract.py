@@ -1,7 +1,9 @@
-"""The calling contract of torch.nn.LSTM, apart from what happens inside a layer.
+"""The calling contract of torch.nn's recurrent modules, apart from what happens inside a layer.
 
-Source: the documentation of torch.nn.LSTM. Shapes are written with T steps, B batch, I inputs, H hidden,
-P outputs (the projection size, or H), L layers, D directions.
+Source: the documentation of torch.nn.LSTM, GRU and RNN. Shapes are written with T steps, B batch, I inputs,
+H hidden, P outputs (the projection size, or H), L layers, D directions. Inside, a state is a tuple of
+tensors, the hidden state first: (h, c) for LSTM, (h,) for the others. Callers of the others give and get
+``h`` itself.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
+from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
 from torchq_compat.errors import CustomModuleError
 
-__all__ = ["LSTMStructure", "State", "call_lstm", "check_example_inputs", "fake_layers"]
+__all__ = ["RecurrentStructure", "State", "call_recurrent", "check_example_inputs", "fake_layers"]
 
-State = tuple[Tensor, Tensor]
+State = tuple[Tensor, ...]
 
 
 class RunLayers(Protocol):
-    """(x (T, B, I), None or (h0 (L*D, B, P), c0 (L*D, B, H))) -> (output (T, B, D*P), (h_n, c_n)).
+    """(x (T, B, I), None or a state of (L*D, B, width)) -> (output (T, B, D*P), the last state).
 
     With ``batch_sizes`` the rows of x and of the output are those of a PackedSequence.
     """
@@ -35,9 +38,10 @@ class RunLayers(Protocol):
 
 
 @dataclass(frozen=True)
-class LSTMStructure:
-    """The constructor arguments of a torch.nn.LSTM."""
+class RecurrentStructure:
+    """The constructor arguments of a torch.nn.LSTM, GRU or RNN."""
 
+    kind: CellKind
     input_size: int
     hidden_size: int
     num_layers: int
@@ -48,16 +52,17 @@ class LSTMStructure:
     proj_size: int
 
     @classmethod
-    def of(cls, lstm: nn.LSTM) -> LSTMStructure:
+    def of(cls, module: nn.RNNBase) -> RecurrentStructure:
         return cls(
-            input_size=lstm.input_size,
-            hidden_size=lstm.hidden_size,
-            num_layers=lstm.num_layers,
-            bias=lstm.bias,
-            batch_first=lstm.batch_first,
-            dropout=float(lstm.dropout),
-            bidirectional=lstm.bidirectional,
-            proj_size=lstm.proj_size,
+            kind=kind_of(module),
+            input_size=module.input_size,
+            hidden_size=module.hidden_size,
+            num_layers=module.num_layers,
+            bias=module.bias,
+            batch_first=module.batch_first,
+            dropout=float(module.dropout),
+            bidirectional=module.bidirectional,
+            proj_size=module.proj_size,
         )
 
     @property
@@ -69,14 +74,28 @@ class LSTMStructure:
         """P: width of the hidden state."""
         return self.proj_size or self.hidden_size
 
+    @property
+    def state_widths(self) -> tuple[int, ...]:
+        """Width of every state, the hidden state first."""
+        return (self.output_size, *(self.hidden_size for _ in self.kind.states[1:]))
 
-def call_lstm(
-    structure: LSTMStructure, path: str, run_layers: RunLayers, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, State]:
-    """``lstm(*args, **kwargs)`` in every form torch.nn.LSTM accepts, around ``run_layers``.
+    @property
+    def state_rows(self) -> int:
+        """L*D: rows of every state."""
+        return self.num_layers * self.num_directions
+
+
+def call_recurrent(
+    structure: RecurrentStructure,
+    path: str,
+    run_layers: RunLayers,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
+    """``module(*args, **kwargs)`` in every form torch.nn accepts, around ``run_layers``.
 
     Raises:
-        CustomModuleError: arguments torch.nn.LSTM would refuse; the message names ``path``.
+        CustomModuleError: arguments the float module would refuse; the message names ``path``.
     """
     x, hidden = _bind(path, args, kwargs)
     if isinstance(x, PackedSequence):
@@ -85,15 +104,15 @@ def call_lstm(
     batched = x.dim() == 3
     steps_first = _steps_first(structure, x)
     state = _initial_state(structure, path, steps_first, hidden, batched)
-    output, (h_n, c_n) = run_layers(steps_first, state)
+    output, last = run_layers(steps_first, state)
     if not batched:
-        return output.squeeze(1), (h_n.squeeze(1), c_n.squeeze(1))
-    return (output.transpose(0, 1) if structure.batch_first else output), (h_n, c_n)
+        return output.squeeze(1), as_given(tuple(state.squeeze(1) for state in last))
+    return (output.transpose(0, 1) if structure.batch_first else output), as_given(last)
 
 
 def _call_packed(
-    structure: LSTMStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
-) -> tuple[PackedSequence, State]:
+    structure: RecurrentStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
+) -> tuple[PackedSequence, Any]:
     """Rows of the state follow the caller's order of sequences, the packed rows the sorted one."""
     if torch.compiler.is_exporting():
         raise RecurrentModuleError.packed_in_export(path)
@@ -104,16 +123,16 @@ def _call_packed(
     batch_sizes = [int(size) for size in packed.batch_sizes]
     state = _initial_state(structure, path, packed.data.new_empty(0, batch_sizes[0], 0), hidden, True)
     if state is not None and packed.sorted_indices is not None:
-        state = (state[0][:, packed.sorted_indices], state[1][:, packed.sorted_indices])
-    rows, (h_n, c_n) = run_layers(packed.data, state, batch_sizes)
+        state = tuple(each[:, packed.sorted_indices] for each in state)
+    rows, last = run_layers(packed.data, state, batch_sizes)
     if packed.unsorted_indices is not None:
-        h_n, c_n = h_n[:, packed.unsorted_indices], c_n[:, packed.unsorted_indices]
+        last = tuple(each[:, packed.unsorted_indices] for each in last)
     output = PackedSequence(rows, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-    return output, (h_n, c_n)
+    return output, as_given(last)
 
 
 def _bind(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """nn.LSTM calls its arguments ``input, hx``; the quantizable LSTM calls them ``x, hidden``."""
+    """torch.nn calls the arguments ``input, hx``; torch.ao's quantizable LSTM calls them ``x, hidden``."""
     given = dict(zip(("input", "hx"), args, strict=False))
     for name, value in kwargs.items():
         legacy_name = {"x": "input", "hidden": "hx"}.get(name, name)
@@ -121,11 +140,11 @@ def _bind(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
             raise CustomModuleError.call_failed(path, f"unexpected or repeated argument {name!r}")
         given[legacy_name] = value
     if len(args) > 2 or "input" not in given:
-        raise CustomModuleError.call_failed(path, "it takes an input and an optional (h, c)")
+        raise CustomModuleError.call_failed(path, "it takes an input and an optional state")
     return given["input"], given.get("hx")
 
 
-def _check_input(structure: LSTMStructure, path: str, x: Any) -> None:
+def _check_input(structure: RecurrentStructure, path: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise CustomModuleError.call_failed(path, f"the input must be a tensor, got {type(x).__name__}")
     if x.dim() not in (2, 3):
@@ -141,30 +160,41 @@ def _check_input(structure: LSTMStructure, path: str, x: Any) -> None:
         raise CustomModuleError.call_failed(path, "the sequence has no steps")
 
 
-def _time_axis(structure: LSTMStructure, x: Tensor) -> int:
+def _time_axis(structure: RecurrentStructure, x: Tensor) -> int:
     return 1 if structure.batch_first and x.dim() == 3 else 0
 
 
-def _steps_first(structure: LSTMStructure, x: Tensor) -> Tensor:
+def _steps_first(structure: RecurrentStructure, x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x.unsqueeze(1)
     return x.transpose(0, 1) if structure.batch_first else x
 
 
 def _initial_state(
-    structure: LSTMStructure, path: str, x: Tensor, hidden: Any, batched: bool
+    structure: RecurrentStructure, path: str, x: Tensor, hidden: Any, batched: bool
 ) -> State | None:
     if hidden is None:
         return None
-    rows = structure.num_layers * structure.num_directions
-    widths = (structure.output_size, structure.hidden_size)
-    if not isinstance(hidden, (tuple, list)) or len(hidden) != 2:
-        raise CustomModuleError.call_failed(path, "the state must be a pair (h, c)")
-    h, c = (
-        _state(path, name, state, (rows, x.shape[1], width), batched)
-        for name, state, width in zip(("h", "c"), hidden, widths, strict=True)
+    states = check_state_count(structure.kind, path, hidden)
+    return tuple(
+        _state(path, state.name, value, (structure.state_rows, x.shape[1], width), batched)
+        for state, value, width in zip(structure.kind.states, states, structure.state_widths, strict=True)
     )
-    return h, c
+
+
+def check_state_count(kind: CellKind, path: str, hidden: Any) -> tuple[Any, ...]:
+    """The states in ``hidden``: a pair for LSTM, the tensor itself for the others."""
+    if len(kind.states) == 1:
+        return (hidden,)
+    if not isinstance(hidden, (tuple, list)) or len(hidden) != len(kind.states):
+        names = ", ".join(state.name for state in kind.states)
+        raise CustomModuleError.call_failed(path, f"the state must be a pair ({names})")
+    return tuple(hidden)
+
+
+def as_given(state: State) -> Any:
+    """A state in the form torch.nn has it: a tuple of several, or the one tensor."""
+    return state if len(state) > 1 else state[0]
 
 
 def _state(path: str, name: str, state: Any, expected: tuple[int, Any, int], batched: bool) -> Tensor:
@@ -187,18 +217,19 @@ def shown(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(size.node.hint if isinstance(size, torch.SymInt) else int(size) for size in shape)
 
 
-def check_example_inputs(lstm: nn.LSTM, example_inputs: Any) -> None:
-    """Whether the widths in ``(x, (h, c))`` are those of ``lstm``; FX scripts give cell or sequence shapes.
+def check_example_inputs(module: nn.Module, example_inputs: Any) -> None:
+    """Whether the widths in ``(x, (h, c))`` are those of ``module``; FX scripts give cell or sequence shapes.
 
     Raises:
         CustomModuleError: they are not; names the first that does not fit.
     """
-    structure = LSTMStructure.of(lstm)
-    expected = (
-        ("x", structure.input_size),
-        ("h", structure.output_size),
-        ("c", structure.hidden_size),
-    )
+    assert isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+    states = kind_of(module).states
+    widths: tuple[int, ...] = (module.hidden_size,) * len(states)
+    if isinstance(module, nn.RNNBase):
+        widths = RecurrentStructure.of(module).state_widths
+    names = ("x", *(state.name for state in states))
+    expected = zip(names, (module.input_size, *widths), strict=True)
     tensors = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor)]
     for (name, width), tensor in zip(expected, tensors, strict=False):
         if tensor.dim() == 0 or tensor.shape[-1] != width:
@@ -207,15 +238,13 @@ def check_example_inputs(lstm: nn.LSTM, example_inputs: Any) -> None:
             )
 
 
-def fake_layers(structure: LSTMStructure) -> RunLayers:
+def fake_layers(structure: RecurrentStructure) -> RunLayers:
     """``run_layers`` that computes shapes only."""
 
     def run(x: Tensor, state: State | None, batch_sizes: list[int] | None = None) -> tuple[Tensor, State]:
-        rows = structure.num_layers * structure.num_directions
         width = structure.num_directions * structure.output_size
-        return x.new_empty(x.shape[0], x.shape[1], width), (
-            x.new_empty(rows, x.shape[1], structure.output_size),
-            x.new_empty(rows, x.shape[1], structure.hidden_size),
+        return x.new_empty(x.shape[0], x.shape[1], width), tuple(
+            x.new_empty(structure.state_rows, x.shape[1], width) for width in structure.state_widths
         )
 
     return run

@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from torchq_compat.errors import CustomModuleError
 
-from torchq_compat.errors import ConfigError, CustomModuleError
-
-__all__ = ["PartConfigError", "RecurrentModuleError"]
-
-
-class PartConfigError(ConfigError):
-    """A setting of the parts of a cell that cannot be carried out."""
-
-    @classmethod
-    def missing_qconfig(cls) -> PartConfigError:
-        return cls(
-            "the float LSTM has no qconfig, so its parts without a constructor cannot be observed.",
-            hint="prepare_fx sets it before it calls from_float; on your own, set float_lstm.qconfig first.",
-        )
-
-    @classmethod
-    def part_dtype(cls, part: str, op: str, asked: str, allowed: Iterable[str]) -> PartConfigError:
-        return cls(
-            f"part {part!r} is observed as {asked}, which the backend config does not allow for {op}.",
-            hint=f"it allows {', '.join(sorted(allowed)) or 'nothing'}; add a DTypeConfig for {op}, "
-            "or choose another dtype for the part.",
-        )
+__all__ = ["RecurrentModuleError"]
 
 
 class RecurrentModuleError(CustomModuleError):
@@ -36,7 +15,8 @@ class RecurrentModuleError(CustomModuleError):
         return cls(
             f"{method} of the custom module at {path!r} returned {type(found).__name__}, "
             "which this package cannot run.",
-            hint="return the object made by torchq_compat.lstm_utils, or a torch.ao.nn.quantizable.LSTM.",
+            hint="return the object made by torchq_compat.recurrent_parts or torchq_compat.lstm_utils, "
+            "or, for an LSTM, a torch.ao.nn.quantizable.LSTM.",
         )
 
     @classmethod
@@ -50,8 +30,8 @@ class RecurrentModuleError(CustomModuleError):
     @classmethod
     def packed_in_export(cls, path: str) -> RecurrentModuleError:
         return cls(
-            f"the LSTM at {path!r} is called with a PackedSequence, which torch.export cannot carry: "
-            "its batch sizes are data.",
-            hint="pack outside the model and call the prepared or converted LSTM itself with the "
+            f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export cannot "
+            "carry: its batch sizes are data.",
+            hint="pack outside the model and call the prepared or converted module itself with the "
             "PackedSequence, or pass padded sequences.",
         )

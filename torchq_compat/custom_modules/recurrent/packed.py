@@ -1,4 +1,4 @@
-"""PackedSequence: one direction over rows packed by time step, as torch.nn.LSTM runs it.
+"""PackedSequence: one direction over rows packed by time step, as torch.nn runs it.
 
 Step t holds ``batch_sizes[t]`` rows, the longest sequences first; sizes never grow. Forward, sequences leave
 when they end; backward, they join where they end, each with its own initial state.
@@ -13,8 +13,8 @@ from torch import Tensor
 
 __all__ = ["run_packed_direction"]
 
-State = tuple[Tensor, Tensor]
-Cell = Callable[[Tensor, Tensor, Tensor], State]
+State = tuple[Tensor, ...]
+Cell = Callable[..., State]
 
 
 def run_packed_direction(
@@ -22,13 +22,12 @@ def run_packed_direction(
 ) -> tuple[Tensor, State]:
     """``rows`` (sum of batch_sizes, I) -> (sum of batch_sizes, P) and the last state of every sequence."""
     steps = list(torch.split(rows, batch_sizes))
-    h_all, c_all = state
     outputs = []
     for step in reversed(steps) if backward else steps:
         size = step.shape[0]
-        h, c = cell(step, h_all[:size], c_all[:size])
-        outputs.append(h)
-        h_all, c_all = torch.cat([h, h_all[size:]]), torch.cat([c, c_all[size:]])
+        new = cell(step, *(each[:size] for each in state))
+        outputs.append(new[0])
+        state = tuple(torch.cat([now, each[size:]]) for now, each in zip(new, state, strict=True))
     if backward:
         outputs.reverse()
-    return torch.cat(outputs), (h_all, c_all)
+    return torch.cat(outputs), state

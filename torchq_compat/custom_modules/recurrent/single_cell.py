@@ -1,121 +1,117 @@
-"""The observed and the converted LSTMCell: one prepared or converted cell, called once.
-
-Legacy: ``torch.ao.nn.quantizable.LSTMCell``, which FX cannot map because its result is a tuple.
-"""
+"""LSTMCell, GRUCell and RNNCell, observed and converted: one cell, called once."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.custom_modules.layouts import CallLayout
-from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.recurrent.cell_graph import (
-    CellGraphModule,
-    converted_grids,
-    reference_cell,
-)
-from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
-from torchq_compat.custom_modules.recurrent.contract import shown
+from torchq_compat.custom_modules.part_graph import converted_grids
+from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, reference_cell
+from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
+from torchq_compat.custom_modules.recurrent.contract import as_given, check_state_count, shown
+from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
+from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.specs.grids import Grid
 
-__all__ = ["ConvertedLSTMCell", "LSTMCellCall", "ObservedLSTMCell", "fake_lstm_cell"]
-
-State = tuple[Tensor, Tensor]
+__all__ = ["ConvertedCell", "ObservedCell", "SingleCell", "fake_cell"]
 
 
-class LSTMCellCall(LeafModule):
+class SingleCell(CellOwner):
     """What the observed and the converted cell have in common. ``cell`` computes in float32."""
 
-    specs: CellSpecs
-    split_gates: bool
-    qconfig: Any
-
-    def __init__(self, cell: CellGraphModule, input_size: int, hidden_size: int, *, bias: bool) -> None:
-        nn.Module.__init__(self)
+    def __init__(
+        self, kind: CellKind, cell: CellGraphModule, input_size: int, hidden_size: int, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.kind = kind
         self.cell = cell
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.bias = bias
-        self.module_path = ""
-        self.layouts: list[CallLayout] = []
 
     def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
-        """(path inside the module, cell): the one."""
         yield "cell", self.cell
 
-    def call(self, input: Tensor, hx: Any = None) -> State:
-        """As ``torch.nn.LSTMCell``: input (B, I) or (I,), state (h, c) of (B, H) or (H,), or None.
+    def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
+        return tuple(self.specs.group_dtype(state.group) for state in self.kind.states)
+
+    def leaf_call(self, input: Tensor, hx: Any = None) -> Any:
+        """As the float cell: input (B, I) or (I,), each state (B, H) or (H,), or None.
 
         Raises:
-            CustomModuleError: arguments ``torch.nn.LSTMCell`` would refuse.
+            CustomModuleError: arguments the float cell would refuse.
         """
-        check_cell_call(self.module_path, self.input_size, self.hidden_size, input, hx)
+        states = check_cell_call(self.kind, self.module_path, self.input_size, self.hidden_size, input, hx)
         batched = input.dim() == 2
         x = (input if batched else input.unsqueeze(0)).float()
-        if hx is None:
-            h, c = self.cell.initial_state((self.hidden_size, self.hidden_size), x)
-        else:
-            h, c = (state.float() if batched else state.float().unsqueeze(0) for state in hx)
-        h, c = (state.to(input.dtype) for state in self.cell(x, h, c))
-        return (h, c) if batched else (h.squeeze(0), c.squeeze(0))
+        if states is None:
+            widths = (self.hidden_size,) * len(self.kind.states)
+            states = self.cell.initial_state(widths, x)
+        elif not batched:
+            states = tuple(state.unsqueeze(0) for state in states)
+        new = tuple(s.to(input.dtype) for s in self.cell(x, *(state.float() for state in states)))
+        return as_given(new if batched else tuple(state.squeeze(0) for state in new))
 
 
-class ObservedLSTMCell(LSTMCellCall, torch.ao.nn.quantizable.LSTMCell):
-    """An LSTMCell whose parts are observed, or fake-quantized, one by one."""
-
-
-class ConvertedLSTMCell(LSTMCellCall):
-    """A q-dq LSTMCell with folded integer weights."""
+class ObservedCell(SingleCell, ObservedModule):
+    """A cell whose parts are observed, or fake-quantized, one by one."""
 
     @classmethod
-    def from_observed(cls, other: ObservedLSTMCell) -> ConvertedLSTMCell:
-        """Convert the cell of ``other``, which is left as it is."""
-        converted = cls(
-            reference_cell(copy.deepcopy(other.cell)), other.input_size, other.hidden_size, bias=other.bias
-        )
-        converted.specs, converted.split_gates = other.specs, other.split_gates
-        converted.module_path = other.module_path
-        converted.layouts = list(other.layouts)
-        return converted
+    def with_prepared_cells(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool) -> Self:
+        assert isinstance(module, nn.RNNCellBase)
+        cell = prepared_cell(module, specs, split_gates=split_gates)
+        return cls(kind_of(module), cell, module.input_size, module.hidden_size, bias=module.bias)
 
-    def output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
+
+class ConvertedCell(SingleCell, ConvertedModule):
+    """A q-dq cell with folded integer weights."""
+
+    @classmethod
+    def with_converted_cells(cls, other: SingleCell) -> Self:
+        cell = reference_cell(copy.deepcopy(other.cell))
+        return cls(other.kind, cell, other.input_size, other.hidden_size, bias=other.bias)
+
+    def leaf_output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
         return converted_grids(self.cell)
 
 
-def fake_lstm_cell(cell: nn.LSTMCell, path: str) -> FakeCall:
+def fake_cell(cell: nn.RNNCellBase, path: str) -> FakeCall:
     """Shapes of the result of ``cell``, which stands at ``path``."""
+    kind = kind_of(cell)
 
-    def fake(input: Tensor, hx: Any = None) -> State:
-        check_cell_call(path, cell.input_size, cell.hidden_size, input, hx)
+    def fake(input: Tensor, hx: Any = None) -> Any:
+        check_cell_call(kind, path, cell.input_size, cell.hidden_size, input, hx)
         shape = (*input.shape[:-1], cell.hidden_size)
-        return input.new_empty(shape), input.new_empty(shape)
+        return as_given(tuple(input.new_empty(shape) for _ in kind.states))
 
     return fake
 
 
-def check_cell_call(path: str, input_size: int, hidden_size: int, input: Any, hx: Any) -> None:
-    """Refuse what torch.nn.LSTMCell refuses, naming ``path``."""
+def check_cell_call(
+    kind: CellKind, path: str, input_size: int, hidden_size: int, input: Any, hx: Any
+) -> tuple[Tensor, ...] | None:
+    """The states in ``hx``; refuses what the float cell refuses, naming ``path``."""
     if not isinstance(input, Tensor) or input.dim() not in (1, 2) or input.shape[-1] != input_size:
         raise CustomModuleError.call_failed(
             path, f"the input must be (batch, {input_size}) or ({input_size},)"
         )
     if hx is None:
-        return
-    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
-        raise CustomModuleError.call_failed(path, "the state must be a pair (h, c)")
-    for name, state in zip(("h", "c"), hx, strict=True):
-        if not isinstance(state, Tensor) or tuple(state.shape) != (*input.shape[:-1], hidden_size):
+        return None
+    states = check_state_count(kind, path, hx)
+    expected = (*input.shape[:-1], hidden_size)
+    for state, value in zip(kind.states, states, strict=True):
+        if not isinstance(value, Tensor) or tuple(value.shape) != expected:
             raise CustomModuleError.call_failed(
-                path,
-                f"{name} must have shape {shown((*input.shape[:-1], hidden_size))}, got {_shape(state)}",
+                path, f"{state.name} must have shape {shown(expected)}, got {_shape(value)}"
             )
+    return states
 
 
 def _shape(state: Any) -> str:

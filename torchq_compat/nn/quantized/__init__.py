@@ -1,9 +1,16 @@
 """``torch.ao.nn.quantized``: converted modules to name in an observed-to-quantized mapping."""
 
-from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM
-from torchq_compat.custom_modules.recurrent.single_cell import ConvertedLSTMCell
+from torchq_compat.custom_modules.attention.module import ConvertedMultiheadAttention
+from torchq_compat.custom_modules.recurrent.gru import ConvertedGRU, ConvertedGRUCell
+from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM, ConvertedLSTMCell
+from torchq_compat.custom_modules.recurrent.rnn import ConvertedRNN, ConvertedRNNCell
 
+GRU = ConvertedGRU
+GRUCell = ConvertedGRUCell
 LSTM = ConvertedLSTM
 LSTMCell = ConvertedLSTMCell
+RNN = ConvertedRNN
+RNNCell = ConvertedRNNCell
+MultiheadAttention = ConvertedMultiheadAttention
 
-__all__ = ["LSTM", "LSTMCell"]
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "MultiheadAttention", "RNNCell"]

@@ -1,4 +1,4 @@
-"""Which constructor observes which part of a cell, and what takes its place where none is given."""
+"""Which constructor observes which part of a module, and what takes its place where none is given."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-from torchq_compat.custom_modules.recurrent.parts import Part, PartKind
-from torchq_compat.specs.dtypes import dtype_range
+from torchq_compat.custom_modules.part import Part, PartKind
+from torchq_compat.specs.dtypes import dtype_range, is_integer
 from torchq_compat.specs.observers import (
     ObserverConstructor,
     fixed_qparams_constructor,
@@ -18,7 +18,7 @@ from torchq_compat.specs.observers import (
 from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.specs.weights import WeightConstructor
 
-__all__ = ["CellSpecs", "PartConstructors"]
+__all__ = ["DynamicPartSpecs", "PartConstructors", "PartSpecs"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class PartConstructors:
 
 
 @dataclass(frozen=True)
-class CellSpecs:
-    """The specs of every edge of a cell, from one QConfig and the constructors given by hand.
+class PartSpecs:
+    """The specs of every edge of a graph of parts, from one QConfig and the constructors given by hand.
 
     Attributes:
         op_specs: the module's QConfig.
@@ -64,11 +64,11 @@ class CellSpecs:
         given = self.constructors.by_group.get(part.group)
         if given is not None:
             return given
-        if part.kind in (PartKind.SIGMOID, PartKind.TANH):
+        if part.kind in (PartKind.SIGMOID, PartKind.COMPLEMENT, PartKind.TANH):
             return self._fixed_constructor(part.kind)
         return self.op_specs.activation_constructor
 
-    def output_spec(self, part: Part) -> QuantizationSpec:
+    def output_spec(self, part: Part) -> QuantizationSpec | None:
         return make_spec(self.output_constructor(part))
 
     def input_spec(self, part: Part) -> QuantizationSpec | None:
@@ -76,23 +76,14 @@ class CellSpecs:
         given = self.constructors.by_group.get(part.input_group or "")
         return None if given is None else make_spec(given)
 
-    def linear_input_spec(self, arriving: torch.dtype) -> QuantizationSpec | None:
+    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
         """A linear takes the QConfig's activation dtype; a tensor of another dtype is quantized again."""
         if arriving == self.op_specs.activation_dtype:
             return None
         return self.op_specs.activation
 
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The quantized dtype of the hidden state, and so of the module's output."""
-        return self._group_dtype("hidden_state")
-
-    @property
-    def cell_state_dtype(self) -> torch.dtype:
-        """The quantized dtype of the cell state."""
-        return self._group_dtype("cell_state")
-
-    def _group_dtype(self, group: str) -> torch.dtype:
+    def group_dtype(self, group: str) -> torch.dtype:
+        """The quantized dtype of the parts of ``group``."""
         given = self.constructors.by_group.get(group)
         return given.settings.dtype if given is not None else self.op_specs.activation_dtype
 
@@ -106,7 +97,23 @@ class CellSpecs:
         activation = self.op_specs.activation_constructor.settings
         low, high = dtype_range(activation.dtype)
         levels = high - low + 1
-        scale, zero_point = (1 / levels, low) if kind is PartKind.SIGMOID else (2 / levels, low + levels // 2)
+        scale, zero_point = (2 / levels, low + levels // 2) if kind is PartKind.TANH else (1 / levels, low)
         return fixed_qparams_constructor(
             scale, zero_point, activation.dtype, fake_quantize=activation.is_fake_quantize
         )
+
+
+class DynamicPartSpecs(PartSpecs):
+    """Of a dynamic QConfig: linears quantize what they read on the fly, and nothing else is quantized.
+
+    As ``torch.ao.nn.quantized.dynamic``, whose float16 has half-precision weights and float activations.
+    """
+
+    def output_spec(self, part: Part) -> QuantizationSpec | None:
+        return None
+
+    def input_spec(self, part: Part) -> QuantizationSpec | None:
+        return None
+
+    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
+        return self.op_specs.activation if is_integer(self.op_specs.activation_dtype) else None

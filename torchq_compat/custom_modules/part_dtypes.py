@@ -1,4 +1,4 @@
-"""Whether a BackendConfig allows the dtypes the parts of a cell are observed in.
+"""Whether a BackendConfig allows the dtypes parts are observed in.
 
 FX looked at a part's dtype only where its own prepare placed the observer, and ignored a sigmoid's
 constructor silently when the config did not list its dtype.
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq_compat.custom_modules.recurrent.constructors import CellSpecs
-from torchq_compat.custom_modules.recurrent.errors import PartConfigError
-from torchq_compat.custom_modules.recurrent.parts import Part, PartKind
+from torchq_compat.custom_modules.part import Part, PartKind
+from torchq_compat.custom_modules.part_errors import PartConfigError
+from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.specs.dtypes import plain_dtype
 
@@ -26,10 +26,14 @@ PATTERN: dict[PartKind, Callable[..., Any]] = {
     PartKind.MUL: torch.mul,
     PartKind.SIGMOID: nn.Sigmoid,
     PartKind.TANH: nn.Tanh,
+    PartKind.RELU: nn.ReLU,
+    PartKind.IDENTITY: nn.Identity,
+    # No backend config has a row for 1 - a; it is an add with a constant.
+    PartKind.COMPLEMENT: torch.add,
 }
 
 
-def check_part_dtypes(parts: Sequence[Part], specs: CellSpecs, backend: BackendTable) -> None:
+def check_part_dtypes(parts: Sequence[Part], specs: PartSpecs, backend: BackendTable) -> None:
     """Check the output dtype of every part.
 
     Raises:

@@ -1,0 +1,35 @@
+"""What the outer graph observes around one call of a custom module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
+
+__all__ = ["LeafBoundary"]
+
+
+@dataclass(frozen=True)
+class LeafBoundary:
+    """What a custom-module call wants at its inputs and yields at its outputs.
+
+    Attributes:
+        input_specs: observes each flat input that arrives in floats; None leaves one alone.
+        output_dtypes: the quantized dtype of each flat output that lies on a grid of the module's own; None
+            for floats.
+        output_specs: observes each flat output behind the module; None leaves one alone.
+        accepted: quantized dtypes an input may already have, apart from its spec's.
+        output_owner: calls with the same owner have one set of output observers; empty: each call its own.
+    """
+
+    input_specs: tuple[QuantizationSpec | None, ...]
+    output_dtypes: tuple[torch.dtype | None, ...]
+    output_specs: tuple[QuantizationSpec | None, ...]
+    accepted: frozenset[torch.dtype] = field(default=frozenset())
+    output_owner: str = ""
+
+    @classmethod
+    def floats(cls, inputs: int, outputs: int) -> LeafBoundary:
+        """Nothing is observed."""
+        return cls((None,) * inputs, (None,) * outputs, (None,) * outputs)

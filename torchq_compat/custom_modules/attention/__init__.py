@@ -1,0 +1,1 @@
+"""nn.MultiheadAttention as a custom module."""

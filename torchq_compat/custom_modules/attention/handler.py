@@ -1,0 +1,113 @@
+"""nn.MultiheadAttention as a custom module: the handler the stages call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.custom_modules.attention.module import (
+    AttentionModule,
+    ConvertedMultiheadAttention,
+    ObservedMultiheadAttention,
+)
+from torchq_compat.custom_modules.attention.structure import AttentionCall, AttentionStructure
+from torchq_compat.custom_modules.labels import input_labels
+from torchq_compat.custom_modules.layouts import CallLayout
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.leaf_op import FakeCall
+from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits
+from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
+from torchq_compat.errors import CustomModuleError
+from torchq_compat.observed_graph import ObserverFault
+
+__all__ = ["AttentionHandler"]
+
+LEGACY_OBSERVED = torch.ao.nn.quantizable.MultiheadAttention
+LEGACY_CONVERTED = torch.ao.nn.quantized.MultiheadAttention
+QUANTIZED_INPUTS = ("query", "key", "value")
+
+
+class AttentionHandler(PartOwnerHandler):
+    """nn.MultiheadAttention -> ObservedMultiheadAttention -> ConvertedMultiheadAttention."""
+
+    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
+        return issubclass(float_class, nn.MultiheadAttention) and issubclass(observed_class, LEGACY_OBSERVED)
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        return False
+
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        assert isinstance(module, nn.MultiheadAttention)
+        structure, appended = AttentionStructure.of(module), _appended(module)
+
+        def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            call = AttentionCall.read(structure, path, args, kwargs)
+            length, batch, _ = call.query.shape
+            heads = () if call.average else (structure.num_heads,)
+            shape = (batch, *heads, length, call.key.shape[0] + appended)
+            weights = call.query.new_empty(shape) if call.need_weights else None
+            return call.results(structure, torch.empty_like(call.query), weights)
+
+        return fake
+
+    def owns(self, leaf: nn.Module) -> bool:
+        return isinstance(leaf, AttentionModule)
+
+    def observe(self, request: ObserveRequest) -> LeafModule:
+        assert isinstance(request.module, nn.MultiheadAttention)
+        if inherits(request.observed_class, "from_float", (ObservedMultiheadAttention, LEGACY_OBSERVED)):
+            observed = ObservedMultiheadAttention.observe(request.module, PartSpecs(request.specs))
+        else:
+            request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
+            observed = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
+            if not isinstance(observed, ObservedMultiheadAttention):
+                raise CustomModuleError.not_observed_here(type(observed).__name__)
+        observed.module_path = request.path
+        return observed
+
+    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+        """Query, key and value are quantized; masks, with their -inf, are not."""
+        labels = input_labels(nn.MultiheadAttention, layout.inputs)
+        spec = request.specs.activation
+        inputs = tuple(spec if label in QUANTIZED_INPUTS else None for label in labels)
+        return replace(super().boundary(leaf, request, layout), input_specs=inputs)
+
+    def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
+        """Weights that no caller asked for are not missed."""
+        returned = any(layout.outputs.count() > 1 for layout in leaf.leaf_layouts)
+        return [
+            (name, fault)
+            for name, fault in super().observer_faults(leaf)
+            if returned or fault is not ObserverFault.UNSEEN or not name.startswith("returned_weights")
+        ]
+
+    def convert(self, request: ConvertRequest) -> LeafModule:
+        quantized_class = request.quantized_class
+        standard = (ConvertedMultiheadAttention, LEGACY_CONVERTED)
+        if quantized_class is None or inherits(quantized_class, "from_observed", standard):
+            return ConvertedMultiheadAttention.from_observed(request.leaf)
+        made = quantized_class.from_observed(request.leaf)  # type: ignore[attr-defined]
+        if not isinstance(made, ConvertedMultiheadAttention):
+            raise CustomModuleError.not_observed_here(type(made).__name__)
+        return made
+
+    def remedy(self, module: nn.Module) -> str | None:
+        if not isinstance(module, nn.MultiheadAttention):
+            return None
+        return (
+            "map it: PrepareCustomConfig().set_float_to_observed_mapping("
+            "torch.nn.MultiheadAttention, torch.ao.nn.quantizable.MultiheadAttention)"
+        )
+
+
+def _appended(module: nn.MultiheadAttention) -> int:
+    """How many keys the module adds to those it is given."""
+    return int(module.bias_k is not None) + int(module.add_zero_attn)
+
+
+register(AttentionHandler())

@@ -1,0 +1,158 @@
+"""The calling contract of nn.MultiheadAttention: arguments, masks and shapes.
+
+Source: the documentation of torch.nn.MultiheadAttention. Shapes are written with L and S target and source
+length, N batch, E embedding, H heads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.errors import CustomModuleError
+
+__all__ = ["AttentionCall", "AttentionStructure"]
+
+SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
+
+
+@dataclass(frozen=True)
+class AttentionStructure:
+    """The constructor arguments of a torch.nn.MultiheadAttention."""
+
+    embed_dim: int
+    num_heads: int
+    dropout: float
+    batch_first: bool
+    kdim: int
+    vdim: int
+    add_zero_attn: bool
+
+    @classmethod
+    def of(cls, module: nn.MultiheadAttention) -> AttentionStructure:
+        return cls(
+            embed_dim=module.embed_dim,
+            num_heads=module.num_heads,
+            dropout=float(module.dropout),
+            batch_first=module.batch_first,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            add_zero_attn=module.add_zero_attn,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call, its inputs as (length, batch, width).
+
+    Attributes:
+        query: (L, N, E).
+        key: (S, N, kdim).
+        value: (S, N, vdim).
+        mask: what is added to the scores, broadcastable to (N, H, L, S), or None.
+        need_weights: whether the weights are returned.
+        average: whether they are averaged over the heads.
+        batched: whether the caller gave a batch.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    need_weights: bool
+    average: bool
+    batched: bool
+
+    @classmethod
+    def read(cls, structure: AttentionStructure, path: str, args: Any, kwargs: Any) -> AttentionCall:
+        """The call ``attention(*args, **kwargs)``.
+
+        Raises:
+            CustomModuleError: arguments nn.MultiheadAttention would refuse; names ``path``.
+        """
+        try:
+            bound = SIGNATURE.bind(None, *args, **kwargs)
+        except TypeError as cause:
+            raise CustomModuleError.call_failed(path, str(cause)) from cause
+        bound.apply_defaults()
+        given = bound.arguments
+        if given["is_causal"] and given["attn_mask"] is None:
+            raise CustomModuleError.call_failed(path, "is_causal is a hint about attn_mask, which is missing")
+        inputs = (given["query"], given["key"], given["value"])
+        _check_inputs(structure, path, inputs)
+        batched = given["query"].dim() == 3
+        query, key, value = (_length_first(structure, tensor, batched) for tensor in inputs)
+        masks = (given["attn_mask"], given["key_padding_mask"])
+        mask = _merge_masks(structure, path, masks, query, key, batched)
+        return cls(query, key, value, mask, given["need_weights"], given["average_attn_weights"], batched)
+
+    def results(
+        self, structure: AttentionStructure, output: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``output`` (L, N, E) and ``weights`` (N, L, S) or (N, H, L, S) in the form the caller wants."""
+        if not self.batched:
+            return output.squeeze(1), None if weights is None else weights.squeeze(0)
+        return (output.transpose(0, 1) if structure.batch_first else output), weights
+
+
+def _length_first(structure: AttentionStructure, tensor: Tensor, batched: bool) -> Tensor:
+    if not batched:
+        return tensor.unsqueeze(1)
+    return tensor.transpose(0, 1) if structure.batch_first else tensor
+
+
+def _check_inputs(structure: AttentionStructure, path: str, inputs: tuple[Any, ...]) -> None:
+    widths = (structure.embed_dim, structure.kdim, structure.vdim)
+    for name, tensor, width in zip(("query", "key", "value"), inputs, widths, strict=True):
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            raise CustomModuleError.call_failed(path, f"{name} must be a dense tensor")
+        if tensor.dim() not in (2, 3) or tensor.dim() != inputs[0].dim():
+            raise CustomModuleError.call_failed(path, f"{name} must have 2 or 3 dimensions, as query")
+        if tensor.shape[-1] != width:
+            raise CustomModuleError.call_failed(path, f"the last dimension of {name} must be {width}")
+
+
+def _merge_masks(
+    structure: AttentionStructure,
+    path: str,
+    masks: tuple[Tensor | None, Tensor | None],
+    query: Tensor,
+    key: Tensor,
+    batched: bool,
+) -> Tensor | None:
+    """attn_mask and key_padding_mask as one float mask: True, or a byte that is not 0, becomes -inf."""
+    merged: Tensor | None = None
+    attn_mask, key_padding_mask = masks
+    length, source, batch, heads = query.shape[0], key.shape[0], query.shape[1], structure.num_heads
+    if attn_mask is not None:
+        if attn_mask.dim() not in (2, 3):
+            raise CustomModuleError.call_failed(path, "attn_mask must have 2 or 3 dimensions")
+        shape = (1, 1, length, source) if attn_mask.dim() == 2 else (batch, heads, length, source)
+        merged = _reshaped(path, "attn_mask", _additive(attn_mask, query.dtype), shape)
+    if key_padding_mask is not None:
+        padding = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+        shape = (batch, 1, 1, source)
+        padding = _reshaped(path, "key_padding_mask", _additive(padding, query.dtype), shape)
+        merged = padding if merged is None else merged + padding
+    return merged
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.is_floating_point():
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.bool(), float("-inf"))
+
+
+def _reshaped(path: str, name: str, mask: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    try:
+        return mask.reshape(shape)
+    except RuntimeError as cause:
+        raise CustomModuleError.call_failed(path, f"the size of {name} does not fit query and key") from cause

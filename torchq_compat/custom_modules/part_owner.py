@@ -1,0 +1,51 @@
+"""Custom modules made of graphs of parts: what the package's own kinds have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from torchq_compat.custom_modules.layouts import CallLayout
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.part_specs import PartSpecs
+
+__all__ = ["PartOwner"]
+
+
+class PartOwner(LeafModule, ABC):
+    """An observed or converted module made of prepared or converted graphs.
+
+    Attributes:
+        specs: what the parts are observed with.
+        module_path: where it stands in the model, for messages.
+    """
+
+    specs: PartSpecs
+    qconfig: Any
+    module_path: str
+
+    def __init__(self) -> None:
+        # Not super().__init__: the legacy classes would make float layers with random weights.
+        nn.Module.__init__(self)
+        self.module_path = ""
+        self.leaf_layouts: list[CallLayout] = []
+
+    @abstractmethod
+    def graphs(self) -> Iterator[tuple[str, GraphModule]]:
+        """(path inside the module, graph of parts)."""
+
+    @abstractmethod
+    def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
+        """The quantized dtype of each of the ``count`` flat results of a call; None for floats."""
+
+    def take_over(self, other: PartOwner) -> None:
+        """Stand where ``other`` stood."""
+        self.specs = other.specs
+        self.module_path = other.module_path
+        self.leaf_layouts = list(other.leaf_layouts)
+        self.train(other.training)

@@ -1,0 +1,76 @@
+"""The handler of the package's own kinds: a float class, its observed and its converted class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.custom_modules.layouts import CallLayout
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.part_graph import part_nodes, part_of, saturated_parts
+from torchq_compat.custom_modules.part_owner import PartOwner
+from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest
+from torchq_compat.decisions import Action, Decision
+from torchq_compat.observed_graph import ObserverFault, observer_faults
+
+__all__ = ["PartOwnerHandler", "inherits"]
+
+QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
+
+
+class PartOwnerHandler(CustomModuleHandler):
+    """What handlers of modules made of graphs of parts have in common."""
+
+    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+        """Every float input is quantized once, by the QConfig; results lie on grids of the parts."""
+        assert isinstance(leaf, PartOwner)
+        count = layout.outputs.count()
+        dtypes = leaf.result_dtypes(count)
+        return LeafBoundary(
+            input_specs=(request.specs.activation,) * layout.inputs.count(),
+            output_dtypes=dtypes,
+            output_specs=(None,) * count,
+            accepted=frozenset(dtype for dtype in dtypes if dtype is not None),
+        )
+
+    def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
+        assert isinstance(leaf, PartOwner)
+        return [
+            (f"{path}.{name}", fault)
+            for path, graph in leaf.graphs()
+            for name, fault in observer_faults(graph)
+        ]
+
+    def explain(self, leaf: LeafModule, path: str) -> Iterator[Decision]:
+        assert isinstance(leaf, PartOwner)
+        for graph_path, graph in leaf.graphs():
+            saturated = dict(saturated_parts(graph))
+            for name, node in part_nodes(graph):
+                details = _observation(graph, node)
+                if name in saturated:
+                    details["saturated"] = saturated[name]
+                where, formula = f"{path}.{graph_path}.{name}", part_of(node).formula
+                yield Decision(where, formula, Action.QUANTIZED, "part of the custom module", details)
+
+
+def inherits(cls: type[nn.Module], method: str, standard: tuple[type[nn.Module] | None, ...]) -> bool:
+    """Whether ``cls`` uses the ``method`` of one of the ``standard`` classes as it is."""
+    own = getattr(cls, method).__func__
+    return any(getattr(known, method).__func__ is own for known in standard if known is not None)
+
+
+def _observation(graph: GraphModule, node: Node) -> dict[str, Any]:
+    """dtype, and scale and zero point once they are fixed, of what observes ``node``."""
+    for user in node.users:
+        if user.op == "call_module":
+            observer = graph.get_submodule(str(user.target))
+            return {"observer": type(observer).__name__, "dtype": observer.dtype}
+        if user.target is QUANTIZE:
+            _, scale, zero_point, _, _, dtype = user.args
+            return {"dtype": dtype, "scale": scale, "zero_point": zero_point}
+    return {}

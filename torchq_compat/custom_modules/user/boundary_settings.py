@@ -1,0 +1,74 @@
+"""Which inputs and outputs of a user's module are quantized, and in which dtype.
+
+FX's convention is the default: every float input and output, by the module's QConfig. A class says otherwise
+with attributes:
+
+    class ObservedAttention(nn.Module):
+        quantized_inputs = {"mask": None, "state.0": torch.int16}
+        quantized_outputs = {"1": None}
+
+Keys are labels (see ``labels``); a key for a structure is about all tensors in it. Values: None leaves a
+tensor float, a dtype observes it in that dtype, an observer constructor observes it with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.ao.quantization import FakeQuantize, HistogramObserver, MovingAverageMinMaxObserver
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
+
+from torchq_compat.custom_modules.labels import most_specific
+from torchq_compat.custom_modules.user.errors import UserModuleError
+from torchq_compat.specs.dtypes import dtype_range
+from torchq_compat.specs.observers import translate_constructor
+from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
+
+__all__ = ["check_keys", "choose_specs"]
+
+
+def choose_specs(
+    settings: dict[Any, Any], labels: list[str], specs: OpSpecs, path: str, setting: str
+) -> tuple[QuantizationSpec | None, ...]:
+    """The spec of every labelled tensor.
+
+    Raises:
+        ConfigError: a value that is neither None, a dtype nor a constructor.
+    """
+    by_label = {str(key): value for key, value in settings.items()}
+    chosen = []
+    for label in labels:
+        key = most_specific(by_label, label)
+        named = f"{setting}[{key!r}] of the module at {path!r}"
+        chosen.append(specs.activation if key is None else _spec(by_label[key], specs, named))
+    return tuple(chosen)
+
+
+def check_keys(settings: dict[Any, Any], labels: Iterable[str], path: str, setting: str) -> None:
+    """Refuse keys that no call has.
+
+    Raises:
+        CustomModuleError: names the key and the labels there are.
+    """
+    known = sorted(set(labels))
+    for key in map(str, settings):
+        if not any(label == key or label.startswith(f"{key}.") for label in known):
+            raise UserModuleError.unknown_boundary(path, setting, key, known)
+
+
+def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
+    if value is None:
+        return None
+    if not isinstance(value, torch.dtype):
+        return make_spec(translate_constructor(value, named))
+    if value == specs.activation_dtype:
+        return specs.activation
+    low, high = dtype_range(value)
+    if specs.activation_constructor.settings.is_fake_quantize:
+        kind: Any = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver)  # type: ignore[no-untyped-call]
+    else:
+        kind = HistogramObserver
+    constructor = kind.with_args(dtype=value, quant_min=low, quant_max=high)
+    return make_spec(translate_constructor(constructor, named))

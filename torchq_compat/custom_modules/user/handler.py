@@ -1,0 +1,153 @@
+"""Any float class with an observed and a quantized class: the handler for what no other handler takes.
+
+Legacy: ``PrepareCustomConfig.set_float_to_observed_mapping`` and ``ConvertCustomConfig``. FX quantized the
+first positional input and the one output of such a module; here that goes for all of them, see
+``boundary_settings``. As in FX the quantized module computes with torch.ao's quantized tensors; one whose
+class has ``takes_floats = True`` gets floats that lie on the grids of its inputs, and its results are
+quantized behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.custom_modules.labels import input_labels, output_labels
+from torchq_compat.custom_modules.layouts import CallLayout
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.leaf_op import FakeCall
+from torchq_compat.custom_modules.registry import (
+    ConvertRequest,
+    CustomModuleHandler,
+    ObserveRequest,
+    handler_of,
+    handlers,
+    register,
+)
+from torchq_compat.custom_modules.user.boundary_settings import check_keys, choose_specs
+from torchq_compat.custom_modules.user.errors import UserModuleError
+from torchq_compat.custom_modules.user.fake_shapes import fake_call_of
+from torchq_compat.custom_modules.user.leaf import UserLeaf, as_leaf, as_users_module
+from torchq_compat.errors import TorchQCompatError
+from torchq_compat.user_warnings import warn_user
+
+__all__ = ["UserModuleHandler"]
+
+
+class UserModuleHandler(CustomModuleHandler):
+    """Calls ``from_float`` and ``from_observed`` of the user's classes. A subclass that is registered may say
+    more about a class: its ``fake_call``, its ``boundary``."""
+
+    is_fallback = True
+
+    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
+        return True
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        return False
+
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        knowing = next((handler for handler in handlers() if handler.is_opaque(module)), None)
+        return fake_call_of(module, path) if knowing is None else knowing.fake_call(module, path)
+
+    def observe(self, request: ObserveRequest) -> LeafModule:
+        request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
+        observed = _make(request.observed_class, "from_float", request.module, request.path)
+        if isinstance(observed, LeafModule) and handler_of(observed) is not None:
+            return observed
+        if getattr(observed, "qconfig", None) is None:
+            observed.qconfig = request.qconfig  # type: ignore[assignment]
+        return as_leaf(observed, request.path, takes_floats=True)
+
+    def owns(self, leaf: nn.Module) -> bool:
+        return isinstance(leaf, UserLeaf)
+
+    def remedy(self, module: nn.Module) -> str | None:
+        return None
+
+    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+        """As the observed class says in ``quantized_inputs`` and ``quantized_outputs``. All calls have one
+        set of output observers: the quantized module has one set of output qparams."""
+        assert isinstance(leaf, UserLeaf)
+        if not request.specs.is_static:
+            return LeafBoundary.floats(layout.inputs.count(), layout.outputs.count())
+        users_class, path = leaf.leaf_users_class, request.path
+        calls = leaf.leaf_layouts
+        inputs: dict[Any, Any] = getattr(leaf, "quantized_inputs", {})
+        outputs: dict[Any, Any] = getattr(leaf, "quantized_outputs", {})
+        check_keys(inputs, _all(input_labels(users_class, c.inputs) for c in calls), path, "quantized_inputs")
+        check_keys(outputs, _all(output_labels(c.outputs) for c in calls), path, "quantized_outputs")
+        return LeafBoundary(
+            input_specs=choose_specs(
+                inputs, input_labels(users_class, layout.inputs), request.specs, path, "quantized_inputs"
+            ),
+            output_dtypes=(None,) * layout.outputs.count(),
+            output_specs=choose_specs(
+                outputs, output_labels(layout.outputs), request.specs, path, "quantized_outputs"
+            ),
+            output_owner=path,
+        )
+
+    def check_call(
+        self, leaf: LeafModule, path: str, layout: int, arguments: list[Any], expected: list[Tensor]
+    ) -> None:
+        assert isinstance(leaf, UserLeaf)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                results = leaf(*arguments, leaf_layout=layout)
+        except TorchQCompatError:
+            raise
+        except Exception as cause:
+            raise UserModuleError.call_raised(path, leaf.leaf_users_class, cause) from cause
+        for wanted, found in zip(map(_shown, expected), map(_shown, results), strict=True):
+            if wanted != found:
+                raise UserModuleError.other_results(path, leaf.leaf_users_class, wanted, found)
+
+    def convert(self, request: ConvertRequest) -> LeafModule:
+        leaf, path = request.leaf, request.path
+        assert isinstance(leaf, UserLeaf)
+        if request.quantized_class is None:
+            warn_user(
+                f"{leaf.leaf_users_class.__name__} at {path!r} stays observed and computes in floats: "
+                "observed_to_quantized_mapping has no entry for its class."
+            )
+            return leaf
+        layouts = leaf.leaf_layouts
+        observed = as_users_module(leaf)
+        if request.output_observers:
+            # Where FX puts it; legacy classes take their output qparams from it.
+            first, *more = request.output_observers
+            observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
+        quantized = _make(request.quantized_class, "from_observed", observed, path)
+        if isinstance(quantized, LeafModule) and handler_of(quantized) is not None:
+            converted: LeafModule = quantized
+        else:
+            converted = as_leaf(quantized, path, takes_floats=getattr(quantized, "takes_floats", False))
+        converted.leaf_layouts = list(layouts)
+        return converted
+
+
+def _make(owner: type[nn.Module], method: str, module: nn.Module, path: str) -> nn.Module:
+    try:
+        made = getattr(owner, method)(module)
+    except TorchQCompatError:
+        raise
+    except Exception as cause:
+        raise UserModuleError.method_raised(path, owner, method, cause) from cause
+    if not isinstance(made, nn.Module):
+        raise UserModuleError.not_a_module(path, owner, method, made)
+    return made
+
+
+def _all(label_lists: Any) -> list[str]:
+    return [label for labels in label_lists for label in labels]
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+register(UserModuleHandler())

@@ -1,0 +1,40 @@
+"""Integers on a grid as torch.ao's quantized tensors, the form quantized classes of legacy scripts take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchq_compat.specs.grids import Grid, PerTensorGrid
+
+__all__ = ["has_legacy_dtype", "legacy_tensor"]
+
+LEGACY_DTYPES = (torch.uint8, torch.int8, torch.int32)
+
+
+def has_legacy_dtype(grid: Grid) -> bool:
+    """Whether quantized tensors have a dtype for the integers of ``grid``: quint8, qint8 or qint32."""
+    return grid.dtype in LEGACY_DTYPES
+
+
+def legacy_tensor(q: Tensor, grid: Grid) -> Tensor:
+    """The quantized tensor with the integers ``q``.
+
+    Results of several grids (directions of a recurrent module) are quantized again on one that covers all:
+    hardly a quantized operator takes per-channel activations.
+    """
+    if not isinstance(grid, PerTensorGrid):
+        covering = _covering(grid.scales, grid.zero_points, grid)
+        q, grid = covering.quantize(grid.dequantize(q)), covering
+    make = torch._make_per_tensor_quantized_tensor
+    return make(q, grid.scale, grid.zero_point)
+
+
+def _covering(scales: tuple[float, ...], zero_points: tuple[int, ...], grid: Grid) -> PerTensorGrid:
+    low, high = grid.quant_min, grid.quant_max
+    pairs = list(zip(scales, zero_points, strict=True))
+    smallest = min((low - zero_point) * scale for scale, zero_point in pairs)
+    largest = max((high - zero_point) * scale for scale, zero_point in pairs)
+    scale = (largest - smallest) / (high - low)
+    zero_point = max(low, min(high, round(low - smallest / scale)))
+    return PerTensorGrid(scale, zero_point, low, high, grid.dtype)

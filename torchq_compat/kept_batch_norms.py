@@ -1,0 +1,39 @@
+"""Batch norms that are fused or kept here, kept out of torchao's sight while it prepares or converts.
+
+torchao's convert looks for its QAT patterns as soon as there is any batch norm: it exports 96 of them and
+matches each, 17 seconds for a model of one batch norm (qat_utils.py, _fold_conv_bn_qat). Those that it fused
+are folded before; see ``fold_batch_norm``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+__all__ = ["hide_batch_norms", "show_batch_norms"]
+
+BATCH_NORM = torch.ops.aten.batch_norm.default
+
+
+def hide_batch_norms(graph_module: GraphModule) -> None:
+    """Let every batch norm of ``graph_module`` be a call that torchao does not know."""
+    _replace(graph_module, BATCH_NORM, kept_batch_norm)
+
+
+def show_batch_norms(graph_module: GraphModule) -> None:
+    """Undo ``hide_batch_norms``."""
+    _replace(graph_module, kept_batch_norm, BATCH_NORM)
+
+
+def kept_batch_norm(*args: object) -> Tensor:
+    """aten.batch_norm under another name."""
+    result: Tensor = BATCH_NORM(*args)
+    return result
+
+
+def _replace(graph_module: GraphModule, target: object, replacement: object) -> None:
+    for node in graph_module.graph.nodes:
+        if node.target is target:
+            node.target = replacement
+    graph_module.recompile()

@@ -1,0 +1,147 @@
+"""Every legacy name this package knows, where it lived and where it lives now.
+
+One table: ``run`` redirects these functions in a running process, ``scan`` finds these names in source code
+and ``rewrite`` replaces them there. Names only, so that ``scan`` and ``rewrite`` never import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+__all__ = [
+    "DICT_GETTERS",
+    "ENGINE_INTERNALS",
+    "KEYWORDS",
+    "MOVED",
+    "MOVED_CLASSES",
+    "MOVED_FUNCTIONS",
+    "NAMESPACES",
+    "NOT_IN_NAMESPACES",
+    "PARAMETERS",
+    "Moved",
+]
+
+
+class Moved(NamedTuple):
+    """Names of a legacy module, each with its name in the module that replaces it here."""
+
+    legacy: str
+    replacement: str
+    names: Mapping[str, str]
+
+
+def _unchanged(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+FUNCTIONS = _unchanged("prepare_fx", "prepare_qat_fx", "convert_fx", "convert_to_reference_fx", "fuse_fx")
+PART_FUNCTIONS = {
+    "_get_lstm_with_individually_observed_parts": "get_lstm_with_individually_observed_parts",
+    "_get_reference_quantized_lstm_module": "get_reference_quantized_lstm_module",
+}
+CONFIG_CLASSES = _unchanged(
+    "PrepareCustomConfig", "ConvertCustomConfig", "FuseCustomConfig", "StandaloneModuleConfigEntry"
+)
+IMPORTED_BY_QUANTIZE_FX = _unchanged("PrepareCustomConfig", "ConvertCustomConfig", "FuseCustomConfig")
+
+MOVED_FUNCTIONS = (
+    Moved("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
+    Moved("torch.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
+    Moved("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils", PART_FUNCTIONS),
+)
+#: The classes are the same objects on both sides: only source code has to change.
+MOVED_CLASSES = (
+    Moved("torch.ao.quantization.fx.custom_config", "torchq_compat.custom_config", CONFIG_CLASSES),
+    Moved("torch.ao.quantization.quantize_fx", "torchq_compat.custom_config", IMPORTED_BY_QUANTIZE_FX),
+)
+MOVED = (*MOVED_FUNCTIONS, *MOVED_CLASSES)
+
+#: Positional parameters, in order.
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "prepare_fx": (
+        "model",
+        "qconfig_mapping",
+        "example_inputs",
+        "prepare_custom_config",
+        "_equalization_config",
+        "backend_config",
+    ),
+    "prepare_qat_fx": (
+        "model",
+        "qconfig_mapping",
+        "example_inputs",
+        "prepare_custom_config",
+        "backend_config",
+    ),
+    "convert_fx": (
+        "graph_module",
+        "convert_custom_config",
+        "_remove_qconfig",
+        "qconfig_mapping",
+        "backend_config",
+        "keep_original_weights",
+    ),
+    "convert_to_reference_fx": (
+        "graph_module",
+        "convert_custom_config",
+        "_remove_qconfig",
+        "qconfig_mapping",
+        "backend_config",
+    ),
+    "fuse_fx": ("model", "fuse_custom_config", "backend_config"),
+}
+
+#: Keywords that torch 1.13 renamed.
+KEYWORDS: Mapping[str, str] = {
+    "qconfig_dict": "qconfig_mapping",
+    "prepare_custom_config_dict": "prepare_custom_config",
+    "convert_custom_config_dict": "convert_custom_config",
+    "fuse_custom_config_dict": "fuse_custom_config",
+    "backend_config_dict": "backend_config",
+    "equalization_qconfig_dict": "_equalization_config",
+}
+
+#: Functions that return a dict form -> those that return the object, in the same module.
+DICT_GETTERS: Mapping[str, str] = {
+    "torch.ao.quantization.get_default_qconfig_dict": "get_default_qconfig_mapping",
+    "torch.ao.quantization.get_default_qat_qconfig_dict": "get_default_qat_qconfig_mapping",
+    "torch.ao.quantization.backend_config.get_native_backend_config_dict": "get_native_backend_config",
+    "torch.ao.quantization.backend_config.get_tensorrt_backend_config_dict": "get_tensorrt_backend_config",
+}
+
+#: Namespaces that only re-export the contents of another one.
+NAMESPACES: Mapping[str, str] = {
+    "torch.quantization": "torch.ao.quantization",
+    "torch.nn.intrinsic": "torch.ao.nn.intrinsic",
+    "torch.nn.qat": "torch.ao.nn.qat",
+    "torch.nn.quantizable": "torch.ao.nn.quantizable",
+    "torch.nn.quantized": "torch.ao.nn.quantized",
+}
+#: What the old namespaces have of their own, or what the tables above move elsewhere.
+NOT_IN_NAMESPACES = frozenset(
+    {"torch.quantization.default_eval_fn", "torch.quantization.quantize_fx", "torch.quantization.fx"}
+)
+
+#: Parts of FX's engine that PT2E has no counterpart for: prefixes of dotted names.
+ENGINE_INTERNALS = (
+    "torch.ao.ns",
+    "torch.ao.quantization.fx._equalize",
+    "torch.ao.quantization.fx._model_report",
+    "torch.ao.quantization.fx.convert",
+    "torch.ao.quantization.fx.fuse",
+    "torch.ao.quantization.fx.fuse_handler",
+    "torch.ao.quantization.fx.graph_module",
+    "torch.ao.quantization.fx.match_utils",
+    "torch.ao.quantization.fx.pattern_utils",
+    "torch.ao.quantization.fx.prepare",
+    "torch.ao.quantization.fx.qconfig_mapping_utils",
+    "torch.ao.quantization.fx.quantize_handler",
+    "torch.ao.quantization.fx.tracer",
+    "torch.ao.quantization.fx.utils",
+    "torch.ao.quantization.quantize_fx.QuantizationTracer",
+    "torch.ao.quantization.quantize_fx.Scope",
+    "torch.ao.quantization.quantize_fx.ScopeContextManager",
+    "torch.quantization._numeric_suite_fx",
+    "torch.quantization.fx",
+)

@@ -1,0 +1,52 @@
+"""``convert_fx(model, is_reference=True)``, gone since torch 1.13 -> ``convert_to_reference_fx(model)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.migrate.fx_calls import FxCall, fx_calls
+from torchq_compat.migrate.imports import is_free
+from torchq_compat.migrate.parsed_source import ParsedSource
+from torchq_compat.migrate.rewrites.rewrite import Rewrite
+from torchq_compat.migrate.sites import ImportRequest, Site
+from torchq_compat.migrate.text_edits import Edit
+
+__all__ = ["REWRITE"]
+
+NEW_NAME = "convert_to_reference_fx"
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    for call in fx_calls(source):
+        if call.function != "convert_fx":
+            continue
+        for index, arg in enumerate(call.node.args):
+            if arg.keyword is not None and arg.keyword.value == "is_reference":
+                yield _site(source, call, index)
+
+
+def _site(source: ParsedSource, call: FxCall, index: int) -> Site:
+    arg = call.node.args[index]
+    start = source.start(arg)
+    value = arg.value.value if isinstance(arg.value, cst.Name) else ""
+    what = f"is_reference={source.code(arg.value)}"
+    if value not in ("True", "False") or not index:
+        return Site("TQ108", start, what, refusal="which function to call depends on a value")
+    edits = [Edit(source.end(call.node.args[index - 1].value), source.end(arg.value), "")]
+    imports: tuple[ImportRequest, ...] = ()
+    if value == "True":
+        function = call.node.func
+        name = function.attr if isinstance(function, cst.Attribute) else function
+        edits.append(Edit(source.start(name), source.end(name), NEW_NAME))
+        if name is function:
+            imports = (ImportRequest("torchq_compat.quantize_fx", NEW_NAME, source.start(function)),)
+    if not all(is_free(source, request) for request in imports):
+        return Site("TQ108", start, what, refusal=f"the name {NEW_NAME} means something else in this file")
+    return Site("TQ108", start, what, tuple(edits), imports)
+
+
+REWRITE = Rewrite(
+    "is-reference", "TQ108", "convert_fx(is_reference=True) becomes convert_to_reference_fx", find
+)

@@ -1,0 +1,130 @@
+"""``torchq-compat scan PATH...``: what in a code base has to do with FX, and what each of it becomes.
+
+Source code is read, never executed. Exit code: 0 nothing found, 1 something found, 2 an error of usage or a
+file that could not be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from torchq_compat.migrate.sarif import sarif_log
+from torchq_compat.migrate.scanner import Finding, Scan, scan_paths
+from torchq_compat.migrate.terminal import print_problems, print_table, progress
+
+__all__ = ["add_parser", "exit_code", "scan_command"]
+
+NOTHING_FOUND, FOUND, PROBLEM = 0, 1, 2
+FORMAT_VERSION = 1
+EXAMPLES = """\
+examples:
+  torchq-compat scan .
+  torchq-compat scan train.py notebooks/
+  torchq-compat scan src --json > findings.json
+  torchq-compat scan src --format sarif > findings.sarif
+
+exit code: 0 nothing found, 1 something found, 2 an error of usage or a file that could not be read
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "scan",
+        help="list what in Python files and notebooks has to do with FX",
+        description="List the FX constructs in Python files and notebooks: where, what each becomes, and "
+        "whether 'rewrite' does it or a person must. Nothing is executed and nothing is changed.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", type=Path, help="a file, or a folder and all below it"
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
+        "--format", choices=("table", "json", "sarif"), default="table", help="default: table"
+    )
+    output.add_argument(
+        "--json", dest="format", action="store_const", const="json", help="the same as --format json"
+    )
+    parser.set_defaults(command=scan_command)
+
+
+def scan_command(args: argparse.Namespace) -> int:
+    """Scan, print and return the exit code.
+
+    Raises:
+        PathError: a path does not exist.
+    """
+    scan = scan_paths(args.paths, partial(progress, "Reading"))
+    if args.format == "sarif":
+        print(json.dumps(sarif_log(scan.findings, scan.problems), indent=2))
+    elif args.format == "json":
+        print(json.dumps(as_data(scan), indent=2))
+    else:
+        print_report(scan)
+    print_problems(scan.problems)
+    return exit_code(scan)
+
+
+def exit_code(scan: Scan) -> int:
+    if scan.problems:
+        return PROBLEM
+    return FOUND if scan.findings else NOTHING_FOUND
+
+
+def as_data(scan: Scan) -> dict[str, Any]:
+    """The scan as plain values; ``version`` counts changes of this form."""
+    return {
+        "version": FORMAT_VERSION,
+        "files": scan.files,
+        "findings": [_finding_data(finding) for finding in scan.findings],
+        "problems": [{"file": str(problem.path), "reason": problem.reason} for problem in scan.problems],
+    }
+
+
+def _finding_data(finding: Finding) -> dict[str, Any]:
+    construct = finding.construct
+    return {
+        "file": str(finding.path),
+        "line": finding.place.line,
+        "cell": finding.place.cell,
+        "code": construct.code,
+        "construct": construct.title,
+        "found": finding.site.what,
+        "becomes": construct.becomes,
+        "by": finding.by,
+        "remark": finding.remark,
+        "guide": construct.link,
+    }
+
+
+def print_report(scan: Scan) -> None:
+    if scan.findings:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("where", "code", "found", "becomes", "by", "remark"):
+            table.add_column(column, overflow="fold")
+        for finding in scan.findings:
+            # Text: brackets in source code are no markup.
+            table.add_row(*map(Text, _row(finding)))
+        print_table(table)
+        print()
+    by = Counter(finding.by for finding in scan.findings)
+    print(
+        f"{scan.files} files, {by.total()} findings: {by['rewrite']} for rewrite, {by['person']} for a person"
+    )
+    for link in dict.fromkeys(finding.construct.link for finding in scan.findings):
+        print(f"  {link}")
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    construct = finding.construct
+    where = f"{finding.path}:{finding.place}"
+    return where, construct.code, finding.site.what, construct.becomes, finding.by, finding.remark

@@ -1,0 +1,33 @@
+"""What the commands share on a terminal: progress on standard error, tables on standard output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from torchq_compat.migrate.source_files import Problem
+
+__all__ = ["print_problems", "print_table", "progress"]
+
+#: Where standard output is no terminal: wide enough that no line is folded.
+PIPE_WIDTH = 400
+
+
+def progress(description: str, items: Iterable[Path]) -> Iterable[Path]:
+    """``items``, with a bar while they are gone through, on a terminal only."""
+    console = Console(stderr=True)
+    return track(items, description, console=console, transient=True, disable=not console.is_terminal)
+
+
+def print_table(table: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=False).print(table)
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        print(f"torchq-compat: problem: {problem}", file=sys.stderr)

@@ -1,0 +1,33 @@
+"""Edits of a text at byte offsets: what is not edited keeps every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["Edit", "apply_edits", "overlap"]
+
+
+class Edit(NamedTuple):
+    """Put ``text`` in place of the bytes from ``start`` up to ``end``."""
+
+    start: int
+    end: int
+    text: str
+
+
+def apply_edits(data: bytes, edits: Iterable[Edit]) -> bytes:
+    """``data`` after the edits, which must not overlap; equal ones count once."""
+    pieces, position = [], 0
+    for edit in sorted(set(edits)):
+        if edit.start < position:
+            raise ValueError(f"edits overlap at byte {edit.start}")
+        pieces += [data[position : edit.start], edit.text.encode()]
+        position = edit.end
+    return b"".join([*pieces, data[position:]])
+
+
+def overlap(first: Iterable[Edit], second: Iterable[Edit]) -> bool:
+    """Whether an edit of ``first`` touches the same bytes as a different one of ``second``."""
+    others = list(second)
+    return any(a != b and a.start < b.end and b.start < a.end for a in first for b in others)

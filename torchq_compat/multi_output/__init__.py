@@ -1,0 +1,12 @@
+"""Specs for operators with several outputs, for any torchao Quantizer.
+
+torchao's prepare drops the ``output_qspec`` of a node whose value is no tensor (``chunk``, ``topk`` ...)
+without a word. ``annotate_outputs`` takes one spec per output and puts each where prepare does look: on the
+``getitem`` node that picks the output.
+"""
+
+from torchq_compat.multi_output.annotate_outputs import annotate_outputs, check_sharing
+from torchq_compat.multi_output.errors import AnnotationError
+from torchq_compat.multi_output.points import Output
+
+__all__ = ["AnnotationError", "Output", "annotate_outputs", "check_sharing"]

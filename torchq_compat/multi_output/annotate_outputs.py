@@ -1,0 +1,141 @@
+"""One spec per output: checked against the graph first, then written where torchao's prepare reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
+
+from torchq_compat.multi_output.errors import AnnotationError
+from torchq_compat.multi_output.points import (
+    Output,
+    Point,
+    Source,
+    canonical,
+    canonical_source,
+    node_at,
+    output_values,
+    shown,
+)
+from torchq_compat.multi_output.sharing import SpecTable, with_nodes
+
+__all__ = ["annotate_outputs", "check_sharing"]
+
+
+def annotate_outputs(
+    node: Node,
+    input_specs: Mapping[Node | Output, Spec | None],
+    output_specs: Sequence[Spec | None],
+    *,
+    allow_implicit_sharing: bool = True,
+) -> None:
+    """Annotate ``node`` with one spec per input and one per output; call it in ``Quantizer.annotate``.
+
+    Every kind of torchao spec works for an input and for an output, and may refer to an output:
+    ``SharedQuantizationSpec(Output(node, 1))``, also from a point before it, and
+    ``DerivedQuantizationSpec(derived_from=[(x, node), Output(node, 0)], ...)``. Sharing is transitive, and
+    implicit for one tensor observed with equal settings, as torchao's prepare has it. An output that is not
+    used gets a getitem node; several getitems of one output are merged. On an error the graph is unchanged.
+
+    Args:
+        node: of a graph captured by torch.export; with one output it is annotated like any node.
+        input_specs: by input node; None, or leaving an input out, leaves it alone.
+        output_specs: one per output, in order; None leaves it alone.
+        allow_implicit_sharing: as in torchao's QuantizationAnnotation, for the inputs of ``node``.
+
+    Raises:
+        AnnotationError: a spec for what is no input, no output, or no float tensor; another spec at the same
+            point; references that go round in a circle, or derive from a point that comes later.
+    """
+    told = _told(node, input_specs, output_specs)
+    table = SpecTable(node.graph)
+    for point, spec in told.items():
+        table.tell(point, spec)
+    table.check_circles()
+    settled = table.settled()
+    annotation = node.meta.setdefault(Q_ANNOTATION_KEY, QuantizationAnnotation())
+    annotation._annotated = True
+    annotation.allow_implicit_sharing = allow_implicit_sharing
+    _write(settled)
+
+
+def check_sharing(model: GraphModule) -> None:
+    """Settle and check all specs of ``model``; call it in ``Quantizer.validate``.
+
+    ``annotate_outputs`` lets a spec refer to a point that is annotated later, which may be by hand, with
+    ``Output`` in the specs; here every reference must lead to a spec.
+
+    Raises:
+        AnnotationError: as ``annotate_outputs``, or a reference to a point without a spec.
+    """
+    table = SpecTable(model.graph)
+    table.check_circles()
+    table.check_observed()
+    _write(table.settled())
+
+
+def _told(
+    node: Node, input_specs: Mapping[Node | Output, Spec | None], output_specs: Sequence[Spec | None]
+) -> dict[Point, Spec]:
+    """The specs by point, each checked on its own."""
+    values = output_values(node)
+    if len(output_specs) != len(values):
+        raise AnnotationError.output_count(node, len(values), len(output_specs))
+    told: dict[Point, Spec] = {}
+    for source, spec in input_specs.items():
+        edge = canonical((source, node))
+        _check_input(node, source)
+        if spec is not None:
+            told[edge] = _checked(edge, spec)
+    for index, (spec, value) in enumerate(zip(output_specs, values, strict=True)):
+        if spec is not None:
+            point = canonical(Output(node, index))
+            if not isinstance(value, Tensor):
+                raise AnnotationError.not_quantizable(shown(point), f"a {type(value).__name__}")
+            if not value.dtype.is_floating_point:
+                raise AnnotationError.not_quantizable(shown(point), f"a tensor of {value.dtype}")
+            told[point] = _checked(point, spec)
+    return told
+
+
+def _check_input(node: Node, source: Source) -> None:
+    """torchao observes positional arguments, in nested lists too, and no keywords."""
+    positional: set[Point] = set()
+    map_arg(node.args, lambda argument: positional.add(canonical(argument)))
+    if canonical(source) not in positional:
+        raise AnnotationError.not_an_input(node, shown(canonical(source)))
+
+
+def _checked(point: Point, spec: Any) -> Spec:
+    if not isinstance(spec, Spec):
+        raise AnnotationError.not_a_spec(shown(point), spec)
+    return spec
+
+
+def _write(specs: Mapping[Point, Spec]) -> None:
+    """Put ``specs`` into the annotations, in their order; torchao goes by the order of an input map."""
+    consumers = {point[1] for point in specs if isinstance(point, tuple)}
+    left_alone = {consumer: _left_alone(consumer) for consumer in consumers}
+    # From here on getitems are made and merged: a node read before may be gone.
+    spelled = {point: with_nodes(spec, node_at) for point, spec in specs.items()}
+    for consumer, sources in left_alone.items():
+        consumer.meta[Q_ANNOTATION_KEY].input_qspec_map = {node_at(source): None for source in sources}
+    for point, spec in spelled.items():
+        if isinstance(point, tuple):
+            source, consumer = point
+            consumer.meta[Q_ANNOTATION_KEY].input_qspec_map[node_at(source)] = spec
+        else:
+            annotation = node_at(point).meta.setdefault(Q_ANNOTATION_KEY, QuantizationAnnotation())
+            annotation.output_qspec, annotation._annotated = spec, True
+
+
+def _left_alone(consumer: Node) -> list[Source]:
+    """What ``consumer`` reads and its annotation names without a spec."""
+    inputs = consumer.meta[Q_ANNOTATION_KEY].input_qspec_map
+    return [canonical_source(source) for source, spec in inputs.items() if spec is None]

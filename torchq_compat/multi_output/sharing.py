@@ -1,0 +1,184 @@
+"""Which points share an observer because specs say so, and in which order torchao can make the observers.
+
+torchao makes one observer per group, in graph order, from the first spec of the group it meets; that one must
+not refer to another (it asserts), and what a derived spec refers to must exist by then. So within a group
+told to share, the first point carries the spec and the others refer to it. Sharing that is implicit, one
+tensor observed with equal settings at its producer and its consumers, stays torchao's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
+
+from torchq_compat.multi_output.errors import AnnotationError
+from torchq_compat.multi_output.points import Output, Point, canonical, getitems_of, shown
+
+__all__ = ["SpecTable", "with_nodes"]
+
+
+def references(spec: Spec) -> list[Point]:
+    """The points ``spec`` takes its qparams from."""
+    if isinstance(spec, SharedQuantizationSpec):
+        return [canonical(spec.edge_or_node)]
+    if isinstance(spec, DerivedQuantizationSpec):
+        return [canonical(point) for point in spec.derived_from]
+    return []
+
+
+def read_specs(graph: Graph) -> Iterator[tuple[Point, Spec]]:
+    """Every point of ``graph`` that has a spec; a point may come twice, where getitems are duplicated."""
+    for node in graph.nodes:
+        annotation = node.meta.get(Q_ANNOTATION_KEY)
+        if annotation is None:
+            continue
+        for source, spec in annotation.input_qspec_map.items():
+            if spec is not None:
+                yield canonical((source, node)), spec
+        if annotation.output_qspec is not None:
+            yield canonical(node), annotation.output_qspec
+
+
+class SpecTable:
+    """The specs of a graph by point, and what follows from their references. Changes nothing."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.specs: dict[Point, Spec] = {}
+        self._order = {node: index for index, node in enumerate(graph.nodes)}
+        for point, spec in read_specs(graph):
+            self.tell(point, spec)
+
+    def tell(self, point: Point, spec: Spec) -> None:
+        """Give ``point`` its spec.
+
+        Raises:
+            AnnotationError: it already has another.
+        """
+        already = self.specs.setdefault(point, spec)
+        if self._form(already) != self._form(spec):
+            raise AnnotationError.conflict(shown(point), self._told(spec), self._told(already))
+
+    def check_circles(self) -> None:
+        """Raises:
+        AnnotationError: specs refer to each other in a circle; names every point of it.
+        """
+        done: set[Point] = set()
+        for start in self.specs:
+            self._walk(start, [], done)
+
+    def _walk(self, point: Point, path: list[Point], done: set[Point]) -> None:
+        if point in path:
+            raise AnnotationError.cycle([shown(p) for p in path[path.index(point) :]])
+        if point in done or point not in self.specs:
+            return
+        for source in references(self.specs[point]):
+            self._walk(source, [*path, point], done)
+        done.add(point)
+
+    def check_observed(self) -> None:
+        """Raises:
+        AnnotationError: a spec refers to a point that has none.
+        """
+        for point, spec in self.specs.items():
+            for source in references(spec):
+                if source not in self.specs:
+                    raise AnnotationError.unobserved(shown(point), shown(source))
+
+    def settled(self) -> dict[Point, Spec]:
+        """The same sharing, written as torchao can carry it out, points in the order torchao makes observers.
+
+        A reference to a point without a spec stays as it is.
+
+        Raises:
+            AnnotationError: a derived spec refers to a point after it.
+        """
+        points = sorted(self.specs, key=self._position)
+        leaders: dict[Point, Point] = {}
+        for point in points:
+            leaders.setdefault(self._root(point), point)
+        settled: dict[Point, Spec] = {}
+        for point in points:
+            root = self._root(point)
+            if root in self.specs and leaders[root] == point:
+                settled[point] = self._leading(point, self.specs[root], leaders)
+            else:
+                settled[point] = SharedQuantizationSpec(leaders[root] if root in self.specs else root)
+        return settled
+
+    def _leading(self, point: Point, spec: Spec, leaders: Mapping[Point, Point]) -> Spec:
+        if not isinstance(spec, DerivedQuantizationSpec):
+            return spec
+        sources = []
+        for source in references(spec):
+            leader = leaders.get(self._root(source), source)
+            if source in self.specs and self._position(leader) > self._position(point):
+                raise AnnotationError.too_late(shown(point), shown(source))
+            sources.append(leader)
+        return dataclasses.replace(spec, derived_from=sources)
+
+    def _root(self, point: Point) -> Point:
+        """The point whose own spec ``point`` uses in the end, or the first one without a spec."""
+        seen: set[Point] = set()
+        while point not in seen and isinstance(self.specs.get(point), SharedQuantizationSpec):
+            seen.add(point)
+            (point,) = references(self.specs[point])
+        return point
+
+    def _form(self, spec: Spec) -> Spec:
+        """``spec`` in the form it is compared in: references are the points they lead to."""
+        if isinstance(spec, SharedQuantizationSpec):
+            return SharedQuantizationSpec(self._root(references(spec)[0]))
+        if isinstance(spec, DerivedQuantizationSpec):
+            return dataclasses.replace(spec, derived_from=[self._root(source) for source in references(spec)])
+        return spec
+
+    def _position(self, point: Point) -> tuple[int, int, int]:
+        """Graph order: the edges of a node before its output, derived edges after their sources."""
+        if isinstance(point, tuple):
+            return self._order[point[1]], 0, self._depth(point)
+        if isinstance(point, Output):
+            getitems = getitems_of(point)
+            place = self._order[getitems[0]] if getitems else self._order[point.node]
+            return place, 1, point.index
+        return self._order[point], 1, 0
+
+    def _depth(self, point: Point) -> int:
+        """How many derived specs stand between ``point`` and values that are observed."""
+        spec = self.specs.get(self._root(point))
+        if not isinstance(spec, DerivedQuantizationSpec):
+            return 0
+        return 1 + max((self._depth(source) for source in references(spec)), default=0)
+
+    def _told(self, spec: Spec) -> str:
+        if not isinstance(spec, SharedQuantizationSpec):
+            return described(spec)
+        (source,) = references(spec)
+        root = self.specs.get(self._root(source))
+        of = f" ({described(root)})" if root is not None else ""
+        return f"to share the observer of {shown(source)}{of}"
+
+
+def described(spec: Any) -> str:
+    """``spec`` for people: its kind and dtype."""
+    dtype: torch.dtype | None = getattr(spec, "dtype", None)
+    return f"a {type(spec).__name__} of {str(dtype).removeprefix('torch.')}"
+
+
+def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
+    """``spec`` with every point it refers to spelled with nodes, as torchao reads it."""
+
+    def spelled(point: Point) -> Node | tuple[Node, Node]:
+        return (node_of(point[0]), point[1]) if isinstance(point, tuple) else node_of(point)
+
+    if isinstance(spec, SharedQuantizationSpec):
+        return SharedQuantizationSpec(spelled(spec.edge_or_node))
+    if isinstance(spec, DerivedQuantizationSpec):
+        return dataclasses.replace(spec, derived_from=[spelled(point) for point in spec.derived_from])
+    return spec
