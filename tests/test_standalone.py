@@ -267,7 +267,7 @@ class Halved(nn.Module):
     """A size of its result is no size of its input, and it branches on data."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[: len(x) // 2] if float(x.abs().sum()) >= 0 else x
+        return x if float(x.sum()) > 1e9 else x[: len(x) // 2]
 
 
 class Doubling(nn.Module):
