@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import traceback
 from pathlib import Path
 from typing import Any
@@ -71,16 +72,22 @@ def _export(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> tor
         return torch.export.export(model, args, dynamic_shapes=dynamic_shapes, strict=False)
     # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
     with symbolic_shapes.patch(backed_size_oblivious=True):
-        return torch.export.export(model, args, dynamic_shapes=_every_dimension(args), strict=False)
+        return torch.export.export(model, args, dynamic_shapes=_every_dimension(model, args), strict=False)
 
 
-def _every_dimension(args: tuple[Any, ...]) -> Any:
+def _every_dimension(model: nn.Module, args: tuple[Any, ...]) -> Any:
     def dimensions(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO)
         return None
 
-    return pytree.tree_map(dimensions, args)
+    shapes = pytree.tree_map(dimensions, args)
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return shapes
+    # torch.export takes *args for one argument that is a tuple.
+    named = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*shapes[:named], shapes[named:])
 
 
 def _user_line(cause: BaseException) -> str | None:
