@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
+from torchq_compat.migrate.dotted_names import dotted, imported_module
 from torchq_compat.migrate.legacy_names import MOVED
-from torchq_compat.migrate.parsed_source import ParsedSource, dotted, imported_module
+from torchq_compat.migrate.parsed_source import ParsedSource
 from torchq_compat.migrate.sites import ImportRequest
 from torchq_compat.migrate.text_edits import Edit
 

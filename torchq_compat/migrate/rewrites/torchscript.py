@@ -28,10 +28,10 @@ CONVERTING = ("convert_fx", "convert_to_reference_fx")
 PREPARING = ("prepare_fx", "prepare_qat_fx")
 MAX_STEPS = 8
 #: Of every example input, a tensor, every size is free.
-EXPORT = (
-    "torch.export.export({model}, {inputs}, "
-    "dynamic_shapes=tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in {inputs}))"
+EVERY_SIZE_FREE = (
+    "dynamic_shapes=tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in {inputs})"
 )
+INDENT = "    "
 
 
 class _Refused(Exception):  # noqa: N818 - says why, is no error
@@ -100,7 +100,8 @@ def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
         raise _Refused("the converted model has no name of its own")
     if not is_free(source, ImportRequest("torch")):
         raise _Refused("the name torch means something else in this file")
-    export = EXPORT.format(model=source.code(model), inputs=_example_inputs(source, call, kind))
+    inputs = _example_inputs(source, call, kind)
+    arguments = [source.code(model), inputs, EVERY_SIZE_FREE.format(inputs=inputs)]
     holder = source.parent(call)
     if isinstance(holder, cst.Assign) and isinstance(holder.targets[0].target, cst.Name):
         target = holder.targets[0].target
@@ -108,10 +109,23 @@ def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
         if only_value(source, target) is None or len(uses) != 1:
             raise _Refused(f"{target.value} is used for more than saving it")
         save, path = _save_call(source, uses[0])
+        export = _call(source, call, "torch.export.export", arguments)
         text = f"torch.export.save({target.value}, {path})"
         return _Saving((_replace(source, call, export), _replace(source, save, text)), path)
     save, path = _save_call(source, call)
-    return _Saving((_replace(source, save, f"torch.export.save({export}, {path})"),), path)
+    export = _call(source, save, "torch.export.export", arguments, depth=1)
+    text = _call(source, save, "torch.export.save", [export, path])
+    return _Saving((_replace(source, save, text),), path)
+
+
+def _call(
+    source: ParsedSource, node: cst.CSTNode, function: str, arguments: list[str], depth: int = 0
+) -> str:
+    """A call with one argument a line, to stand in place of ``node``, ``depth`` calls deep."""
+    newline = source.newline()
+    outer = source.indent_at(source.start(node)) + depth * INDENT
+    lines = "".join(f"{newline}{outer}{INDENT}{argument}," for argument in arguments)
+    return f"{function}({lines}{newline}{outer})"
 
 
 def _replace(source: ParsedSource, node: cst.CSTNode, text: str) -> Edit:
