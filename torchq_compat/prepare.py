@@ -15,7 +15,7 @@ from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.decide import LeafBoundary, decide_graph
 from torchq_compat.annotate.foreign import QuantizerAroundLeaves
 from torchq_compat.annotate.op_records import write_op_records
-from torchq_compat.capture.export import capture, explain_failure
+from torchq_compat.capture.export import capture, copied_inputs, explain_failure
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.leftovers import decide_leftovers
 from torchq_compat.custom_modules.leaf_module import LeafModule
@@ -143,7 +143,7 @@ def _check_runs(working: nn.Module, args: tuple[Any, ...]) -> InputError | None:
         return None
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            working(*copy.deepcopy(args))
+            working(*copied_inputs(args))
     except Exception as cause:
         return InputError.does_not_fit(type(working).__name__, cause)
     return None
