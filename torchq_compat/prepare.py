@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.decide import LeafBoundary, decide_graph
 from torchq_compat.annotate.foreign import QuantizerAroundLeaves
-from torchq_compat.annotate.op_records import write_op_records
+from torchq_compat.annotate.op_records import OpRecord, module_record, write_op_records
 from torchq_compat.capture.export import capture, copied_inputs, explain_failure
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.leftovers import decide_leftovers
+from torchq_compat.capture.unmatched_rules import decide_unmatched_rules
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, place_leaves
 from torchq_compat.custom_modules.leaf_op import CaptureSession
@@ -65,8 +67,11 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     signature = _signature(working, request.example_inputs)
     swaps, decisions = decide_swaps(working, request.rules, request.settings)
     decisions.extend(decide_leftovers(working, request.settings.preserved_attributes))
+    if request.quantizer is None:
+        decisions.extend(decide_unmatched_rules(working, request.rules))
     graph_module = _capture_around(working, model, swaps, request)
     boundaries = _boundaries(graph_module, swaps)
+    write_op_records(_leaf_records(graph_module, swaps))
     kept_float = _kept_float(working, request.settings)
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     observe = _observe_by_rules if request.quantizer is None else _observe_by_quantizer
@@ -191,6 +196,12 @@ def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> Boundaries:
         accepted = frozenset(d for d in (*output_dtypes, specs.activation_dtype) if d is not None)
         boundaries[node] = LeafBoundary(specs.activation, accepted, output_dtypes)
     return boundaries
+
+
+def _leaf_records(graph_module: GraphModule, swaps: list[Swap]) -> Iterator[tuple[Node, OpRecord]]:
+    classes = {swap.paths[0]: type(swap.module) for swap in swaps}
+    for node in leaf_nodes(graph_module):
+        yield node, module_record(classes[str(node.target)], str(node.target))
 
 
 def _kept_float(model: nn.Module, settings: PrepareSettings) -> tuple[str, ...]:
