@@ -182,7 +182,8 @@ class _State:
                 self._observe_input(producer, node, self._input_spec(specs))
         if quantize_weight and specs.weight is not None:
             for weight, node in group.weights:
-                self.slots.observe((weight, node), specs.weight)
+                spec = specs.weight if weight.op == "get_attr" else specs.computed_weight
+                self.slots.observe((weight, node), spec)
         if activation is not None and not specs.is_dynamic:
             assert last.output is not None
             self.slots.observe(last.output, activation)
