@@ -155,6 +155,14 @@ AREAS: dict[str, tuple[tuple[str, Status, str], ...]] = {
         ("FuseCustomConfig.set_preserved_attributes", SUPPORTED, "the model is returned as it is"),
     ),
 }
+#: What differs of the setters that are carried over.
+PREPARE_NOTES = {
+    "set_float_to_observed_mapping": "all inputs and outputs are quantized, nested ones too",
+    "set_non_traceable_module_names": "one float call; parents of FX's leaves only, as there",
+    "set_non_traceable_module_classes": "one float call; parents of FX's leaves only, as there",
+    "set_input_quantized_indexes": "takes integers, or quantized tensors",
+    "set_output_quantized_indexes": "returns integers; output_grids() has the qparams",
+}
 #: How a script would use each setter of PrepareCustomConfig; whether it is refused is found by reading it.
 PREPARE_SETTERS: dict[str, Callable[[PrepareCustomConfig], object]] = {
     "set_standalone_module_name": lambda config: config.set_standalone_module_name(
@@ -187,7 +195,8 @@ def _prepare_custom_config() -> Iterator[Feature]:
     for name, use in PREPARE_SETTERS.items():
         config = PrepareCustomConfig()
         use(config)
-        status, note = Status.SUPPORTED, ""
+        note = PREPARE_NOTES.get(name, "")
+        status = Status.DIFFERS if note else Status.SUPPORTED
         try:
             read_prepare_custom_config(config)
         except ConfigError as refusal:
