@@ -87,6 +87,10 @@ def f(m, x, path):
         (QUANTIZE + "torch.jit.script(q)(x)\n", "used for more"),
         (QUANTIZE + "torch.jit.load('a.pt')\n", "not saved in this file"),
         (
+            IMPORTS + "try:\n    q = convert_fx(p)\nexcept E:\n    q = m\ntorch.jit.script(q).save('a')\n",
+            "the way through the code",
+        ),
+        (
             IMPORTS + "q = convert_fx(p)\ntorch.jit.save(torch.jit.script(q), 'a')\n",
             "example inputs",
         ),

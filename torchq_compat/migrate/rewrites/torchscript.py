@@ -50,7 +50,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
     saved: set[str] = set()
     for call in source.nodes(cst.Call):
         kind = _called(source, call, SCRIPTING)
-        if not kind or not call.args or _conversion(source, call.args[0].value, call) is None:
+        if not kind or not call.args or not _may_be_converted(source, call.args[0].value, call):
             continue
         start, what = source.start(call), f"torch.jit.{kind}"
         try:
@@ -89,6 +89,17 @@ def _conversion(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode
     return None
 
 
+def _may_be_converted(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
+    """Whether ``model`` is a converted model, or a variable that holds one on some way through the code."""
+    if _conversion(source, model, at) is not None:
+        return True
+    if not isinstance(model, cst.Name) or last_value(source, model, at) is not None:
+        return False
+    scope = source.scope(model)
+    values = [source.assigned_value(a) for a in (scope[model.value] if scope is not None else ())]
+    return any(value is not None and _conversion(source, value, value) is not None for value in values)
+
+
 def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
     """The edits for scripting, or tracing, and the one saving that follows.
 
@@ -96,6 +107,8 @@ def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
         _Refused: something else is done with the scripted model, or its example inputs are unknown.
     """
     model = call.args[0].value
+    if _conversion(source, model, call) is None:
+        raise _Refused("it depends on the way through the code whether this is a converted model")
     if not isinstance(model, (cst.Name, cst.Attribute)):
         raise _Refused("the converted model has no name of its own")
     if not is_free(source, ImportRequest("torch")):
