@@ -75,7 +75,7 @@ GRID = (
     ("conv_transpose2", "x86", "default"),
     ("linear_leaky_relu linear_tanh linear_bn_leaky_relu", "onednn", "onednn default"),
     # Training.
-    ("resnet", "qat_qnnpack", "default"),
+    ("resnet arithmetic inception shapes conv_transpose2 conv_transpose2_bn", "qat_qnnpack", "default"),
     ("conv1_bn conv2_bn_relu conv3_bn linear_relu bn_relu functional", "qat_fbgemm", "default"),
 )
 
