@@ -163,3 +163,19 @@ def test_what_a_backend_does_not_take_stays_float_and_says_why(
     (decision,) = tc.explain(prepared).find("0")
     assert decision.action == "float"
     assert reason in decision.reason
+
+
+def test_rules_about_modules_that_are_not_there_are_reported() -> None:
+    mapping = (
+        get_default_qconfig_mapping("x86")
+        .set_module_name("encoder", None)
+        .set_module_name("0", None)
+        .set_module_name_regex("decoder.*", None)
+        .set_module_name_object_type_order("head", nn.Linear, 0, None)
+    )
+    dropped = {d.path for d in tc.explain(tc.prepare_fx(model(), mapping, (X,))) if d.action == "dropped"}
+    assert dropped == {
+        "module_name 'encoder'",
+        "module_name_regex 'decoder.*'",
+        "module_name_object_type_order 'head'",
+    }

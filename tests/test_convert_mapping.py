@@ -147,5 +147,9 @@ def test_custom_module_cannot_be_switched_off_at_convert() -> None:
     mapping = get_default_qconfig_mapping("qnnpack")
     prepared = tc.prepare_fx(Tagger().eval(), mapping, (torch.randn(3, 2, 4),), MAP_LSTM)
     prepared(torch.randn(3, 2, 4))
-    with pytest.raises(ConfigError, match="custom module at 'lstm'"):
-        tc.convert_fx(prepared, qconfig_mapping=mapping.set_module_name("lstm", None))
+    for switch_off in (
+        lambda mapping: mapping.set_module_name("lstm", None),
+        lambda mapping: mapping.set_object_type(nn.LSTM, None),
+    ):
+        with pytest.raises(ConfigError, match="custom module at 'lstm'"):
+            tc.convert_fx(prepared, qconfig_mapping=switch_off(get_default_qconfig_mapping("qnnpack")))

@@ -36,7 +36,6 @@ CONSTRUCTORS = {
     "x86 activation": legacy.get_default_qconfig("x86").activation,
     "x86 weight": legacy.get_default_qconfig("x86").weight,
     "qat activation": legacy.get_default_qat_qconfig("x86").activation,
-    "qat weight": legacy.get_default_qat_qconfig("x86").weight,
     "fake quantize": legacy.FakeQuantize.with_args(
         observer=legacy.MovingAverageMinMaxObserver, quant_min=0, quant_max=255
     ),
@@ -56,6 +55,27 @@ def test_equal_qparams_bit_for_bit(legacy_constructor: Any) -> None:
     for expected, found in zip(theirs.calculate_qparams(), ours.calculate_qparams(), strict=True):
         assert torch.equal(expected.float(), found.float())
     assert {torch.quint8: torch.uint8, torch.qint8: torch.int8}[theirs.dtype] is ours.dtype
+
+
+def test_a_fused_fake_quantize_has_the_qparams_it_trains_with() -> None:
+    """Its observer, which torch.ao converts with, has others: symmetric scales up to 0.4% apart."""
+    constructor = legacy.get_default_qat_qconfig("x86").weight
+    torch.manual_seed(0)
+    theirs, ours = constructor(), ObserverConstructor(constructor)()
+    weight = torch.randn(6, 5) + 0.3
+    weight[2].abs_()
+    theirs(weight.clone())
+    ours(weight.clone())
+    scale, zero_point = ours.calculate_qparams()
+    observed, _ = theirs.calculate_qparams()
+    # A channel of one sign trains with a zero point of its own, which is not symmetric.
+    symmetric = theirs.zero_point == 0
+    assert 0 < int(symmetric.sum()) < 6
+    assert torch.equal(zero_point, torch.zeros(6))
+    assert torch.equal(scale[symmetric], theirs.scale[symmetric])
+    assert torch.equal(scale[~symmetric], observed[~symmetric])
+    torch.testing.assert_close(scale, observed, rtol=0.004, atol=0)
+    assert not torch.equal(scale, observed)
 
 
 class PercentileObserver(legacy.MinMaxObserver):

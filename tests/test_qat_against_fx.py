@@ -41,6 +41,7 @@ from torch.ao.quantization import (
     float_qparams_weight_only_qconfig_4bit,
     fused_per_channel_wt_fake_quant_range_neg_127_to_127,
     fused_wt_fake_quant_range_neg_127_to_127,
+    get_default_qat_qconfig,
     get_default_qat_qconfig_mapping,
 )
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
@@ -212,7 +213,7 @@ def test_a_transposed_convolution_and_its_batch_norm(groups: int, left: int) -> 
     torch.manual_seed(0)
     op = nn.ConvTranspose2d(4, 8, 3, stride=2, groups=groups)
     model = nn.Sequential(op, nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 81, CLASSES))
-    mapping = get_default_qat_qconfig_mapping("qnnpack")
+    mapping = QConfigMapping().set_global(get_default_qat_qconfig("qnnpack"))
     batches = [(torch.randn(8, 4, 4, 4),) for _ in range(10)]
     with pytest.raises(Exception, match="not yet supported in QAT"):
         fx.prepare_qat_fx(copy.deepcopy(model), mapping, batches[0])
@@ -479,7 +480,7 @@ def test_dynamic_fake_quantize() -> None:
     choices = [n for n in converted.graph.nodes if "choose_qparams" in str(n.target)]
     assert len(choices) == 2
     assert sqnr(trained, converted(x)) > 30
-    assert 30 < sqnr(fx_reference(theirs)(x), converted(x)) < 60  # FX's dynamic range is a reduced one
+    assert sqnr(fx_reference(theirs)(x), converted(x)) > 30
 
 
 def test_dynamic_quantization_after_training() -> None:

@@ -185,6 +185,14 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def custom_module_switched_off(cls, path: str, rule: str) -> ConfigError:
+        return cls.not_supported(
+            f"convert_fx: qconfig_mapping: None for the custom module at {path!r} ({rule})",
+            "an observed custom module has no float form to go back to",
+            "set its qconfig to None in the mapping given to prepare_fx.",
+        )
+
+    @classmethod
     def mapping_after_quantizer(cls) -> ConfigError:
         return cls.not_supported(
             "convert_fx: qconfig_mapping",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.annotate.leaf_boundary import LeafBoundary
-from torchq_compat.capture.export import capture, explain_failure
+from torchq_compat.annotate.op_records import OpRecord, module_record, write_op_records
+from torchq_compat.capture.export import capture, copied_inputs, explain_failure
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.leftovers import decide_leftovers
 from torchq_compat.capture.training_flags import decide_training_flags
+from torchq_compat.capture.unmatched_rules import decide_unmatched_rules
 from torchq_compat.cumulative_batch_norm import average_cumulatively, give_momentum
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import example_call, leaf_nodes, place_leaves
@@ -78,14 +81,12 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     cumulative = give_momentum(working)
     signature = _signature(working, request.example_inputs)
     swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
-    leftovers = (
-        *decide_training_flags(model, is_qat=request.is_qat),
-        *decide_leftovers(working, request.settings.preserved_attributes),
-    )
+    leftovers = _leftovers(model, working, request)
     session = CaptureSession()
     graph_module = _capture_around(working, model, swaps, request, session)
     interface = _interface(graph_module, request, session)
     boundaries = _boundaries(graph_module, swaps)
+    write_op_records(_leaf_records(graph_module, swaps))
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     captured = Captured(graph_module, working, boundaries, interface)
     prepared, decided = _observe(captured, request)
@@ -139,7 +140,7 @@ def _check_runs(working: nn.Module, args: tuple[Any, ...]) -> InputError | None:
         return None
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            working(*copy.deepcopy(args))
+            working(*copied_inputs(args))
     except Exception as cause:
         return InputError.does_not_fit(type(working).__name__, cause)
     return None
@@ -214,6 +215,21 @@ def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Node, Leaf
         handler.check_call(copy.deepcopy(leaf), path, index, arguments, expected)
         boundaries[node] = handler.boundary(leaf, request, leaf.leaf_layouts[index])
     return boundaries
+
+
+def _leaf_records(graph_module: GraphModule, swaps: list[Swap]) -> Iterator[tuple[Node, OpRecord]]:
+    classes = {swap.paths[0]: type(swap.module) for swap in swaps}
+    for node in leaf_nodes(graph_module):
+        yield node, module_record(classes[str(node.target)], str(node.target))
+
+
+def _leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
+    """Decisions about what is no module of the graph: flags, attributes, hooks, rules."""
+    return (
+        *decide_training_flags(model, is_qat=request.is_qat),
+        *decide_leftovers(working, request.settings.preserved_attributes),
+        *(decide_unmatched_rules(working, request.rules) if request.quantizer is None else ()),
+    )
 
 
 def _warn(decisions: tuple[Decision, ...]) -> None:

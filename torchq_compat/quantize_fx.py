@@ -174,17 +174,23 @@ def fuse_fx(
 
 
 def get_default_prepare_custom_config() -> PrepareCustomConfig:
-    """A config that maps ``nn.LSTM`` to the quantizable LSTM."""
+    """A config that maps every class of torch.nn with a class in ``torchq_compat.nn.quantizable`` to it."""
     from torchq_compat.nn import quantizable
 
-    return PrepareCustomConfig().set_float_to_observed_mapping(nn.LSTM, quantizable.LSTM)
+    config = PrepareCustomConfig()
+    for name in quantizable.__all__:
+        config.set_float_to_observed_mapping(getattr(nn, name), getattr(quantizable, name))
+    return config
 
 
 def get_default_convert_custom_config() -> ConvertCustomConfig:
     """The converting half of ``get_default_prepare_custom_config``."""
     from torchq_compat.nn import quantizable, quantized
 
-    return ConvertCustomConfig().set_observed_to_quantized_mapping(quantizable.LSTM, quantized.LSTM)
+    config = ConvertCustomConfig()
+    for name in quantizable.__all__:
+        config.set_observed_to_quantized_mapping(getattr(quantizable, name), getattr(quantized, name))
+    return config
 
 
 def _prepare(

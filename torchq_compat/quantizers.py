@@ -61,6 +61,9 @@ def quantizer_from(
 ) -> TranslatedQuantizer:
     """A torchao Quantizer that annotates what FX would have quantized.
 
+    Modules are known by what the exported graph holds of them, path and class name; a class defined inside a
+    function cannot be found by its name, so a rule by such an object type does not apply.
+
     Args:
         qconfig_mapping: a QConfigMapping or its dict form.
         backend_config: a BackendConfig or its dict form; default: torch.ao's native backend.

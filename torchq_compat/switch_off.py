@@ -11,12 +11,10 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.op_records import op_record
 from torchq_compat.annotate.weights import weight_of
-from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.errors import ConfigError
 from torchq_compat.legacy.qconfig_mappings import QConfigRules, same_qconfig
 from torchq_compat.observed_graph import observer_nodes
-from torchq_compat.specs.selectors import select_for_module
 
 __all__ = ["decide_switched_off", "remove_observers", "with_switched_off"]
 
@@ -37,10 +35,11 @@ def decide_switched_off(prepared: GraphModule, before: QConfigRules, after: QCon
             continue
         was, now = record.select(before), record.select(after)
         if now.qconfig is None and was.qconfig is not None:
+            if node.op == "call_module":
+                raise ConfigError.custom_module_switched_off(record.label, now.rule)
             found[record.label] = now.rule
         elif now.qconfig is not None and not same_qconfig(was.qconfig, now.qconfig):
             raise ConfigError.other_qconfig_at_convert(record.label, now.rule)
-    _refuse_leaves(prepared, before, after)
     return found
 
 
@@ -78,17 +77,3 @@ def with_switched_off(decisions: tuple[Decision, ...], switched_off: SwitchedOff
         else decision
         for decision in decisions
     )
-
-
-def _refuse_leaves(prepared: GraphModule, before: QConfigRules, after: QConfigRules) -> None:
-    for node in leaf_nodes(prepared):
-        leaf = prepared.get_submodule(str(node.target))
-        kind = getattr(leaf, "observed_class", None) or type(leaf)
-        was = select_for_module(before, kind, str(node.target))
-        now = select_for_module(after, kind, str(node.target))
-        if was.qconfig is not None and now.qconfig is None:
-            raise ConfigError.not_supported(
-                f"convert_fx: qconfig_mapping: {now.rule} for the custom module at {str(node.target)!r}",
-                "an observed custom module has no float form to go back to",
-                "set its qconfig to None in the mapping given to prepare_fx.",
-            )

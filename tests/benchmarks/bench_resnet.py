@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.bench_resnet [--repeat N] [--json FILE] [--profile]
 
-Only the ratios mean anything: these are wall-clock seconds on whatever machine this is. Prepare has to export,
-and with every dimension free, as an FX graph is; so the time to stay below is that of such a
+Only the ratios mean anything: these are wall-clock seconds on whatever machine this is. Prepare has to
+export, and with every dimension free, as an FX graph is; so the time to stay below is that of such a
 ``torch.export.export`` plus that of FX's ``prepare_fx``. An export with all sizes fixed is shown beside it.
 """
 

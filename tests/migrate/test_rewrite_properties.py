@@ -40,7 +40,8 @@ LEGACY = (
     "lstm = _get_lstm_with_individually_observed_parts(lstm, tanh_obs_ctr=torch.quantization.QConfig)",
     "x = torch.randn(2)",
     "def f(prepare_fx, x):\n    return prepare_fx(x, {'': 1}, x)",
-    "for prepared in prepared:\n    quantized = convert_fx(prepared)\n    torch.jit.script(quantized).save('q')",
+    "for prepared in prepared:\n    quantized = convert_fx(prepared)\n "
+    "   torch.jit.script(quantized).save('q')",
     "class C:\n\tqfx = 1\n\tdef prepare_fx(self):\n\t\treturn prepare_fx(self, {'': q}, ())",
 )
 

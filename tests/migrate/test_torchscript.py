@@ -6,7 +6,21 @@ from tests.migrate.checks import IMPORTS, check_left, check_noop, check_transfor
 from torchq_compat.migrate.rewrites.torchscript import REWRITE
 
 QUANTIZE = IMPORTS + "x, y = data\np = prepare_fx(m, c, (x, y))\nq = convert_fx(p)\n"
-FREE = "dynamic_shapes=tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in {0})"
+
+
+def exported(model: str, inputs: str, indent: str = "") -> str:
+    arguments = (
+        model,
+        inputs,
+        f"dynamic_shapes=tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in {inputs})",
+    )
+    lines = "".join(f"{indent}    {argument},\n" for argument in arguments)
+    return f"torch.export.export(\n{lines}{indent})"
+
+
+def saved(model: str, inputs: str, path: str, indent: str = "") -> str:
+    inner = exported(model, inputs, f"{indent}    ")
+    return f"torch.export.save(\n{indent}    {inner},\n{indent}    {path},\n{indent})"
 
 
 @pytest.mark.parametrize(
@@ -31,17 +45,15 @@ def test_noop(code: str) -> None:
     ],
 )
 def test_saving_at_once(saving: str) -> None:
-    exported = f"torch.export.export(q, (x, y), {FREE.format('(x, y)')})"
-    check_transformed(REWRITE, QUANTIZE + saving, QUANTIZE + f"torch.export.save({exported}, path)\n")
+    check_transformed(REWRITE, QUANTIZE + saving, QUANTIZE + saved("q", "(x, y)", "path") + "\n")
 
 
 @pytest.mark.parametrize("save", ["torch.jit.save(s, 'a.pt')", "s.save('a.pt')"])
 def test_through_a_variable_and_loading_again(save: str) -> None:
-    exported = f"torch.export.export(q, (x, y), {FREE.format('(x, y)')})"
     check_transformed(
         REWRITE,
         QUANTIZE + f"s = torch.jit.script(q)\n{save}\nagain = torch.jit.load('a.pt')\n",
-        QUANTIZE + f"s = {exported}\ntorch.export.save(s, 'a.pt')\n"
+        QUANTIZE + f"s = {exported('q', '(x, y)')}\ntorch.export.save(s, 'a.pt')\n"
         "again = torch.export.load('a.pt').module()\n",
     )
 
@@ -63,7 +75,7 @@ def f(m, x, path):
     m = prepare_fx(m.eval(), c, (x,))
     m(x)
     m = convert_fx(m)
-    torch.export.save(torch.export.export(m, (x,), {FREE.format("(x,)")}), path)
+    {saved("m", "(x,)", "path", "    ")}
 """,
     )
 
@@ -74,6 +86,10 @@ def f(m, x, path):
         (QUANTIZE + "s = torch.jit.script(q)\ns(x)\ns.save('a')\n", "used for more"),
         (QUANTIZE + "torch.jit.script(q)(x)\n", "used for more"),
         (QUANTIZE + "torch.jit.load('a.pt')\n", "not saved in this file"),
+        (
+            IMPORTS + "try:\n    q = convert_fx(p)\nexcept E:\n    q = m\ntorch.jit.script(q).save('a')\n",
+            "the way through the code",
+        ),
         (
             IMPORTS + "q = convert_fx(p)\ntorch.jit.save(torch.jit.script(q), 'a')\n",
             "example inputs",

@@ -11,29 +11,43 @@ __all__ = ["CASES", "Case"]
 
 #: (models, mappings, backends), separated by spaces: every combination is a case.
 GRID = (
+    # Backends.
+    ("resnet", "x86", "default onednn executorch tensorrt native_dict"),
+    ("conv_front", "x86 qnnpack", "default native fbgemm x86 onednn qnnpack executorch tensorrt"),
+    ("resnet", "symmetric_qnnpack", "qnnpack"),
+    ("conv_front", "per_channel_symmetric_qnnpack int8_activations", "executorch tensorrt"),
+    ("resnet", "x86", "only_linear_and_conv"),
+    ("conv_front", "min_max own_range", "range_127 range_255"),
+    ("conv_front", "x86 own_eps", "scale_min scale_min_loose"),
+    ("conv_front", "min_max fixed", "fixed"),
+    ("conv_front", "min_max", "not_observed"),
+    ("functional", "min_max", "without_argument_roles"),
+    # Observers, dtypes.
     ("conv2_relu", " ".join(NAMED_QCONFIGS), "default"),
     ("embedding", " ".join(name for name in NAMED_QCONFIGS if "qnnpack" not in name), "default"),
-    ("resnet", "x86 qnnpack fbgemm onednn", "default"),
     (
-        "resnet",
-        "x86",
-        "native fbgemm x86 onednn qnnpack executorch tensorrt native_dict only_linear_and_conv",
-    ),
-    ("resnet", "symmetric_qnnpack per_channel_symmetric_qnnpack", "qnnpack executorch"),
-    ("resnet", "symmetric_qnnpack int8_activations", "native tensorrt"),
-    ("resnet", "min_max own_range", "range_127 range_255"),
-    ("resnet", "x86 own_eps", "scale_min scale_min_loose"),
-    (
-        "resnet",
-        "global none min_max symmetric moving_average histogram reduced_range own_range own_eps "
-        "fp16_static fp16_dynamic dynamic linear_only conv_only add_off relu_off regex fc_off layer_off "
-        "layer_off_but_conv second_conv_of_block_off mixed_dtypes mixed_static_dynamic dict_global "
-        "dict_levels",
+        "conv_front",
+        "global none fbgemm onednn symmetric moving_average histogram reduced_range own_range own_eps "
+        "fp16_static fp16_dynamic dynamic mixed_static_dynamic",
         "default",
     ),
-    ("inverted_residual squeeze_excite inception conv_front functional", "x86 qnnpack", "default"),
-    ("transformer", "x86 qnnpack global dynamic per_channel_dynamic fp16_dynamic fp16_static", "default"),
+    ("linear_relu conv2_relu", "per_channel_activations affine_weights weights_by_input", "default"),
+    ("linear_relu", "dynamic per_channel_dynamic fp16_dynamic fp16_static", "default"),
+    # Levels of the mapping.
+    (
+        "resnet",
+        "linear_only conv_only add_off relu_off regex fc_off layer_off layer_off_but_conv "
+        "second_conv_of_block_off mixed_dtypes dict_global dict_levels",
+        "default",
+    ),
+    ("detector", "dict_d2go dict_d2go_regex x86", "default"),
     ("transformer", "linear_only reshape_only methods_off second_linear_off", "default"),
+    ("functional", "functions_only dynamic fp16_dynamic fp16_static", "default"),
+    ("arithmetic", "add_off torch_add_off operator_mul_off first_add_off second_linear_off", "default"),
+    ("shapes", "methods_off reshape_only", "default"),
+    # Models.
+    ("inverted_residual squeeze_excite inception functional", "x86 qnnpack", "default"),
+    ("transformer", "x86 dynamic fp16_static", "default"),
     ("transformer", "x86", "qnnpack executorch"),
     (
         "embedding embedding_bag",
@@ -41,20 +55,17 @@ GRID = (
         "default",
     ),
     ("embedding_bag", "embeddings_and_static", "executorch fbgemm"),
-    ("functional", "functions_only dynamic fp16_dynamic fp16_static", "default"),
+    ("arithmetic", "x86 global fp16_static", "default"),
+    ("inplace_arithmetic reused_module two_inputs shapes norms", "x86 qnnpack", "default"),
+    ("activations functional_activations", "qnnpack global", "default"),
+    ("activations functional_activations", "qnnpack", "executorch"),
+    # Fused patterns.
     (
-        "arithmetic",
-        "x86 global add_off torch_add_off operator_mul_off first_add_off fp16_static second_linear_off",
+        "conv1 conv2 conv3 conv1_relu conv3_relu conv2_circular conv1_bn conv2_bn conv3_bn conv1_bn_relu "
+        "conv2_bn_relu conv3_bn_relu bn_relu bn3_relu linear_relu linear_bn",
+        "x86",
         "default",
     ),
-    ("inplace_arithmetic reused_module two_inputs shapes", "x86 qnnpack", "default"),
-    ("shapes", "methods_off reshape_only global", "default"),
-    ("activations functional_activations", "x86 qnnpack global", "default"),
-    ("activations functional_activations", "qnnpack", "qnnpack executorch"),
-    ("norms", "x86 qnnpack", "default"),
-    ("detector", "dict_d2go dict_d2go_regex x86", "default"),
-    ("conv1 conv2 conv3 conv1_relu conv3_relu conv2_circular", "x86", "default"),
-    ("conv1_bn conv2_bn conv3_bn conv1_bn_relu conv2_bn_relu conv3_bn_relu", "x86", "default"),
     (
         "conv_transpose1 conv_transpose2 conv_transpose3 conv_transpose1_bn conv_transpose2_bn "
         "conv_transpose3_bn conv_transpose2_relu",
@@ -62,12 +73,10 @@ GRID = (
         "default",
     ),
     ("conv_transpose2", "x86", "default"),
-    ("linear_relu conv2_relu", "per_channel_activations affine_weights weights_by_input", "default"),
-    ("bn_relu bn3_relu linear_relu linear_bn", "x86", "default"),
     ("linear_leaky_relu linear_tanh linear_bn_leaky_relu", "onednn", "onednn default"),
-    ("linear_relu", "dynamic per_channel_dynamic fp16_dynamic fp16_static", "default"),
-    ("resnet", "qat_x86 qat_qnnpack", "default"),
-    ("conv1_bn conv2_bn_relu conv3_bn conv2_relu linear_relu bn_relu functional", "qat_fbgemm", "default"),
+    # Training.
+    ("resnet arithmetic inception shapes conv_transpose2 conv_transpose2_bn", "qat_qnnpack", "default"),
+    ("conv1_bn conv2_bn_relu conv3_bn linear_relu bn_relu functional", "qat_fbgemm", "default"),
 )
 
 

@@ -8,7 +8,7 @@ input. An op without stays float.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from torchq_compat.annotate.order_rules import check_order_rules
 from torchq_compat.annotate.preserving import preserves_values
 from torchq_compat.annotate.slots import Slot, Slots
 from torchq_compat.decisions import Action, Decision
-from torchq_compat.legacy.backend_configs import BackendTable
+from torchq_compat.legacy.backend_configs import BackendTable, PatternEntry
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.specs.dtypes import is_integer
 from torchq_compat.specs.observers import translate_constructor
@@ -155,20 +155,18 @@ class _State:
             return Action.FLOAT, "it has no single float output that could be observed"
         if entry is None:
             return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
-        specs = OpSpecs(qconfig)
-        group = chain.first.with_roles(chain.input_type_to_index)
-        if chain.observes_inputs:
-            group = replace(group, inputs=(*group.inputs, *chain.joining_inputs))
-        else:
-            group = replace(group, inputs=(), weights=())
-        roles = {"has_weight": "weight" in group.parameters, "has_bias": "bias" in group.parameters}
-        shares = entry.observation_for(group.tensor_count) is SHARE
+        return self._quantize(chain, entry, OpSpecs(qconfig))
+
+    def _quantize(self, chain: Chain, entry: PatternEntry, specs: OpSpecs) -> tuple[Action, str]:
+        """As far as the backend's row for it allows."""
+        group = chain.observed_group
         if specs.reuses_input:
             return self._share_with_input(group, chain.last, specs)
+        roles = {"has_weight": "weight" in group.parameters, "has_bias": "bias" in group.parameters}
         config = find_dtype_config(entry, specs, **roles)
         if config is None:
             return Action.FLOAT, refusal(entry, specs, **roles)
-        if shares and chain.observes_inputs:
+        if entry.observation_for(group.tensor_count) is SHARE and chain.observes_inputs:
             return self._share_with_input(group, chain.last, specs)
         is_module = group.origin.is_module_call
         quantize_weight = takes_weight(entry, specs) if is_module else _is_quantized(config.weight_dtype)
@@ -182,7 +180,8 @@ class _State:
                 self._observe_input(producer, node, self._input_spec(specs))
         if quantize_weight and specs.weight is not None:
             for weight, node in group.weights:
-                self.slots.observe((weight, node), specs.weight)
+                spec = specs.weight if weight.op == "get_attr" else specs.computed_weight
+                self.slots.observe((weight, node), spec)
         if activation is not None and not specs.is_dynamic:
             assert last.output is not None
             self.slots.observe(last.output, activation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.ao.quantization.qconfig import qconfig_equals
@@ -53,7 +53,14 @@ class Chain:
         return self.ops[-1]
 
     @property
-    def joining_inputs(self) -> tuple[tuple[Node, Node], ...]:
+    def observed_group(self) -> OpGroup:
+        """The first op, with the inputs and weights of all of the chain that are observed."""
+        group = self.first.with_roles(self.input_type_to_index)
+        if not self.observes_inputs:
+            return replace(group, inputs=(), weights=())
+        return replace(group, inputs=(*group.inputs, *self._joining_inputs()))
+
+    def _joining_inputs(self) -> tuple[tuple[Node, Node], ...]:
         """(producer, consumer) of what enters behind the first op."""
         inside = {node for op in self.ops for node in op.nodes}
         return tuple(edge for op in self.ops[1:] for edge in op.inputs if edge[0] not in inside)

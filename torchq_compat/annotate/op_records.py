@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import nn
 from torch.fx import Node
 
 from torchq_compat.capture.origins import Origin
 from torchq_compat.legacy.qconfig_mappings import QConfigRules
 from torchq_compat.specs.selectors import Selection, select_for_function, select_for_module
 
-__all__ = ["OpRecord", "op_record", "write_op_records"]
+__all__ = ["OpRecord", "module_record", "op_record", "write_op_records"]
 
 #: torchao's prepare keeps the metadata of nodes, also where it replaces conv + batch norm for QAT.
 META_KEY = "torchq_compat_op"
@@ -37,6 +38,11 @@ class OpRecord:
         return select_for_function(
             rules, origin.object_types, origin.module_type, origin.module_path, self.call_index
         )
+
+
+def module_record(module_type: type[nn.Module], path: str) -> OpRecord:
+    """Of a module that stands in the graph as one call."""
+    return OpRecord(path, Origin(path, path, module_type, (module_type,), is_module_call=True), 0)
 
 
 def write_op_records(records: Iterable[tuple[Node, OpRecord]]) -> None:

@@ -18,7 +18,7 @@ from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
-__all__ = ["capture", "capture_flat", "explain_failure"]
+__all__ = ["capture", "capture_flat", "copied_inputs", "explain_failure"]
 
 # A config module whose functions torch installs at run time.
 symbolic_shapes: Any = importlib.import_module("torch.fx.experimental._config")
@@ -55,11 +55,18 @@ def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
     return flat
 
 
+def copied_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` for a trial run: a model may write into them, and they may hang on an autograd graph."""
+    copies = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, args)
+    assert isinstance(copies, tuple)
+    return copies
+
+
 def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError:
     """The error of ours for a failed capture of ``model`` (the float one): do the inputs fit at all?"""
     try:
         with torch.no_grad():
-            copy.deepcopy(model)(*copy.deepcopy(args))
+            copy.deepcopy(model)(*copied_inputs(args))
     except Exception as problem:
         reason = cause if isinstance(cause, TorchQCompatError) else problem
         return InputError.does_not_fit(type(model).__name__, reason)

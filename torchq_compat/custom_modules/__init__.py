@@ -1,4 +1,25 @@
 """Custom modules: float module -> observed module -> quantized module, each one leaf call of the outer graph.
 
 A kind of custom module is a handler in ``registry``; the stages loop over the handlers and name no class.
+Scripts add a kind with ``register``.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchq_compat.custom_modules.registry import CustomModuleHandler, register
+    from torchq_compat.custom_modules.user.handler import UserModuleHandler
+
+__all__ = ["CustomModuleHandler", "UserModuleHandler", "register"]
+
+#: Imported on first use: the modules of this package import each other through it.
+_HOMES = {"CustomModuleHandler": "registry", "UserModuleHandler": "user.handler", "register": "registry"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -127,14 +127,31 @@ class Structure:
         """For each tensor, the indices, dict keys and field names that lead to it."""
         positions = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
         found: list[tuple[Any, ...]] = []
-        for path, index in pytree.tree_flatten_with_path(positions)[0]:
-            leaf, keys = self.leaves[index], tuple(_plain_key(key) for key in path)
+        for keys, index in _with_keys(positions):
+            leaf = self.leaves[index]
             if leaf is Place.TENSOR:
                 found.append(keys)
             elif isinstance(leaf, Record):
                 inner = leaf.values.tensor_keys()
                 found.extend((*keys, Field(leaf.names[first]), *rest) for first, *rest in inner)
         return found
+
+
+def _with_keys(nested: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of ``nested`` with their keys; indices in containers registered without names."""
+    for path, leaf in pytree.tree_flatten_with_path(nested, is_leaf=_has_no_names)[0]:
+        keys = tuple(_plain_key(key) for key in path)
+        if not _has_no_names(leaf):
+            yield keys, leaf
+            continue
+        children, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+        for index, child in enumerate(children):
+            yield from (((*keys, index, *rest), inner) for rest, inner in _with_keys(child))
+
+
+def _has_no_names(value: Any) -> bool:
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    return node is not None and node.flatten_with_keys_fn is None
 
 
 def _plain_key(key: Any) -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchq_compat.custom_modules.layouts import CallLayout
@@ -35,6 +36,12 @@ class PartOwner(LeafModule, ABC):
         self.module_path = ""
         self.leaf_layouts: list[CallLayout] = []
 
+    def forward(self, *args: Any, leaf_layout: int | None = None, **kwargs: Any) -> Any:
+        """Called by a user's quantized module it may get torch.ao's quantized tensors."""
+        if leaf_layout is None:
+            args, kwargs = pytree.tree_map_only(Tensor, _float_values, (args, kwargs))
+        return super().forward(*args, leaf_layout=leaf_layout, **kwargs)
+
     @abstractmethod
     def graphs(self) -> Iterator[tuple[str, GraphModule]]:
         """(path inside the module, graph of parts)."""
@@ -49,3 +56,7 @@ class PartOwner(LeafModule, ABC):
         self.module_path = other.module_path
         self.leaf_layouts = list(other.leaf_layouts)
         self.train(other.training)
+
+
+def _float_values(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if tensor.is_quantized else tensor

@@ -1,8 +1,8 @@
 """The process in which ``torchq-compat run`` runs a script: redirect the FX names, then be the script.
 
-Started as ``python -P -c ... PACKAGE_PARENT OPTIONS SCRIPT ARGS...`` by ``migrate.run``. What a script can see
-of how it was started (arguments, ``sys.path[0]``, ``__main__``, ``__file__``) is as ``python SCRIPT ARGS...``
-has it.
+Started as ``python -P -c ... PACKAGE_PARENT OPTIONS SCRIPT ARGS...`` by ``migrate.run``. What a script can
+see of how it was started (arguments, ``sys.path[0]``, ``__main__``, ``__file__``) is as
+``python SCRIPT ARGS...`` has it.
 """
 
 from __future__ import annotations

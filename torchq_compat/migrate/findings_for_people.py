@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from torchq_compat.migrate.dotted_names import names_in_import
 from torchq_compat.migrate.fx_calls import fx_call, fx_calls, last_value
 from torchq_compat.migrate.legacy_names import ENGINE_INTERNALS, MOVED
-from torchq_compat.migrate.parsed_source import ParsedSource, names_in_import
+from torchq_compat.migrate.parsed_source import ParsedSource
 from torchq_compat.migrate.sites import Site
 
 __all__ = ["find_for_people"]

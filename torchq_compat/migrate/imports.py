@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import libcst as cst
 
+from torchq_compat.migrate.dotted_names import dotted, imported_module
 from torchq_compat.migrate.legacy_names import MOVED
-from torchq_compat.migrate.parsed_source import ParsedSource, dotted, imported_module
+from torchq_compat.migrate.parsed_source import ParsedSource
 from torchq_compat.migrate.sites import ImportRequest
 from torchq_compat.migrate.text_edits import Edit
 
@@ -35,23 +37,41 @@ def is_free(source: ParsedSource, request: ImportRequest) -> bool:
     return all(full in _imported(node) for node in source.binders(name))
 
 
+class _Place(NamedTuple):
+    """Where an import goes.
+
+    Attributes:
+        at: byte offset.
+        extends: whether that is inside a ``from ... import`` that gets one more name.
+        indent: of a new line.
+        function: offset of the function it is local to, -1 for the whole file.
+    """
+
+    at: int
+    extends: bool = False
+    indent: str = ""
+    function: int = -1
+
+
 def import_edits(source: ParsedSource, requests: Iterable[ImportRequest]) -> list[Edit]:
-    """The edits of ``source`` that satisfy all ``requests``."""
-    earliest: dict[str, ImportRequest] = {}
-    for request in sorted(requests, key=lambda request: -request.offset):
-        earliest[request.statement] = request
-    joined: dict[tuple[int, bool], list[ImportRequest]] = {}
-    for _, request in sorted(earliest.items()):
+    """The edits of ``source`` that satisfy all ``requests``, each import once a file or once a function."""
+    places: dict[tuple[int, str], tuple[_Place, ImportRequest]] = {}
+    for request in sorted(requests, key=lambda request: request.offset):
         if not _is_satisfied(source, request):
-            joined.setdefault(_place(source, request), []).append(request)
-    return [_edit(source, at, extends, wanted) for (at, extends), wanted in joined.items()]
+            place = _place(source, request)
+            places.setdefault((place.function, request.statement), (place, request))
+    joined: dict[_Place, list[ImportRequest]] = {}
+    for _, (place, request) in sorted(places.items()):
+        joined.setdefault(place, []).append(request)
+    return [_edit(source, place, wanted) for place, wanted in joined.items()]
 
 
-def _edit(source: ParsedSource, at: int, extends: bool, requests: list[ImportRequest]) -> Edit:
-    if extends:
+def _edit(source: ParsedSource, place: _Place, requests: list[ImportRequest]) -> Edit:
+    at = place.at
+    if place.extends:
         return Edit(at, at, "".join(f", {request.name}" for request in requests))
     newline = source.newline()
-    lines = "".join(statement + newline for statement in _statements(requests))
+    lines = "".join(place.indent + statement + newline for statement in _statements(requests))
     # A file whose last line has no end gets one first.
     before = source.data[:at]
     return Edit(at, at, lines if not before or before.endswith((b"\n", b"\r")) else newline + lines)
@@ -75,17 +95,43 @@ def _is_satisfied(source: ParsedSource, request: ImportRequest) -> bool:
     )
 
 
-def _place(source: ParsedSource, request: ImportRequest) -> tuple[int, bool]:
-    """A byte offset, and whether it is inside a ``from ... import`` to extend."""
+def _place(source: ParsedSource, request: ImportRequest) -> _Place:
+    """Near what is imported from torch at the top; a file that imports it only in functions goes on so."""
     above = [(line, node) for line, node in _top_level_imports(source) if source.end(line) <= request.offset]
     for _, node in reversed(above):
         if request.name and isinstance(node, cst.ImportFrom) and imported_module(node) == request.module:
             assert not isinstance(node.names, cst.ImportStar)
-            return source.end(node.names[-1]) - _comma_length(source, node.names[-1]), True
-    near = [line for line, node in above if _library(node) in LIBRARIES] or [line for line, _ in above]
-    if near:
-        return _line_end(source, source.end(near[-1])), False
-    return _top(source), False
+            last = node.names[-1]
+            return _Place(source.end(last) - _comma_length(source, last), extends=True)
+    near = [line for line, node in above if _library(node) in LIBRARIES]
+    local = _local_place(source, request.offset) if not near and _imports_locally(source) else None
+    if local is not None:
+        return local
+    near = near or [line for line, _ in above]
+    return _Place(_line_end(source, source.end(near[-1])) if near else _top(source))
+
+
+def _imports_locally(source: ParsedSource) -> bool:
+    return any(
+        _library(node) in LIBRARIES for node in source.imports() if _function_around(source, node) is not None
+    )
+
+
+def _function_around(source: ParsedSource, node: cst.CSTNode) -> cst.FunctionDef | None:
+    return next((a for a in source.ancestors(node) if isinstance(a, cst.FunctionDef)), None)
+
+
+def _local_place(source: ParsedSource, offset: int) -> _Place | None:
+    """At ``offset`` in a function: before the statement of its body, so that every branch behind has it."""
+    around = [f for f in source.nodes(cst.FunctionDef) if source.start(f) <= offset < source.end(f)]
+    body = around[-1].body if around else None
+    if not isinstance(body, cst.IndentedBlock):
+        return None
+    statement = next(line for line in body.body if offset < source.end(line))
+    start = source.start(statement)
+    return _Place(
+        _line_start(source, start), indent=source.indent_at(start), function=source.start(around[-1])
+    )
 
 
 def _comma_length(source: ParsedSource, alias: cst.ImportAlias) -> int:

@@ -40,7 +40,6 @@ PART_FUNCTIONS = {
     "_get_lstm_with_individually_observed_parts": "get_lstm_with_individually_observed_parts",
     "_get_reference_quantized_lstm_module": "get_reference_quantized_lstm_module",
 }
-BATCH_NORM_SWITCHES = _unchanged("freeze_bn_stats", "update_bn_stats")
 CONFIG_CLASSES = _unchanged(
     "PrepareCustomConfig", "ConvertCustomConfig", "FuseCustomConfig", "StandaloneModuleConfigEntry"
 )
@@ -50,7 +49,6 @@ MOVED_FUNCTIONS = (
     Moved("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
     Moved("torch.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
     Moved("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils", PART_FUNCTIONS),
-    Moved("torch.ao.nn.intrinsic.qat", "torchq_compat.batch_norm_switches", BATCH_NORM_SWITCHES),
 )
 #: The classes are the same objects on both sides: only source code has to change.
 MOVED_CLASSES = (

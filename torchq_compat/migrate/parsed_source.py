@@ -23,7 +23,9 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-__all__ = ["ParsedSource", "dotted", "imported_module", "names_in_import"]
+from torchq_compat.migrate.dotted_names import imported_module, names_in_import, split_dotted
+
+__all__ = ["ParsedSource"]
 
 NodeT = TypeVar("NodeT", bound=cst.CSTNode)
 #: Full name -> the full name it stands for, when another file of the tree hands that on.
@@ -175,7 +177,7 @@ class ParsedSource:
         return self._stars
 
     def _names(self, node: cst.CSTNode, budget: int) -> set[str]:
-        base, rest = _split(node)
+        base, rest = split_dotted(node)
         scope = self.scope(node) or (self.scope(base) if base is not None else None)
         if base is None or scope is None or self._is_no_reference(node):
             return set()
@@ -240,30 +242,3 @@ def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
                     parents[child] = node
                     pending.append(child)
     return parents
-
-
-def imported_module(node: cst.ImportFrom) -> str:
-    """``..a.b`` of ``from ..a.b import c``."""
-    return "." * len(node.relative) + (dotted(node.module) if node.module is not None else "")
-
-
-def names_in_import(node: cst.Import | cst.ImportFrom) -> list[str]:
-    """The full names that an import statement names; ``module.*`` for ``import *``."""
-    prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
-    if isinstance(node.names, cst.ImportStar):
-        return [f"{prefix}*"]
-    return [prefix + dotted(alias.name) for alias in node.names]
-
-
-def dotted(node: cst.CSTNode) -> str:
-    """``a.b.c`` of a chain of names, the empty text for anything else."""
-    base, rest = _split(node)
-    return base.value + rest if base is not None else ""
-
-
-def _split(node: cst.CSTNode) -> tuple[cst.Name | None, str]:
-    rest = ""
-    while isinstance(node, cst.Attribute):
-        rest = f".{node.attr.value}{rest}"
-        node = node.value
-    return (node, rest) if isinstance(node, cst.Name) else (None, rest)

@@ -16,11 +16,20 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchq_compat.migrate.legacy_names import MOVED_FUNCTIONS
+from torchq_compat.migrate.legacy_names import MOVED_FUNCTIONS, Moved
 
-__all__ = ["redirect"]
+__all__ = ["REDIRECTIONS", "redirect"]
 
 Function = Callable[..., Any]
+
+
+#: They act on the one module they are given, so scripts keep their names; a running process is redirected.
+BATCH_NORM_SWITCHES = Moved(
+    "torch.ao.nn.intrinsic.qat",
+    "torchq_compat.batch_norm_switches",
+    {name: name for name in ("freeze_bn_stats", "update_bn_stats")},
+)
+REDIRECTIONS = (*MOVED_FUNCTIONS, BATCH_NORM_SWITCHES)
 
 
 def redirect(wrap: Callable[[Function], Function], instead: Mapping[str, str] | None = None) -> None:
@@ -32,7 +41,7 @@ def redirect(wrap: Callable[[Function], Function], instead: Mapping[str, str] | 
     """
     instead = instead or {}
     replacements: dict[int, Function] = {}
-    for moved in MOVED_FUNCTIONS:
+    for moved in REDIRECTIONS:
         if not _exists(moved.legacy):
             continue
         legacy = importlib.import_module(moved.legacy)

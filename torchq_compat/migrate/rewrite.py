@@ -12,7 +12,6 @@ import difflib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -100,7 +99,7 @@ def rewrite_command(args: argparse.Namespace) -> int:
         return DONE
     if not args.paths:
         raise RewriteUsageError("there is no PATH to rewrite.", hint="name files or folders, or use --list.")
-    scan = scan_paths(args.paths, partial(progress, "Reading"))
+    scan = scan_paths(args.paths, progress)
     problems = list(scan.problems)
     changes = list(_changes(scan, _chosen(args), problems))
     if args.write:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def scan_command(args: argparse.Namespace) -> int:
     Raises:
         PathError: a path does not exist.
     """
-    scan = scan_paths(args.paths, partial(progress, "Reading"))
+    scan = scan_paths(args.paths, progress)
     if args.format == "sarif":
         print(json.dumps(sarif_log(scan.findings, scan.problems), indent=2))
     elif args.format == "json":

@@ -7,10 +7,11 @@ tree hands one on, is spelled out is it parsed in full.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import libcst as cst
 
@@ -43,7 +44,18 @@ LEGACY_WORD = re.compile(
     rf"|torch\.(?:ao\.)?quantization\.fx(?:\.(?:{FX_MODULES})\b| import\b)|torch\.ao\.ns\b".encode()
 )
 
-Progress = Callable[[Iterable[Path]], Iterable[Path]]
+ItemT = TypeVar("ItemT")
+
+
+class Progress(Protocol):
+    """Shows how far it is while the items are gone through."""
+
+    def __call__(self, description: str, items: Sequence[ItemT], /) -> Iterable[ItemT]: ...
+
+
+def no_progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
+    del description
+    return items
 
 
 @dataclass(frozen=True)
@@ -87,12 +99,12 @@ class Scan:
     problems: list[Problem] = field(default_factory=list)
 
 
-def scan_paths(paths: Iterable[Path], progress: Progress = iter) -> Scan:
+def scan_paths(paths: Iterable[Path], progress: Progress = no_progress) -> Scan:
     """Look at all Python files and notebooks under ``paths``.
 
     Args:
         paths: files and folders.
-        progress: wraps the files while they are read.
+        progress: wraps files and documents while they are gone through.
 
     Raises:
         PathError: one of ``paths`` does not exist.
@@ -109,7 +121,8 @@ def scan_paths(paths: Iterable[Path], progress: Progress = iter) -> Scan:
     documents = list(_candidates(files, tree, scan.problems, progress))
     # All of them before the first is judged: what is taken from a file is known when its users are resolved.
     sites = {
-        document.path: _sites(document, _origin(tree, document.path), scan.problems) for document in documents
+        document.path: _sites(document, _origin(tree, document.path), scan.problems)
+        for document in progress("Parsing", documents)
     }
     for document in documents:
         origin = _origin(tree, document.path)
@@ -135,7 +148,7 @@ def _candidates(
     remaining, first_round = files, True
     while remaining:
         silent, handed_on = [], set[HandedOn]()
-        for path in progress(remaining) if first_round else remaining:
+        for path in progress("Reading", remaining) if first_round else remaining:
             try:
                 document = read_document(path)
             except UnreadableError as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
@@ -14,11 +14,12 @@ from torchq_compat.migrate.source_files import Problem
 
 __all__ = ["print_problems", "print_table", "progress"]
 
+ItemT = TypeVar("ItemT")
 #: Where standard output is no terminal: wide enough that no line is folded.
 PIPE_WIDTH = 400
 
 
-def progress(description: str, items: Iterable[Path]) -> Iterable[Path]:
+def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
     """``items``, with a bar while they are gone through, on a terminal only."""
     console = Console(stderr=True)
     return track(items, description, console=console, transient=True, disable=not console.is_terminal)

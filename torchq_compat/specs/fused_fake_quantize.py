@@ -60,6 +60,12 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
             self.is_per_channel,
             self.is_symmetric_quant,
         )
+        if self.is_symmetric_quant:
+            # A channel of one sign the kernel trains with another zero point, which no backend takes.
+            observed_scale, observed_zero_point = observer.calculate_qparams()
+            symmetric = zero_point == observed_zero_point
+            scale = torch.where(symmetric, scale, observed_scale)
+            zero_point = torch.where(symmetric, zero_point, observed_zero_point.to(zero_point.dtype))
         return scale, zero_point
 
     def _any_input(self) -> Tensor:

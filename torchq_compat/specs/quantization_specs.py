@@ -64,6 +64,11 @@ class OpSpecs:
             return make_spec(constructor)
         return make_spec(WeightConstructor(constructor))
 
+    @cached_property
+    def computed_weight(self) -> QuantizationSpec:
+        """Of a weight that the model computes: observed whenever it is, not once at convert."""
+        return make_spec(self.weight_constructor)
+
     @property
     def activation_dtype(self) -> torch.dtype:
         return self.activation_constructor.settings.dtype

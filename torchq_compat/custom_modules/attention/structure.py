@@ -128,19 +128,25 @@ def _merge_masks(
     key: Tensor,
     batched: bool,
 ) -> Tensor | None:
-    """attn_mask and key_padding_mask as one float mask: True, or a byte that is not 0, becomes -inf."""
+    """attn_mask and key_padding_mask as one float mask: True becomes -inf."""
     merged: Tensor | None = None
     attn_mask, key_padding_mask = masks
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if mask is not None and not (mask.dtype is torch.bool or mask.is_floating_point()):
+            raise CustomModuleError.call_failed(path, f"{name} must be bool or floating point")
     length, source, batch, heads = query.shape[0], key.shape[0], query.shape[1], structure.num_heads
     if attn_mask is not None:
         if attn_mask.dim() not in (2, 3):
             raise CustomModuleError.call_failed(path, "attn_mask must have 2 or 3 dimensions")
-        shape = (1, 1, length, source) if attn_mask.dim() == 2 else (batch, heads, length, source)
-        merged = _reshaped(path, "attn_mask", _additive(attn_mask, query.dtype), shape)
+        leading = () if attn_mask.dim() == 2 else (batch * heads,)
+        _check_shape(path, "attn_mask", attn_mask, (*leading, length, source))
+        merged = _additive(attn_mask, query.dtype)
+        if attn_mask.dim() == 3:
+            merged = merged.reshape(batch, heads, length, source)
     if key_padding_mask is not None:
         padding = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
-        shape = (batch, 1, 1, source)
-        padding = _reshaped(path, "key_padding_mask", _additive(padding, query.dtype), shape)
+        _check_shape(path, "key_padding_mask", padding, (batch, source))
+        padding = _additive(padding, query.dtype)[:, None, None]
         merged = padding if merged is None else merged + padding
     return merged
 
@@ -148,11 +154,9 @@ def _merge_masks(
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.is_floating_point():
         return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.bool(), float("-inf"))
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-def _reshaped(path: str, name: str, mask: Tensor, shape: tuple[Any, ...]) -> Tensor:
-    try:
-        return mask.reshape(shape)
-    except RuntimeError as cause:
-        raise CustomModuleError.call_failed(path, f"the size of {name} does not fit query and key") from cause
+def _check_shape(path: str, name: str, mask: Tensor, expected: tuple[Any, ...]) -> None:
+    if tuple(mask.shape) != expected:
+        raise CustomModuleError.call_failed(path, f"the size of {name} does not fit query and key")

@@ -13,7 +13,7 @@ tensor float, a dtype observes it in that dtype, an observer constructor observe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.custom_modules.labels import most_specific
 from torchq_compat.custom_modules.user.errors import UserModuleError
-from torchq_compat.specs.dtypes import dtype_range
+from torchq_compat.specs.dtypes import dtype_range, is_integer
 from torchq_compat.specs.observers import translate_constructor
 from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
 
@@ -36,6 +36,7 @@ def choose_specs(
 
     Raises:
         ConfigError: a value that is neither None, a dtype nor a constructor.
+        CustomModuleError: a dtype that has no integers.
     """
     by_label = {str(key): value for key, value in settings.items()}
     chosen = []
@@ -46,12 +47,14 @@ def choose_specs(
     return tuple(chosen)
 
 
-def check_keys(settings: dict[Any, Any], labels: Iterable[str], path: str, setting: str) -> None:
-    """Refuse keys that no call has.
+def check_keys(settings: Any, labels: Iterable[str], path: str, setting: str) -> None:
+    """Refuse settings that are no dict, and keys that no call has.
 
     Raises:
         CustomModuleError: names the key and the labels there are.
     """
+    if not isinstance(settings, Mapping):
+        raise UserModuleError.no_boundary(path, setting, settings)
     known = sorted(set(labels))
     for key in map(str, settings):
         if not any(label == key or label.startswith(f"{key}.") for label in known):
@@ -65,6 +68,8 @@ def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
         return make_spec(translate_constructor(value, named))
     if value == specs.activation_dtype:
         return specs.activation
+    if not is_integer(value):
+        raise UserModuleError.no_integers(named, value)
     low, high = dtype_range(value)
     if specs.activation_constructor.settings.is_fake_quantize:
         kind: Any = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver)  # type: ignore[no-untyped-call]

@@ -71,6 +71,21 @@ class UserModuleError(CustomModuleError):
         )
 
     @classmethod
+    def no_boundary(cls, path: str, setting: str, found: object) -> UserModuleError:
+        return cls(
+            f"{setting} of the module at {path!r} must be a dict, got {type(found).__name__}.",
+            hint=f'write {setting} = {{"name": choice}}; a choice is None (floats), an integer dtype, or an '
+            "observer constructor.",
+        )
+
+    @classmethod
+    def no_integers(cls, named: str, dtype: torch.dtype) -> UserModuleError:
+        return cls(
+            f"{named} is {str(dtype).removeprefix('torch.')}, which is no integer dtype.",
+            hint="None leaves a tensor in floats.",
+        )
+
+    @classmethod
     def method_raised(cls, path: str, owner: type, method: str, cause: BaseException) -> UserModuleError:
         first_line = str(cause).strip().split("\n", 1)[0]
         return cls(

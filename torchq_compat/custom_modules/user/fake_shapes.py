@@ -31,9 +31,9 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
     Raises:
         CustomModuleError: on the call, if no shapes can be found, or the module writes to an input.
     """
-    faked = _with_fake_calls_inside(module, path)
-    # While torch.export captures, the parameters of the module itself are fake.
+    # While torch.export captures, the module itself has fake parameters, and its calls are written down.
     real = copy.deepcopy(module)
+    faked = _with_fake_calls_inside(real, path)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         inputs, tensors = Structure.take_apart((args, kwargs))

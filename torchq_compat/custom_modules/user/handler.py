@@ -54,7 +54,9 @@ class UserModuleHandler(CustomModuleHandler):
         return fake_call_of(module, path) if knowing is None else knowing.fake_call(module, path)
 
     def observe(self, request: ObserveRequest) -> LeafModule:
-        request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
+        for module in request.module.modules():
+            # Where FX puts it; on the children too, for the from_float of custom modules inside.
+            module.qconfig = request.qconfig  # type: ignore[assignment]
         observed = _make(request.observed_class, "from_float", request.module, request.path)
         if isinstance(observed, LeafModule) and handler_of(observed) is not None:
             return observed

@@ -83,7 +83,7 @@ def _other(size: Any) -> int:
     expression = size.node.expr
     symbols = sorted(expression.free_symbols, key=str)
     hints = size.node.shape_env.backed_var_to_val
-    moved = {symbol: hints[symbol] + 1 + index for index, symbol in enumerate(symbols)}
+    moved = {symbol: 2 * hints[symbol] + 1 + index for index, symbol in enumerate(symbols)}
     return int(expression.xreplace(moved))
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from torchq_compat.migrate.dotted_names import dotted, imported_module
 from torchq_compat.migrate.fx_calls import fx_calls, only_value
 from torchq_compat.migrate.legacy_names import DICT_GETTERS
-from torchq_compat.migrate.parsed_source import ParsedSource, dotted, imported_module
+from torchq_compat.migrate.parsed_source import ParsedSource
 from torchq_compat.migrate.rewrites.rewrite import Rewrite
 from torchq_compat.migrate.sites import Site
 from torchq_compat.migrate.text_edits import Edit

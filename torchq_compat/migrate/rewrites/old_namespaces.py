@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import libcst as cst
 
+from torchq_compat.migrate.dotted_names import dotted, imported_module
 from torchq_compat.migrate.fx_calls import uses_fx
 from torchq_compat.migrate.imports import is_free
 from torchq_compat.migrate.legacy_names import NAMESPACES, NOT_IN_NAMESPACES
-from torchq_compat.migrate.parsed_source import ParsedSource, dotted, imported_module
+from torchq_compat.migrate.parsed_source import ParsedSource
 from torchq_compat.migrate.rewrites.rewrite import Rewrite
 from torchq_compat.migrate.sites import ImportRequest, Site
 from torchq_compat.migrate.text_edits import Edit

@@ -28,10 +28,10 @@ CONVERTING = ("convert_fx", "convert_to_reference_fx")
 PREPARING = ("prepare_fx", "prepare_qat_fx")
 MAX_STEPS = 8
 #: Of every example input, a tensor, every size is free.
-EXPORT = (
-    "torch.export.export({model}, {inputs}, "
-    "dynamic_shapes=tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in {inputs}))"
+EVERY_SIZE_FREE = (
+    "dynamic_shapes=tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in {inputs})"
 )
+INDENT = "    "
 
 
 class _Refused(Exception):  # noqa: N818 - says why, is no error
@@ -50,7 +50,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
     saved: set[str] = set()
     for call in source.nodes(cst.Call):
         kind = _called(source, call, SCRIPTING)
-        if not kind or not call.args or _conversion(source, call.args[0].value, call) is None:
+        if not kind or not call.args or not _may_be_converted(source, call.args[0].value, call):
             continue
         start, what = source.start(call), f"torch.jit.{kind}"
         try:
@@ -89,6 +89,17 @@ def _conversion(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode
     return None
 
 
+def _may_be_converted(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
+    """Whether ``model`` is a converted model, or a variable that holds one on some way through the code."""
+    if _conversion(source, model, at) is not None:
+        return True
+    if not isinstance(model, cst.Name) or last_value(source, model, at) is not None:
+        return False
+    scope = source.scope(model)
+    values = [source.assigned_value(a) for a in (scope[model.value] if scope is not None else ())]
+    return any(value is not None and _conversion(source, value, value) is not None for value in values)
+
+
 def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
     """The edits for scripting, or tracing, and the one saving that follows.
 
@@ -96,11 +107,14 @@ def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
         _Refused: something else is done with the scripted model, or its example inputs are unknown.
     """
     model = call.args[0].value
+    if _conversion(source, model, call) is None:
+        raise _Refused("it depends on the way through the code whether this is a converted model")
     if not isinstance(model, (cst.Name, cst.Attribute)):
         raise _Refused("the converted model has no name of its own")
     if not is_free(source, ImportRequest("torch")):
         raise _Refused("the name torch means something else in this file")
-    export = EXPORT.format(model=source.code(model), inputs=_example_inputs(source, call, kind))
+    inputs = _example_inputs(source, call, kind)
+    arguments = [source.code(model), inputs, EVERY_SIZE_FREE.format(inputs=inputs)]
     holder = source.parent(call)
     if isinstance(holder, cst.Assign) and isinstance(holder.targets[0].target, cst.Name):
         target = holder.targets[0].target
@@ -108,10 +122,23 @@ def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
         if only_value(source, target) is None or len(uses) != 1:
             raise _Refused(f"{target.value} is used for more than saving it")
         save, path = _save_call(source, uses[0])
+        export = _call(source, call, "torch.export.export", arguments)
         text = f"torch.export.save({target.value}, {path})"
         return _Saving((_replace(source, call, export), _replace(source, save, text)), path)
     save, path = _save_call(source, call)
-    return _Saving((_replace(source, save, f"torch.export.save({export}, {path})"),), path)
+    export = _call(source, save, "torch.export.export", arguments, depth=1)
+    text = _call(source, save, "torch.export.save", [export, path])
+    return _Saving((_replace(source, save, text),), path)
+
+
+def _call(
+    source: ParsedSource, node: cst.CSTNode, function: str, arguments: list[str], depth: int = 0
+) -> str:
+    """A call with one argument a line, to stand in place of ``node``, ``depth`` calls deep."""
+    newline = source.newline()
+    outer = source.indent_at(source.start(node)) + depth * INDENT
+    lines = "".join(f"{newline}{outer}{INDENT}{argument}," for argument in arguments)
+    return f"{function}({lines}{newline}{outer})"
 
 
 def _replace(source: ParsedSource, node: cst.CSTNode, text: str) -> Edit:
