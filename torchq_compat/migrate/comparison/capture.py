@@ -58,6 +58,7 @@ def capture(case: Case, fx: FxSetting) -> Capture:
         measured.points,
         ours.cells,
         ours.left_float,
+        ours.quantized_count,
         measured.series,
         costs,
         fx_run,

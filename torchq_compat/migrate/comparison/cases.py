@@ -22,7 +22,8 @@ class Case:
     Attributes:
         model: the float model.
         calibration_data: batches, each the tuple of the model's positional arguments.
-        evaluation_data: what both sides are measured on; default: the calibration data.
+        evaluation_data: what both sides are measured on; default: the calibration data, or the
+            example inputs where there are none.
     """
 
     model: nn.Module
@@ -44,7 +45,9 @@ class Case:
             raise CaseError.not_a_case("this", f"the model is a {type(self.model).__name__}")
         calibration = _batches("calibration_data", self.calibration_data)
         given = self.evaluation_data
-        evaluation = calibration if given is None else _batches("evaluation_data", given)
+        # Dynamic quantization needs no calibration.
+        measured_on = calibration or [self.example_inputs]
+        evaluation = measured_on if given is None else _batches("evaluation_data", given)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Case(**{**values, "calibration_data": calibration, "evaluation_data": evaluation})
 
@@ -73,10 +76,7 @@ def read_case(what: str, value: Any) -> Case:
 def _batches(name: str, data: Any) -> list[Batch]:
     if isinstance(data, (Tensor, str, Mapping)) or not isinstance(data, Iterable):
         raise CaseError.bad_data(name, f"is a {type(data).__name__} and no list of batches")
-    batches = [_batch(batch) for batch in data]
-    if not batches:
-        raise CaseError.bad_data(name, "has no batch")
-    return batches
+    return [_batch(batch) for batch in data]
 
 
 def _batch(batch: Any) -> Batch:

@@ -47,7 +47,15 @@ def _left_float(capture: Capture) -> Iterator[Finding]:
 
 
 def _of_point(point: Point, capture: Capture) -> Finding | None:
-    for rule in (_one_grid, _one_side, _fixed_input, _shared_observer, _other_qparams, _saturated):
+    for rule in (
+        _one_grid,
+        _one_side,
+        _fixed_input,
+        _fixed_part,
+        _shared_observer,
+        _other_qparams,
+        _saturated,
+    ):
         finding = rule(point, capture)
         if finding is not None:
             return finding
@@ -98,6 +106,12 @@ def _fixed_input(point: Point, capture: Capture) -> Finding | None:
         return None
     cause = known.GATE_INPUT if point.kind is Kind.PART else known.FIXED_INPUT
     return Finding(point.name, _decibels(point.ours, point.fx), cause.why, cause.link)
+
+
+def _fixed_part(point: Point, capture: Capture) -> Finding | None:
+    if point.kind is not Kind.PART or not _has_fixed_qparams(point) or not _different_grids(point):
+        return None
+    return Finding(point.name, _two_grids(point), known.FIXED_PARTS.why, known.FIXED_PARTS.link)
 
 
 def _shared_observer(point: Point, capture: Capture) -> Finding | None:

@@ -35,7 +35,8 @@ def compare(
         qconfig_mapping, prepare_custom_config, backend_config: as ``prepare_fx`` takes them.
         convert_custom_config: as ``convert_fx`` takes it.
         calibration_data: batches, each a tuple of the model's positional arguments, or one tensor.
-        evaluation_data: batches to measure on; default: ``calibration_data``.
+        evaluation_data: batches to measure on; default: ``calibration_data``, or
+            ``example_inputs`` where that is empty.
         fx: whether FX runs too; "auto": where it can.
 
     Returns:

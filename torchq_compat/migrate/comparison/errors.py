@@ -68,13 +68,6 @@ class CaseError(TorchQCompatError):
         )
 
     @classmethod
-    def not_calibrated(cls, model: str) -> CaseError:
-        return cls(
-            f"the script did not call the prepared {model} before it converted it.",
-            hint="compare calibrates with the batches the script feeds; give it some.",
-        )
-
-    @classmethod
     def trained(cls, model: str) -> CaseError:
         return cls(
             f"{model} goes through prepare_qat_fx: two trainings do not end with the same weights.",

@@ -10,6 +10,7 @@ __all__ = [
     "ALL",
     "DIFFERENT_RANGES",
     "FIXED_INPUT",
+    "FIXED_PARTS",
     "FX_RAISES",
     "GATE_INPUT",
     "LEFT_FLOAT",
@@ -53,6 +54,12 @@ GATE_INPUT = Known(
     "input-of-gates",
     "FX quantizes a gate's input with the gate's output qparams; here the input is what the sum before "
     "yields.",
+)
+FIXED_PARTS = Known(
+    "tanh-of-the-cell-state",
+    "In an individually observed cell FX observes what has no constructor with the QConfig's activation "
+    "observer; "
+    "here sigmoid and tanh have fixed qparams, as in the default cell.",
 )
 DIFFERENT_RANGES = Known(
     "moving-averages",

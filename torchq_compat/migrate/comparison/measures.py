@@ -164,18 +164,18 @@ def _histogram(exact: Tensor) -> Histogram | None:
 def state_bytes(model: nn.Module) -> int:
     """Bytes of all tensors of the ``state_dict``, packed weights included; a tensor held twice counts
     once."""
-    storages = {}
-    for tensor in _tensors(model.state_dict()):
-        storages[tensor.data_ptr(), tensor.numel()] = _bytes(tensor)
-    return sum(storages.values())
+    # Keeps all of them: an unpacked weight lives no longer than it is held, and its address is used again.
+    tensors = {(t.data_ptr(), t.numel()): t for t in _tensors(dict(model.state_dict()))}
+    return sum(_bytes(tensor) for tensor in tensors.values())
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    for leaf in pytree.tree_leaves(dict(state)):
+    for leaf in pytree.tree_leaves(state):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif hasattr(leaf, "unpack"):
-            yield from (part for part in leaf.unpack() if isinstance(part, Tensor))
+        elif isinstance(leaf, torch.ScriptObject):
+            # Packed weights.
+            yield from _tensors(leaf.unpack() if hasattr(leaf, "unpack") else leaf.__getstate__())
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.ao.quantization import disable_fake_quant
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat import convert_fx, convert_to_reference_fx, explain, prepare_fx
 from torchq_compat.custom_modules.boundary import DEQUANTIZE_TARGETS, grid_of_integers
@@ -31,6 +32,7 @@ from torchq_compat.specs.grids import Grid
 __all__ = ["OurSide", "Place", "quantize_by_us"]
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
+Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
 #: An input of a cell, in ``CellNode.formula``.
 CELL_INPUT = "input of the cell"
 
@@ -56,6 +58,7 @@ class OurSide:
         places: every key in graph order.
         cells: the graphs of parts, for drawing.
         left_float: modules that stay float as a whole.
+        quantized_count: how many modules and ops do not.
     """
 
     exact: QuantizedModel
@@ -63,6 +66,7 @@ class OurSide:
     places: Mapping[Key, Place]
     cells: tuple[CellGraph, ...]
     left_float: tuple[LeftFloat, ...]
+    quantized_count: int
 
 
 def quantize_by_us(case: Case) -> OurSide:
@@ -88,11 +92,14 @@ def quantize_by_us(case: Case) -> OurSide:
         deployed = convert_fx(copy.deepcopy(prepared), case.convert_custom_config)
     decisions = tuple(explain(converted))
     places = dict(_places(converted, decisions))
+    observed = _names_of_observed(prepared)
     exact = copy.deepcopy(prepared).apply(disable_fake_quant).eval()
     return OurSide(
-        QuantizedModel(_runner(exact, _nodes(exact, decisions)), lambda count: (None,) * count, None),
+        QuantizedModel(_exact_runner(exact, decisions), lambda count: (None,) * count, None),
         QuantizedModel(
-            _runner(copy.deepcopy(converted), None, decisions), lambda _: _output_grids(converted), deployed
+            _quantized_runner(copy.deepcopy(converted), decisions, observed),
+            lambda _: _output_grids(converted),
+            deployed,
         ),
         places,
         tuple(_cells(converted)),
@@ -101,6 +108,7 @@ def quantize_by_us(case: Case) -> OurSide:
             for d in decisions
             if d.action is Action.FLOAT and (d.warn or not d.node)
         ),
+        sum(d.action is Action.QUANTIZED for d in decisions),
     )
 
 
@@ -168,19 +176,32 @@ def _of_leaf(
         yield ResultKey(path, position), (graph_module, getitem)
 
 
-def _runner(
-    model: GraphModule,
-    nodes: dict[Key, tuple[GraphModule, Node]] | None,
-    decisions: tuple[Decision, ...] = (),
-) -> Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]:
-    """Tap ``model`` at ``nodes``; without them at the quantized values of the places of ``decisions``."""
-    values: dict[Key, tuple[GraphModule, Node, Grid | None]]
-    if nodes is not None:
-        values = {key: (graph, node, None) for key, (graph, node) in nodes.items()}
-    else:
-        values = {
-            key: (graph, *_integers_of(node)) for key, (graph, node) in _nodes(model, decisions).items()
-        }
+def _names_of_observed(prepared: GraphModule) -> frozenset[str]:
+    """The nodes whose output is quantized as theirs. Behind another one a quantize is its consumer's."""
+    return frozenset(
+        node.name
+        for node in prepared.graph.nodes
+        if (annotation := node.meta.get(Q_ANNOTATION_KEY)) is not None and annotation.output_qspec is not None
+    )
+
+
+def _exact_runner(model: GraphModule, decisions: tuple[Decision, ...]) -> Run:
+    """Run the observed ``model`` and read its float values."""
+    nodes = _nodes(model, decisions)
+    return _runner(model, {key: (graph, node, None) for key, (graph, node) in nodes.items()})
+
+
+def _quantized_runner(model: GraphModule, decisions: tuple[Decision, ...], observed: frozenset[str]) -> Run:
+    """Run the q-dq ``model`` and read the integers of what is ``observed``, of results and of parts."""
+    values: dict[Key, tuple[GraphModule, Node, Grid | None]] = {}
+    for key, (graph, node) in _nodes(model, decisions).items():
+        is_own = not isinstance(key, OpKey) or node.name in observed
+        values[key] = (graph, *(_integers_of(node) if is_own else (node, None)))
+    return _runner(model, values)
+
+
+def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, Grid | None]]) -> Run:
+    """Run ``model`` with taps behind the nodes of ``values``, each with the grid of what it holds."""
     taps: dict[tuple[int, Node], Tap] = {}
     for graph in {id(graph): graph for graph, _, _ in values.values()}.values():
         tapped = tap_nodes(graph, [node for owner, node, _ in values.values() if owner is graph])

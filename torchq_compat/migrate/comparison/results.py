@@ -214,13 +214,18 @@ class FxRun:
 
 @dataclass(frozen=True)
 class Capture:
-    """Everything measured about one model."""
+    """Everything measured about one model.
+
+    Attributes:
+        quantized_count: how many modules and ops this package quantizes, dynamic and weight-only included.
+    """
 
     model: str
     outputs: tuple[Point, ...]
     points: tuple[Point, ...]
     cells: tuple[CellGraph, ...]
     left_float: tuple[LeftFloat, ...]
+    quantized_count: int
     series: tuple[Series, ...]
     costs: Costs
     fx: FxRun

@@ -23,8 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torchq_compat.migrate.comparison.cases import Case
 from torchq_compat.migrate.comparison.errors import CaseError
 from torchq_compat.migrate.comparison.fx_switch import fx_is_called
-from torchq_compat.migrate.legacy_names import MOVED_FUNCTIONS
-from torchq_compat.migrate.redirections import redirect
+from torchq_compat.migrate.redirections import REDIRECTIONS, redirect
 
 __all__ = ["ScriptRecorder"]
 
@@ -129,7 +128,7 @@ class ScriptRecorder:
 def _legacy_functions() -> dict[str, Function]:
     """Name of our function -> the legacy function it replaces."""
     found: dict[str, Function] = {}
-    for moved in MOVED_FUNCTIONS:
+    for moved in REDIRECTIONS:
         try:
             legacy = importlib.import_module(moved.legacy)
         except ModuleNotFoundError:
@@ -157,9 +156,6 @@ def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _case(recording: Recording) -> Case:
-    name = type(recording.model).__name__
-    if not recording.batches:
-        raise CaseError.not_calibrated(name)
     return Case(
         recording.model,
         recording.arguments["qconfig_mapping"],

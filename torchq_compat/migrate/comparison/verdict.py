@@ -15,7 +15,7 @@ BEYOND_ONE_STEP = 0.001
 
 def judge(capture: Capture) -> Verdict:
     status = _status(capture)
-    nothing = not any(point.ours.grid for point in (*capture.points, *capture.outputs))
+    nothing = capture.quantized_count == 0
     return Verdict(status, _headline(status, capture, nothing), find_causes(capture), nothing)
 
 
