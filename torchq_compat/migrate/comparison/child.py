@@ -22,7 +22,7 @@ from torchq_compat.migrate.import_noise import import_noise_held_back
 if TYPE_CHECKING:
     from torchq_compat.migrate.comparison.cases import Case
 
-__all__ = ["main"]
+__all__ = ["case_of_function", "main"]
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     try:
         with import_noise_held_back():
             from torchq_compat.migrate.comparison.comparing import compare_case
-        cases = _case_of_function(target) if target.is_function else _cases_of_script(target)
+        cases = case_of_function(target) if target.is_function else _cases_of_script(target)
         outcome: object = tuple(compare_case(case, target.fx_setting) for case in cases)
     except TorchQCompatError as error:
         outcome = TorchQCompatError(error.message, hint=error.hint)
@@ -41,7 +41,12 @@ def main() -> int:
     return 0
 
 
-def _case_of_function(target: Target) -> tuple[Case, ...]:
+def case_of_function(target: Target) -> tuple[Case, ...]:
+    """What the function returns, in a tuple.
+
+    Raises:
+        CaseError: there is no such function, it raises, or what it returns is no case.
+    """
     from torchq_compat.migrate.comparison.cases import read_case
 
     module_name, _, name = target.name.partition(":")
