@@ -20,6 +20,7 @@ from torch.ao.quantization import (
     QConfigMapping,
     default_dynamic_qconfig,
     default_weight_observer,
+    get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
@@ -195,9 +196,6 @@ def test_both_cells_part_by_part(uneven: tuple[nn.Module, list[tuple[Tensor, ...
         assert grid is not None
         assert grid.scales == (parts[name].details["scale"],)
         assert 15 < part.ours.sqnr < 60
-        if name.endswith("tanh_cy"):  # no module of FX's cell computes it
-            assert part.fx is None
-            continue
         # The cells are the same, bit for bit: only what is made of their outputs differs.
         assert part.fx is not None
         assert part.fx.grid is not None
@@ -332,6 +330,41 @@ def test_dynamic_quantization_needs_no_calibration() -> None:
     assert comparison.verdict.status in (Status.SAME, Status.SIMILAR)
     assert not comparison.verdict.nothing_quantized
     assert 25 < point(comparison, "output 0").ours.sqnr < 70
+
+
+class Mixed(nn.Module):
+    """Fused chains, an op with two outputs, a result that is a dict with an integer in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.again, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = torch.relu(self.norm(self.conv(x)))
+        x = torch.relu(x + self.again(x))
+        first, second = x.chunk(2, 1)
+        return {"count": x.shape[0], "logits": self.head(torch.cat([second, first], 1).mean((2, 3)))}
+
+
+def test_fused_chains_and_nested_results() -> None:
+    batches = [(torch.randn(2, 3, 8, 8),) for _ in range(2)]
+    comparison = tc.compare(build(Mixed), get_default_qconfig_mapping("x86"), batches[0], batches)
+    assert comparison.verdict.status is Status.SAME
+    (output,) = comparison.capture.outputs
+    assert same_qparams(output)
+    for name in ("conv", "again", "add", "cat", "mean", "head"):
+        assert same_qparams(point(comparison, name)), name
+
+
+def test_a_fake_quantize_of_a_reduced_range() -> None:
+    """FX's converted model has the range of the dtype; that it measures better here is known, and said."""
+    batches = plain_batches()
+    mapping = get_default_qat_qconfig_mapping("fbgemm")
+    comparison = tc.compare(build(Plain), mapping, batches[0], batches)
+    findings = {finding.where: finding for finding in comparison.verdict.findings}
+    assert findings["head"].link == f"{GUIDE}range-of-a-fake-quantize"
+    assert " 0..127 here" in findings["head"].what
 
 
 def test_nothing_quantized_is_said() -> None:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -35,6 +36,7 @@ __all__ = ["add_parser", "compare_command"]
 
 FINE, ATTENTION = 0, 1
 STANDARD_ERROR = 2
+SIGNAL_EXIT_BASE = 128
 #: As in ``migrate.run``.
 START_CHILD = """\
 import sys
@@ -153,6 +155,7 @@ def _run(command: list[str], target: Target, timeout: float | None) -> int:
     # A session of its own, so that processes the script started can be stopped with it. Standard output is
     # for the report.
     child = subprocess.Popen(command, stdout=STANDARD_ERROR, start_new_session=True)
+    previous = signal.signal(signal.SIGTERM, _exit)
     try:
         return child.wait(timeout)
     except subprocess.TimeoutExpired as expired:
@@ -160,6 +163,12 @@ def _run(command: list[str], target: Target, timeout: float | None) -> int:
     finally:
         if child.poll() is None:
             _stop(child)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(signum: int, frame: FrameType | None) -> None:
+    """End in order, so that the child is stopped too."""
+    sys.exit(SIGNAL_EXIT_BASE + signum)
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,7 +121,10 @@ def _run_fx(theirs: QuantizedModel | None, batch: tuple[Any, ...]) -> tuple[Any,
     if theirs is None:
         return (), {}
     try:
-        return theirs.run(batch)
+        with warnings.catch_warnings():
+            # What FX warns about shows in what is measured.
+            warnings.simplefilter("ignore")
+            return theirs.run(batch)
     except Exception as cause:
         raise _FxFailedError(cause) from cause
 
@@ -131,7 +135,7 @@ def _leaves(result: Any) -> list[Tensor]:
 
 def _output_readings(side: QuantizedModel, result: Any) -> list[Reading]:
     values = _leaves(result)
-    grids = side.output_grids(len(values))
+    grids = side.output_grids(result)
     return [Reading(value, grid) for value, grid in zip(values, grids, strict=True)]
 
 
@@ -162,7 +166,9 @@ def _costs(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> Costs:
     float_model = copy.deepcopy(case.model).eval()
     models = [float_model, ours.quantized.deployed, theirs.deployed if theirs else None]
     sizes = [state_bytes(model) if model is not None else None for model in models]
-    times = milliseconds([model and partial(model, *case.example_inputs) for model in models])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        times = milliseconds([model and partial(model, *case.example_inputs) for model in models])
     (float_bytes, our_bytes, fx_bytes), (float_ms, our_ms, fx_ms) = sizes, times
     assert float_bytes is not None
     assert our_bytes is not None

@@ -52,6 +52,7 @@ def _of_point(point: Point, capture: Capture) -> Finding | None:
         _one_side,
         _fixed_input,
         _fixed_part,
+        _trained_range,
         _shared_observer,
         _other_qparams,
         _saturated,
@@ -112,6 +113,13 @@ def _fixed_part(point: Point, capture: Capture) -> Finding | None:
     if point.kind is not Kind.PART or not _has_fixed_qparams(point) or not _different_grids(point):
         return None
     return Finding(point.name, _two_grids(point), known.FIXED_PARTS.why, known.FIXED_PARTS.link)
+
+
+def _trained_range(point: Point, capture: Capture) -> Finding | None:
+    ours, fx = point.ours.grid, point.fx.grid if point.fx else None
+    if ours is None or fx is None or ours.dtype != fx.dtype or ours.is_full_range or not fx.is_full_range:
+        return None
+    return Finding(point.name, _two_grids(point), known.TRAINED_RANGE.why, known.TRAINED_RANGE.link)
 
 
 def _shared_observer(point: Point, capture: Capture) -> Finding | None:
@@ -184,4 +192,5 @@ def grid_text(grid: GridView | None) -> str:
         return "float"
     pairs = [f"{s:.4g}/{z}" for s, z in zip(grid.scales, grid.zero_points, strict=True)]
     shown = " | ".join(pairs) if len(pairs) <= 2 else f"{len(pairs)} grids"
-    return f"{grid.dtype} {shown}"
+    limits = "" if grid.is_full_range else f" {grid.quant_min}..{grid.quant_max}"
+    return f"{grid.dtype} {shown}{limits}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
 
 from torchq_compat.custom_modules.part import PartKind
 from torchq_compat.migrate.comparison.our_side import Place
@@ -41,8 +43,9 @@ Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
 
 def observe_places(
     prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
-) -> tuple[Run, Callable[[int], tuple[Grid | None, ...]]]:
-    """How to run ``reference`` (changed: taps are put in), and the grids of its outputs after a run."""
+) -> tuple[Run, Callable[[Any], tuple[Grid | None, ...]]]:
+    """How to run ``reference`` (changed: taps are put in), and the grids of a result's tensors, after the
+    run that gave it."""
     outputs = pytree.tree_leaves(reference.graph.output_node().args[0])
     taps: dict[Key, Tap] = {}
     for owner, nodes in _nodes(prepared, reference, places):
@@ -51,16 +54,22 @@ def observe_places(
     taps.update(_module_taps(reference, places))
     sources = [_source_of_dequantize(node) for node in outputs]
     source_taps = tap_nodes(reference, [node for node in sources if node is not None])
+    eager = _LastCalls()
+    taps.update(eager.taps(reference, places))
     last_grids: list[Grid | None] = []
 
     def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
-        with torch.no_grad():
+        with torch.no_grad(), eager:
             result = reference(*batch)
         last_grids[:] = [_last_grid(source_taps[node]) if node is not None else None for node in sources]
         readings = {key: _reading(passes) for key, tap in taps.items() if (passes := tap.take())}
         return pytree.tree_map_only(Tensor, _dequantized, result), readings
 
-    return run, lambda count: tuple(last_grids) if len(last_grids) == count else (None,) * count
+    def output_grids(result: Any) -> tuple[Grid | None, ...]:
+        leaves = pytree.tree_leaves(result)
+        return tuple(g for g, leaf in zip(last_grids, leaves, strict=True) if isinstance(leaf, Tensor))
+
+    return run, output_grids
 
 
 def _nodes(
@@ -163,6 +172,36 @@ def _module_taps(reference: GraphModule, places: Mapping[Key, Place]) -> dict[Ke
         if module is not None:
             taps.update(_result_taps(module, keys))
     return taps
+
+
+class _LastCalls(TorchFunctionMode):
+    """Parts that eager cells compute by calling a function, which are no modules: the last call in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[Any, Any] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in PART_FUNCTIONS.values():
+            self._last[func] = result
+        return result
+
+    def taps(self, reference: nn.Module, places: Mapping[Key, Place]) -> dict[Key, Tap]:
+        """A tap for each such part, filled whenever its cell has computed."""
+        taps: dict[Key, Tap] = {}
+        for cell_path, parts in _parts_by_cell(places).items():
+            cell = _submodule(reference, cell_path)
+            for key, kind in parts:
+                is_module = _submodule(reference, f"{cell_path}.{key.part}") is not None
+                if cell is None or isinstance(cell, GraphModule) or is_module or kind not in PART_FUNCTIONS:
+                    continue
+                taps[key] = Tap()
+                cell.register_forward_hook(partial(self._keep, taps[key], PART_FUNCTIONS[kind]))
+        return taps
+
+    def _keep(self, tap: Tap, function: Any, *_: Any) -> None:
+        tap(self._last.pop(function, None))
 
 
 def _result_taps(module: nn.Module, keys: list[ResultKey]) -> dict[Key, Tap]:

@@ -20,6 +20,7 @@ __all__ = [
     "ONE_SIDE",
     "ROUNDING",
     "SHARED_OBSERVER",
+    "TRAINED_RANGE",
     "Known",
 ]
 
@@ -60,6 +61,12 @@ FIXED_PARTS = Known(
     "In an individually observed cell FX observes what has no constructor with the QConfig's activation "
     "observer; "
     "here sigmoid and tanh have fixed qparams, as in the default cell.",
+)
+TRAINED_RANGE = Known(
+    "range-of-a-fake-quantize",
+    "A fake-quantize clamps to the range it was given, 0..127 say. FX's converted model clamps to the "
+    "dtype's; here the "
+    "range stays the one the values were clamped to.",
 )
 DIFFERENT_RANGES = Known(
     "moving-averages",

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torchq_compat.migrate.comparison.cases import Case
 from torchq_compat.migrate.comparison.results import CellGraph, CellNode, Kind, LeftFloat
 from torchq_compat.migrate.comparison.sides import Key, OpKey, PartKey, QuantizedModel, Reading, ResultKey
 from torchq_compat.migrate.comparison.taps import Tap, tap_nodes
+from torchq_compat.migrate.value_preserving import computes_nothing
 from torchq_compat.specs.grids import Grid
 
 __all__ = ["OurSide", "Place", "quantize_by_us"]
@@ -95,10 +97,10 @@ def quantize_by_us(case: Case) -> OurSide:
     observed = _names_of_observed(prepared)
     exact = copy.deepcopy(prepared).apply(disable_fake_quant).eval()
     return OurSide(
-        QuantizedModel(_exact_runner(exact, decisions), lambda count: (None,) * count, None),
+        QuantizedModel(_exact_runner(exact, decisions), lambda _: (), None),
         QuantizedModel(
             _quantized_runner(copy.deepcopy(converted), decisions, observed),
-            lambda _: _output_grids(converted),
+            partial(_output_grids, converted),
             deployed,
         ),
         places,
@@ -106,7 +108,7 @@ def quantize_by_us(case: Case) -> OurSide:
         tuple(
             LeftFloat(d.path, d.kind, d.reason)
             for d in decisions
-            if d.action is Action.FLOAT and (d.warn or not d.node)
+            if d.action is Action.FLOAT and (d.warn or not d.node) and not computes_nothing(converted, d)
         ),
         sum(d.action is Action.QUANTIZED for d in decisions),
     )
@@ -238,9 +240,10 @@ def _integers_of(node: Node) -> tuple[Node, Grid | None]:
     return node, None
 
 
-def _output_grids(converted: GraphModule) -> tuple[Grid | None, ...]:
-    results = pytree.tree_leaves(converted.graph.output_node().args[0])
-    return tuple(_grid_behind(node) for node in results)
+def _output_grids(converted: GraphModule, result: Any) -> tuple[Grid | None, ...]:
+    nodes = pytree.tree_leaves(converted.graph.output_node().args[0])
+    pairs = zip(nodes, pytree.tree_leaves(result), strict=True)
+    return tuple(_grid_behind(node) for node, leaf in pairs if isinstance(leaf, Tensor))
 
 
 def _grid_behind(node: Any) -> Grid | None:

@@ -72,10 +72,17 @@ class GridView:
     quant_min: int
     quant_max: int
 
+    @property
+    def is_full_range(self) -> bool:
+        """Whether it has all integers of its dtype."""
+        bits = int(self.dtype.lstrip("uint"))
+        low = 0 if self.dtype.startswith("u") else -(2 ** (bits - 1))
+        return (self.quant_min, self.quant_max) == (low, low + 2**bits - 1)
+
     def same_qparams(self, other: GridView) -> bool:
-        """Equal dtypes and zero points, and scales equal to float32's precision."""
+        """Equal dtypes, ranges and zero points, and scales equal to float32's precision."""
         return (
-            self.dtype == other.dtype
+            (self.dtype, self.quant_min, self.quant_max) == (other.dtype, other.quant_min, other.quant_max)
             and self.zero_points == other.zero_points
             and len(self.scales) == len(other.scales)
             and all(abs(a - b) <= 1e-6 * abs(a) for a, b in zip(self.scales, other.scales, strict=True))

@@ -53,11 +53,11 @@ class QuantizedModel:
 
     Attributes:
         run: calls the model and returns its result, and what passed at every place.
-        output_grids: for each flat output the grid it lies on; None: float.
+        output_grids: for each tensor of a result the grid it lies on; None: float.
         deployed: what the script would ship, for size and latency; None where it could not be made.
     """
 
     run: Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
-    output_grids: Callable[[int], tuple[Grid | None, ...]]
+    output_grids: Callable[[Any], tuple[Grid | None, ...]]
     deployed: nn.Module | None
     deployed_error: str = ""
