@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -278,22 +280,49 @@ def test_a_trained_model_beside_another_is_said(tmp_path: Path) -> None:
     assert result.stdout.startswith("Model: same")
 
 
-def test_a_script_that_hangs_is_stopped_with_all_it_started(tmp_path: Path) -> None:
-    source = """
+HANGS = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open("pid", "w").write(str(child.pid))
+with open("pid.part", "w") as file:
+    file.write(str(child.pid))
+import os
+os.rename("pid.part", "pid")
 time.sleep(600)
 """
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()
+
+
+def ended(folder: Path) -> bool:
+    """Whether the process the script started is gone, or nobody's zombie."""
+    state = Path("/proc") / (folder / "pid").read_text() / "stat"
+    try:
+        return state.read_text().split()[2] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_script_that_hangs_is_stopped_with_all_it_started(tmp_path: Path) -> None:
     start = time.monotonic()
-    result = compare(tmp_path, "--timeout", "15", "hangs.py", hangs=source)
+    result = compare(tmp_path, "--timeout", "15", "hangs.py", hangs=HANGS)
     assert time.monotonic() - start < 100
     assert_error(result, "hangs.py did not end within 15 seconds and was stopped.")
-    state = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
-    deadline = time.monotonic() + 10
-    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    wait_until(lambda: ended(tmp_path), 10)
+
+
+def test_a_terminated_command_stops_the_script(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    command = [sys.executable, "-m", "torchq_compat", "compare", "hangs.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.DEVNULL) as running:
+        wait_until((tmp_path / "pid").exists, 100)
+        running.terminate()
+        assert running.wait(60) == 128 + signal.SIGTERM
+    wait_until(lambda: ended(tmp_path), 10)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ __all__ = ["draw_cell"]
 
 WIDTH, HEIGHT = 2.05, 0.9
 COLUMN, ROW = 2.6, 1.3
+#: Points; a longer text than fits is set smaller, its size times its length being WIDE.
+FONT, WIDE = 6.8, 200.0
 DTYPE_COLOURS = {
     "uint8": "#cfe3f5",
     "int8": "#c9ead0",
@@ -31,8 +33,8 @@ def draw_cell(cell: CellGraph, points: Mapping[str, Point]) -> Figure:
     """``points``: by name; those of the cell's parts carry the grids."""
     places = _places(cell)
     columns = max(x for x, _ in places.values()) / COLUMN + 1
-    rows = (max(y for _, y in places.values()) - min(y for _, y in places.values())) / ROW + 1
-    figure = Figure(figsize=(1.85 * columns, 1.08 * rows + 0.3), layout="constrained")
+    bottom, top = _limits(cell, places)
+    figure = Figure(figsize=(1.85 * columns, 0.82 * (top - bottom)), layout="constrained")
     axes = figure.subplots()
     axes.set_axis_off()
     for node in cell.nodes:
@@ -40,9 +42,8 @@ def draw_cell(cell: CellGraph, points: Mapping[str, Point]) -> Figure:
             _arrow(axes, places[source], places[node.name])
     for node in cell.nodes:
         _box(axes, node, places[node.name], points.get(f"{cell.path}.{node.name}"))
-    ys = [y for _, y in places.values()]
     axes.set_xlim(-WIDTH * 0.6, (columns - 1) * COLUMN + WIDTH * 0.6)
-    axes.set_ylim(min(ys) - HEIGHT * 0.75, max(ys) + HEIGHT * 0.75)
+    axes.set_ylim(bottom, top)
     return figure
 
 
@@ -80,9 +81,23 @@ def _wanted_row(node: CellNode, places: Places) -> float:
     return sum(rows) / len(rows) if rows else 0.0
 
 
+def _limits(cell: CellGraph, places: Places) -> tuple[float, float]:
+    """Lowest and highest y of boxes and bent arrows."""
+    highest = [y + HEIGHT * 0.75 for _, y in places.values()]
+    for node in cell.nodes:
+        for source in node.inputs:
+            (x, y), end = places[source], places[node.name]
+            highest.append(max(y, end[1]) + HEIGHT / 2 + _bend((x, y), end) / 2 * (end[0] - x))
+    return min(y for _, y in places.values()) - HEIGHT * 0.75, max(highest)
+
+
+def _bend(start: tuple[float, float], end: tuple[float, float]) -> float:
+    """A long way is bent upwards, so that it does not run behind the boxes between."""
+    is_short = end[0] - start[0] <= COLUMN * 1.1
+    return 0.0 if is_short or abs(end[1] - start[1]) > ROW / 2 else 0.22
+
+
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    # A long way is bent, so that it does not run behind the boxes between.
-    bend = 0.0 if end[0] - start[0] <= COLUMN * 1.1 or abs(end[1] - start[1]) > ROW / 2 else -0.25
     axes.add_patch(
         FancyArrowPatch(
             (start[0] + WIDTH / 2, start[1]),
@@ -91,7 +106,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
             mutation_scale=9,
             linewidth=0.9,
             color="#666666",
-            connectionstyle=f"arc3,rad={bend}",
+            connectionstyle=f"arc3,rad={-_bend(start, end)}",
         )
     )
 
@@ -114,7 +129,16 @@ def _box(axes: Axes, node: CellNode, centre: tuple[float, float], point: Point |
     lines = [(node.name, "bold", "#111111"), *((text, "normal", c) for text, c in _details(node, point))]
     for index, (text, weight, text_colour) in enumerate(lines):
         row = y + HEIGHT * (0.30 - 0.6 * index / max(1, len(lines) - 1)) if len(lines) > 1 else y
-        axes.text(x, row, text, ha="center", va="center", fontsize=6.8, fontweight=weight, color=text_colour)
+        axes.text(
+            x,
+            row,
+            text,
+            ha="center",
+            va="center",
+            fontsize=min(FONT, WIDE / len(text)),
+            fontweight=weight,
+            color=text_colour,
+        )
 
 
 def _details(node: CellNode, point: Point | None) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from torchq_compat.migrate.comparison.causes import grid_text
 from torchq_compat.migrate.comparison.results import Comparison, Costs, Kind, Point, Side, Status
 from torchq_compat.migrate.comparison.verdict import decibel_text
 
-__all__ = ["as_text", "cost_rows", "point_row", "print_report", "renderable"]
+__all__ = ["as_text", "cost_rows", "point_row", "print_report", "renderable", "step_text"]
 
 STYLES = {Status.WORSE: "bold red", Status.WITHOUT_FX: "bold yellow"}
 WIDTH = 200
@@ -73,10 +73,14 @@ def point_row(point: Point) -> tuple[str, ...]:
         _decibels(ours),
         NONE if fx is None else _decibels(fx),
         NONE if steps is None else f"{steps.share:.2%}",
-        NONE if steps is None else f"{steps.largest:.2g}",
+        NONE if steps is None else step_text(steps.largest),
         _saturated(ours),
         NONE if fx is None else _saturated(fx),
     )
+
+
+def step_text(steps: float) -> str:
+    return f"{steps:.0f}" if steps >= 10 else f"{steps:.2g}"
 
 
 def _decibels(side: Side) -> str:
