@@ -58,7 +58,8 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     signature = _signature(working, request.example_inputs)
     swaps, decisions = decide_swaps(working, request.rules, request.settings)
     decisions.extend(decide_leftovers(working, request.settings.preserved_attributes))
-    graph_module = _capture_around(working, model, swaps, request)
+    graph_module, copied = _capture_around(working, model, swaps, request)
+    decisions.extend(_copied_parameter(name, is_qat=request.is_qat) for name in copied)
     boundaries = _boundaries(graph_module, swaps)
     kept_float = _kept_float(working, request.settings)
 
@@ -112,8 +113,11 @@ def _check_runs(working: nn.Module, args: tuple[Any, ...]) -> InputError | None:
 
 def _capture_around(
     working: nn.Module, model: nn.Module, swaps: list[Swap], request: PrepareRequest
-) -> GraphModule:
-    """Capture ``working`` with leaf calls, then put the observed modules behind them."""
+) -> tuple[GraphModule, list[str]]:
+    """Capture ``working`` with leaf calls, then put the observed modules behind them.
+
+    Also returns the parameters of custom modules that the graph has copies of.
+    """
     problem = _check_runs(working, request.example_inputs)
     session = CaptureSession()
     apply_swaps(working, swaps, session)
@@ -126,8 +130,19 @@ def _capture_around(
     if problem is not None:
         raise problem
     called = [swap for swap in swaps if session.layouts(swap.paths[0])]
-    place_leaves(graph_module, session, {swap.paths[0]: _behind(swap) for swap in called})
-    return graph_module
+    copied = place_leaves(graph_module, session, {swap.paths[0]: _behind(swap) for swap in called})
+    return graph_module, copied
+
+
+def _copied_parameter(name: str, *, is_qat: bool) -> Decision:
+    reason = "the model itself reads it, from a copy in floats"
+    return Decision(
+        name,
+        "parameter",
+        Action.FLOAT,
+        f"{reason}, which training the custom module does not change" if is_qat else reason,
+        warn=is_qat,
+    )
 
 
 def _behind(swap: Swap) -> nn.Module:

@@ -60,17 +60,25 @@ _SESSION: ContextVar[CaptureSession] = ContextVar("torchq_compat_capture_session
 
 
 #: Where a LeafCaller keeps the module it stands for.
-ORIGINAL = "original"
+ORIGINAL = "leaf_original"
 
 
 class LeafCaller(nn.Module):
-    """Stands for a custom module during capture. Attributes and parameters are those of the ``original``:
-    models read ``self.lstm.hidden_size``, or make a state with ``next(self.parameters()).new_zeros(...)``."""
+    """Stands for a custom module during capture.
+
+    Class, attributes and parameters are those of the original: models ask ``isinstance(self.rnn, nn.LSTM)``,
+    read ``self.lstm.hidden_size``, or make a state with ``next(self.parameters()).new_zeros(...)``.
+    """
 
     def __init__(self, handle: str, original: nn.Module) -> None:
         super().__init__()
-        self.handle = handle
-        self.original = original
+        self.leaf_handle = handle
+        self.leaf_original = original
+        self.training = original.training
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
+        return type(self.leaf_original)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -79,22 +87,22 @@ class LeafCaller(nn.Module):
             return getattr(super().__getattr__(ORIGINAL), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaf = _SESSION.get().leaves[self.handle]
+        leaf = _SESSION.get().leaves[self.leaf_handle]
         inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
         # Only the structure is wanted here, not the shape computation in the user's graph.
         with disable_proxy_modes_tracing():
             outputs, _, computed = Structure.take_apart_with_sizes(leaf.fake_call(*args, **kwargs))
         self._check(inputs, outputs, computed)
         leaf.layouts.append(CallLayout(inputs, outputs))
-        flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.handle, len(leaf.layouts) - 1)
+        flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.leaf_handle, len(leaf.layouts) - 1)
         return outputs.put_together(flat)
 
     def _check(self, inputs: Structure, outputs: Structure, computed: list[Any]) -> None:
         for constant in (*inputs.constants(), *outputs.constants()):
             if any(isinstance(value, Tensor) for value in getattr(constant, "__dict__", {}).values()):
-                raise CustomModuleError.unknown_container(self.handle, constant)
+                raise CustomModuleError.unknown_container(self.leaf_handle, constant)
         if computed:
-            raise CustomModuleError.returns_size(self.handle)
+            raise CustomModuleError.returns_size(self.leaf_handle)
 
 
 @torch.library.custom_op("torchq_compat::custom_module", mutates_args=())
