@@ -60,12 +60,6 @@ class ClassOfModule(Reads):
         return output, state[0] if isinstance(self.lstm, nn.LSTM) else state
 
 
-class ExactClassOfModule(Reads):
-    def forward(self, x: Tensor) -> Any:
-        output, state = self.lstm(x)
-        return output, state[0] if self.lstm.__class__ is nn.LSTM else state
-
-
 class Flattens(Reads):
     def forward(self, x: Tensor) -> Any:
         self.lstm.flatten_parameters()
@@ -91,7 +85,6 @@ class HasAttribute(Reads):
         DtypeAndDevice,
         Values,
         ClassOfModule,
-        ExactClassOfModule,
         Flattens,
         Training,
         HasAttribute,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from torchq_compat.custom_modules.layouts import CallLayout, Structure
@@ -41,7 +42,7 @@ class CaptureSession:
     def add(self, handle: str, original: nn.Module, fake_call: FakeCall) -> LeafCaller:
         """Register a leaf and return the module to put in the place of ``original``."""
         self.leaves[handle] = _Leaf(fake_call)
-        return LeafCaller(handle, original)
+        return LeafCaller.standing_for(original, handle)
 
     def layouts(self, handle: str) -> list[CallLayout]:
         return self.leaves[handle].layouts
@@ -71,14 +72,23 @@ class LeafCaller(nn.Module):
     """
 
     def __init__(self, handle: str, original: nn.Module) -> None:
-        super().__init__()
+        # Not super().__init__: that may be the original's class.
+        nn.Module.__init__(self)
         self.leaf_handle = handle
         self.leaf_original = original
         self.training = original.training
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
-        return type(self.leaf_original)
+    @classmethod
+    def standing_for(cls, original: nn.Module, handle: str) -> LeafCaller:
+        """A caller of a subclass of the class of ``original``; a graph's class cannot be added to."""
+        base = type(original)
+        if isinstance(original, GraphModule):
+            return cls(handle, original)
+        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        caller: Any = object.__new__(type(base.__name__, (cls, base), namespace))
+        LeafCaller.__init__(caller, handle, original)
+        assert isinstance(caller, LeafCaller)
+        return caller
 
     def __getattr__(self, name: str) -> Any:
         try:
