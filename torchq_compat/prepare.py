@@ -83,7 +83,8 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
     leftovers = _leftovers(model, working, request)
     session = CaptureSession()
-    graph_module = _capture_around(working, model, swaps, request, session)
+    graph_module, copied = _capture_around(working, model, swaps, request, session)
+    decisions.extend(_copied_parameter(name, is_qat=request.is_qat) for name in copied)
     interface = _interface(graph_module, request, session)
     boundaries = _boundaries(graph_module, swaps)
     write_op_records(_leaf_records(graph_module, swaps))
@@ -152,8 +153,11 @@ def _capture_around(
     swaps: list[Swap],
     request: PrepareRequest,
     session: CaptureSession,
-) -> GraphModule:
-    """Capture ``working`` with leaf calls, then put the observed modules behind them."""
+) -> tuple[GraphModule, list[str]]:
+    """Capture ``working`` with leaf calls, then put the observed modules behind them.
+
+    Also returns the parameters of custom modules that the graph has copies of.
+    """
     problem = _check_runs(working, request.example_inputs)
     apply_swaps(working, swaps, session)
     show_identities(working)
@@ -168,8 +172,19 @@ def _capture_around(
     if problem is not None:
         raise problem
     called = [swap for swap in swaps if session.layouts(swap.paths[0])]
-    place_leaves(graph_module, session, {swap.paths[0]: _behind(swap, request) for swap in called})
-    return graph_module
+    copied = place_leaves(graph_module, session, {swap.paths[0]: _behind(swap, request) for swap in called})
+    return graph_module, copied
+
+
+def _copied_parameter(name: str, *, is_qat: bool) -> Decision:
+    reason = "the model itself reads it, from a copy in floats"
+    return Decision(
+        name,
+        "parameter",
+        Action.FLOAT,
+        f"{reason}, which training the custom module does not change" if is_qat else reason,
+        warn=is_qat,
+    )
 
 
 def _interface(
