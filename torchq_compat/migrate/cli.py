@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
-        return command(args)
+        code = command(args)
+        sys.stdout.flush()
+        return code
     except TorchQCompatError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USAGE_ERROR
