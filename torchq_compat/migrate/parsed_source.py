@@ -7,7 +7,7 @@ come in by ``import *``, and names that another file of the tree hands on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TypeVar, cast
 
 import libcst as cst
@@ -118,15 +118,21 @@ class ParsedSource:
         line = self.data[self.data.rfind(b"\n", 0, offset) + 1 :].split(b"\n", 1)[0].decode()
         return line[: len(line) - len(line.lstrip())]
 
-    def binders(self, name: str) -> Iterator[cst.CSTNode]:
+    def binders(self, name: str) -> Sequence[cst.CSTNode]:
         """The nodes that bind ``name``, in any scope."""
-        for scope in {scope for scope in self._scopes.values() if scope is not None}:
-            for assignment in scope.assignments:
-                if assignment.name == name and isinstance(assignment, Assignment):
-                    yield assignment.node
+        return self._all_binders.get(name, ())
 
     def binds(self, name: str) -> bool:
-        return any(True for _ in self.binders(name))
+        return bool(self.binders(name))
+
+    @cached_property
+    def _all_binders(self) -> dict[str, list[cst.CSTNode]]:
+        found: dict[str, list[cst.CSTNode]] = {}
+        for scope in {scope for scope in self._scopes.values() if scope is not None}:
+            for assignment in scope.assignments:
+                if isinstance(assignment, Assignment):
+                    found.setdefault(assignment.name, []).append(assignment.node)
+        return found
 
     def imported_names(self) -> Iterator[str]:
         """The full names in import statements, as they are written; ``module.*`` for ``import *``."""
