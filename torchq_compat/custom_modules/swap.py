@@ -66,7 +66,7 @@ def _decide(
     settings: PrepareSettings,
     backend: BackendTable,
 ) -> tuple[Swap | None, Decision | None]:
-    """The swap of ``module``, if it becomes a leaf call, and the decision about it, if there is one to show."""
+    """The swap of ``module``, if it becomes a leaf call, and the decision to show about it, if any."""
     path, kind = paths[0], type(module).__name__
     if _is_non_traceable(module, paths, settings):
         swap = Swap(module, paths, _fallback(), None)
