@@ -129,9 +129,10 @@ def _capture_around(
         raise explain_failure(model, request.example_inputs, cause) from cause
     if problem is not None:
         raise problem
-    called = [swap for swap in swaps if session.layouts(swap.paths[0])]
-    copied = place_leaves(graph_module, session, {swap.paths[0]: _behind(swap) for swap in called})
-    return graph_module, copied
+    modules = {
+        swap.paths[0]: _behind(swap) if session.layouts(swap.paths[0]) else swap.module for swap in swaps
+    }
+    return graph_module, place_leaves(graph_module, session, modules)
 
 
 def _copied_parameter(name: str, *, is_qat: bool) -> Decision:
