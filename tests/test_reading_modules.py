@@ -151,6 +151,27 @@ def test_a_method_of_a_custom_module_beside_its_forward() -> None:
         assert 25 < sqnr(a, c) < 60
 
 
+class ReadsWithoutCalling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.custom = Helpful()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) @ self.custom.linear.weight
+
+
+def test_a_custom_module_that_is_read_and_never_called_keeps_its_names() -> None:
+    torch.manual_seed(0)
+    model, data = ReadsWithoutCalling().eval(), [(uniform(1.0, 16, 4),) for _ in range(4)]
+    prepared, converted = by_ours(model, data, mirror(Helpful))
+    for stage in (prepared, converted):
+        assert "custom.linear.weight" in stage.state_dict()
+        assert not any("original" in name for name in stage.state_dict())
+    torch.testing.assert_close(prepared(*data[0]), model(*data[0]), atol=1e-6, rtol=0)
+    assert 25 < sqnr(model(*data[0]), converted(*data[0])) < 60
+
+
 def test_training_warns_of_a_weight_the_model_reads_itself() -> None:
     with pytest.warns(QuantizationWarning, match=r"parameter at 'lstm\.") as caught:
         tc.prepare_qat_fx(

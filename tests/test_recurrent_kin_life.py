@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +43,8 @@ class Tagger(nn.Module):
 
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
-    "GRU": lambda: nn.GRU(8, 12, 2, bidirectional=True),
-    "RNN": lambda: nn.RNN(8, 12, 2, bidirectional=True),
+    "GRU": lambda: nn.GRU(8, 12, bidirectional=True),
+    "RNN": lambda: nn.RNN(8, 12, 2),
     "ReLU RNN": lambda: nn.RNN(8, 12, nonlinearity="relu", batch_first=True),
     "LSTMCell": lambda: nn.LSTMCell(8, 12),
     "GRUCell": lambda: nn.GRUCell(8, 12),
@@ -62,8 +63,9 @@ def stages(request: pytest.FixtureRequest) -> tuple[str, Quantized]:
     return request.param, (model, *by_us(model, MAPPING, [batch(request.param) for _ in range(4)], MAP_ALL))
 
 
-def second(name: str) -> tuple[GraphModule, GraphModule]:
-    """Other weights, other data."""
+@functools.cache
+def others(name: str) -> tuple[GraphModule, GraphModule]:
+    """Of other weights and other data."""
     torch.manual_seed(1)
     model = Tagger(MAKERS[name]()).eval()
     return by_us(model, MAPPING, [(3 * x,) for (x,) in [batch(name)]], MAP_ALL)
@@ -97,7 +99,7 @@ def test_a_copy_computes_the_same_and_shares_nothing(stages: tuple[str, Quantize
 
 def test_prepared_state_goes_into_a_second_prepared_model(stages: tuple[str, Quantized]) -> None:
     name, (_, prepared, _) = stages
-    other, _ = second(name)
+    other = copy.deepcopy(others(name)[0])
     (x,) = batch(name)
     different = tc.convert_fx(other)(x)
     other.load_state_dict(copy.deepcopy(prepared.state_dict()))
@@ -108,7 +110,7 @@ def test_prepared_state_goes_into_a_second_prepared_model(stages: tuple[str, Qua
 
 def test_converted_state_goes_into_a_second_converted_model(stages: tuple[str, Quantized]) -> None:
     name, (_, _, converted) = stages
-    _, other = second(name)
+    other = copy.deepcopy(others(name)[1])
     (x,) = batch(name)
     assert not torch.equal(leaves(other(x))[0], leaves(converted(x))[0])
     other.load_state_dict(copy.deepcopy(converted.state_dict()))
@@ -123,12 +125,10 @@ TABLES = {"GRU": GRU_PARTS, "RNN": RNN_TANH_PARTS, "ReLU RNN": RNN_RELU_PARTS, "
 def test_explain_lists_the_parts_of_every_cell(stages: tuple[str, Quantized], stage: int) -> None:
     name, of_stages = stages
     found = tc.explain(of_stages[stage]).find("recurrent")
-    one_step, both_ways = "Cell" in name, name in ("GRU", "RNN")
-    cells = ["cell"] if one_step else [
-        f"layers.{layer}.{direction}.cell"
-        for layer in range(2 if both_ways else 1)
-        for direction in (("layer_fw", "layer_bw") if both_ways else ("layer_fw",))
-    ]  # fmt: skip
+    layers = 2 if name == "RNN" else 1
+    directions = ("layer_fw", "layer_bw") if name == "GRU" else ("layer_fw",)
+    cells = [f"layers.{layer}.{direction}.cell" for layer in range(layers) for direction in directions]
+    cells = ["cell"] if "Cell" in name else cells
     parts = [d for d in found if d.path != "recurrent" and "/" not in d.path]
     assert [(d.path, d.kind) for d in parts] == [
         (f"recurrent.{cell}.{part.name}", part.formula) for cell in cells for part in TABLES[name]

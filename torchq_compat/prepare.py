@@ -171,9 +171,11 @@ def _capture_around(
         watching.remove()
     if problem is not None:
         raise problem
-    called = [swap for swap in swaps if session.layouts(swap.paths[0])]
-    copied = place_leaves(graph_module, session, {swap.paths[0]: _behind(swap, request) for swap in called})
-    return graph_module, copied
+    modules = {
+        swap.paths[0]: _behind(swap, request) if session.layouts(swap.paths[0]) else swap.module
+        for swap in swaps
+    }
+    return graph_module, place_leaves(graph_module, session, modules)
 
 
 def _copied_parameter(name: str, *, is_qat: bool) -> Decision:

@@ -27,6 +27,8 @@ def place_leaves(
 ) -> list[str]:
     """Replace every leaf op in ``graph_module`` by a call of ``modules[handle]``, placed at that path.
 
+    A float module that is never called is there for the parameters the model reads of it.
+
     Returns:
         The parameters of observed modules whose values the model itself reads: it has copies of them.
     """
@@ -70,6 +72,7 @@ def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Mod
             continue
         name = f"{handle}.{str(node.target).removeprefix(prefix)}"
         if not isinstance(module, LeafModule):
+            graph_module.add_submodule(handle, module)
             node.target = name
             continue
         value = operator.attrgetter(str(node.target))(graph_module).detach()
