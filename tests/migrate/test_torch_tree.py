@@ -1,4 +1,4 @@
-"""Code that nobody here wrote: the files of torch and torchao, as input to scan and rewrite; none is written."""
+"""Code that nobody here wrote: all of torch and torchao as input to scan and rewrite; nothing is written."""
 
 from __future__ import annotations
 
