@@ -95,8 +95,16 @@ class ParsedSource:
     def full_code(self, node: cst.BaseExpression) -> str:
         """The text of an expression with the parentheses that belong to it."""
         start = self.start(node.lpar[0]) if node.lpar else self.start(node)
-        end = self.end(node.rpar[-1]) if node.rpar else self.end(node)
-        return self.data[start:end].decode()
+        return self.data[start : self.full_end(node)].decode()
+
+    def full_end(self, node: cst.BaseExpression) -> int:
+        """``end``, behind the parentheses that belong to an expression."""
+        return self.end(node.rpar[-1]) if node.rpar else self.end(node)
+
+    def has_comment(self, node: cst.CSTNode) -> bool:
+        """Whether a comment stands within ``node``."""
+        start, end = self.start(node), self.end(node)
+        return any(start <= self.start(comment) < end for comment in self.nodes(cst.Comment))
 
     def line(self, offset: int) -> int:
         """The line, from 1, of a byte offset."""
