@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits
+from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits, tell_of_lost_forward
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_owner import ConvertedModule, ObservedModule
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
@@ -37,6 +37,7 @@ class RecurrentHandler(PartOwnerHandler):
         return isinstance(leaf, (self.family.observed, self.family.converted))
 
     def observe(self, request: ObserveRequest) -> LeafModule:
+        tell_of_lost_forward(request.module, self.family.float_class, request.path)
         observed = self._observed(request)
         observed.module_path = request.path
         return observed
