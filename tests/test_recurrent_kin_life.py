@@ -145,6 +145,30 @@ def test_left_float_without_a_mapping_and_warned() -> None:
     assert_equal(prepared(x), model(x))
 
 
+class Doubling(nn.GRU):
+    def forward(self, x: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        output, h = super().forward(x, hx)
+        return 2 * output, h
+
+
+class Renamed(nn.GRU):
+    pass
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_warned_about() -> None:
+    """Mapping it says that a GRU is meant; torch.ao's from_float of an LSTM subclass drops it silently."""
+    config = PrepareCustomConfig()
+    for subclass in (Doubling, Renamed):
+        config.set_float_to_observed_mapping(subclass, quantizable.GRU)
+    (x,) = batch("GRU")
+    with pytest.warns(QuantizationWarning, match=r"Doubling at 'recurrent' has a forward of its own"):
+        tc.prepare_fx(Tagger(Doubling(8, 12)).eval(), MAPPING, (x,), config)
+    renamed = Tagger(Renamed(8, 12)).eval()
+    prepared = tc.prepare_fx(renamed, MAPPING, (x,), config)
+    for exact, found in zip(renamed(x), prepared(x), strict=True):
+        torch.testing.assert_close(found, exact, atol=1e-5, rtol=0)
+
+
 def test_used_on_its_own_without_a_model() -> None:
     torch.manual_seed(0)
     gru = nn.GRU(6, 12)
