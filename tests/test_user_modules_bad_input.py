@@ -438,7 +438,7 @@ def test_shapes_that_depend_on_data() -> None:
     refuse_prepare(
         Wrapped(NeedsData()).eval(),
         mirror(NeedsData)[0],
-        "the shapes of the results of NeedsData at 'custom' cannot be computed without data",
+        "the shapes of the results of NeedsData at 'custom' are no sizes of its inputs",
         hint="register a torchq_compat.custom_modules.UserModuleHandler",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -103,12 +104,12 @@ def tensor_arguments(call: Node, module: LeafModule) -> tuple[Node, ...]:
     return tuple(tensor for tensor in tensors if isinstance(tensor, Node))
 
 
-def example_call(call: Node, module: LeafModule) -> tuple[list[Any], list[Tensor]]:
-    """Arguments and results of a leaf call: zeros of the shapes and dtypes of the example, and its sizes."""
-    tensors = tensor_arguments(call, module)
-    arguments = [_zeros(tensor.meta["val"]) for tensor in tensors]
-    sizes = [_example_size(size) for size in call.args[len(tensors) :]]
-    return [*arguments, *sizes], [_zeros(value) for value in call.meta["val"]]
+def example_call(call: Node, module: LeafModule, tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """A leaf call with the ``tensors`` it had in the example: its arguments, sizes included, and zeros of the
+    shapes and dtypes of its results."""
+    count = len(tensor_arguments(call, module))
+    sizes = [_example_size(size) for size in call.args[count:]]
+    return [*tensors, *sizes], [_zeros(value) for value in call.meta["val"]]
 
 
 def _zeros(value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ no size of it is fixed. After capture every such node becomes a ``call_module`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -39,6 +39,8 @@ class CaptureSession:
     """The leaves of one capture, by handle, and the layouts of their calls in the order of the calls."""
 
     leaves: dict[str, _Leaf] = field(default_factory=dict)
+    #: The tensors of each call in a run on the example inputs, by handle, in the order of the calls.
+    examples: dict[str, list[list[Tensor]]] = field(default_factory=dict)
     #: What the calls returned, nested as the model gets it.
     results: list[Any] = field(default_factory=list)
     #: Whether the model returns the very result of a call.
@@ -51,6 +53,27 @@ class CaptureSession:
 
     def layouts(self, handle: str) -> list[CallLayout]:
         return self.leaves[handle].layouts
+
+    @contextmanager
+    def recording(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Keep the tensors that ``modules``, by handle, are called with in the meantime."""
+
+        def keep(handle: str) -> Callable[..., None]:
+            def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+                _, tensors = Structure.take_apart((args, kwargs))
+                self.examples.setdefault(handle, []).append([tensor.detach().clone() for tensor in tensors])
+
+            return hook
+
+        hooks = [
+            module.register_forward_pre_hook(keep(handle), with_kwargs=True)
+            for handle, module in modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def watch(self, model: nn.Module) -> RemovableHandle:
         """Note what ``model`` returns while it is captured."""
