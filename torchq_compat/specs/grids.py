@@ -6,6 +6,7 @@ A grid turns floats into the integers of its dtype and back: ``q = clamp(round(x
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,7 +62,10 @@ class PerChannelGrid:
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """``scales`` (float32) and ``zero_points`` (int64), each of shape (channels,)."""
-        return torch.tensor(self.scales, device=device), torch.tensor(self.zero_points, device=device)
+        return (
+            _filled(self.scales, torch.float32, device),
+            _filled(self.zero_points, torch.int64, device),
+        )
 
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
@@ -78,6 +82,15 @@ class PerChannelGrid:
             q, scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
         )
         return x.to(out_dtype)
+
+
+def _filled(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``values``, mostly runs of one value. A trace of torch.tensor could not be exported a second time."""
+    runs = [
+        torch.full((len(list(run)),), value, dtype=dtype, device=device)
+        for value, run in itertools.groupby(values)
+    ]
+    return torch.cat(runs)
 
 
 Grid = PerTensorGrid | PerChannelGrid
