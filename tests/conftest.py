@@ -1,8 +1,28 @@
 """One thread: the models are tiny, and threads that wait for each other cost more than they do."""
 
-import os
+from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    left_out = [item for item in items if item.get_closest_marker("browser")]
+    if left_out:
+        stash = left_out[0].config.stash
+        stash[LEFT_OUT] = stash.get(LEFT_OUT, 0) + len(left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say that the plain command leaves tests out that .ci/run runs."""
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(f"{count} test(s) in a browser left out: pytest -m browser runs them")

@@ -12,6 +12,7 @@ from torchq_compat.errors import TorchQCompatError
 
 if TYPE_CHECKING:
     from torchq_compat.explanation import explain
+    from torchq_compat.migrate.comparison.comparing import compare
     from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
     from torchq_compat.quantize_fx import (
         convert_fx,
@@ -30,6 +31,7 @@ __all__ = [
     "TorchQCompatError",
     "annotate_outputs",
     "check_sharing",
+    "compare",
     "convert_fx",
     "convert_to_reference_fx",
     "explain",
@@ -47,6 +49,7 @@ _HOMES = {
     "Output": "torchq_compat.multi_output",
     "annotate_outputs": "torchq_compat.multi_output",
     "check_sharing": "torchq_compat.multi_output",
+    "compare": "torchq_compat.migrate.comparison.comparing",
     "explain": "torchq_compat.explanation",
     "quantizer_from": "torchq_compat.quantizers",
     "reroute_tuples": "torchq_compat.tuple_rerouting",

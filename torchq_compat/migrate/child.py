@@ -20,9 +20,11 @@ from types import TracebackType
 from torchq_compat.migrate.import_noise import import_noise_held_back
 from torchq_compat.migrate.run_options import RunOptions
 
-__all__ = ["main"]
+__all__ = ["execute_script", "main", "show_script_error"]
 
 SCRIPT_RAISED = 1
+#: Where the frames above a script's own are.
+TOOL = str(Path(__file__).parent)
 
 
 def main() -> int:
@@ -30,15 +32,18 @@ def main() -> int:
     _, _, options, script, *args = sys.argv
     # At interpreter exit, after the script's own atexit functions, however the script ends.
     atexit.register(_finish, _redirect(RunOptions.from_json(options)), Path(script).name)
-    sys.argv = [script, *args]
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
     try:
-        _execute(os.path.join(os.getcwd(), script))
+        execute_script(script, args)
     except Exception as error:
-        traceback = _from_script_on(error.__traceback__)
-        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        show_script_error(error)
         return SCRIPT_RAISED
     return 0
+
+
+def show_script_error(error: Exception) -> None:
+    """Print the traceback that ``python SCRIPT`` would print."""
+    traceback = _from_script_on(error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
 
 
 def _redirect(options: RunOptions) -> Callable[[str], str]:
@@ -59,8 +64,11 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
     return report
 
 
-def _execute(path: str) -> None:
+def execute_script(script: str, args: list[str]) -> None:
     """Execute the file as ``__main__``, which stays in place for what runs at interpreter exit."""
+    sys.argv = [script, *args]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    path = os.path.join(os.getcwd(), script)
     namespace = sys.modules["__main__"].__dict__
     namespace.clear()
     namespace.update(
@@ -76,7 +84,7 @@ def _execute(path: str) -> None:
 
 
 def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(TOOL):
         traceback = traceback.tb_next
     return traceback
 

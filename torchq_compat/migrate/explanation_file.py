@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from torchq_compat.migrate.recorder import RecordedModel
+from torchq_compat.migrate.whole_files import write_whole
 
 __all__ = ["write_explanation"]
 
@@ -20,14 +19,7 @@ def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
         OSError: it cannot be written; a file that was there is left.
     """
     content = _as_json(models) if path.suffix == ".json" else _as_text(models)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, content)
 
 
 def _as_text(models: Iterable[RecordedModel]) -> str:

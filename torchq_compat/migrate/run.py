@@ -19,7 +19,7 @@ from typing import Any
 from torchq_compat.errors import ScriptError
 from torchq_compat.migrate.run_options import RunOptions
 
-__all__ = ["add_parser", "run_command"]
+__all__ = ["PACKAGE_PARENT", "add_parser", "check_script", "run_command"]
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 #: Started with -P: modules beside the script or in the working directory must not shadow torch's imports.

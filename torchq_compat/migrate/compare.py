@@ -1,0 +1,199 @@
+"""``torchq-compat compare SCRIPT | module:function``: FX and this package side by side.
+
+Everything that touches torch happens in a process of its own, ``migrate.comparison.child``, which can be
+stopped; what it measured comes back as plain values and is shown here. Exit code: 0 nothing got worse, 1
+something did or nothing is quantized, 2 an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from torchq_compat.errors import TorchQCompatError
+from torchq_compat.migrate.comparison.errors import CaseError
+from torchq_compat.migrate.comparison.html_report import check_page, write_page
+from torchq_compat.migrate.comparison.json_report import report_data
+from torchq_compat.migrate.comparison.results import Comparison
+from torchq_compat.migrate.comparison.targets import Target
+from torchq_compat.migrate.comparison.terminal_report import as_text, print_report
+from torchq_compat.migrate.run import PACKAGE_PARENT, check_script
+
+__all__ = ["add_parser", "compare_command"]
+
+FINE, ATTENTION = 0, 1
+STANDARD_ERROR = 2
+SIGNAL_EXIT_BASE = 128
+#: As in ``migrate.run``.
+START_CHILD = """\
+import sys
+sys.path.insert(0, sys.argv[1])
+from torchq_compat.migrate.comparison.child import main
+sys.exit(main())
+"""
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+EXAMPLES = """\
+examples:
+  torchq-compat compare quantize.py
+  torchq-compat compare --html report.html mymodels.cases:tagger
+  torchq-compat compare --json --timeout 600 quantize.py --epochs 1
+
+SCRIPT prepares, calibrates and converts models with prepare_fx and convert_fx; its output goes to standard
+error. module:function names a function without arguments that returns model, qconfig_mapping, example_inputs
+and calibration_data, as a dict or an object with these attributes.
+
+exit code: 0 nothing got worse, 1 an output is farther from the float model than with FX or nothing is
+quantized, 2 an error
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "compare",
+        help="run FX and PT2E on the same weights and data, and show every difference",
+        description="Quantize a model by FX and by torchq_compat with the same weights and calibration "
+        "data, measure "
+        "both against the float model at every module, part and output, and say what differs and why.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the measured values as JSON")
+    parser.add_argument(
+        "--html", metavar="FILE", default="", help="write one self-contained page with plots to FILE"
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=None,
+        help="stop after that long; default: never",
+    )
+    parser.add_argument(
+        "--fx",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="whether FX has to run too; auto: where it can (default)",
+    )
+    parser.add_argument(
+        "target", metavar="SCRIPT | module:function", help="what quantizes, or returns the case"
+    )
+    arguments = parser.add_argument(
+        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
+    # Before Python 3.13 argparse calls a missing ARGS an error of its own.
+    arguments.required = False
+    parser.set_defaults(command=compare_command)
+
+
+def compare_command(args: argparse.Namespace) -> int:
+    """Compare, show, and return the exit code.
+
+    Raises:
+        TorchQCompatError: no such target, a target that fails or takes too long, a model that cannot be
+            quantized, or a page that cannot be written.
+    """
+    target = _read_target(args)
+    if args.html:
+        check_page(Path(args.html))
+    comparisons = _compared(target, args.timeout)
+    if args.html:
+        write_page(comparisons, Path(args.html))
+    _show(comparisons, as_json=args.json)
+    return ATTENTION if any(comparison.verdict.needs_attention for comparison in comparisons) else FINE
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError("give a number of seconds above 0")
+    return seconds
+
+
+def _read_target(args: argparse.Namespace) -> Target:
+    is_function = bool(FUNCTION.fullmatch(args.target)) and not Path(args.target).exists()
+    if not is_function:
+        if ":" in args.target and not Path(args.target).exists():
+            raise CaseError.bad_target(args.target)
+        check_script(args.target)
+    return Target(args.target, is_function, tuple(args.args), args.fx)
+
+
+def _compared(target: Target, timeout: float | None) -> tuple[Comparison, ...]:
+    """What the process that compares ``target`` hands back.
+
+    Raises:
+        TorchQCompatError: the one it hands back, or that it took too long or died.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchq-compat-") as folder:
+        result = Path(folder) / "result"
+        command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, target.to_json(), str(result)]
+        with _working(target.name):
+            code = _run(command, target, timeout)
+        if not result.exists():
+            raise CaseError.died(target.name, code)
+        outcome = pickle.loads(result.read_bytes())
+    if isinstance(outcome, TorchQCompatError):
+        raise outcome
+    comparisons: tuple[Comparison, ...] = outcome
+    return comparisons
+
+
+def _run(command: list[str], target: Target, timeout: float | None) -> int:
+    # A session of its own, so that processes the script started can be stopped with it. Standard output is
+    # for the report.
+    child = subprocess.Popen(command, stdout=STANDARD_ERROR, start_new_session=True)
+    previous = signal.signal(signal.SIGTERM, _exit)
+    try:
+        return child.wait(timeout)
+    except subprocess.TimeoutExpired as expired:
+        raise CaseError.timed_out(target.name, expired.timeout) from None
+    finally:
+        if child.poll() is None:
+            _stop(child)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(signum: int, frame: FrameType | None) -> None:
+    """End in order, so that the child is stopped too."""
+    sys.exit(SIGNAL_EXIT_BASE + signum)
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(child.pid, signal.SIGKILL)
+        else:
+            child.kill()
+    child.wait()
+
+
+@contextlib.contextmanager
+def _working(name: str) -> Iterator[None]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"Comparing {name}"):
+        yield
+
+
+def _show(comparisons: tuple[Comparison, ...], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report_data(comparisons), indent=2))
+    elif sys.stdout.isatty():
+        print_report(comparisons, Console())
+    else:
+        print(as_text(comparisons))

@@ -1,0 +1,196 @@
+"""Why the two sides differ: one rule for each known difference, on measured values alone.
+
+A rule yields findings; ``find_causes`` runs them in order and hands each the places no earlier one explained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchq_compat.migrate.comparison import known_differences as known
+from torchq_compat.migrate.comparison.results import Capture, Finding, FxOutcome, GridView, Kind, Point, Side
+
+__all__ = ["DECIBELS", "find_causes", "grid_text"]
+
+#: SQNR differences below it are the noise of rounding.
+DECIBELS = 0.5
+MUCH_DECIBELS = 3.0
+SATURATED = 0.01
+FIXED_QPARAMS = ("sigmoid", "tanh", "softmax", "hardsigmoid")
+SHARING_OPS = ("mean", "cat", "stack", "flatten", "reshape", "view", "transpose", "permute", "squeeze")
+
+
+def find_causes(capture: Capture) -> tuple[Finding, ...]:
+    """What differs, where and why, the places in graph order."""
+    findings = [*_of_fx(capture), *_left_float(capture)]
+    explained: set[str] = set()
+    for point in capture.points:
+        finding = _of_point(point, capture)
+        if finding is not None:
+            findings.append(finding)
+            explained.add(point.name)
+    findings += _of_outputs(capture, something_explained=bool(explained))
+    return tuple(findings)
+
+
+def _of_fx(capture: Capture) -> Iterator[Finding]:
+    if capture.fx.outcome is FxOutcome.RAISED:
+        yield Finding("FX", f"raised {capture.fx.error}", known.FX_RAISES.why, known.FX_RAISES.link)
+    if capture.fx.lowering_error:
+        what = f"convert_fx raised {capture.fx.lowering_error}"
+        yield Finding("FX", what, known.LOWERING.why, known.LOWERING.link)
+
+
+def _left_float(capture: Capture) -> Iterator[Finding]:
+    for left in capture.left_float:
+        yield Finding(left.path, f"{left.kind} stays float here", left.reason, known.LEFT_FLOAT.link)
+
+
+def _of_point(point: Point, capture: Capture) -> Finding | None:
+    for rule in (
+        _one_grid,
+        _one_side,
+        _fixed_input,
+        _fixed_part,
+        _trained_range,
+        _shared_observer,
+        _other_qparams,
+        _saturated,
+    ):
+        finding = rule(point, capture)
+        if finding is not None:
+            return finding
+    return None
+
+
+def _one_grid(point: Point, capture: Capture) -> Finding | None:
+    """A result of several layers or directions that FX puts on the grid of one."""
+    ours, fx = point.ours.grid, point.fx.grid if point.fx else None
+    if point.kind is not Kind.RESULT or ours is None or fx is None or point.fx is None:
+        return None
+    if len(ours.scales) < 2 or len(fx.scales) > 1:
+        return None
+    owner = _owner_of(fx, point, capture)
+    on = f"on the grid of {owner}" if owner else "on one grid"
+    what = (
+        f"FX puts all of it {on} ({grid_text(fx)}), {_saturation(point.fx)}, {point.fx.sqnr:.1f} dB; "
+        f"here {len(ours.scales)} grids, {_saturation(point.ours)}, {point.ours.sqnr:.1f} dB"
+    )
+    return Finding(point.name, what, known.ONE_GRID.why, known.ONE_GRID.link)
+
+
+def _owner_of(grid: GridView, point: Point, capture: Capture) -> str:
+    """The cell whose part has this grid on FX's side."""
+    module = point.name.partition("[")[0]
+    for other in capture.points:
+        is_inside = other.kind is Kind.PART and other.name.startswith(f"{module}.")
+        if is_inside and other.fx and other.fx.grid and other.fx.grid.same_qparams(grid):
+            return other.name.rpartition(".cell.")[0] or other.name
+    return ""
+
+
+def _one_side(point: Point, capture: Capture) -> Finding | None:
+    if point.fx is None or (point.ours.grid is None) == (point.fx.grid is None):
+        return None
+    if point.ours.grid is None:
+        what = f"quantized by FX ({grid_text(point.fx.grid)}), float here"
+    else:
+        what = f"quantized here ({grid_text(point.ours.grid)}), float in FX"
+    return Finding(point.name, what, point.reason, known.ONE_SIDE.link)
+
+
+def _fixed_input(point: Point, capture: Capture) -> Finding | None:
+    """Equal output qparams and yet far worse: the input was cut."""
+    if not _has_fixed_qparams(point) or not _same_grids(point) or point.fx is None:
+        return None
+    if point.ours.sqnr - point.fx.sqnr < MUCH_DECIBELS or point.fx.sqnr >= 20:
+        return None
+    cause = known.GATE_INPUT if point.kind is Kind.PART else known.FIXED_INPUT
+    return Finding(point.name, _decibels(point.ours, point.fx), cause.why, cause.link)
+
+
+def _fixed_part(point: Point, capture: Capture) -> Finding | None:
+    if point.kind is not Kind.PART or not _has_fixed_qparams(point) or not _different_grids(point):
+        return None
+    return Finding(point.name, _two_grids(point), known.FIXED_PARTS.why, known.FIXED_PARTS.link)
+
+
+def _trained_range(point: Point, capture: Capture) -> Finding | None:
+    ours, fx = point.ours.grid, point.fx.grid if point.fx else None
+    if ours is None or fx is None or ours.dtype != fx.dtype or ours.is_full_range or not fx.is_full_range:
+        return None
+    return Finding(point.name, _two_grids(point), known.TRAINED_RANGE.why, known.TRAINED_RANGE.link)
+
+
+def _shared_observer(point: Point, capture: Capture) -> Finding | None:
+    operation = point.operation.lower()
+    if not any(operation.startswith(op) for op in SHARING_OPS) or not _different_grids(point):
+        return None
+    if not any(other.kind is Kind.RESULT for other in capture.points):
+        return None
+    return Finding(point.name, _two_grids(point), known.SHARED_OBSERVER.why, known.SHARED_OBSERVER.link)
+
+
+def _other_qparams(point: Point, capture: Capture) -> Finding | None:
+    if not _different_grids(point):
+        return None
+    return Finding(point.name, _two_grids(point), known.NOT_EXPLAINED.why, known.NOT_EXPLAINED.link)
+
+
+def _saturated(point: Point, capture: Capture) -> Finding | None:
+    if (point.ours.saturated or 0.0) < SATURATED or _has_fixed_qparams(point):
+        return None
+    also = f", in FX {_saturation(point.fx)}" if point.fx else ""
+    what = f"{_saturation(point.ours)}{also}"
+    return Finding(point.name, what, known.DIFFERENT_RANGES.why, known.DIFFERENT_RANGES.link)
+
+
+def _of_outputs(capture: Capture, *, something_explained: bool) -> Iterator[Finding]:
+    """What is left at the outputs when no place before them differs."""
+    for output in capture.outputs:
+        if output.steps is None or output.fx is None or output.steps.share == 0 or something_explained:
+            continue
+        by = f"{output.steps.share:.2%} of the values differ, by {output.steps.largest:.2g} steps at most"
+        worse = output.ours.sqnr < output.fx.sqnr - DECIBELS
+        cause = known.NOT_EXPLAINED if worse else known.ROUNDING
+        yield Finding(output.name, by, cause.why, cause.link)
+
+
+def _has_fixed_qparams(point: Point) -> bool:
+    """Their grid ends at the function's own limits, so values there lose less than a step."""
+    words = point.operation.replace("(", " ").replace(".", " ").lower().split()
+    return any(word in FIXED_QPARAMS for word in words)
+
+
+def _same_grids(point: Point) -> bool:
+    fx = point.fx.grid if point.fx else None
+    return point.ours.grid is not None and fx is not None and point.ours.grid.same_qparams(fx)
+
+
+def _different_grids(point: Point) -> bool:
+    fx = point.fx.grid if point.fx else None
+    return point.ours.grid is not None and fx is not None and not point.ours.grid.same_qparams(fx)
+
+
+def _two_grids(point: Point) -> str:
+    assert point.fx is not None
+    grids = f"{grid_text(point.ours.grid)} here, {grid_text(point.fx.grid)} in FX"
+    return f"{grids}; {_decibels(point.ours, point.fx)}"
+
+
+def _decibels(ours: Side, fx: Side) -> str:
+    return f"{ours.sqnr:.1f} dB here, {fx.sqnr:.1f} dB in FX"
+
+
+def _saturation(side: Side) -> str:
+    return f"{side.saturated or 0.0:.1%} saturated"
+
+
+def grid_text(grid: GridView | None) -> str:
+    """dtype, scale and zero point in a few characters."""
+    if grid is None:
+        return "float"
+    pairs = [f"{s:.4g}/{z}" for s, z in zip(grid.scales, grid.zero_points, strict=True)]
+    shown = " | ".join(pairs) if len(pairs) <= 2 else f"{len(pairs)} grids"
+    limits = "" if grid.is_full_range else f" {grid.quant_min}..{grid.quant_max}"
+    return f"{grid.dtype} {shown}{limits}"

@@ -1,0 +1,133 @@
+"""The picture of a cell: parts as boxes in the order of computation, each with its quantize and
+dequantize."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from torchq_compat.migrate.comparison.results import CellGraph, CellNode, GridView, Point
+
+__all__ = ["draw_cell"]
+
+WIDTH, HEIGHT = 2.05, 0.9
+COLUMN, ROW = 2.6, 1.3
+DTYPE_COLOURS = {
+    "uint8": "#cfe3f5",
+    "int8": "#c9ead0",
+    "int16": "#fde7b5",
+    "uint16": "#fde7b5",
+    "int32": "#f7cfc2",
+}
+OTHER_COLOUR, FLOAT_COLOUR = "#e2d4ef", "#eeeeee"
+
+Places = dict[str, tuple[float, float]]
+
+
+def draw_cell(cell: CellGraph, points: Mapping[str, Point]) -> Figure:
+    """``points``: by name; those of the cell's parts carry the grids."""
+    places = _places(cell)
+    columns = max(x for x, _ in places.values()) / COLUMN + 1
+    rows = (max(y for _, y in places.values()) - min(y for _, y in places.values())) / ROW + 1
+    figure = Figure(figsize=(1.85 * columns, 1.08 * rows + 0.3), layout="constrained")
+    axes = figure.subplots()
+    axes.set_axis_off()
+    for node in cell.nodes:
+        for source in node.inputs:
+            _arrow(axes, places[source], places[node.name])
+    for node in cell.nodes:
+        _box(axes, node, places[node.name], points.get(f"{cell.path}.{node.name}"))
+    ys = [y for _, y in places.values()]
+    axes.set_xlim(-WIDTH * 0.6, (columns - 1) * COLUMN + WIDTH * 0.6)
+    axes.set_ylim(min(ys) - HEIGHT * 0.75, max(ys) + HEIGHT * 0.75)
+    return figure
+
+
+def _places(cell: CellGraph) -> Places:
+    """Centres: a column per depth in the computation. A part stands beside its inputs' mean where it can."""
+    depth = _depths(cell)
+    columns: dict[int, list[CellNode]] = {}
+    for node in cell.nodes:
+        columns.setdefault(depth[node.name], []).append(node)
+    places: Places = {}
+    for column, nodes in sorted(columns.items()):
+        wanted = [_wanted_row(node, places) for node in nodes]
+        order = sorted(range(len(nodes)), key=lambda i: (-wanted[i], i))
+        top = (len(nodes) - 1) / 2 * ROW + sum(wanted) / len(wanted)
+        for rank, index in enumerate(order):
+            places[nodes[index].name] = column * COLUMN, top - rank * ROW
+    return places
+
+
+def _depths(cell: CellGraph) -> dict[str, int]:
+    """Column of each part: behind its last input; an input of the cell just before the part that reads it
+    first."""
+    depth: dict[str, int] = {}
+    for node in cell.nodes:
+        depth[node.name] = 1 + max((depth[name] for name in node.inputs), default=-1)
+    for node in cell.nodes:
+        readers = [depth[other.name] for other in cell.nodes if node.name in other.inputs]
+        if not node.inputs and readers:
+            depth[node.name] = min(readers) - 1
+    return depth
+
+
+def _wanted_row(node: CellNode, places: Places) -> float:
+    rows = [places[name][1] for name in node.inputs if name in places]
+    return sum(rows) / len(rows) if rows else 0.0
+
+
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    # A long way is bent, so that it does not run behind the boxes between.
+    bend = 0.0 if end[0] - start[0] <= COLUMN * 1.1 or abs(end[1] - start[1]) > ROW / 2 else -0.25
+    axes.add_patch(
+        FancyArrowPatch(
+            (start[0] + WIDTH / 2, start[1]),
+            (end[0] - WIDTH / 2, end[1]),
+            arrowstyle="-|>",
+            mutation_scale=9,
+            linewidth=0.9,
+            color="#666666",
+            connectionstyle=f"arc3,rad={bend}",
+        )
+    )
+
+
+def _box(axes: Axes, node: CellNode, centre: tuple[float, float], point: Point | None) -> None:
+    x, y = centre
+    grid = point.ours.grid if point else None
+    colour = FLOAT_COLOUR if grid is None else DTYPE_COLOURS.get(grid.dtype, OTHER_COLOUR)
+    axes.add_patch(
+        FancyBboxPatch(
+            (x - WIDTH / 2, y - HEIGHT / 2),
+            WIDTH,
+            HEIGHT,
+            boxstyle="round,pad=0,rounding_size=0.08",
+            facecolor=colour,
+            edgecolor="#444444",
+            linewidth=0.9,
+        )
+    )
+    lines = [(node.name, "bold", "#111111"), *((text, "normal", c) for text, c in _details(node, point))]
+    for index, (text, weight, text_colour) in enumerate(lines):
+        row = y + HEIGHT * (0.30 - 0.6 * index / max(1, len(lines) - 1)) if len(lines) > 1 else y
+        axes.text(x, row, text, ha="center", va="center", fontsize=6.8, fontweight=weight, color=text_colour)
+
+
+def _details(node: CellNode, point: Point | None) -> list[tuple[str, str]]:
+    if point is None:
+        return [(node.formula, "#333333")]
+    ours, fx = point.ours.grid, point.fx.grid if point.fx else None
+    lines = [(node.formula, "#333333"), (_chain(ours), "#111111")]
+    if fx is not None and (ours is None or not ours.same_qparams(fx)):
+        lines.append((f"FX: {_chain(fx)}", "#b04a00"))
+    return lines
+
+
+def _chain(grid: GridView | None) -> str:
+    if grid is None:
+        return "float"
+    return f"q→dq {grid.dtype} {grid.scales[0]:.3g}/{grid.zero_points[0]}"

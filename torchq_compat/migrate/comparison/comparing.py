@@ -1,0 +1,66 @@
+"""``torchq_compat.compare``: FX and this package on the same weights and calibration data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from torchq_compat.migrate.comparison.capture import FxSetting, capture
+from torchq_compat.migrate.comparison.cases import Case
+from torchq_compat.migrate.comparison.results import Comparison
+from torchq_compat.migrate.comparison.verdict import judge
+
+__all__ = ["compare", "compare_case"]
+
+
+def compare(
+    model: nn.Module,
+    qconfig_mapping: Any,
+    example_inputs: tuple[Any, ...],
+    calibration_data: Any,
+    *,
+    prepare_custom_config: Any = None,
+    convert_custom_config: Any = None,
+    backend_config: Any = None,
+    evaluation_data: Any = None,
+    fx: FxSetting = "auto",
+) -> Comparison:
+    """Quantize ``model`` by FX and by this package, after training, and measure both against the float model.
+
+    The float model is not touched. Values are compared on the reference conversions, quantize and dequantize
+    around float ops; size and latency are those of ``convert_fx``.
+
+    Args:
+        qconfig_mapping, prepare_custom_config, backend_config: as ``prepare_fx`` takes them.
+        convert_custom_config: as ``convert_fx`` takes it.
+        calibration_data: batches, each a tuple of the model's positional arguments, or one tensor.
+        evaluation_data: batches to measure on; default: ``calibration_data``, or
+            ``example_inputs`` where that is empty.
+        fx: whether FX runs too; "auto": where it can.
+
+    Returns:
+        The verdict and all that was measured; ``print`` it, or see ``to_json`` and ``write_html``.
+
+    Raises:
+        CaseError: data that are no batches.
+        FxError: ``fx`` is True and FX cannot run the model.
+        TorchQCompatError: this package cannot quantize the model; see ``prepare_fx``.
+    """
+    case = Case(
+        model,
+        qconfig_mapping,
+        example_inputs,
+        calibration_data,
+        prepare_custom_config,
+        convert_custom_config,
+        backend_config,
+        evaluation_data,
+    )
+    return compare_case(case.checked(), fx)
+
+
+def compare_case(case: Case, fx: FxSetting = "auto") -> Comparison:
+    """The same of a checked case."""
+    captured = capture(case, fx)
+    return Comparison(captured, judge(captured))

@@ -1,0 +1,297 @@
+"""What a comparison found, as frozen plain values: no tensors, no modules, nothing that needs torch.
+
+SQNR is the signal to quantization noise ratio against the float model in dB, infinite where bit-equal.
+Shares are between 0 and 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Capture",
+    "CellGraph",
+    "CellNode",
+    "Comparison",
+    "Costs",
+    "Finding",
+    "FxOutcome",
+    "FxRun",
+    "GridView",
+    "Histogram",
+    "Kind",
+    "LeftFloat",
+    "Point",
+    "Series",
+    "Side",
+    "Status",
+    "Steps",
+    "Verdict",
+]
+
+
+class Kind(StrEnum):
+    """What a point is."""
+
+    OUTPUT = "output"
+    MODULE = "module"
+    OP = "op"
+    RESULT = "result"
+    PART = "part"
+
+
+class Status(StrEnum):
+    """The verdict in one word."""
+
+    SAME = "same"
+    BETTER = "better"
+    SIMILAR = "similar"
+    WORSE = "worse"
+    WITHOUT_FX = "without FX"
+
+
+class FxOutcome(StrEnum):
+    """What became of FX's side."""
+
+    RAN = "ran"
+    RAISED = "raised"
+    NOT_ASKED = "not asked"
+
+
+@dataclass(frozen=True)
+class GridView:
+    """A quantization grid. Several scales and zero points: a grid for every channel, each pair listed
+    once."""
+
+    dtype: str
+    scales: tuple[float, ...]
+    zero_points: tuple[int, ...]
+    quant_min: int
+    quant_max: int
+
+    @property
+    def is_full_range(self) -> bool:
+        """Whether it has all integers of its dtype."""
+        bits = int(self.dtype.lstrip("uint"))
+        low = 0 if self.dtype.startswith("u") else -(2 ** (bits - 1))
+        return (self.quant_min, self.quant_max) == (low, low + 2**bits - 1)
+
+    def same_qparams(self, other: GridView) -> bool:
+        """Equal dtypes, ranges and zero points, and scales equal to float32's precision."""
+        return (
+            (self.dtype, self.quant_min, self.quant_max) == (other.dtype, other.quant_min, other.quant_max)
+            and self.zero_points == other.zero_points
+            and len(self.scales) == len(other.scales)
+            and all(abs(a - b) <= 1e-6 * abs(a) for a, b in zip(self.scales, other.scales, strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine at one point.
+
+    Attributes:
+        grid: None where the value is float.
+        sqnr: against the float model, dB.
+        saturated: share of the float model's values more than half a step outside the grid; None: no grid.
+    """
+
+    grid: GridView | None
+    sqnr: float
+    saturated: float | None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How FX's values and ours differ at one point, in quantization steps.
+
+    Attributes:
+        size: one step.
+        share: share of values that differ by half a step or more.
+        by_one, by_two, by_more: shares of values that differ by one, two and more steps, rounded.
+        largest: the largest difference.
+        from_range: the point is float, so a step is 1/255 of the float model's range.
+    """
+
+    size: float
+    share: float
+    by_one: float
+    by_two: float
+    by_more: float
+    largest: float
+    from_range: bool
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The float model's values at a point: ``counts`` in equal bins from ``low`` to ``high``."""
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One place of the model.
+
+    Attributes:
+        name: module path, ``scope/op`` for an op, ``path[i]`` for result i of a custom module, ``path.part``
+            for a
+            part of it, ``output i``.
+        operation: class, operator or formula.
+        reason: why our side is quantized or float here.
+        fx: None where FX did not run or has no value of that name.
+        steps: None where there is nothing to compare with.
+    """
+
+    name: str
+    kind: Kind
+    operation: str
+    reason: str
+    ours: Side
+    fx: Side | None
+    steps: Steps | None
+    histogram: Histogram | None
+
+
+@dataclass(frozen=True)
+class CellNode:
+    """A part of a cell, or an input of it; ``inputs`` are the names it reads."""
+
+    name: str
+    formula: str
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CellGraph:
+    """The parts of one cell in the order of computation; the point of a part is ``path.name``."""
+
+    path: str
+    nodes: tuple[CellNode, ...]
+
+
+@dataclass(frozen=True)
+class LeftFloat:
+    """A module that this package leaves float, and why."""
+
+    path: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """One output channel along ``axis``, where the sides differ most."""
+
+    output: str
+    axis: str
+    where: str
+    exact: tuple[float, ...]
+    ours: tuple[float, ...]
+    fx: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes of state and milliseconds of one call with the example inputs, of each side; None: FX has
+    none."""
+
+    float_bytes: int
+    our_bytes: int
+    fx_bytes: int | None
+    float_ms: float
+    our_ms: float
+    fx_ms: float | None
+
+
+@dataclass(frozen=True)
+class FxRun:
+    """What became of FX's side; ``error``: what it raised; ``lowering_error``: what its ``convert_fx`` raised
+    where the reference conversion had worked."""
+
+    outcome: FxOutcome
+    error: str = ""
+    lowering_error: str = ""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Everything measured about one model.
+
+    Attributes:
+        quantized_count: how many modules and ops this package quantizes, dynamic and weight-only included.
+    """
+
+    model: str
+    outputs: tuple[Point, ...]
+    points: tuple[Point, ...]
+    cells: tuple[CellGraph, ...]
+    left_float: tuple[LeftFloat, ...]
+    quantized_count: int
+    series: tuple[Series, ...]
+    costs: Costs
+    fx: FxRun
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that differs: where, what, why; ``link`` leads into the guide, empty if nothing there says
+    it."""
+
+    where: str
+    what: str
+    why: str
+    link: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    status: Status
+    headline: str
+    findings: tuple[Finding, ...]
+    nothing_quantized: bool = False
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether something got worse, or nothing was quantized."""
+        return self.status is Status.WORSE or self.nothing_quantized
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """FX and this package on one model. ``print`` it for the tables."""
+
+    capture: Capture
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        from torchq_compat.migrate.comparison.terminal_report import as_text
+
+        return as_text((self,))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as ``torchq-compat compare --json`` prints them for each model."""
+        from torchq_compat.migrate.comparison.json_report import as_data
+
+        return as_data(self)
+
+    def to_json(self) -> str:
+        import json
+
+        return json.dumps(self.as_dict(), indent=2)
+
+    def write_html(self, path: str | Path) -> None:
+        """Write one self-contained page, in one step: a file that was there is replaced when the page is
+        whole.
+
+        Raises:
+            ReportError: the ``report`` extra is not installed, or ``path`` cannot be written.
+        """
+        from torchq_compat.migrate.comparison.html_report import write_page
+
+        write_page((self,), Path(path))

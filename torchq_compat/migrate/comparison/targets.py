@@ -1,0 +1,35 @@
+"""What ``torchq-compat compare`` was asked for, on its way to the process that compares."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+__all__ = ["Target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A script with its arguments, or ``module:function``.
+
+    Attributes:
+        fx: "yes", "no" or "auto".
+    """
+
+    name: str
+    is_function: bool
+    args: tuple[str, ...] = ()
+    fx: str = "auto"
+
+    @property
+    def fx_setting(self) -> bool | Literal["auto"]:
+        return "auto" if self.fx == "auto" else self.fx == "yes"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Target:
+        data = json.loads(text)
+        return cls(**{**data, "args": tuple(data["args"])})
