@@ -127,19 +127,26 @@ def test_a_subclass_is_not_what_the_mapping_names() -> None:
     assert "OwnLSTM at 'encoder.rnn' stays float" in str(record.message)
 
 
-@pytest.mark.parametrize(
-    "qconfig",
-    [default_dynamic_qconfig, float_qparams_weight_only_qconfig],
-    ids=["dynamic", "weight_only"],
-)
-def test_a_mapped_lstm_whose_qconfig_is_not_static(qconfig: QConfig) -> None:
-    """FX leaves the weight-only one float without a word."""
-    mapping = QConfigMapping().set_global(QCONFIG).set_object_type(nn.LSTM, qconfig)
+def test_a_mapped_lstm_whose_qconfig_is_weight_only() -> None:
+    """FX leaves it float without a word."""
+    mapping = QConfigMapping().set_global(QCONFIG)
+    mapping.set_object_type(nn.LSTM, float_qparams_weight_only_qconfig)
     prepared, (record,) = prepare_and_listen(nn.LSTM, mapping, MAP_LSTM)
     assert record.filename == __file__
     assert "LSTM at 'encoder.rnn' stays float" in str(record.message)
-    assert "does not quantize activations statically" in str(record.message)
+    assert "its qconfig is weight_only and its class is mapped for static qconfigs" in str(record.message)
+    assert "map it" not in str(record.message)
     assert decision_about(prepared, "encoder.rnn").action.value == "float"
+
+
+def test_a_mapped_lstm_whose_qconfig_is_dynamic() -> None:
+    """As FX does, it is quantized dynamically."""
+    mapping = QConfigMapping().set_global(QCONFIG).set_object_type(nn.LSTM, default_dynamic_qconfig)
+    prepared, records = prepare_and_listen(nn.LSTM, mapping, MAP_LSTM)
+    assert not records
+    decision = decision_about(prepared, "encoder.rnn")
+    assert decision.action.value == "quantized"
+    assert "dynamically" in decision.reason
 
 
 @pytest.mark.parametrize("config", [None, MAP_LSTM], ids=["unmapped", "mapped"])

@@ -174,7 +174,7 @@ def test_quantizer_in_training() -> None:
 
 
 def test_non_traceable_modules_stay_float_under_a_quantizer() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))).eval()
     config = {"non_traceable_module_name": ["1"]}
     prepared = tc.prepare_fx(model, LinearQuantizer(), (torch.randn(6, 8),), config)
     assert {d.path: d.action for d in tc.explain(prepared)} == {"0": "quantized", "1": "float"}

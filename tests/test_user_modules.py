@@ -206,8 +206,8 @@ class Twice(nn.Module):
 
 
 def test_used_twice_on_different_ranges() -> None:
-    """FX gives the second call's observer the first one's place. The output grid is one: legacy classes have
-    one set of output qparams."""
+    """FX gives the second call's observer the first one's place. A legacy class has one set of output
+    qparams, which has to cover both calls."""
     model = Twice().eval()
     data = [(uniform(10.0, 16, 3), uniform(2.0, 16, 3)) for _ in range(8)]
     _, ours = by_ours(model, data, CLASSIC)
@@ -217,6 +217,23 @@ def test_used_twice_on_different_ranges() -> None:
     args = data[0]
     assert all(25 < sqnr(a, b) < 60 for a, b in zip(model(*args), ours(*args), strict=True))
     assert sqnr(model(*args)[0], theirs(*args)[0]) < 10
+
+
+class FloatCustom(StaticCustom):
+    takes_floats = True
+
+    @classmethod
+    def from_observed(cls, observed: nn.Module) -> nn.Module:
+        return cls(observed.linear)
+
+
+def test_used_twice_each_call_on_its_own_grids() -> None:
+    """A class that takes floats has no output qparams: a call a hundred times smaller loses nothing."""
+    model = Twice().eval()
+    data = [(uniform(10.0, 16, 3), uniform(0.1, 16, 3)) for _ in range(8)]
+    configs = settings_for(Custom, ObservedCustom, FloatCustom)
+    _, ours = by_ours(model, data, configs)
+    assert all(30 < sqnr(a, b) < 60 for a, b in zip(model(*data[0]), ours(*data[0]), strict=True))
 
 
 # Dynamic and weight-only: the class gets its qconfig, the boundary stays in floats.
@@ -787,15 +804,33 @@ class CallsChosen(Calls):
         return self.custom(x) + y
 
 
-def test_a_handler_for_a_module_with_data_dependent_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_dependent_code_is_tried_on_data() -> None:
     model = CallsChosen(Chosen()).eval()
     data = [(uniform(1.0, 16, 4), uniform(1.0, 16, 4)) for _ in range(4)]
-    with pytest.raises(CustomModuleError, match=r"Chosen at 'custom' cannot be computed without data") as e:
-        tc.prepare_fx(model, MAPPING, data[0], mirror(Chosen)[0])
+    prepared, converted = by_ours(model, data, mirror(Chosen))
+    for args in data:
+        torch.testing.assert_close(prepared(*args), model(*args), atol=1e-6, rtol=0)
+        assert 25 < sqnr(model(*args), converted(*args)) < 60
+
+
+class Picky(Chosen):
+    """Fails on the zeros and ones it would be tried on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.std()) < 0.1:
+            raise ValueError("all the same")
+        return super().forward(x)
+
+
+def test_a_handler_for_a_module_that_cannot_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CallsChosen(Picky()).eval()
+    data = [(uniform(1.0, 16, 4), uniform(1.0, 16, 4)) for _ in range(4)]
+    with pytest.raises(CustomModuleError, match=r"Picky at 'custom' cannot be computed without data") as e:
+        tc.prepare_fx(model, MAPPING, data[0], mirror(Picky)[0])
     assert "Hint: register a torchq_compat.custom_modules.UserModuleHandler" in str(e.value)
     monkeypatch.setattr(registry, "_HANDLERS", list(registry.handlers()))
     register(ChosenHandler())
-    prepared, converted = by_ours(model, data, mirror(Chosen))
+    prepared, converted = by_ours(model, data, mirror(Picky))
     for args in data:
         torch.testing.assert_close(prepared(*args), model(*args), atol=1e-6, rtol=0)
         assert 25 < sqnr(model(*args), converted(*args)) < 60

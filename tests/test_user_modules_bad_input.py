@@ -4,6 +4,7 @@ results; and the user's model as it was."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -31,6 +32,11 @@ from tests.test_user_modules import (
     with_weights_of,
 )
 from torchq_compat.errors import TorchQCompatError
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
 class Wrapped(nn.Module):
@@ -174,11 +180,11 @@ def test_a_from_observed_that_makes_no_module(make: Any, problem: str) -> None:
     _, config = settings_for(Custom, ObservedCustom, quantized)
     model, data = Around().eval(), rows()
     prepared, converted = by_ours(model, data, CLASSIC)
-    before = prepared(*data[0])
+    before = copy.deepcopy(prepared.state_dict())
     with pytest.raises(TorchQCompatError, match=f"Bad.{problem}") as caught:
         tc.convert_fx(prepared, config)
     assert "\nHint: from_observed" in str(caught.value)
-    assert torch.equal(prepared(*data[0]), before)
+    assert all(map(torch.equal, prepared.state_dict().values(), before.values()))
     assert torch.equal(tc.convert_fx(prepared, CLASSIC[1])(*data[0]), converted(*data[0]))
 
 
@@ -432,6 +438,33 @@ def test_shapes_that_depend_on_data() -> None:
     refuse_prepare(
         Wrapped(NeedsData()).eval(),
         mirror(NeedsData)[0],
-        "the shapes of the results of NeedsData at 'custom' cannot be computed without data",
+        "the shapes of the results of NeedsData at 'custom' are no sizes of its inputs",
         hint="register a torchq_compat.custom_modules.UserModuleHandler",
+    )
+
+
+# What the model itself takes and returns is torch.export's affair
+
+
+@dataclasses.dataclass
+class Unregistered:
+    value: Tensor
+
+
+class ReturnsIt(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return Unregistered(x * 2)
+
+
+class TakesIt(nn.Module):
+    def forward(self, given: Any) -> Any:
+        return given.value * 2
+
+
+@pytest.mark.parametrize(("model", "args"), [(ReturnsIt(), X), (TakesIt(), (Unregistered(X[0]),))])
+def test_a_dataclass_at_the_edge_of_the_model(model: nn.Module, args: tuple[Any, ...]) -> None:
+    with pytest.raises(TorchQCompatError, match=r"Unregistered") as caught:
+        tc.prepare_fx(model, MAPPING, args)
+    assert "Hint: register what the model takes or returns: torch.export.register_dataclass" in str(
+        caught.value
     )

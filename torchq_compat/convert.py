@@ -94,17 +94,17 @@ def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None,
     return tuple(observers.get(argument) for argument in tensor_arguments(call, leaf))
 
 
-def _output_observers(working: GraphModule, path: str) -> tuple[nn.Module, ...]:
-    """What observes the results of the leaf at ``path``, in flat order."""
-    found: dict[int, nn.Module] = {}
+def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module, ...], ...]:
+    """What observes the results of the leaf at ``path``, in flat order, one observer for each call."""
+    observers = {user.args[0]: observer for user, observer in observer_nodes(working)}
+    found: dict[int, list[nn.Module]] = {}
     for call in leaf_nodes(working):
         for getitem in call.users if call.target == path else ():
             position = getitem.args[1]
             assert isinstance(position, int)
-            for user, observer in observer_nodes(working):
-                if user.args[0] is getitem:
-                    found.setdefault(position, observer)
-    return tuple(found[position] for position in sorted(found))
+            if getitem in observers:
+                found.setdefault(position, []).append(observers[getitem])
+    return tuple(tuple(found[position]) for position in sorted(found))
 
 
 def _check_observers(prepared: GraphModule) -> None:

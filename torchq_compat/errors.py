@@ -227,10 +227,18 @@ class CaptureError(TorchQCompatError):
     def from_export(cls, model: str, location: str | None, cause: BaseException) -> CaptureError:
         where = f" at {location}" if location else ""
         first_line = str(cause).strip().split("\n", 1)[0]
+        hint = (
+            "control flow on tensor values has to become torch.where or torch.cond; "
+            "see the torch.export programming model."
+        )
+        if "register a pytree" in first_line or "Unsupported input type" in first_line:
+            hint = (
+                "register what the model takes or returns: torch.export.register_dataclass for a dataclass, "
+                "torch.utils._pytree.register_pytree_node for another container."
+            )
         return cls(
             f"torch.export cannot capture {model}{where}: {type(cause).__name__}: {first_line}",
-            hint="control flow on tensor values has to become torch.where or torch.cond; "
-            "see the torch.export programming model. The model was not changed.",
+            hint=f"{hint} The model was not changed.",
         )
 
 

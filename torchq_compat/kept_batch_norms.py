@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torchao.quantization.pt2e.quantizer import Quantizer
+
+from torchq_compat.annotate.quantizer_around import QuantizerAround
 
 __all__ = ["HidingBatchNorms", "hide_batch_norms", "show_batch_norms"]
 
@@ -27,25 +28,14 @@ def show_batch_norms(graph_module: GraphModule) -> None:
     _replace(graph_module, kept_batch_norm, BATCH_NORM)
 
 
-class HidingBatchNorms(Quantizer):  # type: ignore[misc]
+class HidingBatchNorms(QuantizerAround):
     """A Quantizer that hides the batch norms as soon as ``quantizer`` has annotated: torchao fuses them next,
     when it prepares for training, with constants of its own."""
 
-    def __init__(self, quantizer: Quantizer) -> None:
-        super().__init__()
-        self.quantizer = quantizer
-
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        transformed: GraphModule = self.quantizer.transform_for_annotation(model)
-        return transformed
-
     def annotate(self, model: GraphModule) -> GraphModule:
-        annotated: GraphModule = self.quantizer.annotate(model)
+        annotated = super().annotate(model)
         hide_batch_norms(annotated)
         return annotated
-
-    def validate(self, model: GraphModule) -> None:
-        self.quantizer.validate(model)
 
 
 def kept_batch_norm(*args: object) -> Tensor:

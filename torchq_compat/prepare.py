@@ -83,9 +83,10 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
     leftovers = _leftovers(model, working, request)
     session = CaptureSession()
-    graph_module = _capture_around(working, model, swaps, request, session)
+    graph_module, copied = _capture_around(working, model, swaps, request, session)
+    decisions.extend(_copied_parameter(name, is_qat=request.is_qat) for name in copied)
     interface = _interface(graph_module, request, session)
-    boundaries = _boundaries(graph_module, swaps)
+    boundaries = _boundaries(graph_module, swaps, session)
     write_op_records(_leaf_records(graph_module, swaps))
     signature = signature.with_sizes_of(graph_module, request.example_inputs)
     captured = Captured(graph_module, working, boundaries, interface)
@@ -131,15 +132,19 @@ def _signature(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
         raise InputError.does_not_fit(type(model).__name__, cause) from cause
 
 
-def _check_runs(working: nn.Module, args: tuple[Any, ...]) -> InputError | None:
+def _check_runs(
+    working: nn.Module, args: tuple[Any, ...], swaps: list[Swap], session: CaptureSession
+) -> InputError | None:
     """What is wrong with ``args``: torch.export accepts some no kernel does, integers for a float linear.
 
-    In evaluation only: a run in training would move batch norm's statistics.
+    In evaluation only: a run in training would move batch norm's statistics. The session remembers what the
+    custom modules were called with.
     """
     if working.training:
         return None
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        recording = session.recording({swap.paths[0]: swap.module for swap in swaps})
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), recording:
             working(*copied_inputs(args))
     except Exception as cause:
         return InputError.does_not_fit(type(working).__name__, cause)
@@ -152,9 +157,12 @@ def _capture_around(
     swaps: list[Swap],
     request: PrepareRequest,
     session: CaptureSession,
-) -> GraphModule:
-    """Capture ``working`` with leaf calls, then put the observed modules behind them."""
-    problem = _check_runs(working, request.example_inputs)
+) -> tuple[GraphModule, list[str]]:
+    """Capture ``working`` with leaf calls, then put the observed modules behind them.
+
+    Also returns the parameters of custom modules that the graph has copies of.
+    """
+    problem = _check_runs(working, request.example_inputs, swaps, session)
     apply_swaps(working, swaps, session)
     show_identities(working)
     watching = session.watch(working)
@@ -167,9 +175,22 @@ def _capture_around(
         watching.remove()
     if problem is not None:
         raise problem
-    called = [swap for swap in swaps if session.layouts(swap.paths[0])]
-    place_leaves(graph_module, session, {swap.paths[0]: _behind(swap, request) for swap in called})
-    return graph_module
+    modules = {
+        swap.paths[0]: _behind(swap, request) if session.layouts(swap.paths[0]) else swap.module
+        for swap in swaps
+    }
+    return graph_module, place_leaves(graph_module, session, modules)
+
+
+def _copied_parameter(name: str, *, is_qat: bool) -> Decision:
+    reason = "the model itself reads it, from a copy in floats"
+    return Decision(
+        name,
+        "parameter",
+        Action.FLOAT,
+        f"{reason}, which training the custom module does not change" if is_qat else reason,
+        warn=is_qat,
+    )
 
 
 def _interface(
@@ -200,7 +221,9 @@ def _behind(swap: Swap, request: PrepareRequest) -> nn.Module:
     return observed
 
 
-def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Node, LeafBoundary]:
+def _boundaries(
+    graph_module: GraphModule, swaps: list[Swap], session: CaptureSession
+) -> dict[Node, LeafBoundary]:
     by_path = {swap.paths[0]: swap for swap in swaps}
     boundaries: dict[Node, LeafBoundary] = {}
     for node in leaf_nodes(graph_module):
@@ -211,8 +234,9 @@ def _boundaries(graph_module: GraphModule, swaps: list[Swap]) -> dict[Node, Leaf
         assert isinstance(index, int)
         assert request is not None
         assert handler is not None
-        arguments, expected = example_call(node, leaf)
-        handler.check_call(copy.deepcopy(leaf), path, index, arguments, expected)
+        if path in session.examples:
+            arguments, expected = example_call(node, leaf, session.examples[path][index])
+            handler.check_call(copy.deepcopy(leaf), path, index, arguments, expected)
         boundaries[node] = handler.boundary(leaf, request, leaf.leaf_layouts[index])
     return boundaries
 

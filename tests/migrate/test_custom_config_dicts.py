@@ -109,6 +109,10 @@ def _as_text(config: object) -> str:
         ('prepare_fx(m, c, x, {"additional_object_mapping": {}})\n', "FX knows no key"),
         ('prepare_fx(m, c, x, {"standalone_module_name": [("s", q, i, None, None)]})\n', "dict or an object"),
         ('prepare_fx(m, c, x, {"standalone_module_name": [("s", None, i, None)]})\n', "5 parts"),
+        (
+            'prepare_fx(m, c, x, {"standalone_module_name": [("s", None,  # c\n i, None, None)]})\n',
+            "comments",
+        ),
     ],
 )
 def test_left_for_a_person(code: str, reason: str) -> None:

@@ -26,6 +26,12 @@ def test_false_goes() -> None:
     check_transformed(REWRITE, IMPORTS + "convert_fx(m, is_reference=False)\n", IMPORTS + "convert_fx(m)\n")
 
 
+def test_parentheses() -> None:
+    check_transformed(
+        REWRITE, IMPORTS + "convert_fx((m), is_reference=(False))\n", IMPORTS + "convert_fx((m))\n"
+    )
+
+
 def test_of_a_module() -> None:
     check_transformed(
         REWRITE,
@@ -38,6 +44,7 @@ def test_of_a_module() -> None:
     ("code", "reason"),
     [
         ("convert_fx(m, is_reference=flag)\n", "depends on a value"),
+        ("convert_fx(\n    m,  # all\n    is_reference=True,\n)\n", "a comment"),
         ("convert_to_reference_fx = 1\nconvert_fx(m, is_reference=True)\n", "means something else"),
     ],
 )

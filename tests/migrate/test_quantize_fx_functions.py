@@ -152,6 +152,7 @@ def test_a_fallback_import() -> None:
     [
         ("from torch.ao.quantization.quantize_fx import *\n", "import *"),
         ("from torch.ao.quantization import quantize_fx\nf(quantize_fx)\n", "itself is used at line 2"),
+        ("import torch\n(torch.ao  # c\n .quantization.quantize_fx.fuse_fx)(m)\n", "a comment"),
         ("from torch.ao.quantization import quantize_fx\nquantize_fx.Scope\n", "Scope has no counterpart"),
         (
             "import torch\ntorchq_compat = 1\ntorch.ao.quantization.quantize_fx.fuse_fx(m)\n",

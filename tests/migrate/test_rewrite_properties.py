@@ -39,6 +39,9 @@ LEGACY = (
     "torch.jit.save(torch.jit.script(quantized), path)",
     "lstm = _get_lstm_with_individually_observed_parts(lstm, tanh_obs_ctr=torch.quantization.QConfig)",
     "x = torch.randn(2)",
+    "quantized = convert_fx(\n    prepared,  # all\n    is_reference=(True),\n)",
+    "prepared = prepare_fx((m), ({'': (q)}), (x,), {  # no\n    'preserved_attributes': (['a']),  # b\n})",
+    "scripted = torch.jit.script(quantized)  # one\nscripted.save(path)  # two",
     "def f(prepare_fx, x):\n    return prepare_fx(x, {'': 1}, x)",
     "for prepared in prepared:\n    quantized = convert_fx(prepared)\n "
     "   torch.jit.script(quantized).save('q')",

@@ -189,10 +189,11 @@ def test_a_thousand_files_in_seconds(tmp_path: Path) -> None:
     filler = "".join(f"def f{i}(x):\n    return [x + {i} for x in range(x)]\n\n" for i in range(100))
     for number in range(1000):
         (tmp_path / f"m{number}.py").write_text(filler + (FX if number % 20 == 0 else ""))
-    start = time.perf_counter()
+    # Of the processor: other tests may be running.
+    start = time.process_time()
     result = scan_paths([tmp_path])
     assert (result.files, len(result.findings)) == (1000, 50)
-    assert time.perf_counter() - start < 45
+    assert time.process_time() - start < 30
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:

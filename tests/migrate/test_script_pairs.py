@@ -53,12 +53,10 @@ OUTPUTS = {
     "dict_configs.py": Expected(EQUAL, (32, 40)),
     # FX requantizes every gate to 8 bits before it multiplies; see test_parts_where_fx_is_wrong.
     "lstm_16bit_parts.py": Expected(2**-7 + EQUAL, (28, 34)),
-    "standalone_modules.py": Expected(0.02, (25, 45)),
-    "user_custom_module.py": Expected(0.02, (20, 45)),
-    "word_lm_dynamic.py": Expected(0.01, (35, 55)),
+    "standalone_modules.py": Expected(EQUAL, (28, 36)),
+    "user_custom_module.py": Expected(EQUAL, (27, 35)),
+    "word_lm_dynamic.py": Expected(EQUAL, (42, 50)),
 }
-#: Not carried over yet: each raises, or warns that it stays float.
-NOT_YET = ("standalone_modules.py", "user_custom_module.py", "word_lm_dynamic.py")
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
@@ -99,12 +97,7 @@ def test_nothing_is_left_in_the_ported_scripts() -> None:
     assert ported.problems == []
 
 
-def not_yet(names: dict[str, Expected]) -> list[object]:
-    mark = pytest.mark.xfail(strict=True, raises=AssertionError)
-    return [pytest.param(name, marks=mark) if name in NOT_YET else name for name in names]
-
-
-@pytest.mark.parametrize("name", not_yet(OUTPUTS))
+@pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs_are_those_of_fx(name: str) -> None:
     expected = OUTPUTS[name]
     fx = outputs(run(LEGACY / name))

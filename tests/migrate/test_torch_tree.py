@@ -1,4 +1,4 @@
-"""Code that nobody here wrote: torch's own files, as input to scan and rewrite; nothing is written."""
+"""Code that nobody here wrote: all of torch and torchao as input to scan and rewrite; nothing is written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from torchq_compat.migrate.documents import read_document
 from torchq_compat.migrate.rewriter import rewrite_text
 from torchq_compat.migrate.scanner import Scan, scan_paths
 
-SPEC = find_spec("torch")
-assert SPEC is not None
-assert SPEC.origin is not None
-TORCH = Path(SPEC.origin).parent
+
+def folder_of(package: str) -> Path:
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+TORCH, TORCHAO = folder_of("torch"), folder_of("torchao")
 #: FX itself and what uses it, and a folder that has nothing to do with it.
 SLICE = (
     "ao/quantization/fx/lstm_utils.py",
@@ -27,23 +32,31 @@ SLICE = (
 )
 
 
-def check(scan: Scan, may_change: Iterable[str]) -> None:
+def check(scan: Scan, root: Path, must_change: Iterable[str]) -> None:
+    """Every result parses and is final, and the files that change are these and those announced."""
     changed = set()
     for document, origin in scan.documents:
         text = rewrite_text(document.text, origin=origin)
         ast.parse(text)
         assert rewrite_text(text, origin=origin) == text
         if text != document.text:
-            changed.add(document.path.relative_to(TORCH).as_posix())
-    announced = {f.path.relative_to(TORCH).as_posix() for f in scan.findings if f.site.edits}
+            changed.add(document.path.relative_to(root).as_posix())
+    announced = {f.path.relative_to(root).as_posix() for f in scan.findings if f.site.edits}
     assert changed == announced
-    assert changed == set(may_change)
+    assert changed == set(must_change)
 
 
 def test_a_slice_of_the_tree() -> None:
     scan = scan_paths([TORCH / name for name in SLICE])
     assert scan.problems == []
-    check(scan, {"ao/quantization/fx/lstm_utils.py", "ao/ns/fx/n_shadows_utils.py"})
+    check(scan, TORCH, {"ao/quantization/fx/lstm_utils.py", "ao/ns/fx/n_shadows_utils.py"})
+
+
+def test_torchao() -> None:
+    scan = scan_paths([TORCHAO])
+    assert scan.problems == []
+    pt2e = "quantization/pt2e"
+    check(scan, TORCHAO, {f"{pt2e}/convert.py", f"{pt2e}/prepare.py", "testing/pt2e/utils.py"})
 
 
 def test_files_without_fx_are_left_alone() -> None:
@@ -63,6 +76,7 @@ def test_the_whole_tree() -> None:
     assert all("py3" in problem.path.name for problem in scan.problems)
     check(
         scan,
+        TORCH,
         {
             "ao/ns/_numeric_suite_fx.py",
             "ao/ns/fx/n_shadows_utils.py",

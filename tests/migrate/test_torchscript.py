@@ -86,6 +86,7 @@ def f(m, x, path):
         (QUANTIZE + "s = torch.jit.script(q)\ns(x)\ns.save('a')\n", "used for more"),
         (QUANTIZE + "torch.jit.script(q)(x)\n", "used for more"),
         (QUANTIZE + "torch.jit.load('a.pt')\n", "not saved in this file"),
+        (QUANTIZE + "torch.jit.save(  # small\n    torch.jit.script(q), 'a')\n", "comments"),
         (
             IMPORTS + "try:\n    q = convert_fx(p)\nexcept E:\n    q = m\ntorch.jit.script(q).save('a')\n",
             "the way through the code",

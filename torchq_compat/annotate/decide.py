@@ -101,8 +101,6 @@ class _State:
     dtype_of: dict[Node, torch.dtype] = field(default_factory=dict)
     #: Edges already observed, by producer: consumers that want the same share one observer.
     edges_from: dict[Node, list[tuple[Slot, QuantizationSpec]]] = field(default_factory=dict)
-    #: The first result observed, by (owner of the observers, position).
-    leaf_outputs: dict[tuple[str, int], Node] = field(default_factory=dict)
 
     def take_leaf(self, node: Node, boundary: LeafBoundary) -> None:
         for producer, spec in zip(node.args, boundary.input_specs, strict=False):
@@ -121,11 +119,7 @@ class _State:
         if dtype is not None:
             self.dtype_of[getitem] = dtype
         elif spec is not None and _is_float(getitem):
-            first = self.leaf_outputs.setdefault((boundary.output_owner or getitem.name, position), getitem)
-            if first is getitem:
-                self.slots.observe(getitem, spec)
-            else:
-                self.slots.share(getitem, first)
+            self.slots.observe(getitem, spec)
             self.dtype_of[getitem] = spec.dtype
 
     def take_quantized_input(self, placeholder: Node) -> None:

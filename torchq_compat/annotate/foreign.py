@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -17,12 +16,13 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.groups import OpGroup, find_groups, is_float_tensor
 from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.annotate.quantizer_around import QuantizerAround
 from torchq_compat.decisions import Action, Decision
 
 __all__ = ["QuantizerAroundLeaves"]
 
 
-class QuantizerAroundLeaves(Quantizer):  # type: ignore[misc]
+class QuantizerAroundLeaves(QuantizerAround):
     """``quantizer`` for a graph with leaf calls.
 
     Args:
@@ -36,18 +36,13 @@ class QuantizerAroundLeaves(Quantizer):  # type: ignore[misc]
         leaves: Mapping[Node, LeafBoundary],
         model: nn.Module,
     ) -> None:
-        super().__init__()
-        self.quantizer = quantizer
+        super().__init__(quantizer)
         self.leaves = leaves
         self.model = model
         self.decisions: tuple[Decision, ...] = ()
 
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        transformed: GraphModule = self.quantizer.transform_for_annotation(model)
-        return transformed
-
     def annotate(self, model: GraphModule) -> GraphModule:
-        model = self.quantizer.annotate(model)
+        model = super().annotate(model)
         groups = find_groups(model, self.model)
         for leaf, boundary in self.leaves.items():
             leaf.meta[Q_ANNOTATION_KEY] = _annotation(leaf, boundary)
@@ -57,12 +52,6 @@ class QuantizerAroundLeaves(Quantizer):  # type: ignore[misc]
                 _annotate_output(getitem, boundary.output_specs[position])
         self.decisions = tuple(_decision(group, self.quantizer) for group in groups)
         return model
-
-    def validate(self, model: GraphModule) -> None:
-        self.quantizer.validate(model)
-
-    def prepare_obs_or_fq_callback(self, model: GraphModule, edge_or_node_to_obs_or_fq: Any) -> None:
-        self.quantizer.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
 
 
 def _annotation(leaf: Node, boundary: LeafBoundary) -> QuantizationAnnotation:

@@ -20,14 +20,12 @@ class LeafBoundary:
             for floats.
         output_specs: observes each flat output behind the module; None leaves one alone.
         accepted: quantized dtypes an input may already have, apart from its spec's.
-        output_owner: calls with the same owner have one set of output observers; empty: each call its own.
     """
 
     input_specs: tuple[QuantizationSpec | None, ...]
     output_dtypes: tuple[torch.dtype | None, ...]
     output_specs: tuple[QuantizationSpec | None, ...]
     accepted: frozenset[torch.dtype] = field(default=frozenset())
-    output_owner: str = ""
 
     @classmethod
     def floats(cls, inputs: int, outputs: int) -> LeafBoundary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +23,17 @@ ATEN = torch.ops.aten
 NEW_TENSOR = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_empty.default, ATEN.new_full.default)
 
 
-def place_leaves(graph_module: GraphModule, session: CaptureSession, modules: dict[str, nn.Module]) -> None:
-    """Replace every leaf op in ``graph_module`` by a call of ``modules[handle]``, placed at that path."""
-    for handle in modules:
-        _keep_parameters_read(graph_module, f"{handle}.{ORIGINAL}.")
+def place_leaves(
+    graph_module: GraphModule, session: CaptureSession, modules: dict[str, nn.Module]
+) -> list[str]:
+    """Replace every leaf op in ``graph_module`` by a call of ``modules[handle]``, placed at that path.
+
+    A float module that is never called is there for the parameters the model reads of it.
+
+    Returns:
+        The parameters of observed modules whose values the model itself reads: it has copies of them.
+    """
+    copied = [name for entry in modules.items() for name in _keep_parameters_read(graph_module, *entry)]
     for node in list(graph_module.graph.nodes):
         if node.target is not LEAF_OP:
             continue
@@ -46,23 +54,36 @@ def place_leaves(graph_module: GraphModule, session: CaptureSession, modules: di
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
     graph_module.recompile()
+    return copied
 
 
-def _keep_parameters_read(graph_module: GraphModule, prefix: str) -> None:
-    """Parameters of a float custom module that the model itself reads, as buffers of the graph: the module
-    makes room for its successor. Where only dtype and device are wanted an empty tensor has them."""
+def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Module) -> list[str]:
+    """Parameters of the float custom module at ``handle`` that the model itself reads.
+
+    They are those of ``module`` where it is the float module. Else that makes room for ``module``, and they
+    become buffers of the graph; where only dtype and device are wanted, an empty one. Returns the names of
+    those whose values were copied.
+    """
+    prefix, copied = f"{handle}.{ORIGINAL}.", []
     for node in list(graph_module.graph.nodes):
         if node.op != "get_attr" or not str(node.target).startswith(prefix):
             continue
         if not node.users:
             graph_module.graph.erase_node(node)
             continue
-        path, _, name = str(node.target).rpartition(".")
-        value = getattr(graph_module.get_submodule(path), name).detach()
+        name = f"{handle}.{str(node.target).removeprefix(prefix)}"
+        if not isinstance(module, LeafModule):
+            graph_module.add_submodule(handle, module)
+            node.target = name
+            continue
+        value = operator.attrgetter(str(node.target))(graph_module).detach()
         only_metadata = all(user.target in NEW_TENSOR for user in node.users)
-        kept = str(node.target).replace(".", "_")
+        kept = name.replace(".", "_") + ("_like" if only_metadata else "")
         nn.Module.register_buffer(graph_module, kept, value.new_empty(0) if only_metadata else value.clone())
         node.target = kept
+        if not only_metadata:
+            copied.append(name)
+    return copied
 
 
 def leaf_nodes(graph_module: GraphModule) -> list[Node]:
@@ -83,12 +104,12 @@ def tensor_arguments(call: Node, module: LeafModule) -> tuple[Node, ...]:
     return tuple(tensor for tensor in tensors if isinstance(tensor, Node))
 
 
-def example_call(call: Node, module: LeafModule) -> tuple[list[Any], list[Tensor]]:
-    """Arguments and results of a leaf call: zeros of the shapes and dtypes of the example, and its sizes."""
-    tensors = tensor_arguments(call, module)
-    arguments = [_zeros(tensor.meta["val"]) for tensor in tensors]
-    sizes = [_example_size(size) for size in call.args[len(tensors) :]]
-    return [*arguments, *sizes], [_zeros(value) for value in call.meta["val"]]
+def example_call(call: Node, module: LeafModule, tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """A leaf call with the ``tensors`` it had in the example: its arguments, sizes included, and zeros of the
+    shapes and dtypes of its results."""
+    count = len(tensor_arguments(call, module))
+    sizes = [_example_size(size) for size in call.args[count:]]
+    return [*tensors, *sizes], [_zeros(value) for value in call.meta["val"]]
 
 
 def _zeros(value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ no size of it is fixed. After capture every such node becomes a ``call_module`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils.hooks import RemovableHandle
 
@@ -38,6 +39,8 @@ class CaptureSession:
     """The leaves of one capture, by handle, and the layouts of their calls in the order of the calls."""
 
     leaves: dict[str, _Leaf] = field(default_factory=dict)
+    #: The tensors of each call in a run on the example inputs, by handle, in the order of the calls.
+    examples: dict[str, list[list[Tensor]]] = field(default_factory=dict)
     #: What the calls returned, nested as the model gets it.
     results: list[Any] = field(default_factory=list)
     #: Whether the model returns the very result of a call.
@@ -46,10 +49,31 @@ class CaptureSession:
     def add(self, handle: str, original: nn.Module, fake_call: FakeCall) -> LeafCaller:
         """Register a leaf and return the module to put in the place of ``original``."""
         self.leaves[handle] = _Leaf(fake_call)
-        return LeafCaller(handle, original)
+        return LeafCaller.standing_for(original, handle)
 
     def layouts(self, handle: str) -> list[CallLayout]:
         return self.leaves[handle].layouts
+
+    @contextmanager
+    def recording(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Keep the tensors that ``modules``, by handle, are called with in the meantime."""
+
+        def keep(handle: str) -> Callable[..., None]:
+            def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+                _, tensors = Structure.take_apart((args, kwargs))
+                self.examples.setdefault(handle, []).append([tensor.detach().clone() for tensor in tensors])
+
+            return hook
+
+        hooks = [
+            module.register_forward_pre_hook(keep(handle), with_kwargs=True)
+            for handle, module in modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def watch(self, model: nn.Module) -> RemovableHandle:
         """Note what ``model`` returns while it is captured."""
@@ -73,17 +97,34 @@ _SESSION: ContextVar[CaptureSession] = ContextVar("torchq_compat_capture_session
 
 
 #: Where a LeafCaller keeps the module it stands for.
-ORIGINAL = "original"
+ORIGINAL = "leaf_original"
 
 
 class LeafCaller(nn.Module):
-    """Stands for a custom module during capture. Attributes and parameters are those of the ``original``:
-    models read ``self.lstm.hidden_size``, or make a state with ``next(self.parameters()).new_zeros(...)``."""
+    """Stands for a custom module during capture.
+
+    Class, attributes and parameters are those of the original: models ask ``isinstance(self.rnn, nn.LSTM)``,
+    read ``self.lstm.hidden_size``, or make a state with ``next(self.parameters()).new_zeros(...)``.
+    """
 
     def __init__(self, handle: str, original: nn.Module) -> None:
-        super().__init__()
-        self.handle = handle
-        self.original = original
+        # Not super().__init__: that may be the original's class.
+        nn.Module.__init__(self)
+        self.leaf_handle = handle
+        self.leaf_original = original
+        self.training = original.training
+
+    @classmethod
+    def standing_for(cls, original: nn.Module, handle: str) -> LeafCaller:
+        """A caller of a subclass of the class of ``original``; a graph's class cannot be added to."""
+        base = type(original)
+        if isinstance(original, GraphModule):
+            return cls(handle, original)
+        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        caller: Any = object.__new__(type(base.__name__, (cls, base), namespace))
+        LeafCaller.__init__(caller, handle, original)
+        assert isinstance(caller, LeafCaller)
+        return caller
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -93,14 +134,14 @@ class LeafCaller(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         session = _SESSION.get()
-        leaf = session.leaves[self.handle]
+        leaf = session.leaves[self.leaf_handle]
         inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
         # Only the structure is wanted here, not the shape computation in the user's graph.
         with disable_proxy_modes_tracing():
             outputs, _, computed = Structure.take_apart_with_sizes(leaf.fake_call(*args, **kwargs))
         self._check(inputs, outputs, computed)
         leaf.layouts.append(CallLayout(inputs, outputs))
-        flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.handle, len(leaf.layouts) - 1)
+        flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.leaf_handle, len(leaf.layouts) - 1)
         result = outputs.put_together(flat)
         session.results.append(result)
         return result
@@ -108,9 +149,9 @@ class LeafCaller(nn.Module):
     def _check(self, inputs: Structure, outputs: Structure, computed: list[Any]) -> None:
         for constant in (*inputs.constants(), *outputs.constants()):
             if any(isinstance(value, Tensor) for value in getattr(constant, "__dict__", {}).values()):
-                raise CustomModuleError.unknown_container(self.handle, constant)
+                raise CustomModuleError.unknown_container(self.leaf_handle, constant)
         if computed:
-            raise CustomModuleError.returns_size(self.handle)
+            raise CustomModuleError.returns_size(self.leaf_handle)
 
 
 @torch.library.custom_op("torchq_compat::custom_module", mutates_args=())

@@ -17,8 +17,9 @@ from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.observed_graph import ObserverFault, observer_faults
+from torchq_compat.user_warnings import warn_user
 
-__all__ = ["PartOwnerHandler", "inherits"]
+__all__ = ["PartOwnerHandler", "inherits", "tell_of_lost_forward"]
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
@@ -56,6 +57,18 @@ class PartOwnerHandler(CustomModuleHandler):
                     details["saturated"] = saturated[name]
                 where, formula = f"{path}.{graph_path}.{name}", part_of(node).formula
                 yield Decision(where, formula, Action.QUANTIZED, "part of the custom module", details)
+
+
+def tell_of_lost_forward(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
+    """Warn if ``module``, a ``float_class``, computes something else than a ``float_class`` does: what is
+    observed here are the parts of the latter."""
+    if "forward" in vars(module) or type(module).forward is not float_class.forward:
+        name = type(module).__name__
+        warn_user(
+            f"{name} at {path!r} has a forward of its own, which is not called once it is mapped: what is "
+            f"observed is nn.{float_class.__name__} with its parameters. Map {name} to an observed class of "
+            f"yours, or move the code into a module around an nn.{float_class.__name__}."
+        )
 
 
 def inherits(cls: type[nn.Module], method: str, standard: tuple[type[nn.Module] | None, ...]) -> bool:

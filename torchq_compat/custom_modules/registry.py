@@ -55,7 +55,8 @@ class ConvertRequest:
         leaf: the observed module, a copy that may be used up.
         quantized_class: what the script maps it to, if it says.
         path: where it stands in the model.
-        output_observers: what observes its results in the graph, where something does, in flat order.
+        output_observers: what observes its results in the graph, in flat order, where something does: one
+            observer for each call.
         input_observers: what observes each flat input of its first call in the graph, if anything.
         convert_inside: converts a prepared model that is inside.
     """
@@ -63,7 +64,7 @@ class ConvertRequest:
     leaf: LeafModule
     quantized_class: type[nn.Module] | None
     path: str
-    output_observers: tuple[nn.Module, ...]
+    output_observers: tuple[tuple[nn.Module, ...], ...]
     input_observers: tuple[nn.Module | None, ...] = ()
     convert_inside: Callable[[GraphModule], GraphModule] | None = None
 

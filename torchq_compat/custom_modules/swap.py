@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.ao.quantization import NoopObserver, QConfig
+from torch.ao.quantization.quant_type import QuantType
 
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.custom_modules.leaf_op import CaptureSession
@@ -24,6 +25,7 @@ from torchq_compat.specs.selectors import Selection, select_for_module
 
 __all__ = ["Swap", "apply_swaps", "decide_swaps"]
 
+NO_MAPPING = "no custom-module mapping for its class"
 NO_QUANTIZATION: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # type: ignore[no-untyped-call]
 
 
@@ -49,26 +51,36 @@ def decide_swaps(
     swaps: list[Swap] = []
     decisions: list[Decision] = []
     for module, paths in _modules_with_paths(model):
-        path = paths[0]
         if _inside(paths, swaps):
             continue
-        if _is_non_traceable(module, paths, settings):
-            reason = "non_traceable: never quantized inside"
-            swaps.append(Swap(module, paths, _fallback(), None))
-            decisions.append(Decision(path, type(module).__name__, Action.FLOAT, reason))
-            continue
-        handler, request, reason = _find(module, path, rules, settings, backend)
-        if handler is not None:
-            swaps.append(Swap(module, paths, handler, request))
-            decisions.append(Decision(path, type(module).__name__, Action.QUANTIZED, reason))
-            continue
-        remedy = next((r for h in handlers() if (r := h.remedy(module)) is not None), None)
-        if remedy is not None:
-            decisions.append(_left_float(module, path, rules, reason, remedy))
-        opaque = next((h for h in handlers() if h.is_opaque(module)), None)
-        if opaque is not None:
-            swaps.append(Swap(module, paths, opaque, None))
+        swap, decision = _decide(module, paths, rules, settings, backend)
+        swaps.extend(filter(None, [swap]))
+        decisions.extend(filter(None, [decision]))
     return swaps, decisions
+
+
+def _decide(
+    module: nn.Module,
+    paths: tuple[str, ...],
+    rules: QConfigRules,
+    settings: PrepareSettings,
+    backend: BackendTable,
+) -> tuple[Swap | None, Decision | None]:
+    """The swap of ``module``, if it becomes a leaf call, and the decision to show about it, if any."""
+    path, kind = paths[0], type(module).__name__
+    if _is_non_traceable(module, paths, settings):
+        swap = Swap(module, paths, _fallback(), None)
+        return swap, Decision(path, kind, Action.FLOAT, "non_traceable: never quantized inside")
+    handler, request, reason = _find(module, path, rules, settings, backend)
+    if handler is not None:
+        return Swap(module, paths, handler, request), Decision(path, kind, Action.QUANTIZED, reason)
+    opaque = next((h for h in handlers() if h.is_opaque(module)), None)
+    swap_of_opaque = None if opaque is None else Swap(module, paths, opaque, None)
+    remedy = next((r for h in handlers() if (r := h.remedy(module)) is not None), None)
+    if remedy is None:
+        return swap_of_opaque, None
+    advice = remedy if reason == NO_MAPPING else ""
+    return swap_of_opaque, _left_float(module, path, rules, reason, advice)
 
 
 def apply_swaps(model: nn.Module, swaps: list[Swap], session: CaptureSession) -> None:
@@ -124,8 +136,16 @@ def _find(
     unmapped = next((h for h in handlers() if h.takes_unmapped(module, specs, backend)), None)
     if unmapped is not None:
         return unmapped, request, f"the backend quantizes it dynamically, qconfig from {selection.rule}"
-    kind = specs.quant_type.name.lower()
-    return None, None, f"no custom-module mapping for its class and a {kind} qconfig"
+    return None, None, _why_unmapped(type(module), specs.quant_type, settings)
+
+
+def _why_unmapped(module_class: type[nn.Module], wanted: QuantType, settings: PrepareSettings) -> str:
+    mapped = [
+        kind.name.lower() for kind, classes in settings.float_to_observed.items() if module_class in classes
+    ]
+    if mapped:
+        return f"its qconfig is {wanted.name.lower()} and its class is mapped for {mapped[0]} qconfigs"
+    return NO_MAPPING
 
 
 def _find_standalone(
@@ -145,6 +165,6 @@ def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, 
         path,
         type(module).__name__,
         Action.FLOAT,
-        f"{reason}; {remedy}" if wanted else reason,
+        f"{reason}; {remedy}" if wanted and remedy else reason,
         warn=wanted,
     )

@@ -7,6 +7,7 @@ A command is a module with one function, ``add_parser``, which names the functio
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,8 @@ __all__ = ["main"]
 
 PROGRAM = "torchq-compat"
 USAGE_ERROR = 2
+#: As a shell says that a signal ended a command.
+INTERRUPTED, BROKEN_PIPE = 130, 141
 
 COMMANDS = (run, scan, rewrite, compare)
 
@@ -26,10 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
-        return command(args)
+        code = command(args)
+        sys.stdout.flush()
+        return code
     except TorchQCompatError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever reads, say head, has enough; Python must not complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -112,6 +112,8 @@ class MovedNames:
         site = Site(self.code, start, source.code(node))
         if source.written_names(node) != source.names(node):
             return site
+        if source.has_comment(node):
+            return replace(site, refusal="a comment stands in the middle of the name")
         request = ImportRequest(row.replacement, offset=start)
         if not is_free(source, request):
             return replace(site, refusal="the name torchq_compat means something else in this file")

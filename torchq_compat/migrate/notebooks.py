@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,17 +53,29 @@ def join_cells(raw_text: str) -> Notebook:
         code = _source(cell)
         if cell.get("cell_type") != "code" or _is_foreign(code):
             continue
-        masked = MAGIC_LINE.sub(lambda match: f"{match['indent']}{MASK}{match['code']}", code)
         try:
-            compile(masked, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            parts.append(f"{CELL.format(number)}\n{_as_python(code)}\n")
         except SyntaxError as error:
             problems.append(f"cell {number}, line {error.lineno}: {error.msg}")
-            continue
         except (ValueError, RecursionError, MemoryError) as error:
             problems.append(f"cell {number}: {error}")
-            continue
-        parts.append(f"{CELL.format(number)}\n{masked}\n")
     return Notebook("".join(parts), tuple(problems))
+
+
+def _as_python(code: str) -> str:
+    """``code``, with the lines of IPython in comments if it is no Python with them."""
+    try:
+        _parse(code)
+    except SyntaxError:
+        code = MAGIC_LINE.sub(lambda match: f"{match['indent']}{MASK}{match['code']}", code)
+        _parse(code)
+    return code
+
+
+def _parse(code: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compile(code, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def notebook_bytes(source: SourceFile, new_text: str) -> bytes:

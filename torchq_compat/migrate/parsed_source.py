@@ -7,7 +7,7 @@ come in by ``import *``, and names that another file of the tree hands on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TypeVar, cast
 
 import libcst as cst
@@ -95,8 +95,16 @@ class ParsedSource:
     def full_code(self, node: cst.BaseExpression) -> str:
         """The text of an expression with the parentheses that belong to it."""
         start = self.start(node.lpar[0]) if node.lpar else self.start(node)
-        end = self.end(node.rpar[-1]) if node.rpar else self.end(node)
-        return self.data[start:end].decode()
+        return self.data[start : self.full_end(node)].decode()
+
+    def full_end(self, node: cst.BaseExpression) -> int:
+        """``end``, behind the parentheses that belong to an expression."""
+        return self.end(node.rpar[-1]) if node.rpar else self.end(node)
+
+    def has_comment(self, node: cst.CSTNode) -> bool:
+        """Whether a comment stands within ``node``."""
+        start, end = self.start(node), self.end(node)
+        return any(start <= self.start(comment) < end for comment in self.nodes(cst.Comment))
 
     def line(self, offset: int) -> int:
         """The line, from 1, of a byte offset."""
@@ -118,15 +126,21 @@ class ParsedSource:
         line = self.data[self.data.rfind(b"\n", 0, offset) + 1 :].split(b"\n", 1)[0].decode()
         return line[: len(line) - len(line.lstrip())]
 
-    def binders(self, name: str) -> Iterator[cst.CSTNode]:
+    def binders(self, name: str) -> Sequence[cst.CSTNode]:
         """The nodes that bind ``name``, in any scope."""
-        for scope in {scope for scope in self._scopes.values() if scope is not None}:
-            for assignment in scope.assignments:
-                if assignment.name == name and isinstance(assignment, Assignment):
-                    yield assignment.node
+        return self._all_binders.get(name, ())
 
     def binds(self, name: str) -> bool:
-        return any(True for _ in self.binders(name))
+        return bool(self.binders(name))
+
+    @cached_property
+    def _all_binders(self) -> dict[str, list[cst.CSTNode]]:
+        found: dict[str, list[cst.CSTNode]] = {}
+        for scope in {scope for scope in self._scopes.values() if scope is not None}:
+            for assignment in scope.assignments:
+                if isinstance(assignment, Assignment):
+                    found.setdefault(assignment.name, []).append(assignment.node)
+        return found
 
     def imported_names(self) -> Iterator[str]:
         """The full names in import statements, as they are written; ``module.*`` for ``import *``."""

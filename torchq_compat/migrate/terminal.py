@@ -25,8 +25,14 @@ def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
     return track(items, description, console=console, transient=True, disable=not console.is_terminal)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would exit here; the command line decides about that."""
+        raise BrokenPipeError
+
+
 def print_table(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=False).print(table)
+    _Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=False).print(table)
 
 
 def print_problems(problems: Iterable[Problem]) -> None:

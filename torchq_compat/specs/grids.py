@@ -6,13 +6,15 @@ A grid turns floats into the integers of its dtype and back: ``q = clamp(round(x
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.ao.quantization.fx._decomposed
 from torch import Tensor
 
-__all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along"]
+__all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along", "covering"]
 
 OPS = torch.ops.quantized_decomposed
 
@@ -53,9 +55,17 @@ class PerChannelGrid:
     quant_max: int
     dtype: torch.dtype
 
+    def pieces(self) -> Iterator[PerTensorGrid]:
+        """The grid of every index."""
+        for scale, zero_point in zip(self.scales, self.zero_points, strict=True):
+            yield PerTensorGrid(scale, zero_point, self.quant_min, self.quant_max, self.dtype)
+
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """``scales`` (float32) and ``zero_points`` (int64), each of shape (channels,)."""
-        return torch.tensor(self.scales, device=device), torch.tensor(self.zero_points, device=device)
+        return (
+            _filled(self.scales, torch.float32, device),
+            _filled(self.zero_points, torch.int64, device),
+        )
 
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
@@ -74,7 +84,26 @@ class PerChannelGrid:
         return x.to(out_dtype)
 
 
+def _filled(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``values``, mostly runs of one value. A trace of torch.tensor could not be exported a second time."""
+    runs = [
+        torch.full((len(list(run)),), value, dtype=dtype, device=device)
+        for value, run in itertools.groupby(values)
+    ]
+    return torch.cat(runs)
+
+
 Grid = PerTensorGrid | PerChannelGrid
+
+
+def covering(grids: Sequence[PerTensorGrid]) -> PerTensorGrid:
+    """The grid of the same integers whose range holds those of all ``grids``."""
+    low, high = grids[0].quant_min, grids[0].quant_max
+    smallest = min((low - grid.zero_point) * grid.scale for grid in grids)
+    largest = max((high - grid.zero_point) * grid.scale for grid in grids)
+    scale = (largest - smallest) / (high - low)
+    zero_point = max(low, min(high, round(low - smallest / scale)))
+    return replace(grids[0], scale=scale, zero_point=zero_point)
 
 
 def combine_along(axis: int, pieces: list[tuple[PerTensorGrid, int]]) -> Grid | None:

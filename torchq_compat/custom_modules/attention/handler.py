@@ -19,7 +19,7 @@ from torchq_compat.custom_modules.labels import input_labels
 from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits
+from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits, tell_of_lost_forward
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
 from torchq_compat.errors import CustomModuleError
@@ -60,6 +60,7 @@ class AttentionHandler(PartOwnerHandler):
 
     def observe(self, request: ObserveRequest) -> LeafModule:
         assert isinstance(request.module, nn.MultiheadAttention)
+        tell_of_lost_forward(request.module, nn.MultiheadAttention, request.path)
         if inherits(request.observed_class, "from_float", (ObservedMultiheadAttention, LEGACY_OBSERVED)):
             observed = ObservedMultiheadAttention.observe(request.module, PartSpecs(request.specs))
         else:

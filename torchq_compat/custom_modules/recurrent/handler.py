@@ -10,7 +10,7 @@ from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits
+from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits, tell_of_lost_forward
 from torchq_compat.custom_modules.part_specs import DynamicPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_owner import ConvertedModule, ObservedModule
 from torchq_compat.custom_modules.recurrent.dynamic import (
@@ -48,6 +48,7 @@ class RecurrentHandler(PartOwnerHandler):
         return isinstance(leaf, (self.family.observed, self.family.converted))
 
     def observe(self, request: ObserveRequest) -> LeafModule:
+        tell_of_lost_forward(request.module, self.family.float_class, request.path)
         observed = self._observed(request)
         observed.module_path = request.path
         return observed

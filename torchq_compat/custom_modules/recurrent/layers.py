@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchq_compat.custom_modules.part_graph import ConvertedPartGraphModule
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.contract import State
 from torchq_compat.custom_modules.recurrent.packed import run_packed_direction
+from torchq_compat.custom_modules.recurrent.rolled import run_rolled_direction
 
 __all__ = ["RecurrentDirection", "RecurrentLayer"]
 
@@ -32,6 +34,8 @@ class RecurrentDirection(nn.Module):
         and the result are the packed rows of a PackedSequence."""
         if batch_sizes is not None:
             return run_packed_direction(self.cell, x, state, batch_sizes, backward=backward)
+        if torch.compiler.is_exporting() and isinstance(self.cell, ConvertedPartGraphModule):
+            return run_rolled_direction(self.cell, x, state, backward=backward)
         steps = x.unbind(0)
         outputs = []
         for step in reversed(steps) if backward else steps:

@@ -28,6 +28,7 @@ from torchq_compat.custom_modules.registry import (
     register,
 )
 from torchq_compat.custom_modules.user.boundary_settings import check_keys, choose_specs
+from torchq_compat.custom_modules.user.covering_observer import observer_of_all_calls
 from torchq_compat.custom_modules.user.errors import UserModuleError
 from torchq_compat.custom_modules.user.fake_shapes import fake_call_of
 from torchq_compat.custom_modules.user.leaf import UserLeaf, as_leaf, as_users_module
@@ -71,8 +72,7 @@ class UserModuleHandler(CustomModuleHandler):
         return None
 
     def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
-        """As the observed class says in ``quantized_inputs`` and ``quantized_outputs``. All calls have one
-        set of output observers: the quantized module has one set of output qparams."""
+        """As the observed class says in ``quantized_inputs`` and ``quantized_outputs``."""
         assert isinstance(leaf, UserLeaf)
         if not request.specs.is_static:
             return LeafBoundary.floats(layout.inputs.count(), layout.outputs.count())
@@ -90,7 +90,6 @@ class UserModuleHandler(CustomModuleHandler):
             output_specs=choose_specs(
                 outputs, output_labels(layout.outputs), request.specs, path, "quantized_outputs"
             ),
-            output_owner=path,
         )
 
     def check_call(
@@ -121,7 +120,7 @@ class UserModuleHandler(CustomModuleHandler):
         observed = as_users_module(leaf)
         if request.output_observers:
             # Where FX puts it; legacy classes take their output qparams from it.
-            first, *more = request.output_observers
+            first, *more = (observer_of_all_calls(each) for each in request.output_observers)
             observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
         quantized = _make(request.quantized_class, "from_observed", observed, path)
         if isinstance(quantized, LeafModule) and handler_of(quantized) is not None:

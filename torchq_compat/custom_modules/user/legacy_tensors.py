@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq_compat.specs.grids import Grid, PerTensorGrid
+from torchq_compat.specs.grids import Grid, PerTensorGrid, covering
 
 __all__ = ["has_legacy_dtype", "legacy_tensor"]
 
@@ -24,17 +24,7 @@ def legacy_tensor(q: Tensor, grid: Grid) -> Tensor:
     hardly a quantized operator takes per-channel activations.
     """
     if not isinstance(grid, PerTensorGrid):
-        covering = _covering(grid.scales, grid.zero_points, grid)
-        q, grid = covering.quantize(grid.dequantize(q)), covering
+        whole = covering(list(grid.pieces()))
+        q, grid = whole.quantize(grid.dequantize(q)), whole
     make = torch._make_per_tensor_quantized_tensor
     return make(q, grid.scale, grid.zero_point)
-
-
-def _covering(scales: tuple[float, ...], zero_points: tuple[int, ...], grid: Grid) -> PerTensorGrid:
-    low, high = grid.quant_min, grid.quant_max
-    pairs = list(zip(scales, zero_points, strict=True))
-    smallest = min((low - zero_point) * scale for scale, zero_point in pairs)
-    largest = max((high - zero_point) * scale for scale, zero_point in pairs)
-    scale = (largest - smallest) / (high - low)
-    zero_point = max(low, min(high, round(low - smallest / scale)))
-    return PerTensorGrid(scale, zero_point, low, high, grid.dtype)

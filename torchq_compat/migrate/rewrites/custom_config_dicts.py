@@ -55,6 +55,8 @@ def standalone_modules(method: str) -> Setter:
 
     def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
         for entry, (module, qconfigs, inputs, prepare, backend) in tuples_of(source, value, 5):
+            if source.has_comment(entry):
+                raise CannotRewriteError("a standalone module has comments in its entry")
             mapping, mapping_imports = _nested(source, qconfigs, QCONFIG_DICT)
             config, config_imports = _nested(source, prepare, PREPARE)
             if isinstance(backend, cst.Dict):

@@ -34,7 +34,11 @@ def _site(source: ParsedSource, call: FxCall, index: int) -> Site:
     what = f"is_reference={source.code(arg.value)}"
     if value not in ("True", "False") or not index:
         return Site("TQ108", start, what, refusal="which function to call depends on a value")
-    edits = [Edit(source.end(call.node.args[index - 1].value), source.end(arg.value), "")]
+    before = call.node.args[index - 1].value
+    removed = Edit(source.full_end(before), source.full_end(arg.value), "")
+    if b"#" in source.data[removed.start : start]:
+        return Site("TQ108", start, what, refusal="a comment stands before it")
+    edits = [removed]
     imports: tuple[ImportRequest, ...] = ()
     if value == "True":
         function = call.node.func

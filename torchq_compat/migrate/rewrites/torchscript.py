@@ -111,6 +111,8 @@ def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
         raise _Refused("it depends on the way through the code whether this is a converted model")
     if not isinstance(model, (cst.Name, cst.Attribute)):
         raise _Refused("the converted model has no name of its own")
+    if source.has_comment(_statement(source, call)):
+        raise _Refused("the statement has comments in it")
     if not is_free(source, ImportRequest("torch")):
         raise _Refused("the name torch means something else in this file")
     inputs = _example_inputs(source, call, kind)
@@ -129,6 +131,11 @@ def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
     export = _call(source, save, "torch.export.export", arguments, depth=1)
     text = _call(source, save, "torch.export.save", [export, path])
     return _Saving((_replace(source, save, text),), path)
+
+
+def _statement(source: ParsedSource, node: cst.CSTNode) -> cst.CSTNode:
+    """The small statement that ``node`` is part of, or the head of a compound one."""
+    return next((a for a in source.ancestors(node) if isinstance(a, cst.BaseSmallStatement)), node)
 
 
 def _call(

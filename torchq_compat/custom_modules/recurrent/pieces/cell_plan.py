@@ -17,6 +17,8 @@ from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, Quantizer, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from torchq_compat.annotate.quantizer_around import QuantizerAround
+
 __all__ = ["CellPlan", "Place", "plan_cell"]
 
 
@@ -60,25 +62,10 @@ def plan_cell(cell: GraphModule, quantizer: Quantizer) -> CellPlan:
     return recorder.plan
 
 
-class _Recorder(Quantizer):  # type: ignore[misc]
+class _Recorder(QuantizerAround):
     """Annotates as ``quantizer`` does, and reads what torchao makes of it."""
 
     plan: CellPlan
-
-    def __init__(self, quantizer: Quantizer) -> None:
-        super().__init__()
-        self.quantizer = quantizer
-
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        transformed: GraphModule = self.quantizer.transform_for_annotation(model)
-        return transformed
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        self.quantizer.annotate(model)
-        return model
-
-    def validate(self, model: GraphModule) -> None:
-        self.quantizer.validate(model)
 
     def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
         first_with: dict[int, Place] = {}

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch.fx import GraphModule, Node
-from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantizer
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from torchq_compat.annotate.quantizer_around import QuantizerAround
 from torchq_compat.custom_modules.recurrent.pieces.cell_plan import CellPlan, Place, plan_cell
 from torchq_compat.custom_modules.recurrent.pieces.unrolled import COPY_KEY, Copy, unrolled_cells
 from torchq_compat.custom_modules.recurrent.pieces.writer import GLUE_KEY
@@ -23,19 +24,11 @@ __all__ = ["SharedStepsQuantizer"]
 FirstStep = dict[str, Node]
 
 
-class SharedStepsQuantizer(Quantizer):  # type: ignore[misc]
+class SharedStepsQuantizer(QuantizerAround):
     """``quantizer``, asked once for every unrolled cell; glue is not quantized."""
 
-    def __init__(self, quantizer: Quantizer) -> None:
-        super().__init__()
-        self.quantizer = quantizer
-
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        transformed: GraphModule = self.quantizer.transform_for_annotation(model)
-        return transformed
-
     def annotate(self, model: GraphModule) -> GraphModule:
-        self.quantizer.annotate(model)
+        model = super().annotate(model)
         plans = {path: plan_cell(cell, self.quantizer) for path, cell in unrolled_cells(model).items()}
         first_steps: dict[str, FirstStep] = {path: {} for path in plans}
         for node in model.graph.nodes:
@@ -47,12 +40,6 @@ class SharedStepsQuantizer(Quantizer):  # type: ignore[misc]
                 first_step.setdefault(copy.node, node)
                 _follow(node, copy.node, plans[copy.cell], first_step)
         return model
-
-    def validate(self, model: GraphModule) -> None:
-        self.quantizer.validate(model)
-
-    def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
-        self.quantizer.prepare_obs_or_fq_callback(model, observers)
 
 
 def _follow(node: Node, name: str, plan: CellPlan, first_step: FirstStep) -> None:

@@ -1,0 +1,40 @@
+"""The output observer of a module that is called several times: what its one set of qparams has to cover."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.specs.grids import PerTensorGrid, covering
+
+__all__ = ["observer_of_all_calls"]
+
+
+class CoveringObserver(nn.Module):
+    """Per-tensor qparams whose range holds those of several observers of one dtype."""
+
+    def __init__(self, observers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        first: Any = observers[0]
+        self.dtype: torch.dtype = first.dtype
+        self.qscheme: torch.qscheme = first.qscheme
+        self.quant_min: int = first.quant_min
+        self.quant_max: int = first.quant_max
+        self.observers = nn.ModuleList(observers)
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Scale (1,) float32 and zero point (1,) int64."""
+        grid = covering([self._grid(observer) for observer in self.observers])
+        return torch.tensor([grid.scale]), torch.tensor([grid.zero_point])
+
+    def _grid(self, observer: Any) -> PerTensorGrid:
+        scale, zero_point = observer.calculate_qparams()
+        return PerTensorGrid(float(scale), int(zero_point), self.quant_min, self.quant_max, self.dtype)
+
+
+def observer_of_all_calls(observers: Sequence[nn.Module]) -> nn.Module:
+    """``observers``, one for each call, as one."""
+    return observers[0] if len(observers) == 1 else CoveringObserver(observers)
