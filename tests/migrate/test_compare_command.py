@@ -181,6 +181,16 @@ def test_a_script_gives_what_the_function_gives(tmp_path: Path) -> None:
     assert found["verdict"] == "same"
 
 
+def test_a_ported_script_is_compared_too(tmp_path: Path) -> None:
+    source = (MODEL + PARTS).replace("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx")
+    source = source.replace("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils")
+    source = source.replace("torch.ao.quantization.fx.custom_config", "torchq_compat.custom_config")
+    assert source.count("torchq_compat") == 3
+    (found,) = comparisons(compare(tmp_path, "--json", "--fx", "yes", "ported.py", ported=source))
+    assert found["fx"]["outcome"] == "ran"
+    assert found["verdict"] in ("same", "similar")
+
+
 def test_every_model_of_a_script_on_one_page(tmp_path: Path) -> None:
     """A second one, whose class calls FX's own helpers: they are FX's again while FX works."""
     source = MODEL + QUANTIZE + PARTS + "sys.exit(0)\n"

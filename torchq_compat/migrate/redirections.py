@@ -18,7 +18,7 @@ from typing import Any
 
 from torchq_compat.migrate.legacy_names import MOVED_FUNCTIONS, Moved
 
-__all__ = ["REDIRECTIONS", "redirect"]
+__all__ = ["REDIRECTIONS", "redirect", "replace_everywhere"]
 
 Function = Callable[..., Any]
 
@@ -52,7 +52,7 @@ def redirect(wrap: Callable[[Function], Function], instead: Mapping[str, str] | 
             if original is not None:
                 function = getattr(ours, instead.get(new_name, new_name))
                 replacements.setdefault(id(original), wrap(_with_parameters_of(original, function)))
-    _replace_everywhere(replacements)
+    replace_everywhere(replacements)
 
 
 def _with_parameters_of(original: Function, function: Function) -> Function:
@@ -75,7 +75,8 @@ def _exists(module: str) -> bool:
         return False
 
 
-def _replace_everywhere(replacements: dict[int, Function]) -> None:
+def replace_everywhere(replacements: dict[int, Function]) -> None:
+    """Put the values wherever a module of this process holds the object of that id."""
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in replacements:

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torchq_compat.migrate.comparison.cases import Case
 from torchq_compat.migrate.comparison.errors import CaseError
 from torchq_compat.migrate.comparison.fx_switch import fx_is_called
-from torchq_compat.migrate.redirections import REDIRECTIONS, redirect
+from torchq_compat.migrate.redirections import REDIRECTIONS, redirect, replace_everywhere
 
 __all__ = ["ScriptRecorder"]
 
@@ -63,16 +63,23 @@ class ScriptRecorder:
         self.trained: list[str] = []
         self._recordings: list[Recording] = []
         self._originals: dict[str, Function] = {}
+        self._is_recording = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Redirect FX's functions, for good, and note calls of prepared models inside the ``with`` block."""
+        """Redirect FX's functions, for good, and note calls of prepared models inside the ``with`` block.
+
+        The functions of this package are noted too: a script that was ported is compared as well.
+        """
         self._originals = _legacy_functions()
         redirect(self._wrap)
+        replace_everywhere({id(function): self._wrap(function) for function in _our_functions()})
         handle = register_module_forward_pre_hook(_note_call)
+        self._is_recording = True
         try:
             yield
         finally:
+            self._is_recording = False
             handle.remove()
 
     def cases(self, script: str) -> tuple[Case, ...]:
@@ -89,14 +96,14 @@ class ScriptRecorder:
         return tuple(_case(recording) for recording in converted)
 
     def _wrap(self, function: Function) -> Function:
-        original = self._originals[function.__name__]
+        original = self._originals.get(function.__name__, function)
         record = getattr(self, f"_{function.__name__}", None)
 
         @functools.wraps(function)
         def redirected(*args: Any, **kwargs: Any) -> Any:
             if fx_is_called():
                 return original(*args, **kwargs)
-            if record is None:
+            if record is None or not self._is_recording:
                 return function(*args, **kwargs)
             arguments = inspect.signature(function).bind(*args, **kwargs).arguments
             return record(functools.partial(function, *args, **kwargs), arguments)
@@ -137,6 +144,12 @@ def _legacy_functions() -> dict[str, Function]:
             if hasattr(legacy, name):
                 found.setdefault(new_name, getattr(legacy, name))
     return found
+
+
+def _our_functions() -> Iterator[Function]:
+    for moved in REDIRECTIONS:
+        ours = importlib.import_module(moved.replacement)
+        yield from (getattr(ours, name) for name in moved.names.values())
 
 
 def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
