@@ -117,12 +117,17 @@ def test_training_reaches_every_weight_and_is_what_converts(
 
 def test_explain_reports_what_a_fused_fake_quantize_cuts_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused fake-quantize does not call its observer; a sample of its calls is counted."""
-    path, shares = "lstm.layers.0.layer_fw.cell.fgate_cx_igate_cgate", []
+    path, shares = "recurrent.layers.0.layer_fw.cell.fgate_cx_igate_cgate", []
     for every in (fused_fake_quantize.COUNTED_EVERY, 1):
         monkeypatch.setattr(fused_fake_quantize, "COUNTED_EVERY", every)
         torch.manual_seed(0)
         mapping = get_default_qat_qconfig_mapping("qnnpack")
-        prepared = tc.prepare_qat_fx(Classifier().train(), mapping, (torch.randn(7, 4, 8),), MAP_LSTM)
+        prepared = tc.prepare_qat_fx(
+            Classifier(nn.LSTM(8, 12, bidirectional=True)).train(),
+            mapping,
+            (torch.randn(7, 4, 8),),
+            MAP_LSTM,
+        )
         assert "saturated" not in tc.explain(prepared).find(path)[0].details
         for _ in range(20):
             prepared(torch.randn(50, 4, 8))

@@ -82,7 +82,7 @@ def _match(prepared: GraphModule, batch_norm: Node) -> _Pair | None:
     op = batch_norm.args[0]
     if not isinstance(op, Node) or len(op.users) != 1 or batch_norm.args[GAMMA] is None:
         return None
-    if OUTPUT_DIMENSIONS.get(op.target) != op.meta["val"].dim():
+    if op.target not in OUTPUT_DIMENSIONS or OUTPUT_DIMENSIONS[op.target] != op.meta["val"].dim():
         return None
     fake_quantize = op.args[1]
     if not isinstance(fake_quantize, Node) or fake_quantize.op != "call_module":
