@@ -58,7 +58,7 @@ def convert_to_reference(
     if switched_off:
         remove_observers(working, switched_off)
     _convert_leaves(working, settings)
-    converted = convert_graph(working, as_fx=record.rules is not None)
+    converted = convert_graph(working, as_fx=record.rules is not None, is_trained=record.is_qat)
     quantize_boundaries(converted)
     expose_integers(converted, record.interface)
     decisions = with_switched_off(record.decisions, switched_off)

@@ -70,18 +70,19 @@ def prepare_with(graph_module: GraphModule, quantizer: Quantizer, *, is_qat: boo
     return _allow_train_eval(prepared)
 
 
-def convert_graph(prepared: GraphModule, *, as_fx: bool = True) -> GraphModule:
+def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool = True) -> GraphModule:
     """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy.
 
     Args:
         as_fx: clamp to FX's ranges and choose dynamic qparams as FX does; else as torchao does.
+        is_trained: keep the ranges that fake-quantizes clamped to in training.
     """
     drop_batch_counters(prepared)
     fix_averaging_factors(prepared)
     fold_batch_norms(prepared)
     _observe_weights(prepared)
     if as_fx:
-        _freeze_activation_observers(prepared)
+        _freeze_activation_observers(prepared, is_trained=is_trained)
         _quantize_on_the_fly(prepared)
     _cast_around_observers(prepared)
     _forget_annotations(prepared)
@@ -154,7 +155,7 @@ def _observe_weights(prepared: GraphModule) -> None:
             module.observe_attribute(prepared, str(source.target))
 
 
-def _freeze_activation_observers(prepared: GraphModule) -> None:
+def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> None:
     """Replace each static per-tensor observer by one with its final qparams and the range FX clamps to.
 
     A reduced-range observer has quant_max 127, and PT2E's quantize op would saturate there; FX's saturates
@@ -170,7 +171,7 @@ def _freeze_activation_observers(prepared: GraphModule) -> None:
         if scale.numel() != 1:
             continue
         dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
-        quant_min, quant_max = _range_of_quantize_op(module, dtype)
+        quant_min, quant_max = _range_of_quantize_op(module, dtype, is_trained=is_trained)
         frozen = FixedQParamsObserver(
             scale=float(scale),
             zero_point=int(zero_point),
@@ -217,12 +218,12 @@ def _cast_around_observers(prepared: GraphModule) -> None:
     prepared.recompile()
 
 
-def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype, *, is_trained: bool) -> tuple[int, int]:
     """FX's quantize op clamps to the dtype's range. Kept are ranges the model was trained to (a fake-quantize
     clamps there), ranges given with fixed qparams, and those of dtypes FX does not have."""
     source = getattr(module, "activation_post_process", module)
-    given = isinstance(source, FixedQParamsObserver) or isinstance(module, FakeQuantizeBase)
-    if given or dtype in SIXTEEN_BITS:
+    trained_to = is_trained and isinstance(module, FakeQuantizeBase)
+    if trained_to or isinstance(source, FixedQParamsObserver) or dtype in SIXTEEN_BITS:
         return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]
     return dtype_range(dtype)
 
