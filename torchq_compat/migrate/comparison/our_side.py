@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 from torch.ao.quantization import disable_fake_quant
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
@@ -25,7 +25,8 @@ from torchq_compat.custom_modules.part_graph import part_nodes, part_of
 from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.migrate.comparison.cases import Case
-from torchq_compat.migrate.comparison.results import CellGraph, CellNode, Kind, LeftFloat
+from torchq_compat.migrate.comparison.cell_graphs import cell_graphs
+from torchq_compat.migrate.comparison.results import CellGraph, Kind, LeftFloat
 from torchq_compat.migrate.comparison.sides import Key, OpKey, PartKey, QuantizedModel, Reading, ResultKey
 from torchq_compat.migrate.comparison.taps import Tap, tap_nodes
 from torchq_compat.migrate.value_preserving import computes_nothing
@@ -35,8 +36,6 @@ __all__ = ["OurSide", "Place", "quantize_by_us"]
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
-#: An input of a cell, in ``CellNode.formula``.
-CELL_INPUT = "input of the cell"
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def quantize_by_us(case: Case) -> OurSide:
             deployed,
         ),
         places,
-        tuple(_cells(converted)),
+        tuple(cell_graphs(converted)),
         tuple(
             LeftFloat(d.path, d.kind, d.reason)
             for d in decisions
@@ -252,32 +251,3 @@ def _grid_behind(node: Any) -> Grid | None:
     source = node.args[0]
     assert isinstance(source, Node)
     return grid_of_integers(source)
-
-
-def _cells(converted: GraphModule) -> Iterator[CellGraph]:
-    for path in dict.fromkeys(str(call.target) for call in leaf_nodes(converted)):
-        leaf: nn.Module = converted.get_submodule(path)
-        for cell_path, cell in leaf.graphs() if isinstance(leaf, PartOwner) else ():
-            yield CellGraph(f"{path}.{cell_path}", tuple(_cell_nodes(cell)))
-
-
-def _cell_nodes(cell: GraphModule) -> Iterator[CellNode]:
-    names = {node: name for name, node in part_nodes(cell)}
-    for node in cell.graph.nodes:
-        if node.op == "placeholder":
-            names[node] = str(node.target)
-            yield CellNode(names[node], CELL_INPUT, ())
-    for node, name in names.items():
-        if node.op != "placeholder":
-            inputs = [source for arg in node.all_input_nodes if (source := _named_source(arg, names))]
-            yield CellNode(name, part_of(node).formula, tuple(dict.fromkeys(inputs)))
-
-
-def _named_source(node: Node, names: Mapping[Node, str]) -> str | None:
-    """The part or input whose value reaches ``node`` through quantizes, dequantizes and slices; None:
-    weights."""
-    while node not in names:
-        if not node.all_input_nodes:
-            return None
-        node = node.all_input_nodes[0]
-    return names[node]
