@@ -358,13 +358,18 @@ def test_fused_chains_and_nested_results() -> None:
 
 
 def test_a_fake_quantize_of_a_reduced_range() -> None:
-    """FX's converted model has the range of the dtype; that it measures better here is known, and said."""
+    """Calibrated and not trained, both have the range of the dtype. The scales differ a little: FX calibrates
+    with float weights, whatever the qconfig says."""
     batches = plain_batches()
     mapping = get_default_qat_qconfig_mapping("fbgemm")
     comparison = tc.compare(build(Plain), mapping, batches[0], batches)
-    findings = {finding.where: finding for finding in comparison.verdict.findings}
-    assert findings["head"].link == f"{GUIDE}range-of-a-fake-quantize"
-    assert " 0..127 here" in findings["head"].what
+    head = point(comparison, "head")
+    assert head.fx is not None
+    assert head.ours.grid is not None
+    assert head.fx.grid is not None
+    assert head.ours.grid.is_full_range
+    assert head.fx.grid.is_full_range
+    assert head.ours.sqnr == pytest.approx(head.fx.sqnr, abs=1.0)
 
 
 def test_nothing_quantized_is_said() -> None:
