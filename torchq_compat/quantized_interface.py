@@ -174,7 +174,7 @@ def _take_integers(placeholder: Node) -> None:
 def _grid_behind(placeholder: Node) -> Grid | None:
     for user in placeholder.users:
         if user.target is DEQUANTIZE:
-            return PerTensorGrid(*user.args[1:6])  # type: ignore[arg-type]
+            return PerTensorGrid.of_node(user)
     return None
 
 

@@ -75,8 +75,7 @@ def refresh_boundaries(graph_module: GraphModule) -> None:
 def grid_of_integers(arg: Node) -> Grid | None:
     """The grid of the integers ``arg`` gives: a quantize's, or that of a leaf's result."""
     if arg.target is QUANTIZE:
-        _, scale, zero_point, quant_min, quant_max, dtype = arg.args[:6]
-        return PerTensorGrid(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
+        return PerTensorGrid.of_node(arg)
     grid: Grid | None = arg.meta.get(INTEGERS_KEY)
     return grid
 
@@ -89,9 +88,9 @@ def _decide_input(arg: Node) -> _Input:
         assert isinstance(source, Node)
         return _Input(source, arg.meta[GRID_KEY])
     if arg.target is DEQUANTIZE:
-        source, scale, zero_point, quant_min, quant_max, dtype = arg.args[:6]
+        source = arg.args[0]
         assert isinstance(source, Node)
-        return _Input(source, PerTensorGrid(scale, zero_point, quant_min, quant_max, dtype))  # type: ignore[arg-type]
+        return _Input(source, PerTensorGrid.of_node(arg))
     return _Input(arg, None)
 
 

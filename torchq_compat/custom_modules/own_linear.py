@@ -1,21 +1,22 @@
-"""A Linear with a copy of parameters that stay the float module's own."""
+"""Copies, in float32, of parameters that stay the float module's own."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["own_linear"]
+__all__ = ["own_linear", "own_parameter"]
 
 
 def own_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """A float32 Linear that owns a copy of the values: the float module's parameters stay its own."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
-    linear.weight = _own_parameter(weight)
+    linear.weight = own_parameter(weight)
     if bias is not None:
-        linear.bias = _own_parameter(bias)
+        linear.bias = own_parameter(bias)
     return linear
 
 
-def _own_parameter(values: Tensor) -> nn.Parameter:
+def own_parameter(values: Tensor) -> nn.Parameter:
+    """A float32 parameter with a copy of ``values``."""
     return nn.Parameter(values.detach().float().clone(), requires_grad=values.requires_grad)

@@ -118,8 +118,7 @@ def converted_grids(graph_module: GraphModule) -> tuple[PerTensorGrid | None, ..
 def _grid_of(node: Node) -> PerTensorGrid | None:
     if node.target is not DEQUANTIZE:
         return None
-    _, scale, zero_point, quant_min, quant_max, dtype = node.args[:6]
-    return PerTensorGrid(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
+    return PerTensorGrid.of_node(node)
 
 
 def _name_nodes_after_parts(graph_module: GraphModule, by_path: Mapping[str, Part]) -> None:

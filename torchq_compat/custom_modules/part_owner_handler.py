@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,13 +14,21 @@ from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.part_graph import part_nodes, part_of, saturated_parts
 from torchq_compat.custom_modules.part_owner import PartOwner
-from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest
+from torchq_compat.custom_modules.registry import ConvertRequest, CustomModuleHandler, ObserveRequest
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.observed_graph import ObserverFault, observer_faults
 from torchq_compat.user_warnings import warn_user
 
-__all__ = ["PartOwnerHandler", "inherits", "tell_of_lost_forward"]
+__all__ = [
+    "PartOwnerHandler",
+    "converted_by_its_class",
+    "map_it",
+    "observed_by_its_class",
+    "tell_of_lost_forward",
+]
 
+#: The classes of a kind: the package's own, and torch.ao's where it has one.
+Standard = tuple[type[nn.Module] | None, ...]
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
@@ -71,7 +79,30 @@ def tell_of_lost_forward(module: nn.Module, float_class: type[nn.Module], path: 
         )
 
 
-def inherits(cls: type[nn.Module], method: str, standard: tuple[type[nn.Module] | None, ...]) -> bool:
+def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Callable[[], Any]) -> Any:
+    """``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else what its own
+    makes."""
+    if _inherits(request.observed_class, "from_float", standard):
+        return build()
+    request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
+    return request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
+
+
+def converted_by_its_class(request: ConvertRequest, standard: Standard, build: Callable[[], Any]) -> Any:
+    """``build()`` if the script names no quantized class, or one with the ``from_observed`` of a ``standard``
+    class; else what its own makes."""
+    if request.quantized_class is None or _inherits(request.quantized_class, "from_observed", standard):
+        return build()
+    return request.quantized_class.from_observed(request.leaf)  # type: ignore[attr-defined]
+
+
+def map_it(float_class: type[nn.Module], observed: str) -> str:
+    """The remedy for a module of torch.nn that nothing maps."""
+    setter = "PrepareCustomConfig().set_float_to_observed_mapping"
+    return f"map it: {setter}(torch.nn.{float_class.__name__}, {observed})"
+
+
+def _inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:
     """Whether ``cls`` uses the ``method`` of one of the ``standard`` classes as it is."""
     own = getattr(cls, method).__func__
     return any(getattr(known, method).__func__ is own for known in standard if known is not None)

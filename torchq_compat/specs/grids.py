@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.ao.quantization.fx._decomposed
 from torch import Tensor
+from torch.fx import Node
 
 __all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along", "covering"]
 
@@ -28,6 +29,12 @@ class PerTensorGrid:
     quant_min: int
     quant_max: int
     dtype: torch.dtype
+
+    @classmethod
+    def of_node(cls, node: Node) -> PerTensorGrid:
+        """The grid of a per-tensor quantize or dequantize node."""
+        scale, zero_point, quant_min, quant_max, dtype = node.args[1:6]
+        return cls(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
 
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""

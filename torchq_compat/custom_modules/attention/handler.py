@@ -19,7 +19,13 @@ from torchq_compat.custom_modules.labels import input_labels
 from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits, tell_of_lost_forward
+from torchq_compat.custom_modules.part_owner_handler import (
+    PartOwnerHandler,
+    converted_by_its_class,
+    map_it,
+    observed_by_its_class,
+    tell_of_lost_forward,
+)
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
 from torchq_compat.errors import CustomModuleError
@@ -59,15 +65,16 @@ class AttentionHandler(PartOwnerHandler):
         return isinstance(leaf, AttentionModule)
 
     def observe(self, request: ObserveRequest) -> LeafModule:
-        assert isinstance(request.module, nn.MultiheadAttention)
-        tell_of_lost_forward(request.module, nn.MultiheadAttention, request.path)
-        if inherits(request.observed_class, "from_float", (ObservedMultiheadAttention, LEGACY_OBSERVED)):
-            observed = ObservedMultiheadAttention.observe(request.module, PartSpecs(request.specs))
-        else:
-            request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
-            observed = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
-            if not isinstance(observed, ObservedMultiheadAttention):
-                raise CustomModuleError.not_observed_here(type(observed).__name__)
+        attention = request.module
+        assert isinstance(attention, nn.MultiheadAttention)
+        tell_of_lost_forward(attention, nn.MultiheadAttention, request.path)
+        observed = observed_by_its_class(
+            request,
+            (ObservedMultiheadAttention, LEGACY_OBSERVED),
+            lambda: ObservedMultiheadAttention.observe(attention, PartSpecs(request.specs)),
+        )
+        if not isinstance(observed, ObservedMultiheadAttention):
+            raise CustomModuleError.not_observed_here(type(observed).__name__)
         observed.module_path = request.path
         return observed
 
@@ -88,11 +95,11 @@ class AttentionHandler(PartOwnerHandler):
         ]
 
     def convert(self, request: ConvertRequest) -> LeafModule:
-        quantized_class = request.quantized_class
-        standard = (ConvertedMultiheadAttention, LEGACY_CONVERTED)
-        if quantized_class is None or inherits(quantized_class, "from_observed", standard):
-            return ConvertedMultiheadAttention.from_observed(request.leaf)
-        made = quantized_class.from_observed(request.leaf)  # type: ignore[attr-defined]
+        made = converted_by_its_class(
+            request,
+            (ConvertedMultiheadAttention, LEGACY_CONVERTED),
+            lambda: ConvertedMultiheadAttention.from_observed(request.leaf),
+        )
         if not isinstance(made, ConvertedMultiheadAttention):
             raise CustomModuleError.not_observed_here(type(made).__name__)
         return made
@@ -100,10 +107,7 @@ class AttentionHandler(PartOwnerHandler):
     def remedy(self, module: nn.Module) -> str | None:
         if not isinstance(module, nn.MultiheadAttention):
             return None
-        return (
-            "map it: PrepareCustomConfig().set_float_to_observed_mapping("
-            "torch.nn.MultiheadAttention, torch.ao.nn.quantizable.MultiheadAttention)"
-        )
+        return map_it(nn.MultiheadAttention, "torch.ao.nn.quantizable.MultiheadAttention")
 
 
 def _appended(module: nn.MultiheadAttention) -> int:

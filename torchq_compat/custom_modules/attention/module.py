@@ -24,6 +24,7 @@ from torchq_compat.custom_modules.attention.projections import (
     ReturnedWeights,
 )
 from torchq_compat.custom_modules.attention.structure import AttentionCall, AttentionStructure
+from torchq_compat.custom_modules.own_linear import own_parameter
 from torchq_compat.custom_modules.part_graph import (
     ConvertedPartGraphModule,
     PartGraphModule,
@@ -35,6 +36,7 @@ from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.specs.grids import Grid
+from torchq_compat.specs.quantization_specs import OpSpecs
 
 __all__ = ["AttentionModule", "ConvertedMultiheadAttention", "ObservedMultiheadAttention"]
 
@@ -139,8 +141,8 @@ class ObservedMultiheadAttention(AttentionModule, torch.ao.nn.quantizable.Multih
         attended = torch.zeros(3, 2, module.embed_dim, device=device)
         observed = cls(
             AttentionStructure.of(module),
-            _own(module.bias_k),
-            _own(module.bias_v),
+            None if module.bias_k is None else own_parameter(module.bias_k),
+            None if module.bias_v is None else own_parameter(module.bias_v),
             _prepare(ProjectIn(module), ProjectIn.example_inputs(module), PROJECTION_PARTS, specs, inputs),
             _prepare(ProjectOut(module), (attended,), OUT_PARTS, specs, {"attended": activation}),
             _prepare(ReturnedWeights(), (torch.zeros(4, device=device),), WEIGHTS_PARTS, specs, {}),
@@ -157,8 +159,6 @@ class ObservedMultiheadAttention(AttentionModule, torch.ao.nn.quantizable.Multih
         Raises:
             CustomModuleError: it has none.
         """
-        from torchq_compat.specs.quantization_specs import OpSpecs
-
         qconfig = getattr(other, "qconfig", None)
         if qconfig is None:
             raise CustomModuleError.no_qconfig(type(other).__name__)
@@ -199,7 +199,3 @@ def _prepare(
     module: nn.Module, example: tuple[Tensor, ...], parts: Any, specs: PartSpecs, arriving: Any
 ) -> PartGraphModule:
     return PartGraphModule.wrap(prepare_parts(module, example, parts, specs, arriving))
-
-
-def _own(bias: Tensor | None) -> nn.Parameter | None:
-    return None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)

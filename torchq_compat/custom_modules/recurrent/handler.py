@@ -10,7 +10,13 @@ from torchq_compat.annotate.leaf_boundary import LeafBoundary
 from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.part_owner_handler import PartOwnerHandler, inherits, tell_of_lost_forward
+from torchq_compat.custom_modules.part_owner_handler import (
+    PartOwnerHandler,
+    converted_by_its_class,
+    map_it,
+    observed_by_its_class,
+    tell_of_lost_forward,
+)
 from torchq_compat.custom_modules.part_specs import DynamicPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_owner import ConvertedModule, ObservedModule
 from torchq_compat.custom_modules.recurrent.dynamic import (
@@ -55,11 +61,11 @@ class RecurrentHandler(PartOwnerHandler):
 
     def _observed(self, request: ObserveRequest) -> ObservedModule:
         specs = PartSpecs(request.specs)
-        standard = (self.family.observed, self.family.legacy_observed)
-        if inherits(request.observed_class, "from_float", standard):
-            return self.family.observed.observe(request.module, specs)
-        request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
-        made = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
+        made = observed_by_its_class(
+            request,
+            (self.family.observed, self.family.legacy_observed),
+            lambda: self.family.observed.observe(request.module, specs),
+        )
         if isinstance(made, self.family.observed):
             return made
         if self.family.legacy_observed is not None and isinstance(made, self.family.legacy_observed):
@@ -70,11 +76,11 @@ class RecurrentHandler(PartOwnerHandler):
         raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
 
     def convert(self, request: ConvertRequest) -> LeafModule:
-        leaf, quantized_class = request.leaf, request.quantized_class
-        standard = (self.family.converted, self.family.legacy_converted)
-        if quantized_class is None or inherits(quantized_class, "from_observed", standard):
-            return self.family.converted.from_observed(leaf)
-        made = quantized_class.from_observed(leaf)  # type: ignore[attr-defined]
+        made = converted_by_its_class(
+            request,
+            (self.family.converted, self.family.legacy_converted),
+            lambda: self.family.converted.from_observed(request.leaf),
+        )
         if not isinstance(made, ConvertedModule):
             raise RecurrentModuleError.unusable_result(request.path, "from_observed", made)
         return made
@@ -82,10 +88,7 @@ class RecurrentHandler(PartOwnerHandler):
     def remedy(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):
             return None
-        return (
-            "map it: PrepareCustomConfig().set_float_to_observed_mapping("
-            f"torch.nn.{self.family.float_class.__name__}, {self.family.map_to})"
-        )
+        return map_it(self.family.float_class, self.family.map_to)
 
 
 def _is_split(module: nn.Module) -> bool:

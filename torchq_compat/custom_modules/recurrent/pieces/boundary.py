@@ -76,10 +76,7 @@ def _grid_of_readers(placeholder: Node) -> PerTensorGrid | None:
 
 def _grid_of(node: Node, op: Any) -> PerTensorGrid | None:
     """The grid of a call of ``op``, a per-tensor quantize or dequantize; None for any other node."""
-    if node.target is not op:
-        return None
-    qparams: Any = node.args[1:6]
-    return PerTensorGrid(*qparams)
+    return PerTensorGrid.of_node(node) if node.target is op else None
 
 
 def _combine(axis: int, grids: Sequence[PerTensorGrid | None], size: int) -> Grid | None:
