@@ -14,23 +14,10 @@ from torch.ao.quantization.observer import _is_activation_post_process
 from torch.fx import GraphModule, Node
 
 import torchq_compat as tc
+from torchq_compat.migrate.comparison.fx_places import SYNONYMS
 
 __all__ = ["quantized_by_fx", "quantized_by_us"]
 
-#: Export's name of an op -> what FX's graph calls it.
-SYNONYMS = {
-    "iadd": "add",
-    "imul": "mul",
-    "add_": "add",
-    "mul_": "mul",
-    "relu_": "relu",
-    "hardtanh_": "hardtanh",
-    "view": "reshape",
-    "truediv": "div",
-    "clip": "clamp",
-    "concat": "cat",
-    "floordiv": "floor_divide",
-}
 #: FX sees the access of a size or of a list's element as an op. They compute nothing; torch.export drops
 #: ``contiguous`` of what is contiguous.
 NO_OPS = {"getitem", "getattr", "size", "dim", "shape", "contiguous"}

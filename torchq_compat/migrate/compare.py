@@ -31,6 +31,7 @@ from torchq_compat.migrate.comparison.results import Comparison
 from torchq_compat.migrate.comparison.targets import Target
 from torchq_compat.migrate.comparison.terminal_report import as_text, print_report
 from torchq_compat.migrate.run import PACKAGE_PARENT, check_script
+from torchq_compat.migrate.script_arguments import add_script_arguments
 
 __all__ = ["add_parser", "compare_command"]
 
@@ -90,11 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "target", metavar="SCRIPT | module:function", help="what quantizes, or returns the case"
     )
-    arguments = parser.add_argument(
-        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
-    )
-    # Before Python 3.13 argparse calls a missing ARGS an error of its own.
-    arguments.required = False
+    add_script_arguments(parser)
     parser.set_defaults(command=compare_command)
 
 

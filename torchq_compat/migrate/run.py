@@ -18,6 +18,7 @@ from typing import Any
 
 from torchq_compat.errors import ScriptError
 from torchq_compat.migrate.run_options import RunOptions
+from torchq_compat.migrate.script_arguments import add_script_arguments
 
 __all__ = ["PACKAGE_PARENT", "add_parser", "check_script", "run_command"]
 
@@ -77,11 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--strict", action="store_true", help="a module left float is an error where the script prepares it"
     )
     parser.add_argument("script", metavar="SCRIPT", help="the file you would give to python")
-    arguments = parser.add_argument(
-        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
-    )
-    # Before Python 3.13 argparse calls a missing ARGS an error of its own.
-    arguments.required = False
+    add_script_arguments(parser)
     parser.set_defaults(command=run_command)
 
 
