@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #ifdef _OPENMP
@@ -141,6 +142,20 @@ float float_dot_product(const float* x, const int8_t* w, float zero_point, int64
   return sum;
 }
 
+// A cache line of integers: a load that crosses two takes twice as long.
+struct alignas(64) Line {
+  uint8_t integers[64];
+};
+
+int64_t lines(int64_t width) { return (width + sizeof(Line) - 1) / sizeof(Line); }
+
+// What a linear does to the dot products of one segment of its input, for every output column; padded to
+// whole groups of kLanes.
+struct Rescale {
+  std::vector<int32_t> corrections;  // the input's zero point times the sum of the weight's row
+  std::vector<float> scales;         // the input's scale times the weight's
+};
+
 struct Range {
   int64_t begin, end;
 };
@@ -181,15 +196,19 @@ class Loop {
       std::copy_n(states[s], slots_[1 + s].size(), slots_[1 + s].data());
     }
     integers_.resize(2 * program.slot_count);
-    correct_.resize(program.instruction_count);
+    rescale_.resize(program.instruction_count);
+    biases_.resize(program.instruction_count);
+    has_weight_zero_points_.resize(program.instruction_count);
     for (int64_t i = 0; i < program.instruction_count; ++i) {
       const Instruction& step = program.instructions[i];
       if (step.op != kLinear) continue;
       const int64_t rows = batch * (step.once ? steps_at_once_ : 1);
       for (int64_t parity = 0; parity < 2; ++parity) {
-        integers_[2 * step.a + parity].resize(program.slots[step.a].width * rows);
+        integers_[2 * step.a + parity].resize(lines(program.slots[step.a].width) * rows);
       }
-      correct_[i].resize(segment_count(step) * step.segments * step.units);
+      const int64_t width = step.segments * step.units + kLanes;
+      rescale_[i].assign(segment_count(step), {std::vector<int32_t>(width), std::vector<float>(width)});
+      biases_[i].resize(width);
     }
   }
 
@@ -201,7 +220,7 @@ class Loop {
 #else
       const Worker worker{0, 1};
 #endif
-      sum_weights(worker);
+      prepare_linears(worker);
       for (int64_t done = 0; done < steps_; done += steps_at_once_) {
         const int64_t count = std::min(steps_at_once_, steps_ - done);
         barrier();
@@ -305,33 +324,36 @@ class Loop {
     return {static_cast<double>(program_.slots[by.a].width), program_.constants[index].input};
   }
 
-  // What the zero point of the input adds to every dot product with a row of the weight.
-  void sum_weights(const Worker& worker) {
+  // What does not change over time.
+  void prepare_linears(const Worker& worker) {
     for (int64_t i = 0; i < program_.instruction_count; ++i) {
       const Instruction& by = program_.instructions[i];
       if (by.op != kLinear) continue;
       const Weight& weight = program_.weights[by.weight];
-      const int64_t width = by.segments * by.units;
-      for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
-        const Segment part = segment(i, s);
-        const int64_t count = static_cast<int64_t>(part.width);
-        const int32_t zero_point = static_cast<int32_t>(part.grid.zero_point) + shift(part.grid);
-        for (int64_t n = worker.index; n < width; n += worker.count) {
-          int32_t sum = 0;
-          for (int64_t k = 0; k < count; ++k) sum += weight.values[n * weight.inputs + first + k];
-          correct_[i][s * width + n] = zero_point * sum;
+      for (int64_t n = worker.index; n < by.segments * by.units; n += worker.count) {
+        if (weight.bias) biases_[i][n] = weight.bias[n];
+        if (weight_zero_point(i, n) != 0) has_weight_zero_points_[i] = true;
+        for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
+          const Segment part = segment(i, s);
+          const int64_t count = static_cast<int64_t>(part.width);
+          const int8_t* values = weight.values + n * weight.inputs + first;
+          rescale_[i][s].corrections[n] = unsigned_zero_point(part.grid) * std::accumulate(values, values + count, 0);
+          rescale_[i][s].scales[n] = static_cast<float>(part.grid.scale) * weight_scale(i, n);
+          first += count;
         }
-        first += count;
       }
     }
   }
 
   // Integers are kept unsigned.
   static int32_t shift(const Grid& grid) { return grid.quant_min < 0 ? 128 : 0; }
+  static int32_t unsigned_zero_point(const Grid& grid) {
+    return static_cast<int32_t>(grid.zero_point) + shift(grid);
+  }
 
   void quantize_input(const Worker& worker, int64_t index, int64_t rows, const float* x, uint8_t* to, bool check) {
     const Instruction& by = program_.instructions[index];
-    const int64_t stride = program_.slots[by.a].width;
+    const int64_t stride = program_.slots[by.a].width, to_stride = lines(stride) * sizeof(Line);
     for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
       const Segment part = segment(index, s);
       const int64_t width = static_cast<int64_t>(part.width);
@@ -343,7 +365,7 @@ class Loop {
       for (int64_t row = by.once ? worker.index : 0; row < rows; row += by.once ? worker.count : 1) {
         for (int64_t from = first; from < first + width; from += units) {
           const float* source = x + row * stride + from;
-          uint8_t* target = to + row * stride + from;
+          uint8_t* target = to + row * to_stride + from;
           for (int64_t k = columns.begin; k < columns.end; ++k) {
             target[k] = static_cast<uint8_t>(static_cast<int32_t>(quantize.integer(source[k]) + shifted));
           }
@@ -363,11 +385,12 @@ class Loop {
     const float* x = rows_of(by, by.a, by.a_offset, step, in_block, count);
     const bool is_state = by.a >= 1 && by.a <= program_.state_count;
     const bool on_grids = segment(index, 0).grid.scale != 0;
-    std::vector<uint8_t>& integers = integers_[2 * by.a + step % 2];
+    uint8_t* integers = integers_[2 * by.a + step % 2].data()->integers;
+    const int64_t integer_stride = lines(stride) * sizeof(Line);
     // Only the first state may come from elsewhere.
     const bool check = is_state && step == 0;
     if (by.once && by.a != 0) barrier();
-    if (on_grids) quantize_input(worker, index, rows, x, integers.data(), check);
+    if (on_grids) quantize_input(worker, index, rows, x, integers, check);
     barrier();
     const bool in_floats = !on_grids || (check && off_grid_);
     const Range units = share(by.units, worker.index, worker.count);
@@ -380,7 +403,7 @@ class Loop {
           if (in_floats) {
             float_tile(index, x + row * stride, stride, n, lanes, tile, sums);
           } else {
-            integer_tile(index, integers.data() + row * stride, stride, n, lanes, tile, sums);
+            integer_tile(index, integers + row * integer_stride, integer_stride, n, lanes, tile, sums);
           }
           finish_tile(index, row, n, lanes, tile, sums);
         }
@@ -416,54 +439,58 @@ class Loop {
                     float* sums) const {
     const Instruction& by = program_.instructions[index];
     const Weight& weight = program_.weights[by.weight];
-    std::fill_n(sums, kRows * kLanes, 0.0f);
+    std::fill_n(sums, rows * kLanes, 0.0f);
     for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
       const Segment part = segment(index, s);
       const int64_t count = static_cast<int64_t>(part.width);
-      int32_t products[kRows * kLanes] = {};
+      int32_t products[kRows * kLanes];
       for (int64_t lane = 0; lane < lanes; ++lane) {
         dot_products(rows, x + first, stride, weight.values + (n + lane) * weight.inputs + first, count,
                      products + lane);
       }
-      const int32_t* corrections = correct_[index].data() + s * by.segments * by.units + n;
-      float scales[kLanes] = {};
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        scales[lane] = static_cast<float>(part.grid.scale) * weight_scale(index, n + lane);
+      if (has_weight_zero_points_[index]) {
+        subtract_weight_zero_points(index, n, lanes, rows, x + first, stride, part, products);
       }
-      const int32_t zero_point = static_cast<int32_t>(part.grid.zero_point) + shift(part.grid);
+      const int32_t* corrections = rescale_[index][s].corrections.data() + n;
+      const float* scales = rescale_[index][s].scales.data() + n;
       for (int64_t row = 0; row < rows; ++row) {
-        int32_t* of_row = products + row * kLanes;
-        subtract_weight_zero_points(index, n, lanes, x + row * stride + first, count, zero_point, of_row);
-        for (int64_t lane = 0; lane < lanes; ++lane) {
-          sums[row * kLanes + lane] += static_cast<float>(of_row[lane] - corrections[lane]) * scales[lane];
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          const int64_t at = row * kLanes + lane;
+          sums[at] += static_cast<float>(products[at] - corrections[lane]) * scales[lane];
         }
       }
       first += count;
     }
   }
 
-  // Weights are symmetric by default, so this is rarely anything.
-  void subtract_weight_zero_points(int64_t index, int64_t n, int64_t lanes, const uint8_t* x, int64_t count,
-                                   int32_t zero_point, int32_t* products) const {
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      const int32_t of_weight = weight_zero_point(index, n + lane);
-      if (of_weight == 0) continue;
+  void subtract_weight_zero_points(int64_t index, int64_t n, int64_t lanes, int64_t rows, const uint8_t* x,
+                                   int64_t stride, const Segment& part, int32_t* products) const {
+    const int32_t zero_point = unsigned_zero_point(part.grid);
+    for (int64_t row = 0; row < rows; ++row) {
       int32_t sum = 0;
-      for (int64_t k = 0; k < count; ++k) sum += x[k] - zero_point;
-      products[lane] -= of_weight * sum;
+      for (int64_t k = 0; k < static_cast<int64_t>(part.width); ++k) sum += x[row * stride + k] - zero_point;
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        products[row * kLanes + lane] -= weight_zero_point(index, n + lane) * sum;
+      }
     }
   }
 
   void finish_tile(int64_t index, int64_t row, int64_t n, int64_t lanes, int64_t rows, float* sums) {
     const Instruction& by = program_.instructions[index];
-    const Weight& weight = program_.weights[by.weight];
     const int64_t width = by.segments * by.units;
     const Quantizer quantize(by.quantized ? program_.constants[index].output : Grid{1, 0, 0, 0});
+    const float* bias = biases_[index].data() + n;
     for (int64_t r = 0; r < rows; ++r) {
+      float* source = sums + r * kLanes;
+      for (int64_t lane = 0; lane < kLanes; ++lane) source[lane] += bias[lane];
+      if (by.quantized) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) source[lane] = quantize(source[lane]);
+      }
       float* target = slots_[by.target].data() + (row + r) * width + n;
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        const float biased = sums[r * kLanes + lane] + (weight.bias ? weight.bias[n + lane] : 0.0f);
-        target[lane] = by.quantized ? quantize(biased) : biased;
+      if (lanes == kLanes) {
+        std::copy_n(source, kLanes, target);
+      } else {
+        std::copy_n(source, lanes, target);
       }
     }
   }
@@ -497,8 +524,10 @@ class Loop {
   const int64_t threads_;
   int64_t steps_at_once_ = 1, block_steps_ = 1;
   std::vector<std::vector<float>> slots_;
-  std::vector<std::vector<uint8_t>> integers_;  // of a linear's input slot, of even and of odd steps
-  std::vector<std::vector<int32_t>> correct_;
+  std::vector<std::vector<Line>> integers_;  // of a linear's input slot, of even and of odd steps
+  std::vector<std::vector<Rescale>> rescale_;  // of every instruction and segment
+  std::vector<std::vector<float>> biases_;     // padded like Rescale
+  std::vector<char> has_weight_zero_points_;
   std::atomic<bool> off_grid_{false};
 };
 
