@@ -40,6 +40,10 @@ class LeafModule(nn.Module):
             return self.leaf_call(*args, **kwargs)
         return self._leaf_call_flat(self.leaf_layouts[leaf_layout], args)
 
+    def leaf_call_from_graph(self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``leaf_call``, for a call of the graph, whose grids ``layout`` knows."""
+        return self.leaf_call(*args, **kwargs)
+
     def leaf_receive(self, q: Tensor, grid: Grid) -> Tensor:
         """What ``leaf_call`` gets for the integers ``q`` on ``grid``."""
         return grid.dequantize(q, self.leaf_float_dtype())
@@ -68,7 +72,7 @@ class LeafModule(nn.Module):
                 for tensor, grid in zip(tensors, layout.input_grids, strict=True)
             )
         args, kwargs = layout.inputs.put_together(tensors, sizes)
-        nested = self.leaf_call(*args, **kwargs)
+        nested = self.leaf_call_from_graph(layout, args, kwargs)
         self.leaf_check_results(layout, nested)
         _, results = Structure.take_apart(nested)
         output_grids = layout.output_grids or (None,) * len(results)

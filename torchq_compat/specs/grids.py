@@ -6,8 +6,7 @@ A grid turns floats into the integers of its dtype and back: ``q = clamp(round(x
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,26 +52,29 @@ class PerTensorGrid:
 
 @dataclass(frozen=True)
 class PerChannelGrid:
-    """A scale and zero point for every index of dimension ``axis``."""
+    """Per-tensor grids of one dtype and range for the indices of dimension ``axis``.
 
-    scales: tuple[float, ...]
-    zero_points: tuple[int, ...]
+    Attributes:
+        runs: (number of indices, their grid), from the first index to the last.
+    """
+
+    runs: tuple[tuple[int, PerTensorGrid], ...]
     axis: int
-    quant_min: int
-    quant_max: int
-    dtype: torch.dtype
 
-    def pieces(self) -> Iterator[PerTensorGrid]:
-        """The grid of every index."""
-        for scale, zero_point in zip(self.scales, self.zero_points, strict=True):
-            yield PerTensorGrid(scale, zero_point, self.quant_min, self.quant_max, self.dtype)
+    dtype = property(lambda self: self.runs[0][1].dtype)
+    quant_min = property(lambda self: self.runs[0][1].quant_min)
+    quant_max = property(lambda self: self.runs[0][1].quant_max)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``scales`` (float32) and ``zero_points`` (int64), each of shape (channels,)."""
-        return (
-            _filled(self.scales, torch.float32, device),
-            _filled(self.zero_points, torch.int64, device),
-        )
+        """Scales (float32) and zero points (int64), each of shape (channels,)."""
+        # A trace of torch.tensor could not be exported a second time.
+        scales = [
+            torch.full((size,), grid.scale, dtype=torch.float32, device=device) for size, grid in self.runs
+        ]
+        zero_points = [
+            torch.full((size,), grid.zero_point, dtype=torch.int64, device=device) for size, grid in self.runs
+        ]
+        return torch.cat(scales), torch.cat(zero_points)
 
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
@@ -89,15 +91,6 @@ class PerChannelGrid:
             q, scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
         )
         return x.to(out_dtype)
-
-
-def _filled(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``values``, mostly runs of one value. A trace of torch.tensor could not be exported a second time."""
-    runs = [
-        torch.full((len(list(run)),), value, dtype=dtype, device=device)
-        for value, run in itertools.groupby(values)
-    ]
-    return torch.cat(runs)
 
 
 Grid = PerTensorGrid | PerChannelGrid
@@ -127,11 +120,4 @@ def combine_along(axis: int, pieces: list[tuple[PerTensorGrid, int]]) -> Grid | 
         for g, _ in pieces
     ):
         return None
-    return PerChannelGrid(
-        scales=tuple(grid.scale for grid, size in pieces for _ in range(size)),
-        zero_points=tuple(grid.zero_point for grid, size in pieces for _ in range(size)),
-        axis=axis,
-        quant_min=first.quant_min,
-        quant_max=first.quant_max,
-        dtype=first.dtype,
-    )
+    return PerChannelGrid(tuple((size, grid) for grid, size in pieces), axis)

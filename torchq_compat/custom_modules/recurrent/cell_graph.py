@@ -21,6 +21,11 @@ from torchq_compat.custom_modules.recurrent.hoist import (
     split_off_constants,
     split_off_projection,
 )
+from torchq_compat.custom_modules.recurrent.native.program import (
+    CellProgram,
+    UnsupportedCellError,
+    cell_program,
+)
 from torchq_compat.specs.grids import PerTensorGrid
 
 __all__ = ["CellGraphModule", "ConvertedCellGraphModule", "reference_cell"]
@@ -60,11 +65,15 @@ class CellGraphModule(PartGraphModule):
     def _set_initial_qparams(self, index: int, qparams: tuple[float, int]) -> None:
         self.meta[INITIAL_KEY] = {**self.meta.get(INITIAL_KEY, {}), index: qparams}
 
+    def grids(self) -> tuple[PerTensorGrid | None, ...]:
+        """The grid of every new state."""
+        return converted_grids(self)
+
     def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
         """Zeros (B, width) for every state that is left out, on its own grid in a converted cell."""
         return tuple(
             _on_initial_grid(x.new_zeros(x.shape[0], width), grid, self._initial_qparams(index))
-            for index, (width, grid) in enumerate(zip(widths, converted_grids(self), strict=True))
+            for index, (width, grid) in enumerate(zip(widths, self.grids(), strict=True))
         )
 
 
@@ -88,7 +97,22 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
         hoisted = split_off_constants(self._split.rest)
         self._project, self._step = (call_on(self, graph) for graph in self._split)
         self._constants, self._step_behind_constants = (call_on(self, graph) for graph in hoisted)
+        self._grids = converted_grids(self)
+        self._program = _program_or_problem(self)
         return super().recompile()
+
+    def program(self) -> CellProgram | None:
+        """This cell as a program for the cell loop; None if the loop cannot run it, or hooks want calls."""
+        if self._forward_hooks or self._forward_pre_hooks or isinstance(self._program, str):
+            return None
+        return self._program
+
+    def program_problem(self) -> str | None:
+        """Why the cell loop cannot run this cell."""
+        return self._program if isinstance(self._program, str) else None
+
+    def grids(self) -> tuple[PerTensorGrid | None, ...]:
+        return self._grids
 
     def projection_graph(self) -> Graph:
         """x -> projected: what of the cell depends on x alone. Attributes are those of the cell."""
@@ -109,6 +133,13 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
         """``step`` for many steps in a row: the weights are dequantized once, now."""
         return partial(self._step_behind_constants, self, *self._constants(self))
+
+
+def _program_or_problem(cell: GraphModule) -> CellProgram | str:
+    try:
+        return cell_program(cell)
+    except UnsupportedCellError as problem:
+        return str(problem)
 
 
 def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:

@@ -7,11 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.part_specs import PartSpecs
-from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
+from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 
 __all__ = ["CellOwner", "ConvertedModule", "ObservedModule"]
@@ -68,7 +69,12 @@ class ObservedModule(CellOwner):
 
 
 class ConvertedModule(CellOwner):
-    """A recurrent module of q-dq cells with folded integer weights."""
+    """A recurrent module of q-dq cells with folded integer weights.
+
+    Lowered, and while torch.compile traces it, it runs on those integers.
+    """
+
+    is_lowered = False
 
     #: What it is converted from.
     observed: type[ObservedModule]
@@ -86,6 +92,18 @@ class ConvertedModule(CellOwner):
         converted.take_over(other)
         converted.split_gates = other.split_gates
         return converted
+
+    def runs_on_integers(self) -> bool:
+        return self.is_lowered or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
+
+    def lowered(self) -> Self | None:
+        """This module on integers, with the same state; None if the cell loop can run none of its cells."""
+        cells = [cell for _, cell in self.cells() if isinstance(cell, ConvertedCellGraphModule)]
+        if not any(cell.program() for cell in cells):
+            return None
+        lowered = copy.copy(self)
+        lowered.is_lowered = True
+        return lowered
 
     @classmethod
     @abstractmethod

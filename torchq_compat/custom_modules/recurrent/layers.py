@@ -12,6 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids
+from torchq_compat.custom_modules.recurrent.native.directions import (
+    run_native_direction,
+    run_native_packed_direction,
+)
 from torchq_compat.custom_modules.recurrent.over_time import (
     State,
     Step,
@@ -31,10 +36,25 @@ class RecurrentDirection(nn.Module):
         self.cell = cell
 
     def forward(
-        self, x: Tensor, state: State, *, backward: bool = False, batch_sizes: list[int] | None = None
+        self,
+        x: Tensor,
+        state: State,
+        *,
+        backward: bool = False,
+        batch_sizes: list[int] | None = None,
+        columns: ColumnGrids | None = None,
     ) -> tuple[Tensor, State]:
         """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states. With ``batch_sizes``, ``x``
-        and the result are the packed rows of a PackedSequence."""
+        and the result are the packed rows of a PackedSequence. With ``columns``, the grids of ``x``, a
+        converted cell runs on integers."""
+        cell = self.cell
+        program = cell.program() if isinstance(cell, ConvertedCellGraphModule) else None
+        if columns is not None and program is not None:
+            if batch_sizes is None:
+                return run_native_direction(cell, program, x, state, columns, backward=backward)
+            return run_native_packed_direction(
+                cell, program, x, state, batch_sizes, columns, backward=backward
+            )
         rolled = torch.compiler.is_exporting() and isinstance(self.cell, ConvertedCellGraphModule)
         step, inputs = self.hoisted(x, rolled=rolled)
         if batch_sizes is not None:
@@ -63,12 +83,21 @@ class RecurrentLayer(nn.Module):
     def directions(self) -> tuple[RecurrentDirection, ...]:
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
 
+    def output_columns(self, width: int) -> ColumnGrids:
+        """On which grids the output of converted cells lies, ``width`` columns for each direction."""
+        cells = [direction.cell for direction in self.directions()]
+        return tuple((width, cell.grids()[0]) for cell in cells if isinstance(cell, ConvertedCellGraphModule))
+
     def forward(
-        self, x: Tensor, states: list[State], batch_sizes: list[int] | None = None
+        self,
+        x: Tensor,
+        states: list[State],
+        batch_sizes: list[int] | None = None,
+        columns: ColumnGrids | None = None,
     ) -> tuple[Tensor, list[State]]:
         """``x`` (T, B, I) and one state per direction -> (T, B, D*P) and the last states."""
         results = [
-            direction(x, state, backward=index == 1, batch_sizes=batch_sizes)
+            direction(x, state, backward=index == 1, batch_sizes=batch_sizes, columns=columns)
             for index, (direction, state) in enumerate(zip(self.directions(), states, strict=True))
         ]
         outputs = [output for output, _ in results]

@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
+from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.part_graph import converted_grids
 from torchq_compat.custom_modules.part_specs import PartSpecs
-from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, reference_cell
+from torchq_compat.custom_modules.recurrent.cell_graph import (
+    CellGraphModule,
+    reference_cell,
+)
 from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
-from torchq_compat.custom_modules.recurrent.contract import RecurrentStructure, State, call_recurrent
+from torchq_compat.custom_modules.recurrent.contract import (
+    RecurrentStructure,
+    RunLayers,
+    State,
+    bound_input,
+    call_recurrent,
+)
 from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids, column_grids, grids_of_call
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 
@@ -69,18 +82,25 @@ class RecurrentLoop(CellOwner):
         return states[0], *states
 
     def _run_layers(
-        self, x: Tensor, state: State | None, batch_sizes: list[int] | None = None
+        self,
+        x: Tensor,
+        state: State | None,
+        batch_sizes: list[int] | None = None,
+        *,
+        columns: ColumnGrids | None = None,
     ) -> tuple[Tensor, State]:
         dtype = x.dtype
         states = self._states(x, state, batch_sizes)
         x = x.float()
         last: list[State] = []
         for index, layer in enumerate(self.layers):
+            assert isinstance(layer, RecurrentLayer)
             if index and self.structure.dropout:
                 x = F.dropout(x, self.structure.dropout, self.training)
             first = index * self.structure.num_directions
-            x, ends = layer(x, states[first : first + self.structure.num_directions], batch_sizes)
+            x, ends = layer(x, states[first : first + self.structure.num_directions], batch_sizes, columns)
             last.extend(ends)
+            columns = None if columns is None else layer.output_columns(self.structure.output_size)
         return x.to(dtype), tuple(torch.stack(rows).to(dtype) for rows in zip(*last, strict=True))
 
     def _states(self, x: Tensor, state: State | None, batch_sizes: list[int] | None) -> list[State]:
@@ -115,6 +135,23 @@ class ObservedLoop(RecurrentLoop, ObservedModule):
 
 class ConvertedLoop(RecurrentLoop, ConvertedModule):
     """A recurrent module over sequences made of q-dq cells."""
+
+    def leaf_call(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self._call_on(None, args, kwargs)
+
+    def leaf_call_from_graph(self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._call_on(bound_input(self.module_path, *grids_of_call(layout)), args, kwargs)
+
+    def _call_on(self, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """A call whose input lies on ``grid``, if that is known; a PackedSequence of grids for one."""
+        run_layers: RunLayers = self._run_layers
+        if self.runs_on_integers():
+            x = bound_input(self.module_path, args, kwargs)
+            if isinstance(x, PackedSequence):
+                x, grid = x.data, None if grid is None else grid.data
+            columns = column_grids(grid, self.input_size, x.dim())
+            run_layers = partial(self._run_layers, columns=columns)
+        return call_recurrent(self.structure, self.module_path, run_layers, args, kwargs)
 
     @classmethod
     def with_converted_cells(cls, other: RecurrentLoop) -> Self:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq_compat.custom_modules.recurrent.native.program import Op
+from torchq_compat.custom_modules.recurrent.native.program import INSTRUCTION_COLUMNS, SLOT_COLUMNS, Op
 
 __all__ = ["run_interpreted"]
 
@@ -54,9 +54,10 @@ def run_interpreted(
     Integers are exact in float32 as long as a sum has no more than 24 bits, so linears run on dequantized
     weights: no operator for them needs prepacking, and the input's grids are not asked for.
     """
-    counts: tuple[int, int, int] = tuple(table[:3].tolist())  # type: ignore[assignment]
-    rows = [_Row(*row) for row in table[3 : 3 + 11 * counts[0]].view(-1, 11).tolist()]
-    results = table[3 + 11 * counts[0] + 3 * counts[1] :].tolist()
+    instruction_count, slot_count = table[:2].tolist()
+    end = 3 + INSTRUCTION_COLUMNS * instruction_count
+    rows = [_Row(*row) for row in table[3:end].view(-1, INSTRUCTION_COLUMNS).tolist()]
+    results = table[end + SLOT_COLUMNS * slot_count :].tolist()
     grids = constants.tolist()
     dense = {row.weight: _dequantized(weights, row.weight, grids[i]) for i, row in enumerate(rows)}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchq_compat.custom_modules.recurrent.native.program import INSTRUCTION_COLUMNS, SLOT_COLUMNS
 from torchq_compat.user_warnings import warn_user
 
 __all__ = ["KernelBuild", "kernel_build", "run_kernel"]
@@ -87,9 +88,9 @@ def run_kernel(
     x, output = x.contiguous(), x.new_empty(steps, batch, states[0].shape[-1])
     last = [torch.empty_like(state) for state in states]
     instruction_count, slot_count, state_count = table[:3].tolist()
-    base = table.data_ptr() + 3 * table.element_size()
-    slots = base + instruction_count * 11 * table.element_size()
-    results = slots + slot_count * 3 * table.element_size()
+    instructions = table[3:]
+    slots = instructions[INSTRUCTION_COLUMNS * instruction_count :]
+    results = slots[SLOT_COLUMNS * slot_count :]
     held = [None if each is None else each.contiguous() for each in weights]
     sizes, work = [], 0
     for values in held[0::4]:
@@ -97,12 +98,12 @@ def run_kernel(
         sizes.append(values.shape[1])
         work += values.numel() * batch
     library.torchq_compat_run_cell(
-        _address(base),
+        _address(instructions.data_ptr()),
         _address(constants.data_ptr()),
         _count(instruction_count),
-        _address(slots),
+        _address(slots.data_ptr()),
         _count(slot_count),
-        _address(results),
+        _address(results.data_ptr()),
         _count(state_count),
         _pointers(held),
         (ctypes.c_int64 * len(sizes))(*sizes),

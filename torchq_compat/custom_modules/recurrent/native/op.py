@@ -12,10 +12,10 @@ from torchq_compat.custom_modules.recurrent.native.kernel import kernel_build, r
 
 __all__ = ["cell_loop"]
 
-_LIBRARY = torch.library.Library("torchq_compat_native", "DEF")
-_LIBRARY.define(
-    "cell_loop(Tensor x, Tensor[] states, Tensor?[] weights, Tensor table, Tensor constants, "
-    "float[] input_grids, bool backward) -> (Tensor, Tensor[])"
+NAME = "torchq_compat_native::cell_loop"
+SCHEMA = (
+    "(Tensor x, Tensor[] states, Tensor?[] weights, Tensor table, Tensor constants, float[] input_grids, "
+    "bool backward) -> (Tensor, Tensor[])"
 )
 
 
@@ -51,9 +51,10 @@ def _shapes(x: Tensor, states: Sequence[Tensor], *_: object) -> tuple[Tensor, li
     return output, [torch.empty_like(state) for state in states]
 
 
-_LIBRARY.impl("cell_loop", _on_cpu, "CPU")
-_LIBRARY.impl("cell_loop", _elsewhere, "CompositeExplicitAutograd")
-torch.library.register_fake("torchq_compat_native::cell_loop", _shapes, lib=_LIBRARY)
+torch.library.define(NAME, SCHEMA)
+torch.library.impl(NAME, "cpu")(_on_cpu)
+torch.library.impl(NAME, "default")(_elsewhere)
+torch.library.register_fake(NAME)(_shapes)
 
 
 def cell_loop(

@@ -8,9 +8,10 @@ before it. What does not depend on a state is computed once for all steps.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +19,26 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.specs.grids import PerTensorGrid
 
-__all__ = ["CellProgram", "Instruction", "Op", "Slot", "UnsupportedCellError", "WeightNames", "cell_program"]
+__all__ = [
+    "INSTRUCTION_COLUMNS",
+    "SLOT_COLUMNS",
+    "CellProgram",
+    "Instruction",
+    "Op",
+    "Slot",
+    "UnsupportedCellError",
+    "WeightNames",
+    "cell_program",
+    "grid_row",
+]
 
 ATEN = torch.ops.aten
 QDQ = torch.ops.quantized_decomposed
 QUANTIZE = QDQ.quantize_per_tensor.default
 DEQUANTIZE = QDQ.dequantize_per_tensor.default
 DEQUANTIZE_CHANNELS = QDQ.dequantize_per_channel.default
+#: Numbers of an instruction and of a slot in ``CellProgram.table``.
+INSTRUCTION_COLUMNS, SLOT_COLUMNS = 11, 3
 
 
 class Op(IntEnum):
@@ -53,8 +67,7 @@ class UnsupportedCellError(Exception):
     """A graph the cell loop has no instructions for; the message says what of it. Never reaches the user."""
 
 
-@dataclass(frozen=True)
-class WeightNames:
+class WeightNames(NamedTuple):
     """A linear's int8 weight (N, K): attribute names in the cell. Without ``scales`` it is per tensor."""
 
     values: str
@@ -184,38 +197,39 @@ class _Reader:
         return value
 
     def _output(self, node: Node) -> None:
-        results = node.args[0]
-        assert isinstance(results, (tuple, list))
+        (results,) = _arguments(node)
         self.results = tuple(self._whole(self.values[result]) for result in results)
 
     def _call(self, node: Node) -> Any:
-        target = node.target
+        target: Any = node.target
+        args = _arguments(node)
         if target is ATEN.linear.default:
             return self._linear(node)
         if target in UNARY:
-            return self._emit(UNARY[target], [node.args[0]])
+            return self._emit(UNARY[target], args[:1])
         if target in BINARY and node.kwargs.get("alpha", 1) == 1:
-            return self._emit(BINARY[target], node.args)
-        if target is ATEN.rsub.Scalar and node.args[1:] == (1,):
-            return self._emit(Op.COMPLEMENT, [node.args[0]])
-        if target in SLICES and node.args[2] in (1, -1):
+            return self._emit(BINARY[target], args)
+        if target is ATEN.rsub.Scalar and args[1:] == (1,):
+            return self._emit(Op.COMPLEMENT, args[:1])
+        if target in SLICES and args[2] in (1, -1):
             return self._slices(node)
-        if target.__name__ == "getitem":
-            return self.values[node.args[0]][node.args[1]]
+        if target is operator.getitem:
+            return self.values[args[0]][args[1]]
         if target is QUANTIZE:
             return self._quantized(node)
-        if target is DEQUANTIZE and node.args[0] in self.values:
-            return self.values[node.args[0]]
+        if target is DEQUANTIZE and args[0] in self.values:
+            return self.values[args[0]]
         if target in (DEQUANTIZE, DEQUANTIZE_CHANNELS):
             return self._weight(node)
         raise UnsupportedCellError(f"there is no instruction for {target}")
 
     def _linear(self, node: Node) -> _Value:
-        source, weight = self.values[node.args[0]], self.values.get(node.args[1])
+        args = _arguments(node)
+        source, weight = self.values[args[0]], self.values.get(args[1])
         if not isinstance(weight, _Weight):
             raise UnsupportedCellError("a linear has no int8 weight")
         source = self._whole(source)
-        bias = node.args[2] if len(node.args) > 2 else None
+        bias = args[2] if len(args) > 2 else None
         self.weights.append(
             WeightNames(weight.names.values, weight.names.scales, weight.names.zero_points, _name(bias))
         )
@@ -229,7 +243,7 @@ class _Reader:
         )
 
     def _weight(self, node: Node) -> _Weight:
-        values, *qparams = node.args[:3]
+        values, *qparams = _arguments(node)[:3]
         if not isinstance(values, Node) or values.op != "get_attr":
             raise UnsupportedCellError(f"{node.name} dequantizes no constant")
         tensor = _attribute(self.cell, str(values.target))
@@ -237,14 +251,17 @@ class _Reader:
             raise UnsupportedCellError(f"a weight is {tensor.dtype}")
         if node.target is DEQUANTIZE:
             scale, zero_point = qparams
-            return _Weight(WeightNames(str(values.target), None, None, None), tensor.shape, (scale, zero_point))
+            return _Weight(
+                WeightNames(str(values.target), None, None, None), tensor.shape, (scale, zero_point)
+            )
         if node.args[3] != 0:
             raise UnsupportedCellError("a weight is quantized along its inputs")
         scales, zero_points = map(_name, qparams)
         return _Weight(WeightNames(str(values.target), scales, zero_points, None), tensor.shape, (1.0, 0))
 
     def _slices(self, node: Node) -> tuple[_Value, ...]:
-        value, sizes = self.values[node.args[0]], node.args[1]
+        source, sizes, _ = _arguments(node)
+        value = self.values[source]
         if isinstance(sizes, int):
             each = math.ceil(value.width / sizes)
             sizes = [min(each, value.width - first) for first in range(0, value.width, each)]
@@ -255,9 +272,8 @@ class _Reader:
 
     def _quantized(self, node: Node) -> _Value:
         """``node``'s input on its grid: by the instruction that computes it, if nothing else reads it."""
-        source, grid = node.args[0], PerTensorGrid.of_node(node)
+        source, grid = _arguments(node)[0], PerTensorGrid.of_node(node)
         value = self.values[source]
-        assert isinstance(source, Node)
         last = self.instructions[-1] if self.instructions else None
         if last and last.target == value.slot and last.output is None and len(source.users) == 1:
             self.instructions[-1] = replace(last, output=grid)
@@ -302,6 +318,10 @@ class _Reader:
         if instruction.op is Op.LINEAR and 1 <= slot <= self.state_count:
             return replace(finished, input=_eight_bits(self.results[slot - 1].grid))
         return finished
+
+
+def _arguments(node: Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _units(instructions: list[Instruction], widths: list[int], aliases: list[tuple[int, int]]) -> list[int]:
