@@ -65,15 +65,22 @@ class PerChannelGrid:
     quant_min = property(lambda self: self.runs[0][1].quant_min)
     quant_max = property(lambda self: self.runs[0][1].quant_max)
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Of every index."""
+        return tuple(grid.scale for size, grid in self.runs for _ in range(size))
+
+    @property
+    def zero_points(self) -> tuple[int, ...]:
+        """Of every index."""
+        return tuple(grid.zero_point for size, grid in self.runs for _ in range(size))
+
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Scales (float32) and zero points (int64), each of shape (channels,)."""
+        """``scales`` (float32) and ``zero_points`` (int64), each of shape (channels,)."""
+        runs = [(size, grid.scale, grid.zero_point) for size, grid in self.runs]
         # A trace of torch.tensor could not be exported a second time.
-        scales = [
-            torch.full((size,), grid.scale, dtype=torch.float32, device=device) for size, grid in self.runs
-        ]
-        zero_points = [
-            torch.full((size,), grid.zero_point, dtype=torch.int64, device=device) for size, grid in self.runs
-        ]
+        scales = [torch.full((n,), scale, dtype=torch.float32, device=device) for n, scale, _ in runs]
+        zero_points = [torch.full((n,), zero, dtype=torch.int64, device=device) for n, _, zero in runs]
         return torch.cat(scales), torch.cat(zero_points)
 
     def quantize(self, x: Tensor) -> Tensor:
