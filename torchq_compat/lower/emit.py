@@ -35,25 +35,27 @@ COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
 class LoweredGraph:
     """A graph and the constants it reads beside those of the reference graph."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, home: str) -> None:
         self.graph = graph
+        self.home = home
         self.constants: dict[str, Any] = {}
 
     def constant(self, value: Any) -> Node:
         """A node that reads ``value``."""
-        name = f"_packed_{len(self.constants)}"
+        name = f"constant_{len(self.constants)}"
         self.constants[name] = value
         # Not graph.get_attr, which looks for the attribute on a module that does not have it yet.
-        return self.graph.create_node("get_attr", name)
+        return self.graph.create_node("get_attr", f"{self.home}.{name}")
 
 
-def emit(reference: GraphModule, plan: Plan, leaves: dict[str, str]) -> LoweredGraph:
+def emit(reference: GraphModule, plan: Plan, leaves: dict[str, str], home: str) -> LoweredGraph:
     """The lowered graph of ``reference``.
 
     Args:
         leaves: path of a leaf in ``reference`` -> path of the module that is called in its place.
+        home: path of the namespace that will hold the constants.
     """
-    writer = _Writer(plan, leaves)
+    writer = _Writer(plan, leaves, LoweredGraph(Graph(), home))
     for node in reference.graph.nodes:
         writer.write(node)
     graph = writer.lowered.graph
@@ -79,8 +81,8 @@ def _has_effect(node: Node) -> bool:
 
 
 class _Writer:
-    def __init__(self, plan: Plan, leaves: dict[str, str]) -> None:
-        self.lowered = LoweredGraph(Graph())
+    def __init__(self, plan: Plan, leaves: dict[str, str], lowered: LoweredGraph) -> None:
+        self.lowered = lowered
         self.graph = self.lowered.graph
         self.plan = plan
         self.leaves = leaves

@@ -35,8 +35,8 @@ class LoweredLeaf:
 
     @property
     def name(self) -> str:
-        """The name of ``module`` in the lowered model; at the path stands the leaf that keeps the state."""
-        return f"{self.path.replace('.', '_')}_lowered"
+        """The name of ``module`` in the lowered model, where the leaf at ``path`` keeps the state."""
+        return self.path.replace(".", "_")
 
 
 class LoweredModelLeaf(LeafModule):

@@ -21,6 +21,7 @@ __all__ = [
     "arguments_of",
     "constant_of",
     "has_kernels",
+    "is_dequantized",
     "is_integers",
     "is_whole_range",
     "quantized_weight",
@@ -69,7 +70,7 @@ def rank_of(node: Node) -> int:
 
 def _value(node: Node) -> Any:
     """The example value at ``node``; q-dq nodes, which torchao gives none, keep shapes."""
-    while "val" not in node.meta and node.target in (QUANTIZE, DEQUANTIZE):
+    while "val" not in node.meta and node.target in (QUANTIZE, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL):
         source = node.args[0]
         assert isinstance(source, Node)
         node = source
@@ -84,6 +85,11 @@ def has_kernels(grid: PerTensorGrid) -> bool:
 def is_whole_range(grid: PerTensorGrid) -> bool:
     """Whether ``grid`` saturates where its dtype does."""
     return (grid.quant_min, grid.quant_max) == dtype_range(grid.dtype)
+
+
+def is_dequantized(node: Any) -> bool:
+    """Whether ``node`` is a dequantize."""
+    return isinstance(node, Node) and node.target in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
 
 
 def is_integers(node: Node) -> bool:
@@ -104,7 +110,7 @@ def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
 def quantized_weight(graph_module: GraphModule, node: Any) -> Tensor | None:
     """The torch.ao quantized tensor of a constant integer weight behind a dequantize; None if ``node`` gives
     no such weight."""
-    if not isinstance(node, Node) or node.target not in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL):
+    if not is_dequantized(node):
         return None
     integers = constant_of(graph_module, node.args[0])
     if integers is None or integers.device.type != "cpu" or integers.dtype not in KERNEL_DTYPES:

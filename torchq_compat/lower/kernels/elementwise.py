@@ -94,7 +94,6 @@ ELEMENTWISE: dict[Any, Rule] = {
     ATEN.sigmoid.default: _rule(KERNELS.sigmoid.default),
     ATEN.hardswish.default: _rule(KERNELS.hardswish.default),
     ATEN.leaky_relu.default: _rule(KERNELS.leaky_relu.default, lambda a: (a["negative_slope"], False)),
-    ATEN.prelu.default: _rule(KERNELS.prelu.default, lambda a: (a["weight"],)),
     ATEN.layer_norm.default: _rule(
         KERNELS.layer_norm.default, lambda a: (a["normalized_shape"], a["weight"], a["bias"], a["eps"])
     ),

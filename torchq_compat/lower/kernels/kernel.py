@@ -43,12 +43,14 @@ class KernelCall:
         args: its arguments; values of the graph are ``Quantized``, ``Floats`` or ``Constant``.
         covers: the nodes of the reference graph it stands for, beside the node its result stands for.
         returns_floats: whether the result is floats; else it is a quantized tensor on the grid of the site.
+        stands_for: the node whose value a result in floats is; None: the op, or the ReLU behind it.
     """
 
     kernel: OpOverload
     args: tuple[Any, ...]
     covers: tuple[Node, ...] = ()
     returns_floats: bool = False
+    stands_for: Node | None = None
 
 
 @dataclass(frozen=True)
