@@ -17,9 +17,11 @@ from torchq_compat.custom_modules.part_graph import (
     converted_grids,
 )
 from torchq_compat.custom_modules.recurrent.hoist import (
+    SplitGraph,
     call_on,
     split_off_constants,
     split_off_projection,
+    split_off_weights,
 )
 from torchq_compat.specs.grids import PerTensorGrid
 
@@ -85,9 +87,10 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
     def recompile(self) -> Any:
         """Also what is made of the graph: it is to be as new as ``forward``."""
         self._split = split_off_projection(self.graph)
-        hoisted = split_off_constants(self._split.rest)
-        self._project, self._step = (call_on(self, graph) for graph in self._split)
-        self._constants, self._step_behind_constants = (call_on(self, graph) for graph in hoisted)
+        # Functions of the cell, not bound to it: copies of the cell copy them.
+        self._project, self._step = self._functions(self._split)
+        self._constants, self._step_of_constants = self._functions(split_off_constants(self.step_graph()))
+        self._weights, self._step_of_weights = self._functions(split_off_weights(self.step_graph()))
         return super().recompile()
 
     def projection_graph(self) -> Graph:
@@ -108,7 +111,14 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
 
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
         """``step`` for many steps in a row: the weights are dequantized once, now."""
-        return partial(self._step_behind_constants, self, *self._constants(self))
+        return partial(self._step_of_constants, self, *self._constants(self))
+
+    def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """``step`` as a function of (*weights, *projected, *states), and its weights as they are stored."""
+        return partial(self._step_of_weights, self), self._weights(self)
+
+    def _functions(self, split: SplitGraph) -> list[Callable[..., tuple[Tensor, ...]]]:
+        return [call_on(self, graph) for graph in split]
 
 
 def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-__all__ = ["SplitGraph", "call_on", "split_off_constants", "split_off_projection"]
+__all__ = ["SplitGraph", "call_on", "split_off_constants", "split_off_projection", "split_off_weights"]
 
 OPS = torch.ops.quantized_decomposed
 #: They compute the same for every leading size, and for one more dimension in front.
@@ -51,6 +51,11 @@ def split_off_constants(step: Graph) -> SplitGraph:
     """``step`` as () -> constants, such as dequantized weights, and (*constants, *inputs) -> results."""
     constants = _constants(step)
     return _split(step, constants, set())
+
+
+def split_off_weights(step: Graph) -> SplitGraph:
+    """``step`` as () -> weights as they are stored, and (*weights, *inputs) -> results."""
+    return _split(step, {node for node in step.nodes if node.op == "get_attr"}, set())
 
 
 def call_on(owner: GraphModule, graph: Graph) -> Callable[..., tuple[torch.Tensor, ...]]:

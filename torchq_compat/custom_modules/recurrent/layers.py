@@ -38,26 +38,32 @@ class RecurrentDirection(nn.Module):
     ) -> tuple[Tensor, State]:
         """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states. With ``batch_sizes``, ``x``
         and the result are the packed rows of a PackedSequence."""
-        exporting = torch.compiler.is_exporting() and isinstance(self.cell, ConvertedCellGraphModule)
-        rolled = exporting and shape_in_export() is LoopShape.ROLLED
-        step, inputs = self.hoisted(x, rolled=rolled)
+        if torch.compiler.is_exporting() and isinstance(self.cell, ConvertedCellGraphModule):
+            return self._exported(self.cell, x, state, backward=backward)
+        step, inputs = self._hoisted(x)
         if batch_sizes is not None:
             return run_packed_direction(step, inputs, state, batch_sizes, backward=backward)
-        run = run_rolled_direction if rolled else run_looped_direction
-        output, last = run(step, inputs, state, backward=backward)
-        return self._with_grids_shown(output, last) if exporting else (output, last)
+        return run_looped_direction(step, inputs, state, backward=backward)
 
-    def hoisted(self, x: Tensor, *, rolled: bool) -> tuple[Step, tuple[Tensor, ...]]:
-        """The function of one time step, and its inputs of all steps: what a converted cell computes of ``x``
-        alone is computed once. A cell with hooks is called itself."""
+    def _hoisted(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
+        """The function of one time step, and its inputs of all steps. A cell with hooks is called itself."""
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
             return cell, (x,)
-        return (cell.step if rolled else cell.repeated_step()), cell.project(x)
+        return cell.repeated_step(), cell.project(x)
 
-    def _with_grids_shown(self, output: Tensor, last: State) -> tuple[Tensor, State]:
-        """The same values behind q-dq of their own grids: a backend does not see into the loop."""
-        hidden, *_ = grids = converted_grids(self.cell)
+    def _exported(
+        self, cell: ConvertedCellGraphModule, x: Tensor, state: State, *, backward: bool
+    ) -> tuple[Tensor, State]:
+        """With q-dq of their own grids behind the results, which change no value: a backend does not see into
+        the loop."""
+        inputs = cell.project(x)
+        if shape_in_export() is LoopShape.UNROLLED:
+            output, last = run_looped_direction(cell.repeated_step(), inputs, state, backward=backward)
+        else:
+            step, weights = cell.step_of_weights()
+            output, last = run_rolled_direction(step, weights, inputs, state, backward=backward)
+        hidden, *_ = grids = converted_grids(cell)
         return q_dq(output, hidden), tuple(q_dq(*pair) for pair in zip(last, grids, strict=True))
 
 
