@@ -15,7 +15,7 @@ from torchq_compat.decisions import Action
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
 from torchq_compat.graph_module import ConvertedGraphModule
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
-from torchq_compat.lower.repeated_quantization import drop_repeated_quantization
+from torchq_compat.lower.tidying import tidy
 from torchq_compat.quantized_interface import take_integers
 from torchq_compat.user_warnings import warn_user
 
@@ -58,8 +58,8 @@ def export(
             program = export_with_free_sizes(with_per_tensor_edges(model), args, dynamic_shapes)
         except Exception as cause:
             raise _error(model, args, shape, dynamic_shapes, cause) from cause
-    drop_repeated_quantization(program.graph)
-    program.graph_module.recompile()
+    _freeze(program)
+    tidy(program)
     _tell_of_float_modules(model)
     if dynamic_shapes is None and shape is not LoopShape.UNROLLED:
         _tell_of_fixed_sizes(model, program)
@@ -93,6 +93,13 @@ def _error(
 ) -> TorchQCompatError:
     error = explain_failure(model, args, cause)
     return ExportError.failed(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
+
+
+def _freeze(program: ExportedProgram) -> None:
+    """Parameters that ask for no gradient: to have one, a scan computes its steps in another way."""
+    for name, value in program.state_dict.items():
+        if isinstance(value, torch.nn.Parameter):
+            program.state_dict[name] = torch.nn.Parameter(value.detach(), requires_grad=False)
 
 
 def _tell_of_float_modules(model: ConvertedGraphModule) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.custom_modules.loop_shape import LoopShape, shape_in_export
-from torchq_compat.custom_modules.part_graph import converted_grids
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
+from torchq_compat.custom_modules.recurrent.opaque_call import OpaqueDirection
 from torchq_compat.custom_modules.recurrent.over_time import (
     State,
     Step,
@@ -28,6 +28,9 @@ __all__ = ["RecurrentDirection", "RecurrentLayer"]
 
 class RecurrentDirection(nn.Module):
     """One direction of one layer: its cell, run over time."""
+
+    #: Whether ``x`` comes as a view (T, B, I) of what was given as (B, T, I).
+    batch_first = False
 
     def __init__(self, cell: CellGraphModule) -> None:
         super().__init__()
@@ -50,21 +53,32 @@ class RecurrentDirection(nn.Module):
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
             return cell, (x,)
-        return cell.repeated_step(), cell.project(x)
+        return cell.repeated_step(), self._project(cell, x)
+
+    def _project(self, cell: ConvertedCellGraphModule, x: Tensor) -> tuple[Tensor, ...]:
+        """Of ``x`` as it was given: a linear copies a view first, and a backend wants to see no more than a
+        dequantize before the linear."""
+        if not self.batch_first or x.dim() != 3:
+            return cell.project(x)
+        return tuple(each.transpose(0, 1) for each in cell.project(x.transpose(0, 1)))
 
     def _exported(
         self, cell: ConvertedCellGraphModule, x: Tensor, state: State, *, backward: bool
     ) -> tuple[Tensor, State]:
         """With q-dq of their own grids behind the results, which change no value: a backend does not see into
         the loop."""
-        inputs = cell.project(x)
+        inputs = self._project(cell, x)
         if shape_in_export() is LoopShape.UNROLLED:
             output, last = run_looped_direction(cell.repeated_step(), inputs, state, backward=backward)
         else:
             step, weights = cell.step_of_weights()
             output, last = run_rolled_direction(step, weights, inputs, state, backward=backward)
-        hidden, *_ = grids = converted_grids(cell)
+        hidden, *_ = grids = cell.state_grids()
         return q_dq(output, hidden), tuple(q_dq(*pair) for pair in zip(last, grids, strict=True))
+
+    def opaque(self) -> OpaqueDirection:
+        """This direction, converted, for the opaque operator."""
+        return OpaqueDirection(self.cell)
 
 
 class RecurrentLayer(nn.Module):
@@ -78,6 +92,10 @@ class RecurrentLayer(nn.Module):
 
     def directions(self) -> tuple[RecurrentDirection, ...]:
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
+
+    def opaque(self) -> list[OpaqueDirection]:
+        """The directions for the opaque operator."""
+        return [direction.opaque() for direction in self.directions()]
 
     def forward(
         self, x: Tensor, states: list[State], batch_sizes: list[int] | None = None
