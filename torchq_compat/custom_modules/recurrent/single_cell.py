@@ -23,8 +23,14 @@ from torchq_compat.custom_modules.recurrent.contract import as_given, check_stat
 from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
 from torchq_compat.custom_modules.recurrent.native.columns import column_grids, grids_of_call
 from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
+from torchq_compat.custom_modules.recurrent.opaque_call import (
+    OpaqueDirection,
+    call_opaque,
+    is_exported_opaque,
+)
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
 from torchq_compat.errors import CustomModuleError
+from torchq_compat.specs.dtypes import as_dtype
 from torchq_compat.specs.grids import Grid
 
 __all__ = ["ConvertedCell", "ObservedCell", "SingleCell", "fake_cell"]
@@ -60,13 +66,18 @@ class SingleCell(CellOwner):
     def _call(self, cell: Callable[..., Iterable[Tensor]], input: Tensor, hx: Any = None) -> Any:
         states = check_cell_call(self.kind, self.module_path, self.input_size, self.hidden_size, input, hx)
         batched = input.dim() == 2
-        x = (input if batched else input.unsqueeze(0)).float()
+        x = as_dtype(input if batched else input.unsqueeze(0), torch.float32)
         if states is None:
             widths = (self.hidden_size,) * len(self.kind.states)
             states = self.cell.initial_state(widths, x)
         elif not batched:
             states = tuple(state.unsqueeze(0) for state in states)
-        new = tuple(s.to(input.dtype) for s in cell(x, *(state.float() for state in states)))
+        states = tuple(as_dtype(state, torch.float32) for state in states)
+        if is_exported_opaque():
+            _, [new] = call_opaque([[OpaqueDirection(self.cell)]], x.unsqueeze(0), [states])
+        else:
+            new = tuple(cell(x, *states))
+        new = tuple(as_dtype(state, input.dtype) for state in new)
         return as_given(new if batched else tuple(state.squeeze(0) for state in new))
 
 
