@@ -53,37 +53,12 @@ class Plan:
         """Nodes that kernels compute along with others."""
         return {node for call in self.kernels.values() for node in call.covers} - set(self.kernels)
 
-    @property
-    def lowers_nothing(self) -> bool:
-        return not self.kernels and not self.carried
-
 
 def plan_graph(graph_module: GraphModule) -> Plan:
     """Decide for every op of ``graph_module``, a q-dq graph."""
     elsewhere = _devices(graph_module) - {"cpu"}
     if elsewhere:
         reason = f"its state is on {', '.join(sorted(elsewhere))}; the kernels run on the CPU"
-        return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),))
-    grids: dict[Node, PerTensorGrid] = field(default_factory=dict)
-    carried: frozenset[Node] = frozenset()
-    decisions: tuple[Decision, ...] = ()
-
-    def covered(self) -> set[Node]:
-        """Nodes that kernels compute along with others."""
-        return {node for call in self.kernels.values() for node in call.covers} - set(self.kernels)
-
-    @property
-    def lowers_nothing(self) -> bool:
-        return not self.kernels and not self.carried
-
-
-def plan_graph(graph_module: GraphModule) -> Plan:
-    """Decide for every op of ``graph_module``, a q-dq graph."""
-    devices = {
-        str(tensor.device) for tensor in graph_module.state_dict().values() if isinstance(tensor, Tensor)
-    }
-    if devices - {"cpu"}:
-        reason = f"its state is on {', '.join(sorted(devices))}; the kernels run on the CPU"
         return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),))
     grids: dict[Node, PerTensorGrid] = {}
     kernels: dict[Node, KernelCall] = {}
