@@ -496,8 +496,7 @@ def test_copies_and_state(cross: Stages) -> None:
 
 def test_explain_lists_the_parts(cross: Stages) -> None:
     for stage in cross[2:]:
-        about = tc.explain(stage.reference).find("attention")
-        found = [d.path for d in about if "/" not in d.path]
+        found = [d.path for d in tc.explain(stage).find("attention") if "/" not in d.path]
         parts = {**LEGACY_PARTS, "quant_attn_output_weights": "returned_weights"}
         assert found == ["attention", *(f"attention.{graph}.{part}" for part, graph in parts.items())]
 

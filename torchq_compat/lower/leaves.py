@@ -72,7 +72,9 @@ def lower_leaves(reference: ConvertedGraphModule, lower_inside: LowerInside) -> 
 
 def _lower_model(path: str, leaf: Any, lower_inside: LowerInside) -> LoweredLeaf:
     model, inside = lower_inside(leaf)
-    decision = Decision(path, "standalone module", Action.LOWERED, "is lowered as a model of its own")
+    decision = Decision(
+        f"{path}/lowering", "standalone module", Action.LOWERED, "is lowered as a model of its own"
+    )
     decisions = (decision, *(replace(each, path=f"{path}.{each.path}") for each in inside))
     return LoweredLeaf(path, LoweredModelLeaf(leaf, model, leaf.input_grids()), decisions)
 
@@ -86,4 +88,4 @@ def _lower_by_its_kind(path: str, leaf: LeafModule) -> LoweredLeaf:
         if module is None
         else "runs on the integer kernels of its kind"
     )
-    return LoweredLeaf(path, module, (Decision(path, type(leaf).__name__, action, reason),))
+    return LoweredLeaf(path, module, (Decision(f"{path}/lowering", type(leaf).__name__, action, reason),))
