@@ -1,75 +1,22 @@
-"""The compiled cell loop: built once for a machine with its C++ compiler, then called through ctypes."""
+"""Calling the compiled cell loop, through ctypes."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
+import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchq_compat.custom_modules.recurrent.native.program import INSTRUCTION_COLUMNS, SLOT_COLUMNS
-from torchq_compat.user_warnings import warn_user
 
-__all__ = ["KernelBuild", "kernel_build", "run_kernel"]
+__all__ = ["run_kernel"]
 
-SOURCE = Path(__file__).with_name("cell_loop.cpp")
-# No contraction: a fused multiply-add would round otherwise than the q-dq graph.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
-WIDE_VECTORS = "-mprefer-vector-width=512"
-#: Multiply-adds of a step from which more threads pay for meeting at a barrier.
+#: Of a linear's values, scales, zero points and bias.
+WEIGHT_DTYPES = (torch.int8, torch.float32, torch.int64, torch.float32)
+#: Multiply-adds of a step from which another thread pays for meeting at a barrier.
 WORK_PER_THREAD = 1 << 18
-
-
-class KernelBuild:
-    """What came of building the kernel.
-
-    Attributes:
-        library: None without a kernel.
-        problem: why there is none.
-    """
-
-    def __init__(self, library: ctypes.CDLL | None, problem: str | None = None) -> None:
-        self.library = library
-        self.problem = problem
-
-
-@functools.cache
-def kernel_build() -> KernelBuild:
-    """Build the kernel, or load what an earlier process built in ``TORCH_EXTENSIONS_DIR``.
-
-    Without a C++ compiler warns once that recurrent modules run on torch's own operators.
-    """
-    try:
-        return KernelBuild(_load())
-    except (RuntimeError, OSError, ImportError) as cause:
-        problem = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        warn_user(
-            "Recurrent modules run step by step on torch's operators, with the same numbers but slowly: the "
-            f"native kernel could not be built ({problem}). Hint: install a C++ compiler, such as g++; "
-            "a kernel built elsewhere for the same CPU is found through TORCH_EXTENSIONS_DIR."
-        )
-        return KernelBuild(None, problem)
-
-
-def _load() -> ctypes.CDLL:
-    from torch.utils.cpp_extension import load
-
-    capabilities = torch.cpu.get_capabilities()
-    flags = [*FLAGS, *([WIDE_VECTORS] if capabilities.get("avx512_f") else [])]
-    # A directory of built extensions may be shared by machines with different instructions.
-    built_for = hashlib.sha256(repr(sorted(capabilities.items())).encode()).hexdigest()[:8]
-    path = load(
-        f"torchq_compat_cell_loop_{built_for}",
-        [str(SOURCE)],
-        extra_cflags=[*flags, "-fopenmp"],
-        extra_ldflags=["-fopenmp"],
-        is_python_module=False,
-    )
-    return ctypes.CDLL(path)
 
 
 def run_kernel(
@@ -91,7 +38,10 @@ def run_kernel(
     instructions = table[3:]
     slots = instructions[INSTRUCTION_COLUMNS * instruction_count :]
     results = slots[SLOT_COLUMNS * slot_count :]
-    held = [None if each is None else each.contiguous() for each in weights]
+    held = [
+        None if each is None else each.to(dtype).contiguous()
+        for each, dtype in zip(weights, itertools.cycle(WEIGHT_DTYPES), strict=False)
+    ]
     sizes, work = [], 0
     for values in held[0::4]:
         assert values is not None

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchq_compat.custom_modules.recurrent.native.build import kernel_build
 from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
-from torchq_compat.custom_modules.recurrent.native.kernel import kernel_build, run_kernel
+from torchq_compat.custom_modules.recurrent.native.kernel import run_kernel
 
 __all__ = ["cell_loop"]
 
