@@ -172,9 +172,11 @@ class LoweredGraphModule(QuantizationGraphModule):
 
     def train(self, mode: bool = True) -> Self:
         """See ``QuantizationGraphModule``."""
+        changes = mode != self.training
         self.reference.train(mode)
         self.training = mode
-        self._lower_again()
+        if changes:
+            self._lower_again()
         return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:

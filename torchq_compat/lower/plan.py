@@ -75,9 +75,11 @@ def plan_graph(graph_module: GraphModule) -> Plan:
         result, answer = _ask(graph_module, node, grids)
         if isinstance(answer, KernelCall):
             kernels[result] = answer
+        elif not _reads_quantized(node):
+            continue
         elif isinstance(answer, Refusal):
             refusals[node] = answer.reason
-        elif result is not node and _reads_quantized(node):
+        elif result is not node and not _has_rule(node):
             refusals[node] = "it has no integer kernel here"
     decisions = tuple(_decisions(graph_module, kernels, carried, refusals))
     return Plan(kernels, grids, frozenset(carried), decisions)
@@ -126,6 +128,10 @@ def _ask(
     if op.target not in RULES or (grid is None and op.target not in WEIGHTED):
         return result, None
     return result, RULES[op.target](site)
+
+
+def _has_rule(node: Node) -> bool:
+    return node.target in RULES or node.target in FLOATING
 
 
 def _only_reader(node: Node, target: Any) -> Node | None:

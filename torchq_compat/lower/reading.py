@@ -61,11 +61,10 @@ def tensor_inputs(node: Node) -> list[Node]:
     return [source for source in node.all_input_nodes if not isinstance(_value(source), SCALARS)]
 
 
-def rank_of(node: Node) -> int:
-    """How many dimensions the tensor ``node`` gives has."""
+def rank_of(node: Node) -> int | None:
+    """How many dimensions the tensor ``node`` gives has; None where torchao put ``node`` in without a value."""
     value = _value(node)
-    assert isinstance(value, Tensor)
-    return value.dim()
+    return value.dim() if isinstance(value, Tensor) else None
 
 
 def _value(node: Node) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from torchq_compat.lower.kernels.kernel import Constant, KernelCall, Quantized, Refusal, Rule, Site
 from torchq_compat.lower.reading import arguments_of, constant_of, rank_of
@@ -17,7 +18,7 @@ __all__ = ["NORMALIZATION"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 #: rank of the input -> the kernels without and with ReLU.
-BATCH_NORMS = {
+BATCH_NORMS: dict[int | None, tuple[OpOverload, OpOverload]] = {
     4: (KERNELS.batch_norm2d.default, KERNELS.batch_norm2d_relu.default),
     5: (KERNELS.batch_norm3d.default, KERNELS.batch_norm3d_relu.default),
 }
@@ -25,7 +26,7 @@ BATCH_NORMS = {
 
 def _batch_norm(site: Site) -> KernelCall | Refusal | None:
     arguments = arguments_of(site.op)
-    kernels = BATCH_NORMS.get(rank_of(arguments["input"]))
+    kernels = BATCH_NORMS.get(rank_of(site.op))
     if kernels is None or arguments["training"]:
         return Refusal("the kernels take inputs of 4 or 5 dimensions, in evaluation")
     names = ("weight", "bias", "running_mean", "running_var")
@@ -39,7 +40,9 @@ def _instance_norm(site: Site) -> KernelCall | Refusal | None:
     return _call(site, arguments, KERNELS.instance_norm.default, ("weight", "bias"))
 
 
-def _call(site: Site, arguments: dict[str, Any], kernel: Any, names: tuple[str, ...]) -> KernelCall | Refusal:
+def _call(
+    site: Site, arguments: dict[str, Any], kernel: OpOverload, names: tuple[str, ...]
+) -> KernelCall | Refusal:
     grid = site.grid_of(arguments["input"])
     if grid is None or site.grid is None or grid.dtype is not site.grid.dtype:
         return Refusal("its input and its result are not quantized to one 8-bit dtype")

@@ -73,8 +73,10 @@ def _rule(site: Site) -> KernelCall | Refusal | None:
     """The op itself, where its result is quantized to the grid of its input."""
     source = site.op.args[0]
     grid = site.grid_of(source)
-    if site.relu is not None or grid is None or site.grid is None:
-        return None
+    if grid is None or site.grid is None:
+        return Refusal("its input and its result are not both quantized to 8 bits")
+    if site.relu is not None:
+        return Refusal("it has no kernel with a ReLU")
     if grid != site.grid:
         return Refusal("its result is quantized to another grid than its input")
     assert isinstance(source, Node)

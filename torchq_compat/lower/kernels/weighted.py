@@ -53,7 +53,7 @@ def _rule(
     kernel: OpOverload,
     with_relu: OpOverload | None,
     read_settings: Settings,
-    ranks: Callable[[int], bool],
+    ranks: Callable[[int | None], bool],
 ) -> Rule:
     def rule(site: Site) -> KernelCall | Refusal | None:
         arguments = arguments_of(site.op)
@@ -76,7 +76,7 @@ def _rule(
     return rule
 
 
-def _cannot_take(site: Site, arguments: Arguments, ranks: Callable[[int], bool]) -> Refusal | None:
+def _cannot_take(site: Site, arguments: Arguments, ranks: Callable[[int | None], bool]) -> Refusal | None:
     grid = site.grid_of(arguments["input"])
     if grid is None:
         return Refusal("its input is not quantized per tensor to 8 bits")
@@ -84,7 +84,7 @@ def _cannot_take(site: Site, arguments: Arguments, ranks: Callable[[int], bool])
         return Refusal("its result is not quantized")
     if grid.dtype is not torch.uint8 or site.grid.dtype is not torch.uint8:
         return Refusal("the kernel takes and gives uint8")
-    if not ranks(rank_of(arguments["input"])):
+    if not ranks(rank_of(site.op)):
         return Refusal("the kernel takes batched inputs only")
     return None
 
@@ -92,7 +92,7 @@ def _cannot_take(site: Site, arguments: Arguments, ranks: Callable[[int], bool])
 def _conv(name: str, overload: str, rank: int, read_settings: Settings) -> Rule:
     kernel, with_relu = (getattr(getattr(KERNELS, each), overload) for each in (name, f"{name}_relu"))
     prepack = getattr(KERNELS, f"{name}_prepack").default
-    return _rule(prepack, kernel, with_relu, read_settings, rank.__eq__)
+    return _rule(prepack, kernel, with_relu, read_settings, lambda found: found == rank)
 
 
 def _conv_transpose(name: str, rank: int) -> Rule:
@@ -105,7 +105,9 @@ def _conv_transpose(name: str, rank: int) -> Rule:
         with packing_for(Engine("fbgemm")):
             return prepack_here(*args)
 
-    return _rule(prepack, getattr(KERNELS, name).default, None, _named(*settings), rank.__eq__)
+    return _rule(
+        prepack, getattr(KERNELS, name).default, None, _named(*settings), lambda found: found == rank
+    )
 
 
 def _named(*settings: str) -> Settings:
@@ -132,7 +134,7 @@ WEIGHTED: dict[Any, Rule] = {
         KERNELS.linear.default,
         KERNELS.linear_relu.default,
         _named(),
-        lambda rank: rank >= 2,
+        lambda rank: rank is not None and rank >= 2,
     ),
     ATEN.conv1d.default: _conv("conv1d", "default", 3, _named(*CONV)),
     ATEN.conv2d.default: _conv("conv2d", "new", 4, _named(*CONV)),
