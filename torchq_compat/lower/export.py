@@ -113,10 +113,10 @@ def _tell_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
     names = program.graph_signature.user_inputs
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     fixed = [
-        f"{node.name} in dimension {dimension} to {size}"
+        f"{name} in dimension {dimension} to {size}"
         for node, name in zip(model.graph.find_nodes(op="placeholder"), names, strict=True)
         for dimension, (free, size) in enumerate(zip(_sizes(node), _sizes(nodes[str(name)]), strict=True))
-        if isinstance(free, torch.SymInt) and not isinstance(size, torch.SymInt)
+        if _constant(free) is None and _constant(size) is not None
     ]
     if fixed:
         warn_user(
@@ -126,3 +126,9 @@ def _tell_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
 
 def _sizes(node: Node) -> tuple[Any, ...]:
     return tuple(getattr(node.meta.get("val"), "shape", ()))
+
+
+def _constant(size: Any) -> int | None:
+    """The value of ``size`` if it is fixed; a symbol may have become a constant in hindsight."""
+    value: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return value
