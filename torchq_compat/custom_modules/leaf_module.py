@@ -29,6 +29,8 @@ class LeafModule(nn.Module):
     #: Whether what ``leaf_call`` returns lies on ``leaf_output_grids`` already, and an exported program shows
     #: the per-tensor grids it is made of.
     leaf_results_on_grids = False
+    #: Whether it takes and gives floats that lie on the grids of its layouts, where others have the integers.
+    leaf_in_floats = False
 
     def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute in floats, as the float module is called."""

@@ -62,7 +62,7 @@ def tensor_inputs(node: Node) -> list[Node]:
 
 
 def rank_of(node: Node) -> int | None:
-    """How many dimensions the tensor ``node`` gives has; None where torchao put ``node`` in without a value."""
+    """How many dimensions the tensor ``node`` gives has; None where torchao put it in without a value."""
     value = _value(node)
     return value.dim() if isinstance(value, Tensor) else None
 

@@ -65,6 +65,10 @@ class CellGraphModule(PartGraphModule):
         """The grid of every new state in a converted cell."""
         return converted_grids(self)
 
+    def program_problem(self) -> str | None:
+        """Why the cell loop cannot run this cell; None if it can."""
+        return "it is not converted"
+
     def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
         """Zeros (B, width) for every state that is left out, on its own grid in a converted cell."""
         return tuple(
@@ -101,7 +105,6 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
         return self._program
 
     def program_problem(self) -> str | None:
-        """Why the cell loop cannot run this cell."""
         return self._program if isinstance(self._program, str) else None
 
     def state_grids(self) -> tuple[PerTensorGrid | None, ...]:

@@ -27,8 +27,6 @@ from torchq_compat.custom_modules.recurrent.dynamic import (
 )
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.custom_modules.recurrent.families import FAMILIES, RecurrentFamily, family_of
-from torchq_compat.custom_modules.recurrent.loop import ConvertedLoop
-from torchq_compat.custom_modules.recurrent.single_cell import ConvertedCell
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
 from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.specs.quantization_specs import OpSpecs
@@ -87,8 +85,10 @@ class RecurrentHandler(PartOwnerHandler):
             raise RecurrentModuleError.unusable_result(request.path, "from_observed", made)
         return made
 
-    def lower(self, leaf: LeafModule) -> LeafModule | None:
-        return leaf.lowered() if isinstance(leaf, (ConvertedLoop, ConvertedCell)) else None
+    def lower(self, leaf: LeafModule) -> LeafModule | str:
+        assert isinstance(leaf, ConvertedModule)
+        problems = [problem for _, cell in leaf.cells() if (problem := cell.program_problem())]
+        return problems[0] if problems else leaf.lowered()
 
     def remedy(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):
