@@ -214,15 +214,12 @@ class _Writer:
         return self.quantized[node]
 
     def _to_quantized(self, node: Node, grid: PerTensorGrid) -> Node:
+        qparams = (grid.scale, grid.zero_point)
         if node in self.integers:
-            make, source, dtype = ATEN._make_per_tensor_quantized_tensor.default, self.integers[node], ()
-        else:
-            make, source, dtype = (
-                ATEN.quantize_per_tensor.default,
-                self.floats[node],
-                (LEGACY_DTYPES[grid.dtype],),
-            )
-        return self.graph.call_function(make, (source, grid.scale, grid.zero_point, *dtype))
+            make: Any = ATEN._make_per_tensor_quantized_tensor.default
+            return self.graph.call_function(make, (self.integers[node], *qparams))
+        args = (self.floats[node], *qparams, LEGACY_DTYPES[grid.dtype])
+        return self.graph.call_function(ATEN.quantize_per_tensor.default, args)
 
     def _quantized_or_size(self, node: Node) -> Node:
         return self._as_quantized(node) if node in self.plan.grids else self._as_reference(node)
