@@ -13,9 +13,11 @@ from torch import Tensor
 
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
+from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.graph_module import ConvertedGraphModule, QuantizationGraphModule
+from torchq_compat.lower.part import with_lowered_graphs
 from torchq_compat.quantized_interface import quantize_inputs
 from torchq_compat.specs.grids import Grid
 
@@ -81,7 +83,11 @@ def _lower_model(path: str, leaf: Any, lower_inside: LowerInside) -> LoweredLeaf
 
 def _lower_by_its_kind(path: str, leaf: LeafModule) -> LoweredLeaf:
     handler = handler_of(leaf)
-    module = None if handler is None else handler.lower(leaf)
+    if handler is None:
+        return LoweredLeaf(path, None, ())
+    if handler.lowers_graphs and isinstance(leaf, PartOwner):
+        return LoweredLeaf(path, *with_lowered_graphs(leaf, path))
+    module = handler.lower(leaf)
     action = Action.REFERENCE if module is None else Action.LOWERED
     reason = (
         "runs as in the reference graph: its kind has no integer kernels for it"
