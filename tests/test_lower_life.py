@@ -177,6 +177,36 @@ def test_integers_cross_the_boundary_of_a_leaf() -> None:
     }
 
 
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.fc = nn.MultiheadAttention(8, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.attention(x, x, x)[0])
+
+
+def test_projections_of_attention_are_lowered() -> None:
+    torch.manual_seed(0)
+    config = PrepareCustomConfig().set_float_to_observed_mapping(
+        nn.MultiheadAttention, torch.ao.nn.quantizable.MultiheadAttention
+    )
+    model = Attends().eval()
+    prepared = tc.prepare_fx(model, MAPPING, (torch.randn(7, 3, 8),), config)
+    calibrate(prepared, [(torch.randn(7, 3, 8),) for _ in range(4)])
+    lowered = tc.convert_fx(prepared)
+    about = tc.explain(lowered).find("attention")
+    kernels = {d.path: d.reason for d in about if d.action == "lowered"}
+    projections = [f"attention.project_in/linear_{name}" for name in "QKV"]
+    assert kernels == dict.fromkeys(
+        [*projections, "attention.project_out/out_proj"], "runs as quantized.linear.default"
+    )
+    x = torch.randn(5, 2, 8)
+    assert sqnr(lowered.reference(x), lowered(x)) > 40
+    assert 20 < sqnr(model(x), lowered(x)) < 50
+    assert list(lowered.state_dict()) == list(lowered.reference.state_dict())
+
+
 class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -363,6 +363,10 @@ def test_a_kernel_that_would_keep_its_input_grid_does_not_where_the_grids_differ
     x = images()
     steps = (lowered(x) - lowered.reference(x)) / result_scale(lowered)
     assert steps.abs().max() < 1.001
+    pooled, again = (
+        computing(lowered).index(f"aten.{op}") for op in ("max_pool2d.default", "dequantize.self")
+    )
+    assert pooled < again < computing(lowered).index("quantized.cat.default")
 
 
 def test_bit_equal_with_fx_lowered() -> None:

@@ -145,9 +145,11 @@ class _Writer:
         if self.plan.grids.get(source) == grid:
             self.quantized[node] = self._as_quantized(source)
             return
-        args = (self._as_reference(source), grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
-        quantized = self.graph.call_function(ATEN.quantize_per_tensor.default, args)
-        self.quantized[node] = self._saturated(quantized, grid)
+        self.quantized[node] = self._saturated(self._quantize(self._as_reference(source), grid), grid)
+
+    def _quantize(self, floats: Node, grid: PerTensorGrid) -> Node:
+        args = (floats, grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
+        return self.graph.call_function(ATEN.quantize_per_tensor.default, args)
 
     def _saturated(self, quantized: Node, grid: PerTensorGrid) -> Node:
         """Kernels saturate where the dtype does; training may have narrowed that."""
@@ -205,8 +207,12 @@ class _Writer:
     def _as_quantized(self, node: Node) -> Node:
         if node in self.quantized:
             return self.quantized[node]
+        grid = self.plan.grids[node]
+        if node.op == "placeholder":
+            self.quantized[node] = self._quantize(self.floats[node], grid)
+            return self.quantized[node]
         # A dequantize: the quantized tensor is that of the integers it reads.
-        source, grid = node.args[0], self.plan.grids[node]
+        source = node.args[0]
         assert isinstance(source, Node)
         if source not in self.quantized:
             self.quantized[source] = self._to_quantized(source, grid)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
+from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.graph_module import ConvertedGraphModule, QuantizationGraphModule
+from torchq_compat.lower.part import with_lowered_graphs
 from torchq_compat.quantized_interface import quantize_inputs
 from torchq_compat.specs.grids import Grid
 
@@ -81,6 +83,8 @@ def _lower_model(path: str, leaf: Any, lower_inside: LowerInside) -> LoweredLeaf
 
 def _lower_by_its_kind(path: str, leaf: LeafModule) -> LoweredLeaf:
     handler = handler_of(leaf)
+    if handler is not None and handler.lowers_graphs and isinstance(leaf, PartOwner):
+        return LoweredLeaf(path, *with_lowered_graphs(leaf, path))
     made = "its kind is unknown" if handler is None else handler.lower(leaf)
     if isinstance(made, str):
         reason = f"runs as in the reference graph: {made}"

@@ -22,16 +22,15 @@ from torchq_compat.graph_module import ConvertedGraphModule, QuantizationGraphMo
 from torchq_compat.lower.emit import emit
 from torchq_compat.lower.engines import Engine, packing_for
 from torchq_compat.lower.leaves import lower_leaves
+from torchq_compat.lower.part import MADE, share_state
 from torchq_compat.lower.plan import plan_graph
 from torchq_compat.quantized_interface import take_integers
 from torchq_compat.specs.grids import Grid
 
 __all__ = ["LoweredGraphModule", "lower"]
 
-#: Attributes of a lowered model that nn.Module does not register: its ``_Lowering``; what its graph reads.
-LOWERING, MADE = "_torchq_compat_lowering", "lowered"
-#: What a lowered model and its reference model have in common.
-STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "meta")
+#: Attribute that holds the ``_Lowering`` of a lowered model.
+LOWERING = "_torchq_compat_lowering"
 
 
 @dataclass
@@ -53,7 +52,8 @@ class _Lowering:
 def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule:
     """``reference`` on the integer kernels of ``engine``; the result holds ``reference``."""
     lowered = LoweredGraphModule(nn.Module(), Graph())
-    vars(lowered).update({name: vars(reference)[name] for name in STATE})
+    share_state(lowered, reference)
+    lowered.meta = reference.meta
     vars(lowered)[LOWERING] = _Lowering(reference, engine)
     for name, value in preserved_of(reference).items():
         setattr(lowered, name, value)
@@ -109,8 +109,6 @@ class LoweredGraphModule(QuantizationGraphModule):
             }
             lowered = emit(lowering.reference, plan, paths, in_floats, MADE)
         modules = {leaf.name: leaf.module for leaf in leaves if leaf.module is not None}
-        # In a namespace of their own: modules would be registered beside the state they were made from, and
-        # torch.export cannot look at packed weights.
         state[MADE] = SimpleNamespace(**lowered.constants, **modules)
         state[LOWERING] = _Lowering(
             lowering.reference,

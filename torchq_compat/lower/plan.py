@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,13 +54,17 @@ class Plan:
         return {node for call in self.kernels.values() for node in call.covers} - set(self.kernels)
 
 
-def plan_graph(graph_module: GraphModule) -> Plan:
-    """Decide for every op of ``graph_module``, a q-dq graph."""
+def plan_graph(graph_module: GraphModule, arriving: Mapping[str, PerTensorGrid] | None = None) -> Plan:
+    """Decide for every op of ``graph_module``, a q-dq graph.
+
+    Args:
+        arriving: input, by its name -> the grid that the floats it is given lie on.
+    """
     elsewhere = _devices(graph_module) - {"cpu"}
     if elsewhere:
         reason = f"its state is on {', '.join(sorted(elsewhere))}; the kernels run on the CPU"
         return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),))
-    grids: dict[Node, PerTensorGrid] = {}
+    grids = _arriving(graph_module, arriving or {})
     kernels: dict[Node, KernelCall] = {}
     carried: set[Node] = set()
     refusals: dict[Node, str] = {}
@@ -75,7 +79,7 @@ def plan_graph(graph_module: GraphModule) -> Plan:
         result, answer = _ask(graph_module, node, grids)
         if isinstance(answer, KernelCall):
             kernels[result] = answer
-        elif not _reads_quantized(node):
+        elif not _reads_quantized(node, grids):
             continue
         elif isinstance(answer, Refusal):
             refusals[node] = answer.reason
@@ -83,6 +87,12 @@ def plan_graph(graph_module: GraphModule) -> Plan:
             refusals[node] = "it has no integer kernel here"
     decisions = tuple(_decisions(graph_module, kernels, carried, refusals))
     return Plan(kernels, grids, frozenset(carried), decisions)
+
+
+def _arriving(graph_module: GraphModule, by_name: Mapping[str, PerTensorGrid]) -> dict[Node, PerTensorGrid]:
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    named = {node: by_name[str(node.target)] for node in placeholders if str(node.target) in by_name}
+    return {node: grid for node, grid in named.items() if has_kernels(grid)}
 
 
 def _devices(graph_module: GraphModule) -> set[str]:
@@ -158,9 +168,9 @@ def _decisions(
             yield _decision(node, Action.REFERENCE, reason)
 
 
-def _reads_quantized(node: Node) -> bool:
+def _reads_quantized(node: Node, grids: Mapping[Node, PerTensorGrid]) -> bool:
     """Whether the reference graph quantizes an input of ``node``."""
-    return any(map(is_dequantized, node.all_input_nodes))
+    return any(is_dequantized(source) or source in grids for source in node.all_input_nodes)
 
 
 def _decision(node: Node, action: Action, reason: str) -> Decision:

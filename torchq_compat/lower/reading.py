@@ -62,7 +62,7 @@ def tensor_inputs(node: Node) -> list[Node]:
 
 
 def rank_of(node: Node) -> int | None:
-    """How many dimensions the tensor ``node`` gives has; None where torchao put it in without a value."""
+    """How many dimensions the tensor ``node`` gives has; None where torchao left no example of it."""
     value = _value(node)
     return value.dim() if isinstance(value, Tensor) else None
 
@@ -134,7 +134,9 @@ def _axis(args: Any) -> int:
 
 def takes_and_returns_tensors(graph_module: GraphModule) -> bool:
     """Whether every argument of a captured model is one tensor, and so is its result."""
-    info = graph_module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info = getattr(graph_module.graph._codegen, "pytree_info", None)
+    if info is None:
+        return False
     args, kwargs = info.in_spec.children()
     arguments_are_leaves = all(child.is_leaf() for child in args.children())
     return arguments_are_leaves and kwargs.num_leaves == 0 and bool(info.out_spec.is_leaf())

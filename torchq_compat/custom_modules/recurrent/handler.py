@@ -27,6 +27,7 @@ from torchq_compat.custom_modules.recurrent.dynamic import (
 )
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.custom_modules.recurrent.families import FAMILIES, RecurrentFamily, family_of
+from torchq_compat.custom_modules.recurrent.native.build import kernel_build
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
 from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.specs.quantization_specs import OpSpecs
@@ -87,6 +88,7 @@ class RecurrentHandler(PartOwnerHandler):
 
     def lower(self, leaf: LeafModule) -> LeafModule | str:
         assert isinstance(leaf, ConvertedModule)
+        kernel_build()  # Now, not in the first call: it takes a second or two, and may have something to tell.
         problems = [problem for _, cell in leaf.cells() if (problem := cell.program_problem())]
         return problems[0] if problems else leaf.lowered()
 
