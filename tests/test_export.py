@@ -183,6 +183,36 @@ def test_states_given_and_parts_of_16_bits() -> None:
                 assert 20 < sqnr(exact, theirs) < 60
 
 
+class Nested(nn.Module):
+    """A dict, and a state that is given or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 5, batch_first=True)
+
+    def forward(self, batch: dict[str, Tensor], state: Any = None) -> Any:
+        output, last = self.lstm(batch["x"], state)
+        return {"output": output, "last": last}
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_nested_inputs_and_results(with_state: bool) -> None:
+    def inputs(size: int, steps: int) -> Any:
+        state = (torch.randn(1, size, 5), torch.randn(1, size, 5)) if with_state else None
+        return {"x": torch.randn(size, steps, 8)}, state
+
+    torch.manual_seed(0)
+    config = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(Nested().eval(), STATIC, inputs(3, 6), config)
+    calibrate(prepared, [inputs(8, 9)])
+    converted = tc.convert_to_reference_fx(prepared)
+    for shape in FREE:
+        program, args = tc.export(converted, inputs(3, 6), recurrent=shape).module(), inputs(2, 9)
+        expected, found = converted(*args), program(*args)
+        assert list(found) == ["output", "last"]
+        assert all(map(torch.equal, leaves(found), leaves(expected)))
+
+
 # What stands in the program.
 
 

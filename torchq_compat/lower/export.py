@@ -115,7 +115,7 @@ def _tell_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
     fixed = [
         f"{name} in dimension {dimension} to {size}"
         for node, name in zip(model.graph.find_nodes(op="placeholder"), names, strict=True)
-        for dimension, (free, size) in enumerate(zip(_sizes(node), _sizes(nodes[str(name)]), strict=True))
+        for dimension, (free, size) in enumerate(zip(_sizes(node), _sizes(nodes.get(str(name))), strict=True))
         if _constant(free) is None and _constant(size) is not None
     ]
     if fixed:
@@ -124,8 +124,9 @@ def _tell_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
         )
 
 
-def _sizes(node: Node) -> tuple[Any, ...]:
-    return tuple(getattr(node.meta.get("val"), "shape", ()))
+def _sizes(node: Node | None) -> tuple[Any, ...]:
+    """Of a tensor; an argument that is None has no node."""
+    return tuple(getattr(node.meta.get("val"), "shape", ())) if node is not None else ()
 
 
 def _constant(size: Any) -> int | None:

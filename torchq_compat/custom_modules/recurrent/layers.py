@@ -22,6 +22,7 @@ from torchq_compat.custom_modules.recurrent.opaque_call import OpaqueDirection
 from torchq_compat.custom_modules.recurrent.over_time import (
     State,
     Step,
+    project_as_given,
     run_looped_direction,
     run_packed_direction,
     run_rolled_direction,
@@ -76,11 +77,7 @@ class RecurrentDirection(nn.Module):
         return cell.repeated_step(), self._project(cell, x)
 
     def _project(self, cell: ConvertedCellGraphModule, x: Tensor) -> tuple[Tensor, ...]:
-        """Of ``x`` as it was given: a linear copies a view first, and a backend wants to see no more than a
-        dequantize before the linear."""
-        if not self.batch_first or x.dim() != 3:
-            return cell.project(x)
-        return tuple(each.transpose(0, 1) for each in cell.project(x.transpose(0, 1)))
+        return project_as_given(cell.project, x, batch_first=self.batch_first)
 
     def _exported(
         self, cell: ConvertedCellGraphModule, x: Tensor, state: State, *, backward: bool
@@ -98,7 +95,7 @@ class RecurrentDirection(nn.Module):
 
     def opaque(self) -> OpaqueDirection:
         """This direction, converted, for the opaque operator."""
-        return OpaqueDirection(self.cell)
+        return OpaqueDirection(self.cell, batch_first=self.batch_first)
 
 
 class RecurrentLayer(nn.Module):

@@ -34,10 +34,12 @@ class OpaqueDirection:
     Attributes:
         cell: (x, *states) -> the new states.
         before: x of all steps -> what the cell gets for it; None: x itself.
+        batch_first: whether x is a view (T, B, I) of what was given as (B, T, I).
     """
 
     cell: CellGraphModule
     before: GraphModule | None = None
+    batch_first: bool = False
 
     def graphs(self) -> list[GraphModule]:
         return [self.cell] if self.before is None else [self.before, self.cell]
@@ -57,7 +59,7 @@ def call_opaque(
         weight for direction in directions for graph in direction.graphs() for weight in _weights(graph)
     ]
     flat = list(chain.from_iterable(states))
-    results = QUANTIZED_RECURRENT(x, flat, weights, json.dumps(cells))
+    results = QUANTIZED_RECURRENT(x, flat, weights, json.dumps(cells), directions[0].batch_first)
     grids = [direction.cell.state_grids() for direction in directions]
     count = len(layers[-1])
     outputs = [

@@ -20,13 +20,15 @@ from torch.fx import Graph
 
 from torchq_compat.custom_modules.recurrent.graph_text import graph_from_data
 from torchq_compat.custom_modules.recurrent.hoist import CellFunctions, Function, call_on
-from torchq_compat.custom_modules.recurrent.over_time import run_looped_direction
+from torchq_compat.custom_modules.recurrent.over_time import project_as_given, run_looped_direction
 
 __all__ = ["QUANTIZED_RECURRENT"]
 
 
 @torch.library.custom_op("torchq_compat::quantized_recurrent", mutates_args=())
-def _quantized_recurrent(x: Tensor, states: list[Tensor], weights: list[Tensor], cells: str) -> list[Tensor]:
+def _quantized_recurrent(
+    x: Tensor, states: list[Tensor], weights: list[Tensor], cells: str, batch_first: bool
+) -> list[Tensor]:
     """All layers and directions of a module.
 
     Args:
@@ -35,6 +37,7 @@ def _quantized_recurrent(x: Tensor, states: list[Tensor], weights: list[Tensor],
         weights: what the graphs in ``cells`` read, in their order.
         cells: JSON: layers, of one or two directions, of one or two graphs. The last graph is the cell,
             (x, *states) -> new states; one before it computes what the cell gets for x.
+        batch_first: whether x is a view of what was given as (B, T, I).
 
     Returns:
         The output (T, B, P) of every direction of the last layer; the last states, as ``states``.
@@ -42,11 +45,11 @@ def _quantized_recurrent(x: Tensor, states: list[Tensor], weights: list[Tensor],
     rows, owned = iter(states), iter(weights)
     outputs: list[Tensor] = []
     last: list[Tensor] = []
-    for layer in _read(cells):
+    for depth, layer in enumerate(_read(cells)):
         outputs = []
         for index, direction in enumerate(layer):
             state = tuple(next(rows) for _ in range(direction.state_count))
-            step, inputs = direction.hoisted(x, owned)
+            step, inputs = direction.hoisted(x, owned, batch_first=batch_first and not depth)
             output, new = run_looped_direction(step, inputs, state, backward=index == 1)
             outputs.append(output)
             last.extend(new)
@@ -56,7 +59,7 @@ def _quantized_recurrent(x: Tensor, states: list[Tensor], weights: list[Tensor],
 
 @_quantized_recurrent.register_fake
 def _quantized_recurrent_fake(
-    x: Tensor, states: list[Tensor], weights: list[Tensor], cells: str
+    x: Tensor, states: list[Tensor], weights: list[Tensor], cells: str, batch_first: bool
 ) -> list[Tensor]:
     last_layer = _read(cells)[-1]
     count = last_layer[0].state_count
@@ -89,13 +92,15 @@ class _Direction:
             state_count=len(graphs[-1]["inputs"]) - 1,
         )
 
-    def hoisted(self, x: Tensor, weights: Iterator[Tensor]) -> tuple[Function, tuple[Tensor, ...]]:
+    def hoisted(
+        self, x: Tensor, weights: Iterator[Tensor], *, batch_first: bool
+    ) -> tuple[Function, tuple[Tensor, ...]]:
         """The function of one time step, and its inputs of all steps; takes its own of ``weights``."""
         if self.before is not None:
             (x,) = self.before(_owner(self.before_weights, weights), x)
         owner = _owner(self.weights, weights)
-        constants = self.functions.constants(owner)
-        return partial(self.functions.step_of_constants, owner, *constants), self.functions.project(owner, x)
+        inputs = project_as_given(partial(self.functions.project, owner), x, batch_first=batch_first)
+        return partial(self.functions.step_of_constants, owner, *self.functions.constants(owner)), inputs
 
 
 @lru_cache(maxsize=64)

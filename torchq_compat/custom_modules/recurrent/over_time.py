@@ -11,11 +11,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["State", "Step", "run_looped_direction", "run_packed_direction", "run_rolled_direction"]
+__all__ = [
+    "State",
+    "Step",
+    "project_as_given",
+    "run_looped_direction",
+    "run_packed_direction",
+    "run_rolled_direction",
+]
 
 State = tuple[Tensor, ...]
 Step = Callable[..., State]
 SCAN = torch.ops.higher_order.scan
+
+
+def project_as_given(
+    project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, *, batch_first: bool
+) -> tuple[Tensor, ...]:
+    """``project`` of ``x`` (T, B, I) in the layout that was given: (B, T, I) with ``batch_first``. A linear
+    would copy the view, and a backend wants to see no more than a dequantize in front of it."""
+    if not batch_first or x.dim() != 3:
+        return project(x)
+    return tuple(each.transpose(0, 1) for each in project(x.transpose(0, 1)))
 
 
 def run_looped_direction(
