@@ -88,7 +88,7 @@ class RecurrentHandler(PartOwnerHandler):
 
     def lower(self, leaf: LeafModule) -> LeafModule | str:
         assert isinstance(leaf, ConvertedModule)
-        kernel_build()  # Now, not in the first call: it takes a second or two, and may have something to tell.
+        kernel_build()  # Not in the first call: it takes seconds, and may have something to tell.
         problems = [problem for _, cell in leaf.cells() if (problem := cell.program_problem())]
         return problems[0] if problems else leaf.lowered()
 
