@@ -72,16 +72,20 @@ class LeafModule(nn.Module):
         count = layout.inputs.count()
         tensors, sizes = flat[:count], flat[count:]
         if layout.input_grids:
-            tensors = tuple(
-                tensor if grid is None else self.leaf_receive(tensor, grid)
-                for tensor, grid in zip(tensors, layout.input_grids, strict=True)
-            )
+            tensors = tuple(map(self._as_floats, tensors, layout.input_grids))
         args, kwargs = layout.inputs.put_together(tensors, sizes)
         nested = self.leaf_call_from_graph(layout, args, kwargs)
         self.leaf_check_results(layout, nested)
         _, results = Structure.take_apart(nested)
+        if self.leaf_in_floats:
+            return tuple(results)
         output_grids = layout.output_grids or (None,) * len(results)
         return tuple(self.leaf_hand_out(*pair) for pair in zip(results, output_grids, strict=True))
+
+    def _as_floats(self, tensor: Tensor, grid: Grid | None) -> Tensor:
+        if grid is None or (self.leaf_in_floats and tensor.is_floating_point()):
+            return tensor
+        return self.leaf_receive(tensor, grid)
 
     def leaf_float_dtype(self) -> torch.dtype:
         """The dtype the module computes in."""

@@ -100,10 +100,11 @@ class _Writer:
         self.quantized: dict[Node, Node] = {}
         self.integers: dict[Node, Node] = {}
         self.floats: dict[Node, Node] = {}
+        self.results_in_floats: set[Node] = set()
 
     def write(self, node: Node) -> None:
         """Write what stands for ``node``, or leave it to those who ask for a form of it."""
-        if node in self.covered or node in self.floats:
+        if node in self.covered or node in self.results_in_floats:
             return
         if node in self.plan.kernels:
             self._write_kernel(node, self.plan.kernels[node])
@@ -115,7 +116,7 @@ class _Writer:
             self._write_quantize(node, self.plan.grids[node])
         elif node.op == "call_module" and str(node.target) in self.in_floats:
             self._write_call_in_floats(node)
-        elif node.target in DEQUANTIZES and node.all_input_nodes[0] in self.floats:
+        elif node.target in DEQUANTIZES and node.all_input_nodes[0] in self.results_in_floats:
             self.floats[node] = self.floats[node.all_input_nodes[0]]
         elif node.target is not DEQUANTIZE or node not in self.plan.grids:
             self._copy(node)
@@ -162,6 +163,7 @@ class _Writer:
         """A leaf that takes and gives floats on its grids, which spares it quantizing and dequantizing."""
         call = self.graph.node_copy(node, self._floats_or_reference)
         call.target = self.leaves[str(node.target)]
+        self.results_in_floats.update(node.users)
         for getitem in node.users:
             self.floats[getitem] = self.graph.node_copy(getitem, {node: call}.__getitem__)
 

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
-from torchq_compat.specs.grids import Grid
 
 __all__ = ["CellOwner", "ConvertedModule", "ObservedModule"]
 
@@ -95,12 +94,6 @@ class ConvertedModule(CellOwner):
         converted.take_over(other)
         converted.split_gates = other.split_gates
         return converted
-
-    def leaf_receive(self, q: Tensor, grid: Grid) -> Tensor:
-        return q if q.is_floating_point() else super().leaf_receive(q, grid)
-
-    def leaf_hand_out(self, result: Tensor, grid: Grid | None) -> Tensor:
-        return result if self.is_lowered else super().leaf_hand_out(result, grid)
 
     def runs_on_integers(self) -> bool:
         return self.is_lowered or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
