@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
-from torch.ao.quantization import MinMaxObserver, QConfig, default_observer, get_default_qconfig
+from torch.ao.quantization import (
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_observer,
+    get_default_qconfig,
+    per_channel_dynamic_qconfig,
+)
 from torch.nn.utils.rnn import pack_padded_sequence
 
+import torchq_compat as tc
 from tests.oracle import leaves, sqnr
 from tests.test_hoisted_projection import KINDS, cells_of, converted
 from tests.test_lstm_parts import uniform
@@ -18,7 +28,7 @@ from torchq_compat.custom_modules.recurrent.cell_graph import ConvertedCellGraph
 from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection
 from torchq_compat.custom_modules.recurrent.native import build, kernel, op
 from torchq_compat.custom_modules.recurrent.native.columns import as_numbers, column_grids
-from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
+from torchq_compat.custom_modules.recurrent.native.directions import OwnedProgram, run_native_direction
 from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
 from torchq_compat.custom_modules.recurrent.native.program import Op
 from torchq_compat.custom_modules.registry import handler_of
@@ -57,7 +67,8 @@ def native(
     columns = options.pop("columns", column_grids(X_GRID, x.shape[-1], x.dim()))
     program = cell.program()
     assert program is not None
-    return run_native_direction(cell, program, x, states, columns, backward=options.pop("backward", False))
+    owned = OwnedProgram(cell, program)
+    return run_native_direction(owned, x, states, columns, backward=options.pop("backward", False))
 
 
 def steps_between(cell: ConvertedCellGraphModule, found: Any, expected: Any) -> tuple[float, float]:
@@ -321,3 +332,64 @@ def test_every_part_of_every_kind_has_an_instruction() -> None:
     names = {name: cells_of(converted(name)) for name in KINDS}
     for name, cell in itertools.chain.from_iterable([(n, c) for c in cells] for n, cells in names.items()):
         assert cell.program_problem() is None, name
+
+
+DYNAMIC = {"per tensor": default_dynamic_qconfig, "per channel": per_channel_dynamic_qconfig}
+
+
+class Dynamic(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.lstm = nn.LSTM(8, 20, 2, bidirectional=True)
+        self.gru = nn.GRU(40, 12)
+        self.cell = nn.RNNCell(12, 9)
+
+    def forward(self, x: Tensor) -> Any:
+        output, state = self.lstm(x)
+        output, _ = self.gru(output)
+        return output, state, self.cell(output[-1])
+
+
+def dynamic(qconfig: QConfig, seed: int = 0) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """(reference, lowered)"""
+    x = uniform(2.0, 9, 4, 8)
+    prepared = tc.prepare_fx(Dynamic(seed).eval(), QConfigMapping().set_global(qconfig), (x,))
+    return tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+
+
+@pytest.mark.parametrize("scheme", DYNAMIC)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_dynamic_grids_are_chosen_as_in_the_graph(
+    scheme: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, lowered = dynamic(DYNAMIC[scheme])
+    monkeypatch.setattr(kernel, "WORK_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = uniform(3.0, 31, 5, 8)
+    with torch.no_grad():
+        expected, found, plain = (leaves(m(x)) for m in (reference, lowered, Dynamic().eval()))
+    for a, b, c in zip(expected, found, plain, strict=True):
+        # Integers are the same: what differs is the order in which floats are summed up.
+        assert sqnr(a, b) > 90
+        assert 20 < sqnr(c, b) < 60
+
+
+def test_a_loaded_state_reaches_the_dynamic_loop() -> None:
+    _, lowered = dynamic(default_dynamic_qconfig)
+    reference, other = dynamic(default_dynamic_qconfig, seed=3)
+    lowered.load_state_dict(other.state_dict())
+    x = uniform(3.0, 31, 5, 8)
+    with torch.no_grad():
+        for a, b in zip(leaves(reference(x)), leaves(lowered(x)), strict=True):
+            assert sqnr(a, b) > 90
+
+
+def test_dynamic_modules_compile_to_calls_of_the_loop() -> None:
+    torch._dynamo.reset()
+    reference, lowered = dynamic(default_dynamic_qconfig)
+    compiled = torch.compile(lowered, backend="eager", fullgraph=True)
+    x = uniform(3.0, 31, 5, 8)
+    with torch.no_grad():
+        for a, b in zip(leaves(reference(x)), leaves(compiled(x)), strict=True):
+            assert sqnr(a, b) > 90

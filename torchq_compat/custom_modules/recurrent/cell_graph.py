@@ -17,11 +17,7 @@ from torchq_compat.custom_modules.part_graph import (
     converted_grids,
 )
 from torchq_compat.custom_modules.recurrent.hoist import CellFunctions
-from torchq_compat.custom_modules.recurrent.native.program import (
-    CellProgram,
-    UnsupportedCellError,
-    cell_program,
-)
+from torchq_compat.custom_modules.recurrent.native.program import CellProgram, program_or_problem
 from torchq_compat.specs.grids import PerTensorGrid
 
 __all__ = ["CellGraphModule", "ConvertedCellGraphModule", "reference_cell"]
@@ -95,7 +91,7 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
         """Also what is made of the graph: it is to be as new as ``forward``."""
         self._state_grids = converted_grids(self)
         self._functions = CellFunctions.of(self, self.graph)
-        self._program = _program_or_problem(self)
+        self._program = program_or_problem(("", self))
         return super().recompile()
 
     def program(self) -> CellProgram | None:
@@ -133,13 +129,6 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
     def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
         """``step`` as a function of (*weights, *projected, *states), and its weights as they are stored."""
         return partial(self._functions.step_of_weights, self), self._functions.weights(self)
-
-
-def _program_or_problem(cell: GraphModule) -> CellProgram | str:
-    try:
-        return cell_program(cell)
-    except UnsupportedCellError as problem:
-        return str(problem)
 
 
 def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:

@@ -8,7 +8,7 @@ whole, and the hidden state is quantized step by step. No parts but the linears 
 from __future__ import annotations
 
 import copy
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,23 @@ from torchq_compat.custom_modules.part_graph import (
 )
 from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.part_specs import PartSpecs
-from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, reference_cell
+from torchq_compat.custom_modules.recurrent.cell_graph import (
+    CellGraphModule,
+    ConvertedCellGraphModule,
+    reference_cell,
+)
 from torchq_compat.custom_modules.recurrent.contract import RecurrentStructure, State
 from torchq_compat.custom_modules.recurrent.float_cell import FloatCell
 from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
 from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
-from torchq_compat.custom_modules.recurrent.loop import RecurrentLoop
+from torchq_compat.custom_modules.recurrent.loop import LowerableLoop
+from torchq_compat.custom_modules.recurrent.lowerable import Lowerable
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids
+from torchq_compat.custom_modules.recurrent.native.directions import OwnedProgram, run_native_direction
+from torchq_compat.custom_modules.recurrent.native.program import program_or_problem
 from torchq_compat.custom_modules.recurrent.opaque_call import OpaqueDirection
 from torchq_compat.custom_modules.recurrent.prepared_cell import float_cell
-from torchq_compat.custom_modules.recurrent.single_cell import SingleCell
+from torchq_compat.custom_modules.recurrent.single_cell import LowerableCell
 
 __all__ = ["DynamicCell", "DynamicLoop", "convert_dynamic", "prepare_dynamic"]
 
@@ -65,6 +72,20 @@ class DynamicDirection(RecurrentDirection):
     def __init__(self, input_projection: GraphModule, cell: CellGraphModule) -> None:
         super().__init__(cell)
         self.input_projection = input_projection
+        self._read_program()
+        # Qparams are literals of the graphs; with a state come new ones.
+        self.register_load_state_dict_post_hook(_read_program_again)  # type: ignore[no-untyped-call]
+
+    def _read_program(self) -> None:
+        graphs = (("input_projection", self.input_projection), ("cell", self.cell))
+        converted = isinstance(self.cell, ConvertedCellGraphModule)
+        self._program = program_or_problem(*graphs) if converted else "it is not converted"
+
+    def program(self) -> OwnedProgram | None:
+        return None if isinstance(self._program, str) else OwnedProgram(self, self._program)
+
+    def program_problem(self) -> str | None:
+        return self._program if isinstance(self._program, str) else None
 
     def forward(
         self,
@@ -75,21 +96,29 @@ class DynamicDirection(RecurrentDirection):
         batch_sizes: list[int] | None = None,
         columns: ColumnGrids | None = None,
     ) -> tuple[Tensor, State]:
+        program = self.program()
+        # The grid of a packed input is chosen from all of it, which the cell loop takes in pieces.
+        if columns is not None and program is not None and batch_sizes is None:
+            return run_native_direction(program, x, state, columns, backward=backward)
         (projected,) = self.input_projection(x)
-        return super().forward(projected, state, backward=backward, batch_sizes=batch_sizes, columns=columns)
+        return super().forward(projected, state, backward=backward, batch_sizes=batch_sizes)
 
     def opaque(self) -> OpaqueDirection:
         return OpaqueDirection(self.cell, self.input_projection)
 
 
-class Dynamic(PartOwner):
+def _read_program_again(direction: DynamicDirection, _incompatible_keys: Any) -> None:
+    direction._read_program()
+
+
+class Dynamic(Lowerable, PartOwner):
     """Results are floats."""
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return (None,) * count
 
 
-class DynamicLoop(Dynamic, RecurrentLoop):
+class DynamicLoop(Dynamic, LowerableLoop):
     """An LSTM, GRU or RNN quantized dynamically: prepared, with float weights, or converted."""
 
     @classmethod
@@ -110,7 +139,7 @@ class DynamicLoop(Dynamic, RecurrentLoop):
         return type(self)(self.structure, layers)
 
 
-class DynamicCell(Dynamic, SingleCell):
+class DynamicCell(Dynamic, LowerableCell):
     """An LSTMCell, GRUCell or RNNCell quantized dynamically: prepared or converted."""
 
     @classmethod

@@ -27,7 +27,9 @@ from torchq_compat.custom_modules.recurrent.dynamic import (
 )
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.custom_modules.recurrent.families import FAMILIES, RecurrentFamily, family_of
+from torchq_compat.custom_modules.recurrent.loop import LowerableLoop
 from torchq_compat.custom_modules.recurrent.native.build import kernel_build
+from torchq_compat.custom_modules.recurrent.single_cell import LowerableCell
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
 from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.specs.quantization_specs import OpSpecs
@@ -87,10 +89,7 @@ class RecurrentHandler(PartOwnerHandler):
         return made
 
     def lower(self, leaf: LeafModule) -> LeafModule | str:
-        assert isinstance(leaf, ConvertedModule)
-        kernel_build()  # Not in the first call: it takes seconds, and may have something to tell.
-        problems = [problem for _, cell in leaf.cells() if (problem := cell.program_problem())]
-        return problems[0] if problems else leaf.lowered()
+        return _lower(leaf)
 
     def remedy(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):
@@ -100,6 +99,13 @@ class RecurrentHandler(PartOwnerHandler):
 
 def _is_split(module: nn.Module) -> bool:
     return any(isinstance(getattr(m, "igates", None), nn.ModuleDict) for m in module.modules())
+
+
+def _lower(leaf: LeafModule) -> LeafModule | str:
+    assert isinstance(leaf, (LowerableLoop, LowerableCell))
+    kernel_build()  # Not in the first call: it takes seconds, and may have something to tell.
+    problems = leaf.program_problems()
+    return problems[0] if problems else leaf.lowered()
 
 
 class DynamicRecurrentHandler(PartOwnerHandler):
@@ -137,6 +143,9 @@ class DynamicRecurrentHandler(PartOwnerHandler):
     def convert(self, request: ConvertRequest) -> LeafModule:
         assert isinstance(request.leaf, (DynamicLoop, DynamicCell))
         return convert_dynamic(request.leaf)
+
+    def lower(self, leaf: LeafModule) -> LeafModule | str:
+        return _lower(leaf)
 
     def remedy(self, module: nn.Module) -> str | None:
         return None

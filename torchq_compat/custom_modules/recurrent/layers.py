@@ -15,6 +15,7 @@ from torchq_compat.custom_modules.loop_shape import LoopShape, shape_in_export
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids
 from torchq_compat.custom_modules.recurrent.native.directions import (
+    OwnedProgram,
     run_native_direction,
     run_native_packed_direction,
 )
@@ -57,17 +58,24 @@ class RecurrentDirection(nn.Module):
         cell = self.cell
         if torch.compiler.is_exporting() and isinstance(cell, ConvertedCellGraphModule):
             return self._exported(cell, x, state, backward=backward)
-        program = cell.program() if isinstance(cell, ConvertedCellGraphModule) else None
+        program = self.program() if columns is not None else None
         if columns is not None and program is not None:
             if batch_sizes is None:
-                return run_native_direction(cell, program, x, state, columns, backward=backward)
-            return run_native_packed_direction(
-                cell, program, x, state, batch_sizes, columns, backward=backward
-            )
+                return run_native_direction(program, x, state, columns, backward=backward)
+            return run_native_packed_direction(program, x, state, batch_sizes, columns, backward=backward)
         step, inputs = self._hoisted(x)
         if batch_sizes is not None:
             return run_packed_direction(step, inputs, state, batch_sizes, backward=backward)
         return run_looped_direction(step, inputs, state, backward=backward)
+
+    def program(self) -> OwnedProgram | None:
+        """What the cell loop runs for this direction; None if it cannot."""
+        program = self.cell.program() if isinstance(self.cell, ConvertedCellGraphModule) else None
+        return None if program is None else OwnedProgram(self.cell, program)
+
+    def program_problem(self) -> str | None:
+        """Why the cell loop cannot run this direction; None if it can."""
+        return self.cell.program_problem()
 
     def _hoisted(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
         """The function of one time step, and its inputs of all steps. A cell with hooks is called itself."""

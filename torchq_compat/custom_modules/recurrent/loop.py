@@ -31,13 +31,14 @@ from torchq_compat.custom_modules.recurrent.contract import (
     call_recurrent,
 )
 from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
+from torchq_compat.custom_modules.recurrent.lowerable import Lowerable
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids, column_grids, grids_of_call
 from torchq_compat.custom_modules.recurrent.opaque_call import call_opaque, is_exported_opaque
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
 from torchq_compat.specs.dtypes import as_dtype
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 
-__all__ = ["ConvertedLoop", "ObservedLoop", "RecurrentLoop"]
+__all__ = ["ConvertedLoop", "LowerableLoop", "ObservedLoop", "RecurrentLoop"]
 
 
 class RecurrentLoop(CellOwner):
@@ -153,10 +154,13 @@ class ObservedLoop(RecurrentLoop, ObservedModule):
         return cls(structure, layers)
 
 
-class ConvertedLoop(RecurrentLoop, ConvertedModule):
-    """A recurrent module over sequences made of q-dq cells."""
+class LowerableLoop(Lowerable, RecurrentLoop):
+    """A converted recurrent module over sequences."""
 
-    leaf_results_on_grids = True
+    def program_problems(self) -> list[str]:
+        """What keeps cells out of the cell loop."""
+        directions = [direction for layer in self._layers() for direction in layer.directions()]
+        return [problem for each in directions if (problem := each.program_problem())]
 
     def leaf_call(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return self._call_on(None, args, kwargs)
@@ -174,6 +178,12 @@ class ConvertedLoop(RecurrentLoop, ConvertedModule):
             columns = column_grids(grid, self.input_size, x.dim())
             run_layers = partial(self._run_layers, columns=columns)
         return call_recurrent(self.structure, self.module_path, run_layers, args, kwargs)
+
+
+class ConvertedLoop(LowerableLoop, ConvertedModule):
+    """A recurrent module over sequences made of q-dq cells."""
+
+    leaf_results_on_grids = True
 
     @classmethod
     def with_converted_cells(cls, other: RecurrentLoop) -> Self:

@@ -21,8 +21,9 @@ from torchq_compat.custom_modules.recurrent.cell_graph import (
 from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
 from torchq_compat.custom_modules.recurrent.contract import as_given, check_state_count, shown
 from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
+from torchq_compat.custom_modules.recurrent.lowerable import Lowerable
 from torchq_compat.custom_modules.recurrent.native.columns import column_grids, grids_of_call
-from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
+from torchq_compat.custom_modules.recurrent.native.directions import OwnedProgram, run_native_direction
 from torchq_compat.custom_modules.recurrent.opaque_call import (
     OpaqueDirection,
     call_opaque,
@@ -33,7 +34,7 @@ from torchq_compat.errors import CustomModuleError
 from torchq_compat.specs.dtypes import as_dtype
 from torchq_compat.specs.grids import Grid
 
-__all__ = ["ConvertedCell", "ObservedCell", "SingleCell", "fake_cell"]
+__all__ = ["ConvertedCell", "LowerableCell", "ObservedCell", "SingleCell", "fake_cell"]
 
 
 class SingleCell(CellOwner):
@@ -91,8 +92,13 @@ class ObservedCell(SingleCell, ObservedModule):
         return cls(kind_of(module), cell, module.input_size, module.hidden_size, bias=module.bias)
 
 
-class ConvertedCell(SingleCell, ConvertedModule):
-    """A q-dq cell with folded integer weights."""
+class LowerableCell(Lowerable, SingleCell):
+    """A converted cell."""
+
+    def program_problems(self) -> list[str]:
+        """What keeps the cell out of the cell loop."""
+        problem = self.cell.program_problem()
+        return [problem] if problem else []
 
     def leaf_call_from_graph(self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self.cell.program() if isinstance(self.cell, ConvertedCellGraphModule) else None
@@ -103,9 +109,14 @@ class ConvertedCell(SingleCell, ConvertedModule):
         columns = column_grids(grid, self.input_size, rank=2)
 
         def run_one_step(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-            return run_native_direction(self.cell, program, x[None], states, columns, backward=False)[1]
+            owned = OwnedProgram(self.cell, program)
+            return run_native_direction(owned, x[None], states, columns, backward=False)[1]
 
         return self._call(run_one_step, *args, **kwargs)
+
+
+class ConvertedCell(LowerableCell, ConvertedModule):
+    """A q-dq cell with folded integer weights."""
 
     @classmethod
     def with_converted_cells(cls, other: SingleCell) -> Self:

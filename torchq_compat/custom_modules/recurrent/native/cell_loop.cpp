@@ -41,8 +41,12 @@ struct Slot {
   int64_t width, units, once;
 };
 
+// A negative scale: to be chosen from the values, with -scale as the smallest scale and quant_min to zero_point
+// as the integers they are spread over.
 struct Grid {
   double scale, zero_point, quant_min, quant_max;
+
+  bool is_dynamic() const { return scale < 0; }
 };
 
 // The weight's scale and zero point are here if they are per tensor.
@@ -149,11 +153,12 @@ struct alignas(64) Line {
 
 int64_t lines(int64_t width) { return (width + sizeof(Line) - 1) / sizeof(Line); }
 
-// What a linear does to the dot products of one segment of its input, for every output column; padded to
-// whole groups of kLanes.
-struct Rescale {
-  std::vector<int32_t> corrections;  // the input's zero point times the sum of the weight's row
-  std::vector<float> scales;         // the input's scale times the weight's
+// What of a linear does not change over time, for every output column; padded to whole groups of kLanes.
+struct Prepared {
+  std::vector<Segment> segments;
+  std::vector<std::vector<int32_t>> row_sums;  // of the weight, by segment
+  std::vector<float> weight_scales, biases;
+  bool has_weight_zero_points = false;
 };
 
 struct Range {
@@ -196,9 +201,7 @@ class Loop {
       std::copy_n(states[s], slots_[1 + s].size(), slots_[1 + s].data());
     }
     integers_.resize(2 * program.slot_count);
-    rescale_.resize(program.instruction_count);
-    biases_.resize(program.instruction_count);
-    has_weight_zero_points_.resize(program.instruction_count);
+    prepared_.resize(program.instruction_count);
     for (int64_t i = 0; i < program.instruction_count; ++i) {
       const Instruction& step = program.instructions[i];
       if (step.op != kLinear) continue;
@@ -206,9 +209,7 @@ class Loop {
       for (int64_t parity = 0; parity < 2; ++parity) {
         integers_[2 * step.a + parity].resize(lines(program.slots[step.a].width) * rows);
       }
-      const int64_t width = step.segments * step.units + kLanes;
-      rescale_[i].assign(segment_count(step), {std::vector<int32_t>(width), std::vector<float>(width)});
-      biases_[i].resize(width);
+      prepare_linear(i);
     }
   }
 
@@ -220,7 +221,7 @@ class Loop {
 #else
       const Worker worker{0, 1};
 #endif
-      prepare_linears(worker);
+      sum_weights(worker);
       for (int64_t done = 0; done < steps_; done += steps_at_once_) {
         const int64_t count = std::min(steps_at_once_, steps_ - done);
         barrier();
@@ -303,7 +304,7 @@ class Loop {
     const int64_t a_stride = program_.slots[by.a].width;
     const int64_t b_stride = by.b < 0 ? a_stride : program_.slots[by.b].width;
     const auto each = [&](auto function) {
-      for_each(worker, by, program_.constants[index].output, count * batch_, a, a_stride, b, b_stride, function);
+      for_each(worker, by, constants(index).output, count * batch_, a, a_stride, b, b_stride, function);
     };
     switch (by.op) {
       case kAdd: each([](float x, float y) { return x + y; }); break;
@@ -316,33 +317,65 @@ class Loop {
     }
   }
 
-  int64_t segment_count(const Instruction& by) const { return by.a == 0 ? program_.input_segment_count : 1; }
-
-  Segment segment(int64_t index, int64_t number) const {
+  void prepare_linear(int64_t index) {
     const Instruction& by = program_.instructions[index];
-    if (by.a == 0) return program_.input_segments[number];
-    return {static_cast<double>(program_.slots[by.a].width), program_.constants[index].input};
+    const Weight& weight = program_.weights[by.weight];
+    const Grid& grid = program_.constants[index].input;
+    const int64_t width = by.segments * by.units;
+    Prepared& to = prepared_[index];
+    if (by.a != 0 || grid.is_dynamic()) {
+      to.segments = {{static_cast<double>(weight.inputs), grid}};
+    } else {
+      to.segments.assign(program_.input_segments, program_.input_segments + program_.input_segment_count);
+    }
+    if (by.a == 0 && grid.is_dynamic()) {
+      to.segments[0].grid = choose_grid(grid, x_, steps_ * batch_ * weight.inputs);
+    }
+    to.row_sums.assign(to.segments.size(), std::vector<int32_t>(width + kLanes));
+    to.weight_scales.resize(width + kLanes);
+    to.biases.resize(width + kLanes);
+    for (int64_t n = 0; n < width; ++n) {
+      to.weight_scales[n] = weight.scales ? weight.scales[n] : static_cast<float>(constants(index).weight_scale);
+      to.biases[n] = weight.bias ? weight.bias[n] : 0.0f;
+      to.has_weight_zero_points |= weight_zero_point(index, n) != 0;
+    }
   }
 
-  // What does not change over time.
-  void prepare_linears(const Worker& worker) {
+  void sum_weights(const Worker& worker) {
     for (int64_t i = 0; i < program_.instruction_count; ++i) {
       const Instruction& by = program_.instructions[i];
       if (by.op != kLinear) continue;
       const Weight& weight = program_.weights[by.weight];
       for (int64_t n = worker.index; n < by.segments * by.units; n += worker.count) {
-        if (weight.bias) biases_[i][n] = weight.bias[n];
-        if (weight_zero_point(i, n) != 0) has_weight_zero_points_[i] = true;
-        for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
-          const Segment part = segment(i, s);
-          const int64_t count = static_cast<int64_t>(part.width);
-          const int8_t* values = weight.values + n * weight.inputs + first;
-          rescale_[i][s].corrections[n] = unsigned_zero_point(part.grid) * std::accumulate(values, values + count, 0);
-          rescale_[i][s].scales[n] = static_cast<float>(part.grid.scale) * weight_scale(i, n);
-          first += count;
+        const int8_t* values = weight.values + n * weight.inputs;
+        for (size_t s = 0; s < prepared_[i].segments.size(); ++s) {
+          const int64_t count = static_cast<int64_t>(prepared_[i].segments[s].width);
+          prepared_[i].row_sums[s][n] = std::accumulate(values, values + count, 0);
+          values += count;
         }
       }
     }
+  }
+
+  // As torch.ops.quantized_decomposed.choose_qparams.
+  static Grid choose_grid(const Grid& dynamic, const float* values, int64_t count) {
+    float lows[kLanes] = {}, highs[kLanes] = {};
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        lows[lane] = std::min(lows[lane], values[k + lane]);
+        highs[lane] = std::max(highs[lane], values[k + lane]);
+      }
+    }
+    for (; k < count; ++k) {
+      lows[0] = std::min(lows[0], values[k]);
+      highs[0] = std::max(highs[0], values[k]);
+    }
+    const float low = *std::min_element(lows, lows + kLanes), high = *std::max_element(highs, highs + kLanes);
+    const float first = static_cast<float>(dynamic.quant_min), last = static_cast<float>(dynamic.zero_point);
+    const float scale = std::max((high - low) / (last - first), static_cast<float>(-dynamic.scale));
+    const float zero_point = std::min(std::max(first - std::rint(low / scale), first), last);
+    return {scale, zero_point, dynamic.quant_min, dynamic.quant_max};
   }
 
   // Integers are kept unsigned.
@@ -351,11 +384,12 @@ class Loop {
     return static_cast<int32_t>(grid.zero_point) + shift(grid);
   }
 
-  void quantize_input(const Worker& worker, int64_t index, int64_t rows, const float* x, uint8_t* to, bool check) {
+  void quantize_input(const Worker& worker, int64_t index, const std::vector<Segment>& segments, int64_t rows,
+                      const float* x, uint8_t* to, bool check) {
     const Instruction& by = program_.instructions[index];
     const int64_t stride = program_.slots[by.a].width, to_stride = lines(stride) * sizeof(Line);
-    for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
-      const Segment part = segment(index, s);
+    int64_t first = 0;
+    for (const Segment& part : segments) {
       const int64_t width = static_cast<int64_t>(part.width);
       const Quantizer quantize(part.grid);
       const float shifted = static_cast<float>(shift(part.grid));
@@ -384,13 +418,20 @@ class Loop {
     const int64_t rows = count * batch_, stride = program_.slots[by.a].width;
     const float* x = rows_of(by, by.a, by.a_offset, step, in_block, count);
     const bool is_state = by.a >= 1 && by.a <= program_.state_count;
-    const bool on_grids = segment(index, 0).grid.scale != 0;
+    const std::vector<Segment>* segments = &prepared_[index].segments;
+    std::vector<Segment> chosen;
+    if ((*segments)[0].grid.is_dynamic()) {
+      barrier();
+      chosen = {{static_cast<double>(stride), choose_grid((*segments)[0].grid, x, rows * stride)}};
+      segments = &chosen;
+    }
+    const bool on_grids = (*segments)[0].grid.scale != 0;
     uint8_t* integers = integers_[2 * by.a + step % 2].data()->integers;
     const int64_t integer_stride = lines(stride) * sizeof(Line);
     // Only the first state may come from elsewhere.
-    const bool check = is_state && step == 0;
+    const bool check = is_state && step == 0 && chosen.empty();
     if (by.once && by.a != 0) barrier();
-    if (on_grids) quantize_input(worker, index, rows, x, integers, check);
+    if (on_grids) quantize_input(worker, index, *segments, rows, x, integers, check);
     barrier();
     const bool in_floats = !on_grids || (check && off_grid_);
     const Range units = share(by.units, worker.index, worker.count);
@@ -403,7 +444,7 @@ class Loop {
           if (in_floats) {
             float_tile(index, x + row * stride, stride, n, lanes, tile, sums);
           } else {
-            integer_tile(index, integers + row * integer_stride, integer_stride, n, lanes, tile, sums);
+            integer_tile(index, *segments, integers + row * integer_stride, integer_stride, n, lanes, tile, sums);
           }
           finish_tile(index, row, n, lanes, tile, sums);
         }
@@ -411,15 +452,12 @@ class Loop {
     }
   }
 
-  float weight_scale(int64_t index, int64_t n) const {
-    const Weight& weight = program_.weights[program_.instructions[index].weight];
-    return weight.scales ? weight.scales[n] : static_cast<float>(program_.constants[index].weight_scale);
-  }
+  const Constants& constants(int64_t index) const { return program_.constants[index]; }
 
   int32_t weight_zero_point(int64_t index, int64_t n) const {
     const Weight& weight = program_.weights[program_.instructions[index].weight];
     return static_cast<int32_t>(weight.zero_points ? weight.zero_points[n]
-                                                   : program_.constants[index].weight_zero_point);
+                                                   : constants(index).weight_zero_point);
   }
 
   void float_tile(int64_t index, const float* x, int64_t stride, int64_t n, int64_t lanes, int64_t rows,
@@ -429,30 +467,34 @@ class Loop {
       const int8_t* values = weight.values + (n + lane) * weight.inputs;
       const float zero_point = static_cast<float>(weight_zero_point(index, n + lane));
       for (int64_t row = 0; row < rows; ++row) {
-        sums[row * kLanes + lane] = weight_scale(index, n + lane) *
+        sums[row * kLanes + lane] = prepared_[index].weight_scales[n + lane] *
                                     float_dot_product(x + row * stride, values, zero_point, weight.inputs);
       }
     }
   }
 
-  void integer_tile(int64_t index, const uint8_t* x, int64_t stride, int64_t n, int64_t lanes, int64_t rows,
-                    float* sums) const {
-    const Instruction& by = program_.instructions[index];
-    const Weight& weight = program_.weights[by.weight];
+  void integer_tile(int64_t index, const std::vector<Segment>& segments, const uint8_t* x, int64_t stride,
+                    int64_t n, int64_t lanes, int64_t rows, float* sums) const {
+    const Prepared& prepared = prepared_[index];
+    const Weight& weight = program_.weights[program_.instructions[index].weight];
     std::fill_n(sums, rows * kLanes, 0.0f);
-    for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
-      const Segment part = segment(index, s);
+    for (size_t s = 0, first = 0; s < segments.size(); ++s) {
+      const Segment& part = segments[s];
       const int64_t count = static_cast<int64_t>(part.width);
-      int32_t products[kRows * kLanes];
+      int32_t products[kRows * kLanes] = {};
       for (int64_t lane = 0; lane < lanes; ++lane) {
         dot_products(rows, x + first, stride, weight.values + (n + lane) * weight.inputs + first, count,
                      products + lane);
       }
-      if (has_weight_zero_points_[index]) {
+      if (prepared.has_weight_zero_points) {
         subtract_weight_zero_points(index, n, lanes, rows, x + first, stride, part, products);
       }
-      const int32_t* corrections = rescale_[index][s].corrections.data() + n;
-      const float* scales = rescale_[index][s].scales.data() + n;
+      int32_t corrections[kLanes];
+      float scales[kLanes];
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        corrections[lane] = unsigned_zero_point(part.grid) * prepared.row_sums[s][n + lane];
+        scales[lane] = static_cast<float>(part.grid.scale) * prepared.weight_scales[n + lane];
+      }
       for (int64_t row = 0; row < rows; ++row) {
         for (int64_t lane = 0; lane < kLanes; ++lane) {
           const int64_t at = row * kLanes + lane;
@@ -478,8 +520,8 @@ class Loop {
   void finish_tile(int64_t index, int64_t row, int64_t n, int64_t lanes, int64_t rows, float* sums) {
     const Instruction& by = program_.instructions[index];
     const int64_t width = by.segments * by.units;
-    const Quantizer quantize(by.quantized ? program_.constants[index].output : Grid{1, 0, 0, 0});
-    const float* bias = biases_[index].data() + n;
+    const Quantizer quantize(by.quantized ? constants(index).output : Grid{1, 0, 0, 0});
+    const float* bias = prepared_[index].biases.data() + n;
     for (int64_t r = 0; r < rows; ++r) {
       float* source = sums + r * kLanes;
       for (int64_t lane = 0; lane < kLanes; ++lane) source[lane] += bias[lane];
@@ -525,9 +567,7 @@ class Loop {
   int64_t steps_at_once_ = 1, block_steps_ = 1;
   std::vector<std::vector<float>> slots_;
   std::vector<std::vector<Line>> integers_;  // of a linear's input slot, of even and of odd steps
-  std::vector<std::vector<Rescale>> rescale_;  // of every instruction and segment
-  std::vector<std::vector<float>> biases_;     // padded like Rescale
-  std::vector<char> has_weight_zero_points_;
+  std::vector<Prepared> prepared_;  // of every linear
   std::atomic<bool> off_grid_{false};
 };
 

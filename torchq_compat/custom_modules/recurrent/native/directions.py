@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import itertools
 import operator
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule
+from torch import Tensor, nn
 
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids, as_numbers
 from torchq_compat.custom_modules.recurrent.native.op import cell_loop
 from torchq_compat.custom_modules.recurrent.native.program import CellProgram
 
-__all__ = ["run_native_direction", "run_native_packed_direction"]
+__all__ = ["OwnedProgram", "run_native_direction", "run_native_packed_direction"]
 
 State = tuple[Tensor, ...]
 
 
+class OwnedProgram(NamedTuple):
+    """A program, and the module whose attributes its weights are."""
+
+    owner: nn.Module
+    program: CellProgram
+
+
 def run_native_direction(
-    cell: GraphModule, program: CellProgram, x: Tensor, state: State, columns: ColumnGrids, *, backward: bool
+    owned: OwnedProgram, x: Tensor, state: State, columns: ColumnGrids, *, backward: bool
 ) -> tuple[Tensor, State]:
     """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states."""
-    weights = [_attribute(cell, name) for names in program.weights for name in names]
+    owner, program = owned
+    weights = [_attribute(owner, name) for names in program.weights for name in names]
     output, last = cell_loop(
         x, list(state), weights, program.table, program.constants, as_numbers(columns), backward=backward
     )
@@ -30,8 +38,7 @@ def run_native_direction(
 
 
 def run_native_packed_direction(
-    cell: GraphModule,
-    program: CellProgram,
+    owned: OwnedProgram,
     x: Tensor,
     state: State,
     batch_sizes: list[int],
@@ -47,14 +54,14 @@ def run_native_packed_direction(
     for (size, steps), part in reversed(parts) if backward else parts:
         active = tuple(each[:size] for each in state)
         shaped = part.view(steps, size, x.shape[-1])
-        output, last = run_native_direction(cell, program, shaped, active, columns, backward=backward)
+        output, last = run_native_direction(owned, shaped, active, columns, backward=backward)
         state = tuple(torch.cat([now, each[size:]]) for now, each in zip(last, state, strict=True))
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs[::-1] if backward else outputs), state
 
 
-def _attribute(cell: GraphModule, name: str | None) -> Tensor | None:
+def _attribute(owner: nn.Module, name: str | None) -> Tensor | None:
     if name is None:
         return None
-    value: Tensor = operator.attrgetter(name)(cell)
+    value: Tensor = operator.attrgetter(name)(owner)
     return value

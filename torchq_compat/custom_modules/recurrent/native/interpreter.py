@@ -30,6 +30,7 @@ class _Row(NamedTuple):
     quantized: int
 
 
+QDQ = torch.ops.quantized_decomposed
 ELEMENTWISE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     Op.ADD: lambda a, b: a + b,
     Op.MUL: lambda a, b: a * b,
@@ -64,7 +65,7 @@ def run_interpreted(
     def execute(slots: dict[int, Tensor], once: bool) -> dict[int, Tensor]:
         for row, grid in zip(rows, grids, strict=True):
             if row.once == once:
-                value = _compute(row, slots, dense)
+                value = _compute(row, grid[4:8], slots, dense)
                 slots[row.target] = _requantized(value, grid) if row.quantized else value
         return slots
 
@@ -79,10 +80,13 @@ def run_interpreted(
     return torch.stack(outputs[::-1] if backward else outputs), [state.clone() for state in current]
 
 
-def _compute(row: _Row, slots: dict[int, Tensor], dense: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
+def _compute(
+    row: _Row, grid: Sequence[float], slots: dict[int, Tensor], dense: dict[int, tuple[Tensor, Tensor | None]]
+) -> Tensor:
+    """The result of an instruction whose input lies on ``grid``."""
     a = slots[row.a]
     if row.op == Op.LINEAR:
-        return F.linear(a, *dense[row.weight])
+        return F.linear(_on_chosen_grid(a, grid) if grid[0] < 0 else a, *dense[row.weight])
     width = row.segments * row.units
     b = slots[row.b][..., row.b_offset : row.b_offset + width] if row.b >= 0 else a
     return ELEMENTWISE[row.op](a[..., row.a_offset : row.a_offset + width], b)
@@ -106,3 +110,12 @@ def _requantized(value: Tensor, constants: Sequence[float]) -> Tensor:
     scale, zero_point, quant_min, quant_max = constants[:4]
     integers = torch.round(value * (1.0 / scale)) + zero_point
     return (integers.clamp_(quant_min, quant_max) - zero_point) * scale
+
+
+def _on_chosen_grid(value: Tensor, grid: Sequence[float]) -> Tensor:
+    eps, chosen_max, quant_min, quant_max = -grid[0], *map(int, grid[1:])
+    dtype = torch.uint8 if quant_min == 0 else torch.int8
+    qparams = QDQ.choose_qparams.tensor(value, quant_min, chosen_max, eps, dtype)
+    integers = QDQ.quantize_per_tensor.tensor(value, *qparams, quant_min, quant_max, dtype)
+    chosen: Tensor = QDQ.dequantize_per_tensor.tensor(integers, *qparams, quant_min, quant_max, dtype)
+    return chosen

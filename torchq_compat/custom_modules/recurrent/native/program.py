@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.specs.grids import PerTensorGrid
 
@@ -30,6 +30,7 @@ __all__ = [
     "WeightNames",
     "cell_program",
     "grid_row",
+    "program_or_problem",
 ]
 
 ATEN = torch.ops.aten
@@ -37,6 +38,9 @@ QDQ = torch.ops.quantized_decomposed
 QUANTIZE = QDQ.quantize_per_tensor.default
 DEQUANTIZE = QDQ.dequantize_per_tensor.default
 DEQUANTIZE_CHANNELS = QDQ.dequantize_per_channel.default
+CHOOSE = QDQ.choose_qparams.tensor
+QUANTIZE_DYNAMIC = QDQ.quantize_per_tensor.tensor
+DEQUANTIZE_DYNAMIC = QDQ.dequantize_per_tensor.tensor
 #: Numbers of an instruction and of a slot in ``CellProgram.table``.
 INSTRUCTION_COLUMNS, SLOT_COLUMNS = 11, 3
 
@@ -67,6 +71,23 @@ class UnsupportedCellError(Exception):
     """A graph the cell loop has no instructions for; the message says what of it. Never reaches the user."""
 
 
+@dataclass(frozen=True)
+class DynamicGrid:
+    """A grid chosen from the values that are put on it.
+
+    Attributes:
+        eps: the smallest scale.
+        chosen_max: the largest integer of those that the values are spread over, from ``quant_min`` on.
+        quant_min, quant_max, dtype: the integers it saturates to.
+    """
+
+    eps: float
+    chosen_max: int
+    quant_min: int
+    quant_max: int
+    dtype: torch.dtype
+
+
 class WeightNames(NamedTuple):
     """A linear's int8 weight (N, K): attribute names in the cell. Without ``scales`` it is per tensor."""
 
@@ -95,8 +116,8 @@ class Instruction:
         units: how many columns belong to one gate.
         weight: index of a linear's weight.
         output: the grid its result is put on; None: floats.
-        input: the grid of what a linear reads; None: on none, or the input of the cell, whose grids the
-            caller knows.
+        input: the grid a linear reads its input on; None: on none, or the input of the cell, whose grids
+            the caller knows.
         weight_qparams: scale and zero point of a weight quantized per tensor.
     """
 
@@ -108,7 +129,7 @@ class Instruction:
     once: bool
     weight: int = -1
     output: PerTensorGrid | None = None
-    input: PerTensorGrid | None = None
+    input: PerTensorGrid | DynamicGrid | None = None
     weight_qparams: tuple[float, int] = (1.0, 0)
 
 
@@ -128,16 +149,32 @@ class CellProgram:
         object.__setattr__(self, "constants", _constants(self.instructions))
 
 
-def cell_program(cell: GraphModule) -> CellProgram:
+def cell_program(*graphs: tuple[str, GraphModule]) -> CellProgram:
     """The program of a converted cell ``(x, *states) -> (*new states,)``.
+
+    Args:
+        graphs: the cell with its path in the module that has the weights; before it, if the cell takes
+            another graph's results in place of ``x``, that graph.
 
     Raises:
         UnsupportedCellError: a graph with an operator, or a quantization, that the loop has not.
     """
-    reader = _Reader(cell)
-    for node in cell.graph.nodes:
-        reader.read(node)
-    return reader.program()
+    reader = _Reader()
+    (x, *_), (_, *states) = (_placeholder_widths(graphs[index][1]) for index in (0, -1))
+    values: tuple[_Value, ...] = (reader.new_slot(x, once=True),)
+    carried = tuple(reader.new_slot(width, once=False) for width in states)
+    for index, (path, graph_module) in enumerate(graphs, start=1):
+        given = (*values, *carried) if index == len(graphs) else values
+        values = reader.read(graph_module, f"{path}." if path else "", given)
+    return reader.program(carried, values)
+
+
+def program_or_problem(*graphs: tuple[str, GraphModule]) -> CellProgram | str:
+    """``cell_program``, or what is in its way."""
+    try:
+        return cell_program(*graphs)
+    except UnsupportedCellError as problem:
+        return str(problem)
 
 
 @dataclass(frozen=True)
@@ -147,7 +184,7 @@ class _Value:
     slot: int
     offset: int
     width: int
-    grid: PerTensorGrid | None = None
+    grid: PerTensorGrid | DynamicGrid | None = None
 
 
 @dataclass(frozen=True)
@@ -158,47 +195,42 @@ class _Weight:
 
 
 class _Reader:
-    """Reads the graph node by node; ``values`` has what each node gives."""
+    """Reads graphs node by node; ``values`` has what each node gives."""
 
-    def __init__(self, cell: GraphModule) -> None:
-        self.cell = cell
+    def __init__(self) -> None:
+        self.graph_module = GraphModule({}, Graph())
+        self.prefix = ""
         self.values: dict[Node, Any] = {}
         self.instructions: list[Instruction] = []
         self.widths: list[int] = []
         self.once: list[bool] = []
         self.weights: list[WeightNames] = []
-        self.results: tuple[_Value, ...] = ()
-        self.state_count = 0
 
-    def read(self, node: Node) -> None:
-        if node.op == "placeholder":
-            self.values[node] = self._placeholder(node)
-        elif node.op == "output":
-            self._output(node)
-        elif node.op == "call_function":
-            self.values[node] = self._call(node)
-        elif node.op != "get_attr":
-            raise UnsupportedCellError(f"it has a node {node.op}")
+    def read(self, graph_module: GraphModule, prefix: str, given: tuple[_Value, ...]) -> tuple[_Value, ...]:
+        """What ``graph_module`` returns for ``given``."""
+        self.graph_module, self.prefix = graph_module, prefix
+        graph = graph_module.graph
+        self.values.update(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self.values[node] = self._call(node)
+            elif node.op not in ("placeholder", "get_attr", "output"):
+                raise UnsupportedCellError(f"it has a node {node.op}")
+        (results,) = _arguments(graph.output_node())
+        return tuple(self._whole(self.values[result]) for result in results)
 
-    def program(self) -> CellProgram:
-        units = _units(self.instructions, self.widths, self._aliases())
+    def program(self, states: tuple[_Value, ...], results: tuple[_Value, ...]) -> CellProgram:
+        pairs = [(state.slot, value) for state, value in zip(states, results, strict=True)]
+        # A state and the slot of its new value are shared out alike.
+        aliases = [(slot, value.slot) for slot, value in pairs]
+        units = _units(self.instructions, self.widths, aliases)
+        carried = {slot: value.grid for slot, value in pairs}
         return CellProgram(
-            tuple(self._finished(instruction, units) for instruction in self.instructions),
+            tuple(_finished(instruction, units, carried) for instruction in self.instructions),
             tuple(Slot(*slot) for slot in zip(self.widths, units, self.once, strict=True)),
-            tuple(value.slot for value in self.results),
+            tuple(value.slot for value in results),
             tuple(self.weights),
         )
-
-    def _placeholder(self, node: Node) -> _Value:
-        is_input = not self.widths
-        value = self._new_slot(int(node.meta["val"].shape[-1]), once=is_input)
-        if not is_input:
-            self.state_count += 1
-        return value
-
-    def _output(self, node: Node) -> None:
-        (results,) = _arguments(node)
-        self.results = tuple(self._whole(self.values[result]) for result in results)
 
     def _call(self, node: Node) -> Any:
         target: Any = node.target
@@ -221,6 +253,12 @@ class _Reader:
             return self.values[args[0]]
         if target in (DEQUANTIZE, DEQUANTIZE_CHANNELS):
             return self._weight(node)
+        if target is CHOOSE:
+            return args, args
+        if target is QUANTIZE_DYNAMIC:
+            return self._quantized_dynamically(node)
+        if target is DEQUANTIZE_DYNAMIC:
+            return self.values[args[0]]
         raise UnsupportedCellError(f"there is no instruction for {target}")
 
     def _linear(self, node: Node) -> _Value:
@@ -230,9 +268,7 @@ class _Reader:
             raise UnsupportedCellError("a linear has no int8 weight")
         source = self._whole(source)
         bias = args[2] if len(args) > 2 else None
-        self.weights.append(
-            WeightNames(weight.names.values, weight.names.scales, weight.names.zero_points, _name(bias))
-        )
+        self.weights.append(weight.names._replace(bias=self._name(bias)))
         return self._instruct(
             Op.LINEAR,
             (source,),
@@ -246,18 +282,20 @@ class _Reader:
         values, *qparams = _arguments(node)[:3]
         if not isinstance(values, Node) or values.op != "get_attr":
             raise UnsupportedCellError(f"{node.name} dequantizes no constant")
-        tensor = _attribute(self.cell, str(values.target))
+        tensor = _attribute(self.graph_module, str(values.target))
         if tensor.dtype is not torch.int8 or tensor.dim() != 2:
             raise UnsupportedCellError(f"a weight is {tensor.dtype}")
+        names = WeightNames(f"{self.prefix}{values.target}", None, None, None)
         if node.target is DEQUANTIZE:
             scale, zero_point = qparams
-            return _Weight(
-                WeightNames(str(values.target), None, None, None), tensor.shape, (scale, zero_point)
-            )
+            return _Weight(names, tensor.shape, (float(scale), int(zero_point)))
         if node.args[3] != 0:
             raise UnsupportedCellError("a weight is quantized along its inputs")
-        scales, zero_points = map(_name, qparams)
-        return _Weight(WeightNames(str(values.target), scales, zero_points, None), tensor.shape, (1.0, 0))
+        scales, zero_points = map(self._name, qparams)
+        return _Weight(names._replace(scales=scales, zero_points=zero_points), tensor.shape, (1.0, 0))
+
+    def _name(self, node: Any) -> str | None:
+        return f"{self.prefix}{node.target}" if isinstance(node, Node) else None
 
     def _slices(self, node: Node) -> tuple[_Value, ...]:
         source, sizes, _ = _arguments(node)
@@ -280,6 +318,19 @@ class _Reader:
             return _Value(value.slot, value.offset, value.width, grid)
         return self._instruct(Op.COPY, (value,), value.width, output=grid)
 
+    def _quantized_dynamically(self, node: Node) -> _Value:
+        source, scale, _, quant_min, quant_max, dtype = _arguments(node)
+        chosen: Any = self.values.get(scale)
+        if chosen is None or chosen[:2] != (source, quant_min):
+            raise UnsupportedCellError("a dynamic grid is not chosen from the values on it")
+        if any(user.target is not DEQUANTIZE_DYNAMIC for user in node.users) or any(
+            reader.target is not ATEN.linear.default for user in node.users for reader in user.users
+        ):
+            raise UnsupportedCellError("something else but a linear reads values on a dynamic grid")
+        _, _, chosen_max, eps, _ = chosen
+        grid = DynamicGrid(eps, chosen_max, quant_min, quant_max, dtype)
+        return replace(self._whole(self.values[source]), grid=grid)
+
     def _emit(self, op: Op, args: Any) -> _Value:
         operands = tuple(self.values.get(arg) for arg in args)
         if not all(isinstance(operand, _Value) for operand in operands):
@@ -290,13 +341,13 @@ class _Reader:
 
     def _instruct(self, op: Op, sources: tuple[_Value, ...], width: int, **more: Any) -> _Value:
         once = all(self.once[source.slot] for source in sources)
-        target = self._new_slot(width, once=once)
+        target = self.new_slot(width, once=once)
         where = tuple((source.slot, source.offset) for source in sources)
         self.instructions.append(Instruction(op, target.slot, where, width, width, once, **more))
         grid = more.get("output")
         return _Value(target.slot, 0, width, grid)
 
-    def _new_slot(self, width: int, *, once: bool) -> _Value:
+    def new_slot(self, width: int, *, once: bool) -> _Value:
         self.widths.append(width)
         self.once.append(once)
         return _Value(len(self.widths) - 1, 0, width)
@@ -307,17 +358,20 @@ class _Reader:
             return value
         return replace(self._instruct(Op.COPY, (value,), value.width), grid=value.grid)
 
-    def _aliases(self) -> list[tuple[int, int]]:
-        """A state and the slot of its new value are shared out alike."""
-        return [(1 + index, value.slot) for index, value in enumerate(self.results)]
 
-    def _finished(self, instruction: Instruction, units: list[int]) -> Instruction:
-        """With its units, and with the grid that a state lies on from the second step on."""
-        finished = replace(instruction, units=units[instruction.target])
-        slot = instruction.sources[0][0]
-        if instruction.op is Op.LINEAR and 1 <= slot <= self.state_count:
-            return replace(finished, input=_eight_bits(self.results[slot - 1].grid))
-        return finished
+def _finished(
+    instruction: Instruction, units: list[int], carried: dict[int, PerTensorGrid | DynamicGrid | None]
+) -> Instruction:
+    """With its units, and with the grid that a state lies on from the second step on."""
+    finished = replace(instruction, units=units[instruction.target])
+    slot = instruction.sources[0][0]
+    if instruction.op is Op.LINEAR and instruction.input is None and slot in carried:
+        return replace(finished, input=_eight_bits(carried[slot]))
+    return finished
+
+
+def _placeholder_widths(graph_module: GraphModule) -> list[int]:
+    return [int(n.meta["val"].shape[-1]) for n in graph_module.graph.find_nodes(op="placeholder")]
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
@@ -343,7 +397,7 @@ def _units(instructions: list[Instruction], widths: list[int], aliases: list[tup
     return [math.gcd(*sizes[of]) for of in group]
 
 
-def _eight_bits(grid: PerTensorGrid | None) -> PerTensorGrid | None:
+def _eight_bits(grid: PerTensorGrid | DynamicGrid | None) -> PerTensorGrid | DynamicGrid | None:
     """``grid`` if its integers fit eight bits."""
     if grid is None or grid.dtype not in (torch.uint8, torch.int8):
         return None
@@ -367,15 +421,13 @@ def _constants(instructions: tuple[Instruction, ...]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
-def grid_row(grid: PerTensorGrid | None) -> tuple[float, float, float, float]:
-    """Scale, zero point and range; a scale of zero stands for no grid."""
+def grid_row(grid: PerTensorGrid | DynamicGrid | None) -> tuple[float, float, float, float]:
+    """Scale, zero point and range; a scale of zero stands for no grid, a negative one for a dynamic grid."""
     if grid is None:
         return 0.0, 0.0, 0.0, 0.0
+    if isinstance(grid, DynamicGrid):
+        return -grid.eps, float(grid.chosen_max), float(grid.quant_min), float(grid.quant_max)
     return grid.scale, float(grid.zero_point), float(grid.quant_min), float(grid.quant_max)
-
-
-def _name(node: Any) -> str | None:
-    return str(node.target) if isinstance(node, Node) else None
 
 
 def _attribute(cell: GraphModule, path: str) -> Tensor:
