@@ -107,14 +107,19 @@ class _Writer:
             self._copy(node)
 
     def _write_kernel(self, node: Node, call: KernelCall) -> None:
-        args = tuple(self._argument(argument) for argument in call.args)
-        result = self.graph.call_function(call.kernel, args)
+        result = self._call(call)
         if call.returns_floats:
             self.floats[node] = result
         else:
             self.quantized[node] = self._saturated(result, self.plan.grids[node])
 
+    def _call(self, call: KernelCall) -> Node:
+        args = tuple(self._argument(argument) for argument in call.args)
+        return self.graph.call_function(call.kernel, args)
+
     def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, KernelCall):
+            return self._call(argument)
         if isinstance(argument, list):
             return [self._argument(each) for each in argument]
         if isinstance(argument, Quantized):
