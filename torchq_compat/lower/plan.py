@@ -43,12 +43,14 @@ class Plan:
         grids: node -> the grid with kernels that its values lie on.
         carried: ops that run as they are, on quantized tensors.
         decisions: all of it, for people.
+        runs_here: whether the graph's state is where the kernels run.
     """
 
     kernels: dict[Node, KernelCall] = field(default_factory=dict)
     grids: dict[Node, PerTensorGrid] = field(default_factory=dict)
     carried: frozenset[Node] = frozenset()
     decisions: tuple[Decision, ...] = ()
+    runs_here: bool = True
 
     def covered(self) -> set[Node]:
         """Nodes that kernels compute along with others."""
@@ -64,7 +66,7 @@ def plan_graph(graph_module: GraphModule, arriving: Mapping[str, PerTensorGrid] 
     elsewhere = _devices(graph_module) - {"cpu"}
     if elsewhere:
         reason = f"its state is on {', '.join(sorted(elsewhere))}; the kernels run on the CPU"
-        return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),))
+        return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),), runs_here=False)
     grids = _arriving(graph_module, arriving or {})
     kernels: dict[Node, KernelCall] = {}
     carried: set[Node] = set()
