@@ -105,7 +105,10 @@ class LoweredGraphModule(QuantizationGraphModule):
             lower_inside = partial(_lower_inside, engine=lowering.engine)
             leaves = lower_leaves(lowering.reference, lower_inside) if plan.runs_here else []
             paths = {leaf.path: f"{MADE}.{leaf.name}" for leaf in leaves if leaf.module is not None}
-            lowered = emit(lowering.reference, plan, paths, MADE)
+            in_floats = {
+                leaf.path for leaf in leaves if leaf.module is not None and leaf.module.leaf_in_floats
+            }
+            lowered = emit(lowering.reference, plan, paths, in_floats, MADE)
         modules = {leaf.name: leaf.module for leaf in leaves if leaf.module is not None}
         state[MADE] = SimpleNamespace(**lowered.constants, **modules)
         state[LOWERING] = _Lowering(

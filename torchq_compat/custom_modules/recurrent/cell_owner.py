@@ -7,12 +7,14 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
+from torchq_compat.specs.grids import Grid
 
 __all__ = ["CellOwner", "ConvertedModule", "ObservedModule"]
 
@@ -68,7 +70,14 @@ class ObservedModule(CellOwner):
 
 
 class ConvertedModule(CellOwner):
-    """A recurrent module of q-dq cells with folded integer weights."""
+    """A recurrent module of q-dq cells with folded integer weights.
+
+    Lowered, and while torch.compile traces it, it runs on those integers.
+    """
+
+    is_lowered = False
+    #: The cell loop reads and writes floats.
+    leaf_in_floats = property(lambda self: self.is_lowered)
 
     #: What it is converted from.
     observed: type[ObservedModule]
@@ -86,6 +95,21 @@ class ConvertedModule(CellOwner):
         converted.take_over(other)
         converted.split_gates = other.split_gates
         return converted
+
+    def leaf_receive(self, q: Tensor, grid: Grid) -> Tensor:
+        return q if q.is_floating_point() else super().leaf_receive(q, grid)
+
+    def leaf_hand_out(self, result: Tensor, grid: Grid | None) -> Tensor:
+        return result if self.is_lowered else super().leaf_hand_out(result, grid)
+
+    def runs_on_integers(self) -> bool:
+        return self.is_lowered or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
+
+    def lowered(self) -> Self:
+        """This module on integers, with the same state. A cell the cell loop cannot run runs as before."""
+        lowered = copy.copy(self)
+        lowered.is_lowered = True
+        return lowered
 
     @classmethod
     @abstractmethod

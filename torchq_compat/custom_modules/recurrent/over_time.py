@@ -1,0 +1,90 @@
+"""One direction over time: a loop in Python, a ``scan``, or rows packed by time step.
+
+A step is called with what all steps have of their own, and the states: ``step(*inputs, *states)``; it gives
+the new states, the hidden state first, which is the step's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "State",
+    "Step",
+    "project_as_given",
+    "run_looped_direction",
+    "run_packed_direction",
+    "run_rolled_direction",
+]
+
+State = tuple[Tensor, ...]
+Step = Callable[..., State]
+SCAN = torch.ops.higher_order.scan
+
+
+def project_as_given(
+    project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, *, batch_first: bool
+) -> tuple[Tensor, ...]:
+    """``project`` of ``x`` (T, B, I) in the layout that was given: (B, T, I) with ``batch_first``. A linear
+    would copy the view, and a backend wants to see no more than a dequantize in front of it."""
+    if not batch_first or x.dim() != 3:
+        return project(x)
+    return tuple(each.transpose(0, 1) for each in project(x.transpose(0, 1)))
+
+
+def run_looped_direction(
+    step: Step, inputs: tuple[Tensor, ...], state: State, *, backward: bool
+) -> tuple[Tensor, State]:
+    """``inputs`` (T, B, width) each, states (B, width) -> (T, B, P) and the last states."""
+    steps = list(zip(*(each.unbind(0) for each in inputs), strict=True))
+    outputs = []
+    for at_time in reversed(steps) if backward else steps:
+        state = tuple(step(*at_time, *state))
+        outputs.append(state[0])
+    if backward:
+        outputs.reverse()
+    return torch.stack(outputs), state
+
+
+def run_rolled_direction(
+    step: Step, weights: tuple[Tensor, ...], inputs: tuple[Tensor, ...], state: State, *, backward: bool
+) -> tuple[Tensor, State]:
+    """The same of ``step(*weights, *inputs, *states)``, bit for bit, as a ``scan``: how torch.export sees it,
+    at any length.
+
+    The operator itself is called, not its front ``torch.scan``, which would compile each body first to find
+    out which weights it reads.
+    """
+
+    def body(*flat: Tensor) -> list[Tensor]:
+        states, rest = flat[: len(state)], flat[len(state) :]
+        new = step(*rest[len(inputs) :], *rest[: len(inputs)], *states)
+        # scan refuses a result that is the carried tensor itself.
+        return [*new, new[0].clone()]
+
+    xs = [each.flip([0]) for each in inputs] if backward else list(inputs)
+    *last, outputs = SCAN(body, list(state), xs, weights)
+    return (outputs.flip([0]) if backward else outputs), tuple(last)
+
+
+def run_packed_direction(
+    step: Step, inputs: tuple[Tensor, ...], state: State, batch_sizes: list[int], *, backward: bool
+) -> tuple[Tensor, State]:
+    """``inputs`` (sum of batch_sizes, width) each -> (sum of batch_sizes, P) and the last state of every
+    sequence, as torch.nn runs a PackedSequence.
+
+    Step t holds ``batch_sizes[t]`` rows, the longest sequences first; sizes never grow. Forward, sequences
+    leave when they end; backward, they join where they end, each with its own initial state.
+    """
+    steps = list(zip(batch_sizes, *(torch.split(each, batch_sizes) for each in inputs), strict=True))
+    outputs = []
+    for size, *at_time in reversed(steps) if backward else steps:
+        new = step(*at_time, *(each[:size] for each in state))
+        outputs.append(new[0])
+        state = tuple(torch.cat([now, each[size:]]) for now, each in zip(new, state, strict=True))
+    if backward:
+        outputs.reverse()
+    return torch.cat(outputs), state
