@@ -115,7 +115,7 @@ class _Writer:
             self._write_quantize(node, self.plan.grids[node])
         elif node.op == "call_module" and str(node.target) in self.in_floats:
             self._write_call_in_floats(node)
-        elif node.target in DEQUANTIZES and node.all_input_nodes[0] in self.floats:
+        elif node.target in DEQUANTIZES and self._was_left_in_floats(node.all_input_nodes[0]):
             self.floats[node] = self.floats[node.all_input_nodes[0]]
         elif node.target is not DEQUANTIZE or node not in self.plan.grids:
             self._copy(node)
@@ -169,6 +169,10 @@ class _Writer:
         call.target = self.leaves[str(node.target)]
         for getitem in node.users:
             self.floats[getitem] = self.graph.node_copy(getitem, {node: call}.__getitem__)
+
+    def _was_left_in_floats(self, node: Node) -> bool:
+        """Whether this graph has floats at ``node`` where the reference graph has integers."""
+        return is_integers(node) and node in self.floats
 
     def _floats_or_reference(self, node: Node) -> Node:
         if node not in self.floats and node in self.quantized:

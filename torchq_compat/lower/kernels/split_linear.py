@@ -59,9 +59,7 @@ def split_linear(site: Site) -> KernelCall | Refusal | None:
         packed = [_pack(weight, piece, None if piece.start else bias) for piece in pieces]
     except RuntimeError as cause:
         return Refusal(f"torch cannot pack its weight: {str(cause).splitlines()[0]}")
-    integers = source.args[0]
-    assert isinstance(integers, Node)
-    total, *others = (_product(integers, *each) for each in zip(pieces, packed, strict=True))
+    total, *others = (_product(source, *each) for each in zip(pieces, packed, strict=True))
     for other in others:
         total = KernelCall(ATEN.add.Tensor, (total, other))
     if site.relu is not None:
@@ -95,10 +93,7 @@ def _pack(weight: Tensor, piece: _Piece, bias: Tensor | None) -> Any:
         return KERNELS.linear_prepack.default(quantized, bias)
 
 
-def _product(integers: Node, piece: _Piece, packed: Any) -> KernelCall:
+def _product(source: Node, piece: _Piece, packed: Any) -> KernelCall:
     """What the columns of ``piece`` add to the result, in floats."""
-    qparams = (piece.scale, piece.zero_point)
-    columns = KernelCall(ATEN.slice.Tensor, (Floats(integers), -1, piece.start, piece.stop))
-    quantized = KernelCall(ATEN._make_per_tensor_quantized_tensor.default, (columns, *qparams))
-    floats = KernelCall(ATEN.dequantize.self, (quantized,))
-    return KernelCall(WITH_FLOAT_RESULT, (floats, *qparams, Constant(packed)))
+    columns = KernelCall(ATEN.slice.Tensor, (Floats(source), -1, piece.start, piece.stop))
+    return KernelCall(WITH_FLOAT_RESULT, (columns, piece.scale, piece.zero_point, Constant(packed)))
