@@ -15,6 +15,8 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.oracle import CONVERT_LSTM, MAP_LSTM, calibrate, sqnr
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.engines import decide_engine
 from torchq_compat.lower.lowered_module import LoweredGraphModule
@@ -153,17 +155,26 @@ def test_another_device_is_the_reference(other: Any) -> None:
 
 
 class Tagger(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, both_ways: bool) -> None:
         super().__init__()
-        self.inp, self.lstm, self.out = nn.Linear(5, 8), nn.LSTM(8, 6), nn.Linear(6, 3)
+        self.inp, self.lstm = nn.Linear(5, 8), nn.LSTM(8, 6, bidirectional=both_ways)
+        self.out = nn.Sequential(nn.Linear(12 if both_ways else 6, 3), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.lstm(self.inp(x))[0])
 
 
-def test_integers_cross_the_boundary_of_a_leaf() -> None:
+#: The two directions lie on two grids.
+HEADS = {
+    False: "quantized.linear_relu.default",
+    True: "2 x quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default",
+}
+
+
+@pytest.mark.parametrize("both_ways", HEADS)
+def test_integers_cross_the_boundary_of_a_leaf(both_ways: bool) -> None:
     torch.manual_seed(0)
-    model = Tagger().eval()
+    model = Tagger(both_ways=both_ways).eval()
     prepared = tc.prepare_fx(model, MAPPING, (torch.randn(7, 3, 5),), MAP_LSTM)
     calibrate(prepared, [(torch.randn(7, 3, 5),) for _ in range(4)])
     lowered = tc.convert_fx(prepared, CONVERT_LSTM)
@@ -172,9 +183,33 @@ def test_integers_cross_the_boundary_of_a_leaf() -> None:
         expected, found = lowered.reference(x), lowered(x)
         assert sqnr(expected, found) > 30
     assert 20 < sqnr(model(x), found) < 50
-    assert {d.reason for d in tc.explain(lowered).find("out/linear_1")} == {
-        "runs as quantized.linear.default"
-    }
+    (decision,) = tc.explain(lowered).find("out.0/linear_1")
+    assert decision.reason == f"runs as {HEADS[both_ways]}"
+
+
+def test_a_kind_lowers_its_own_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler's module is called in the place of the leaf, which keeps path and state."""
+    torch.manual_seed(0)
+    prepared = tc.prepare_fx(Tagger(both_ways=False).eval(), MAPPING, (torch.randn(7, 3, 5),), MAP_LSTM)
+    calibrate(prepared, [(torch.randn(7, 3, 5),)])
+    reference = tc.convert_to_reference_fx(prepared, CONVERT_LSTM)
+    handler, made = handler_of(reference.lstm), []
+
+    def lower(_: Any, leaf: LeafModule) -> LeafModule:
+        made.append(copy.deepcopy(leaf))
+        return made[-1]
+
+    monkeypatch.setattr(type(handler), "lower", lower)
+    lowered = tc.convert_fx(prepared, CONVERT_LSTM)
+    (call,) = lowered.graph.find_nodes(op="call_module", target="lowered.lstm")
+    assert lowered.lowered.lstm is made[0]
+    assert lowered.lstm is lowered.reference.lstm
+    assert [d.action for d in tc.explain(lowered).find("lstm/lowering")] == ["lowered"]
+    assert {argument.target for argument in call.args} == {torch.ops.aten.int_repr.default}
+    x = torch.randn(4, 2, 5)
+    assert sqnr(lowered.reference(x), lowered(x)) > 40
+    lowered.load_state_dict(reference.state_dict())
+    assert lowered.lowered.lstm is made[1]
 
 
 class Attends(nn.Module):

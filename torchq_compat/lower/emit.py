@@ -100,11 +100,10 @@ class _Writer:
         self.quantized: dict[Node, Node] = {}
         self.integers: dict[Node, Node] = {}
         self.floats: dict[Node, Node] = {}
-        self.results_in_floats: set[Node] = set()
 
     def write(self, node: Node) -> None:
         """Write what stands for ``node``, or leave it to those who ask for a form of it."""
-        if node in self.covered or node in self.results_in_floats:
+        if node in self.covered or node in self.floats:
             return
         if node in self.plan.kernels:
             self._write_kernel(node, self.plan.kernels[node])
@@ -116,20 +115,25 @@ class _Writer:
             self._write_quantize(node, self.plan.grids[node])
         elif node.op == "call_module" and str(node.target) in self.in_floats:
             self._write_call_in_floats(node)
-        elif node.target in DEQUANTIZES and node.all_input_nodes[0] in self.results_in_floats:
+        elif node.target in DEQUANTIZES and self._was_left_in_floats(node.all_input_nodes[0]):
             self.floats[node] = self.floats[node.all_input_nodes[0]]
         elif node.target is not DEQUANTIZE or node not in self.plan.grids:
             self._copy(node)
 
     def _write_kernel(self, node: Node, call: KernelCall) -> None:
-        args = tuple(self._argument(argument) for argument in call.args)
-        result = self.graph.call_function(call.kernel, args)
+        result = self._call(call)
         if call.returns_floats:
             self.floats[node] = result
         else:
             self.quantized[node] = self._saturated(result, self.plan.grids[node])
 
+    def _call(self, call: KernelCall) -> Node:
+        args = tuple(self._argument(argument) for argument in call.args)
+        return self.graph.call_function(call.kernel, args)
+
     def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, KernelCall):
+            return self._call(argument)
         if isinstance(argument, list):
             return [self._argument(each) for each in argument]
         if isinstance(argument, Quantized):
@@ -163,9 +167,12 @@ class _Writer:
         """A leaf that takes and gives floats on its grids, which spares it quantizing and dequantizing."""
         call = self.graph.node_copy(node, self._floats_or_reference)
         call.target = self.leaves[str(node.target)]
-        self.results_in_floats.update(node.users)
         for getitem in node.users:
             self.floats[getitem] = self.graph.node_copy(getitem, {node: call}.__getitem__)
+
+    def _was_left_in_floats(self, node: Node) -> bool:
+        """Whether this graph has floats at ``node`` where the reference graph has integers."""
+        return is_integers(node) and node in self.floats
 
     def _floats_or_reference(self, node: Node) -> Node:
         if node not in self.floats and node in self.quantized:

@@ -37,8 +37,9 @@ class LoweredLeaf:
 
     @property
     def name(self) -> str:
-        """The name of ``module`` in the lowered model, where the leaf at ``path`` keeps the state."""
-        return self.path.replace(".", "_")
+        """The name of ``module`` in the lowered model, where the leaf at ``path`` keeps the state; another
+        for every path."""
+        return self.path.replace("_", "_u").replace(".", "_d")
 
 
 class LoweredModelLeaf(LeafModule):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -102,7 +102,8 @@ class LoweredGraphModule(QuantizationGraphModule):
         lowering, state = self._lowering, vars(self)
         with packing_for(lowering.engine), torch.no_grad():
             plan = plan_graph(lowering.reference)
-            leaves = lower_leaves(lowering.reference, lambda inside: _lower_inside(inside, lowering.engine))
+            lower_inside = partial(_lower_inside, engine=lowering.engine)
+            leaves = lower_leaves(lowering.reference, lower_inside) if plan.runs_here else []
             paths = {leaf.path: f"{MADE}.{leaf.name}" for leaf in leaves if leaf.module is not None}
             in_floats = {
                 leaf.path for leaf in leaves if leaf.module is not None and leaf.module.leaf_in_floats

@@ -16,6 +16,7 @@ from torchq_compat.lower.kernels.floating import FLOATING
 from torchq_compat.lower.kernels.kernel import KernelCall, Refusal, Rule, Site
 from torchq_compat.lower.kernels.normalization import NORMALIZATION
 from torchq_compat.lower.kernels.same_grid import CARRIERS, ROUNDING
+from torchq_compat.lower.kernels.split_linear import split_linear
 from torchq_compat.lower.kernels.weighted import WEIGHTED
 from torchq_compat.lower.reading import (
     DEQUANTIZE,
@@ -42,12 +43,14 @@ class Plan:
         grids: node -> the grid with kernels that its values lie on.
         carried: ops that run as they are, on quantized tensors.
         decisions: all of it, for people.
+        runs_here: whether the graph's state is where the kernels run.
     """
 
     kernels: dict[Node, KernelCall] = field(default_factory=dict)
     grids: dict[Node, PerTensorGrid] = field(default_factory=dict)
     carried: frozenset[Node] = frozenset()
     decisions: tuple[Decision, ...] = ()
+    runs_here: bool = True
 
     def covered(self) -> set[Node]:
         """Nodes that kernels compute along with others."""
@@ -63,7 +66,7 @@ def plan_graph(graph_module: GraphModule, arriving: Mapping[str, PerTensorGrid] 
     elsewhere = _devices(graph_module) - {"cpu"}
     if elsewhere:
         reason = f"its state is on {', '.join(sorted(elsewhere))}; the kernels run on the CPU"
-        return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),))
+        return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),), runs_here=False)
     grids = _arriving(graph_module, arriving or {})
     kernels: dict[Node, KernelCall] = {}
     carried: set[Node] = set()
@@ -135,6 +138,10 @@ def _ask(
         if answer is not None:
             return last, answer
     result = quantize or last
+    if op.target is ATEN.linear.default:
+        answer = split_linear(site)
+        if answer is not None:
+            return result, answer
     if op.target not in RULES or (grid is None and op.target not in WEIGHTED):
         return result, None
     return result, RULES[op.target](site)
@@ -160,7 +167,7 @@ def _decisions(
     covered = {node for call in kernels.values() for node in call.covers}
     for node in graph_module.graph.nodes:
         if node in by_op:
-            yield _decision(node, Action.LOWERED, f"runs as {by_op[node].kernel}")
+            yield _decision(node, Action.LOWERED, f"runs as {by_op[node].label}")
         elif node in carried:
             yield _decision(node, Action.LOWERED, "runs on the integers as it is")
         elif node in refusals and node not in covered:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.preserving import preserves_values
 from torchq_compat.decisions import Action, Decision
+from torchq_compat.graph_module import QuantizationGraphModule
 
 __all__ = ["computes_nothing"]
 
@@ -23,7 +24,8 @@ def computes_nothing(model: nn.Module, decision: Decision) -> bool:
     if decision.action is not Action.FLOAT or not isinstance(model, GraphModule):
         return False
     name = decision.node or decision.path.rpartition("/")[2]
-    node = next((node for node in model.graph.nodes if node.name == name), None)
+    captured = model.reference if isinstance(model, QuantizationGraphModule) else model
+    node = next((node for node in captured.graph.nodes if node.name == name), None)
     return node is not None and (preserves_values(node) or _makes_constants(node))
 
 

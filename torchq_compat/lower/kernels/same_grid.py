@@ -77,6 +77,8 @@ def _rule(site: Site) -> KernelCall | Refusal | None:
         return Refusal("its input and its result are not both quantized to 8 bits")
     if site.relu is not None:
         return Refusal("it has no kernel with a ReLU")
+    if site.op.kwargs:
+        return Refusal("it is called with settings the kernel does not have")
     if grid != site.grid:
         return Refusal("its result is quantized to another grid than its input")
     assert isinstance(source, Node)
