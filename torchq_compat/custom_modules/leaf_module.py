@@ -26,6 +26,9 @@ class LeafModule(nn.Module):
     leaf_quant_type = QuantType.STATIC
     #: The class the script mapped the float module to.
     leaf_observed_class: type[nn.Module] | None = None
+    #: Whether what ``leaf_call`` returns lies on ``leaf_output_grids`` already, and an exported program shows
+    #: the per-tensor grids it is made of.
+    leaf_results_on_grids = False
 
     def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute in floats, as the float module is called."""

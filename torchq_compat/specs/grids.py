@@ -15,7 +15,9 @@ import torch.ao.quantization.fx._decomposed
 from torch import Tensor
 from torch.fx import Node
 
-__all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along", "covering"]
+from torchq_compat.specs.dtypes import as_dtype
+
+__all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along", "covering", "q_dq"]
 
 OPS = torch.ops.quantized_decomposed
 
@@ -39,7 +41,12 @@ class PerTensorGrid:
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
         q: Tensor = OPS.quantize_per_tensor(
-            x.float(), self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
+            as_dtype(x, torch.float32),
+            self.scale,
+            self.zero_point,
+            self.quant_min,
+            self.quant_max,
+            self.dtype,
         )
         return q
 
@@ -48,7 +55,20 @@ class PerTensorGrid:
         x: Tensor = OPS.dequantize_per_tensor(
             q, self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
         )
-        return x.to(out_dtype)
+        return as_dtype(x, out_dtype)
+
+    @property
+    def is_kept_by_float32(self) -> bool:
+        """Whether every integer is the same again when it was a float32 in between."""
+        return self.quant_max - self.quant_min < 2**20
+
+
+def q_dq(x: Tensor, grid: PerTensorGrid | None) -> Tensor:
+    """``x``, which lies on ``grid``, behind a quantize and a dequantize that change no value; as it is where
+    it lies on none, or they could change one."""
+    if grid is None or not grid.is_kept_by_float32:
+        return x
+    return grid.dequantize(grid.quantize(x), x.dtype)
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,13 @@ class PerChannelGrid:
         """Floats to integers of ``dtype``."""
         scales, zero_points = self.tensors(x.device)
         q: Tensor = OPS.quantize_per_channel(
-            x.float(), scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
+            as_dtype(x, torch.float32),
+            scales,
+            zero_points,
+            self.axis,
+            self.quant_min,
+            self.quant_max,
+            self.dtype,
         )
         return q
 
@@ -88,7 +114,7 @@ class PerChannelGrid:
         x: Tensor = OPS.dequantize_per_channel(
             q, scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
         )
-        return x.to(out_dtype)
+        return as_dtype(x, out_dtype)
 
 
 def _filled(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

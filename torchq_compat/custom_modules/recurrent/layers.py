@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchq_compat.custom_modules.loop_shape import LoopShape, shape_in_export
+from torchq_compat.custom_modules.part_graph import converted_grids
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
 from torchq_compat.custom_modules.recurrent.over_time import (
     State,
@@ -19,6 +21,7 @@ from torchq_compat.custom_modules.recurrent.over_time import (
     run_packed_direction,
     run_rolled_direction,
 )
+from torchq_compat.specs.grids import q_dq
 
 __all__ = ["RecurrentDirection", "RecurrentLayer"]
 
@@ -35,12 +38,14 @@ class RecurrentDirection(nn.Module):
     ) -> tuple[Tensor, State]:
         """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states. With ``batch_sizes``, ``x``
         and the result are the packed rows of a PackedSequence."""
-        rolled = torch.compiler.is_exporting() and isinstance(self.cell, ConvertedCellGraphModule)
+        exporting = torch.compiler.is_exporting() and isinstance(self.cell, ConvertedCellGraphModule)
+        rolled = exporting and shape_in_export() is LoopShape.ROLLED
         step, inputs = self.hoisted(x, rolled=rolled)
         if batch_sizes is not None:
             return run_packed_direction(step, inputs, state, batch_sizes, backward=backward)
         run = run_rolled_direction if rolled else run_looped_direction
-        return run(step, inputs, state, backward=backward)
+        output, last = run(step, inputs, state, backward=backward)
+        return self._with_grids_shown(output, last) if exporting else (output, last)
 
     def hoisted(self, x: Tensor, *, rolled: bool) -> tuple[Step, tuple[Tensor, ...]]:
         """The function of one time step, and its inputs of all steps: what a converted cell computes of ``x``
@@ -49,6 +54,11 @@ class RecurrentDirection(nn.Module):
         if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
             return cell, (x,)
         return (cell.step if rolled else cell.repeated_step()), cell.project(x)
+
+    def _with_grids_shown(self, output: Tensor, last: State) -> tuple[Tensor, State]:
+        """The same values behind q-dq of their own grids: a backend does not see into the loop."""
+        hidden, *_ = grids = converted_grids(self.cell)
+        return q_dq(output, hidden), tuple(q_dq(*pair) for pair in zip(last, grids, strict=True))
 
 
 class RecurrentLayer(nn.Module):

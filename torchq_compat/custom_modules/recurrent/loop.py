@@ -20,6 +20,7 @@ from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, Convert
 from torchq_compat.custom_modules.recurrent.contract import RecurrentStructure, State, call_recurrent
 from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
+from torchq_compat.specs.dtypes import as_dtype
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
 
 __all__ = ["ConvertedLoop", "ObservedLoop", "RecurrentLoop"]
@@ -73,7 +74,7 @@ class RecurrentLoop(CellOwner):
     ) -> tuple[Tensor, State]:
         dtype = x.dtype
         states = self._states(x, state, batch_sizes)
-        x = x.float()
+        x = as_dtype(x, torch.float32)
         last: list[State] = []
         for index, layer in enumerate(self.layers):
             if index and self.structure.dropout:
@@ -81,13 +82,15 @@ class RecurrentLoop(CellOwner):
             first = index * self.structure.num_directions
             x, ends = layer(x, states[first : first + self.structure.num_directions], batch_sizes)
             last.extend(ends)
-        return x.to(dtype), tuple(torch.stack(rows).to(dtype) for rows in zip(*last, strict=True))
+        return as_dtype(x, dtype), tuple(
+            as_dtype(torch.stack(rows), dtype) for rows in zip(*last, strict=True)
+        )
 
     def _states(self, x: Tensor, state: State | None, batch_sizes: list[int] | None) -> list[State]:
         """The initial state of every layer and direction."""
         if state is not None:
-            return list(zip(*(each.float().unbind(0) for each in state), strict=True))
-        first_step = (x[0] if batch_sizes is None else x[: batch_sizes[0]]).float()
+            return list(zip(*(as_dtype(each, torch.float32).unbind(0) for each in state), strict=True))
+        first_step = as_dtype(x[0] if batch_sizes is None else x[: batch_sizes[0]], torch.float32)
         return [cell.initial_state(self.structure.state_widths, first_step) for _, cell in self.cells()]
 
 
@@ -115,6 +118,8 @@ class ObservedLoop(RecurrentLoop, ObservedModule):
 
 class ConvertedLoop(RecurrentLoop, ConvertedModule):
     """A recurrent module over sequences made of q-dq cells."""
+
+    leaf_results_on_grids = True
 
     @classmethod
     def with_converted_cells(cls, other: RecurrentLoop) -> Self:

@@ -18,6 +18,7 @@ from torchq_compat.custom_modules.recurrent.contract import as_given, check_stat
 from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
 from torchq_compat.errors import CustomModuleError
+from torchq_compat.specs.dtypes import as_dtype
 from torchq_compat.specs.grids import Grid
 
 __all__ = ["ConvertedCell", "ObservedCell", "SingleCell", "fake_cell"]
@@ -50,13 +51,14 @@ class SingleCell(CellOwner):
         """
         states = check_cell_call(self.kind, self.module_path, self.input_size, self.hidden_size, input, hx)
         batched = input.dim() == 2
-        x = (input if batched else input.unsqueeze(0)).float()
+        x = as_dtype(input if batched else input.unsqueeze(0), torch.float32)
         if states is None:
             widths = (self.hidden_size,) * len(self.kind.states)
             states = self.cell.initial_state(widths, x)
         elif not batched:
             states = tuple(state.unsqueeze(0) for state in states)
-        new = tuple(s.to(input.dtype) for s in self.cell(x, *(state.float() for state in states)))
+        states = tuple(as_dtype(state, torch.float32) for state in states)
+        new = tuple(as_dtype(state, input.dtype) for state in self.cell(x, *states))
         return as_given(new if batched else tuple(state.squeeze(0) for state in new))
 
 

@@ -1,0 +1,1 @@
+"""The last stage: a converted model for where it is deployed."""
