@@ -67,7 +67,9 @@ def to_executorch(
     inputs = read_inputs(exported)
     structure = exported.call_spec.out_spec
     try:
-        pte, report = _lower(exported, backend)
+        # With gradients every pass over the graph would trace the backward of its loops as well.
+        with torch.no_grad():
+            pte, report = _lower(exported, backend)
     except ExecutorchError:
         raise
     except Exception as cause:

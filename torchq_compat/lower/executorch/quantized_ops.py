@@ -19,12 +19,14 @@ ATEN = torch.ops.aten
 
 
 def fit_quantized_ops(program: ExportedProgram) -> None:
-    """Rewrite in place: a per-channel quantize takes its scales as float64; of a quantized embedding the rows
-    that are looked up are dequantized, not the table."""
+    """Rewrite in place: a per-channel quantize takes its scales as float64; a cast to float16 is a plain cast;
+    of a quantized embedding the rows that are looked up are dequantized, not the table."""
     for graph_module in graphs(program.graph_module):
         graph = graph_module.graph
         for quantize in graph.find_nodes(op="call_function", target=OPS.quantize_per_channel.default):
             _take_scales_as_double(graph, quantize)
+        for cast in graph.find_nodes(op="call_function", target=OPS.convert_element_type.no_fuse):
+            cast.args, cast.kwargs, cast.target = cast.args[:1], {"dtype": cast.args[1]}, ATEN._to_copy.default
         for embedding in graph.find_nodes(op="call_function", target=ATEN.embedding.default):
             _look_up_integers(graph, embedding)
         graph.eliminate_dead_code()
