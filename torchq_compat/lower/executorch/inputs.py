@@ -9,11 +9,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from torchq_compat.lower.executorch.errors import ExecutorchError
 
-__all__ = ["InputSpec", "bounded_by", "read_inputs"]
+__all__ = ["InputSpec", "bounded_by", "read_inputs", "unexpectedly_fixed"]
 
 
 class SizeRange(NamedTuple):
@@ -83,6 +83,17 @@ def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
     return tuple(_input(nodes[str(name)]) for name in program.graph_signature.user_inputs)
 
 
+def unexpectedly_fixed(inputs: tuple[InputSpec, ...], converted: Graph) -> list[str]:
+    """Sizes above 1 that the graph of the ``converted`` model leaves free and the program does not."""
+    found = []
+    for spec, placeholder in zip(inputs, converted.find_nodes(op="placeholder"), strict=True):
+        free = getattr(placeholder.meta.get("val"), "shape", ())
+        for dimension, (size, (low, high)) in enumerate(zip(free, spec.sizes or (), strict=True)):
+            if _is_free(size) and low == high > 1:
+                found.append(f"{spec.name} in dimension {dimension} to {high}")
+    return found
+
+
 def _input(placeholder: Node) -> InputSpec:
     value = placeholder.meta.get("val")
     if not isinstance(value, Tensor):
@@ -92,11 +103,17 @@ def _input(placeholder: Node) -> InputSpec:
 
 
 def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeRange:
-    if isinstance(size, int):
-        return SizeRange(size, size)
+    if not _is_free(size):
+        return SizeRange(int(size), int(size))
+    assert isinstance(size, torch.SymInt)
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     if not bounds.upper.is_finite:
         raise ExecutorchError.no_upper_bound(placeholder.name, dimension)
     # torch.export lets a free size that it takes for at least 2 be 1.
     low = int(bounds.lower)
     return SizeRange(1 if low == 2 else low, int(bounds.upper))
+
+
+def _is_free(size: int | torch.SymInt) -> bool:
+    # A size that was free and then fixed is a SymInt still.
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
 from torchq_compat.lower.executorch.delegation import DelegationReport, read_delegation
 from torchq_compat.lower.executorch.errors import ExecutorchError
-from torchq_compat.lower.executorch.inputs import bounded_by, read_inputs
-from torchq_compat.lower.executorch.int8_grids import shift_to_int8
+from torchq_compat.lower.executorch.inputs import bounded_by, read_inputs, unexpectedly_fixed
+from torchq_compat.lower.executorch.int8_grids import dequantize_for_each_reader, shift_to_int8
 from torchq_compat.lower.executorch.loop_invariants import move_loop_invariants
 from torchq_compat.lower.executorch.loop_results import size_loop_results
 from torchq_compat.lower.executorch.program import ExecutorchProgram
 from torchq_compat.lower.executorch.quantized_ops import fit_quantized_ops
 from torchq_compat.lower.executorch.runtime import executorch_module, runtime
+from torchq_compat.lower.executorch.whole_linears import restore_linears
 from torchq_compat.lower.executorch.xnnpack import xnnpack_partitioner
 from torchq_compat.lower.export import export
 from torchq_compat.user_warnings import warn_user
@@ -28,7 +30,7 @@ BACKENDS = ("portable", "xnnpack")
 
 def to_executorch(
     converted: torch.nn.Module,
-    example_inputs: tuple[Any, ...],
+    example_inputs: tuple[Any, ...] = MISSING,
     *,
     backend: str = "portable",
     dynamic_shapes: Any = None,
@@ -62,9 +64,14 @@ def to_executorch(
     if backend not in BACKENDS:
         raise ExecutorchError.unknown_backend(backend, BACKENDS)
     executorch_module("exir")
-    bounds = bounded_by(example_inputs) if dynamic_shapes is None else dynamic_shapes
-    exported = export(converted, example_inputs, dynamic_shapes=bounds)
+    args = read_example_inputs(example_inputs)
+    bounds = bounded_by(args) if dynamic_shapes is None else dynamic_shapes
+    exported = export(converted, args, dynamic_shapes=bounds)
     inputs = read_inputs(exported)
+    if dynamic_shapes is None:
+        # A lowered model has its q-dq graph under this name.
+        reference = getattr(converted, "reference", converted)
+        _tell_of_fixed_sizes(unexpectedly_fixed(inputs, reference.graph))
     structure = exported.call_spec.out_spec
     try:
         # With gradients every pass over the graph would trace the backward of its loops as well.
@@ -75,6 +82,7 @@ def to_executorch(
     except Exception as cause:
         raise ExecutorchError.cannot_lower(backend, cause) from cause
     program = ExecutorchProgram(pte, inputs, report, structure)
+    program.load()
     if path is not None:
         program.save(path)
     return program
@@ -88,6 +96,7 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
     partitioners = []
     if backend == "xnnpack":
         shift_to_int8(exported)
+        dequantize_for_each_reader(exported)
         partitioners.append(xnnpack_partitioner(refused))
     edge = exir.to_edge_transform_and_lower(
         exported,
@@ -98,9 +107,17 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
     report = read_delegation(edge.exported_program().graph_module, backend, refused)
     if backend != "portable" and not report.subgraphs:
         warn_user(f"{backend} takes no operator of this model; all run on portable kernels.\n{report}")
-    manager = edge.transform((move_loop_invariants,)).to_executorch()
+    manager = edge.transform((restore_linears, move_loop_invariants)).to_executorch()
     _check_kernels(manager.executorch_program)
     return size_loop_results(manager.buffer), report
+
+
+def _tell_of_fixed_sizes(fixed: list[str]) -> None:
+    if fixed:
+        warn_user(
+            f"the ExecuTorch program fixes sizes that the converted model leaves free: {', '.join(fixed)}. A "
+            "recurrent module that is not mapped to an observed one is unrolled."
+        )
 
 
 def _check_kernels(program: Any) -> None:

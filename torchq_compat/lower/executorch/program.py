@@ -53,6 +53,17 @@ class ExecutorchProgram:
         tensors = (meta.input_tensor_meta(index) for index in range(meta.num_inputs()))
         return cls(pte, tuple(InputSpec.up_to(tuple(tensor.sizes())) for tensor in tensors))
 
+    def load(self) -> None:
+        """Load the program into the runtime of this process, which the first call does otherwise.
+
+        Raises:
+            ExecutorchError: the runtime refuses it, or the extra is not installed.
+        """
+        try:
+            self._method  # noqa: B018
+        except RuntimeError as cause:
+            raise ExecutorchError.unreadable("the program", cause) from cause
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ``.pte`` file, whole or not at all.
 
@@ -74,6 +85,7 @@ class ExecutorchProgram:
             raise ExecutorchError.other_inputs(f"{len(leaves)} inputs were given", map(str, self.inputs))
         for index, (leaf, spec) in enumerate(zip(leaves, self.inputs, strict=True)):
             spec.check(index, leaf)
+        self.load()
         try:
             results = tuple(self._method.execute(leaves))
         except RuntimeError as cause:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import Node
 
 from torchq_compat.specs.grids import PerTensorGrid
 
 __all__ = ["xnnpack_partitioner"]
-
-WHOLE_INT8 = (torch.int8, -128, 127)
 
 
 def xnnpack_partitioner(refused: dict[str, str]) -> Any:
@@ -32,28 +31,50 @@ def xnnpack_partitioner(refused: dict[str, str]) -> Any:
 
 def _held_to_int8(config: type[Any], refused: dict[str, str]) -> type[Any]:
     class HeldToInt8(config):  # type: ignore[misc]
-        def check_constraints(self, node: Node, ep: Any) -> bool:
+        def check_constraints(self, node: Node, ep: ExportedProgram) -> bool:
             if not super().check_constraints(node, ep):
                 return False
-            for each in (node, *self.get_node_and_deps(node, ep)):
-                reason = _not_xnnpacks(each)
-                if reason:
-                    refused[node.name] = reason
-                    return False
-            return True
+            reason = _why_not(node, {node, *self.get_node_and_deps(node, ep)}, ep)
+            if reason:
+                refused[node.name] = reason
+            return not reason
 
     HeldToInt8.__name__ = config.__name__
     return HeldToInt8
 
 
-def _not_xnnpacks(node: Node) -> str:
-    """Why XNNPACK must not take the grid of ``node``; empty if it may, or ``node`` has none."""
-    if "quantize_per_tensor" not in getattr(node.target, "__name__", "") or len(node.args) < 6:
+def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
+    """Why XNNPACK must not have ``partition``, which is ``node`` and its surroundings; empty if it may."""
+    on_grids = [each for each in partition if _is_on_grid(each)]
+    if not on_grids and any(_is_on_grid(each) for each in node.all_input_nodes):
+        return "not in the pattern of a quantized operator: dequantize, operator, quantize"
+    weights = [each for each in on_grids if _is_constant(each.args[0], program)]
+    if weights == [node]:
+        return "a weight without the operator that takes it"
+    reasons = (_wrong_grid(each, is_weight=each in weights) for each in on_grids)
+    return next(filter(None, reasons), "")
+
+
+def _wrong_grid(node: Node, *, is_weight: bool) -> str:
+    if "per_tensor" not in _name(node):
         return ""
     grid = PerTensorGrid.of_node(node)
-    source = node.args[0]
-    if isinstance(source, Node) and source.op == "placeholder" and grid.dtype is torch.int8:
-        return ""  # a weight: its integers are there, nothing is clamped any more
-    if (grid.dtype, grid.quant_min, grid.quant_max) == WHOLE_INT8:
+    # The integers of a weight are there; nothing is clamped any more.
+    narrow = (grid.quant_min, grid.quant_max) != (-128, 127) and not is_weight
+    if grid.dtype is torch.int8 and not narrow:
         return ""
     return f"XNNPACK computes on int8 from -128 to 127, not {grid.dtype} [{grid.quant_min}, {grid.quant_max}]"
+
+
+def _is_on_grid(node: Node) -> bool:
+    # Those with qparams as tensors choose them at run time.
+    return "quantize_per_" in _name(node) and "default" in _name(node)
+
+
+def _is_constant(node: Any, program: ExportedProgram) -> bool:
+    """Whether ``node`` is a parameter or buffer."""
+    return node.op == "placeholder" and node.name not in program.graph_signature.user_inputs
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
