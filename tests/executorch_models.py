@@ -90,7 +90,5 @@ def tagger(
 
 
 def same_bits(model: nn.Module, program: ExecutorchProgram, *inputs: Tensor) -> bool:
-    pairs = [
-        pair for x in inputs for pair in zip(leaves(model(x)), leaves(program(x)), strict=True)
-    ]
+    pairs = [pair for x in inputs for pair in zip(leaves(model(x)), leaves(program(x)), strict=True)]
     return all(torch.equal(a, b) for a, b in pairs)

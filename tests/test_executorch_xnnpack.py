@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, QConfig, QConfigMapping, default_weight_observer
+from torch.ao.quantization.backend_config import DTypeConfig, get_qnnpack_backend_config
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
 
 from tests.executorch_models import PER_CHANNEL, PER_TENSOR, converted, image_classifier, same_bits, tagger
-from tests.oracle import leaves, sqnr
+from tests.oracle import by_us, leaves, sqnr
+from torchq_compat.custom_config import PrepareCustomConfig
 from torchq_compat.lower.executorch import to_executorch
 from torchq_compat.lower.executorch.int8_grids import shift_to_int8
 from torchq_compat.lower.export import export
@@ -58,6 +66,7 @@ def test_the_projection_of_all_steps_is_taken_and_the_loop_is_not() -> None:
     for size in ((12, 4), (5, 1), (1, 2)):
         x = torch.randn(*size, 8)
         for ours, theirs in zip(leaves(model(x)), leaves(program(x)), strict=True):
+            assert ours.shape == theirs.shape
             assert sqnr(ours, theirs) > 40
 
 
@@ -79,31 +88,50 @@ def test_uint8_grids_become_int8_grids_without_a_changed_bit() -> None:
 
 
 def test_integers_that_the_model_hands_out_stay_uint8() -> None:
-    from torchq_compat.custom_config import PrepareCustomConfig
-
     interface = PrepareCustomConfig().set_output_quantized_indexes([0])
-    model = converted(nn.Sequential(nn.Linear(8, 4)), PER_TENSOR, lambda: torch.randn(16, 8), interface)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model = converted(layers, PER_TENSOR, lambda: torch.randn(16, 8), interface)
     program = to_executorch(model, (torch.randn(16, 8),), backend="xnnpack")
-    x = torch.randn(5, 8)
-    assert program(x).dtype is torch.uint8
-    assert same_bits(model, program, x)
+    assert program.report is not None
+    assert program.report.delegated["aten.linear"] == 1
+    assert any("torch.uint8 [0, 255]" in reason for _, reason in program.report.left)
+    x = torch.randn(16, 8)
+    integers = program(x)
+    assert integers.dtype is torch.uint8
+    assert (integers.int() - model(x).int()).abs().max() <= 1
+
+
+def linear_on_16_bits() -> GraphModule:
+    backend = get_qnnpack_backend_config()
+    for config in backend.configs:
+        if config.pattern is nn.Linear:
+            config.add_dtype_config(DTypeConfig(torch.qint32, torch.qint32, torch.qint8, torch.float))
+    observer = MinMaxObserver.with_args(dtype=torch.qint32, quant_min=-(2**15), quant_max=2**15 - 1)
+    mapping = QConfigMapping().set_global(QConfig(observer, default_weight_observer))
+    return by_us(nn.Linear(8, 4).eval(), mapping, [(torch.randn(16, 8),)], backend_config=backend)[1]
+
+
+def linear_on_half_of_uint8() -> GraphModule:
+    config = get_default_x86_inductor_quantization_config(reduce_range=True)
+    quantizer = X86InductorQuantizer().set_global(config)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    return by_us(layers.eval(), quantizer, [(torch.randn(16, 8),)])[1]
 
 
 @pytest.mark.parametrize(
-    ("observer", "grid"),
+    ("make", "reason"),
     [
-        (MinMaxObserver.with_args(dtype=torch.qint32, quant_min=-(2**15), quant_max=2**15 - 1), "int32"),
-        (MinMaxObserver.with_args(dtype=torch.qint8, quant_min=-100, quant_max=100), "[-100, 100]"),
+        (linear_on_16_bits, "not torch.int32 [-2147483648, 2147483647]"),
+        (linear_on_half_of_uint8, "not torch.int8 [-128, -1]"),
     ],
-    ids=["int32", "narrowed int8"],
+    ids=["16 bits", "half of uint8"],
 )
-def test_other_grids_are_left_to_the_portable_kernels(observer: object, grid: str) -> None:
+def test_other_grids_are_left_to_the_portable_kernels(make: Callable[[], GraphModule], reason: str) -> None:
     """XNNPACK's own checks look at the pattern and not at the grid."""
-    mapping = QConfigMapping().set_global(QConfig(observer, default_weight_observer))
-    model = converted(nn.Sequential(nn.Linear(8, 4)), mapping, lambda: torch.randn(16, 8))
+    model = make()
     with pytest.warns(QuantizationWarning, match="xnnpack takes no operator"):
         program = to_executorch(model, (torch.randn(16, 8),), backend="xnnpack")
     assert program.report is not None
     assert not program.report.delegated
-    assert any(name in ("aten.addmm", "aten.linear") and grid in why for name, why in program.report.left)
+    assert any(reason in why for _, why in program.report.left)
     assert same_bits(model, program, torch.randn(9, 8), 5 * torch.randn(3, 8))

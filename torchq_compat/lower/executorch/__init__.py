@@ -1,6 +1,6 @@
 """ExecuTorch: a converted model as a ``.pte`` file, which runs on phones and microcontrollers.
 
-Legacy: ``convert_fx`` and a mobile build of PyTorch, whose runtime had the integer kernels -> ``to_executorch``.
+Legacy: ``convert_fx`` and PyTorch Mobile, whose runtime had the integer kernels -> ``to_executorch``.
 ExecuTorch itself is the optional extra ``executorch``, imported when it is needed.
 """
 

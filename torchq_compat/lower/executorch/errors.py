@@ -48,8 +48,8 @@ class ExecutorchError(TorchQCompatError):
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         return cls(
             f"ExecuTorch cannot take the model ({stage}): {type(cause).__name__}: {' '.join(lines[:2])}",
-            hint="its operators have to be in ExecuTorch's portable library; leave the part of the model with "
-            "the operator named here outside.",
+            hint="its operators have to be in ExecuTorch's portable library; leave what needs the one named "
+            "here outside the model.",
         )
 
     @classmethod

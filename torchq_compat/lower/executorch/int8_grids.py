@@ -1,8 +1,8 @@
 """The q-dq graph as XNNPACK reads it rightly, with the same numbers.
 
-XNNPACK computes on int8. It takes a uint8 pattern as well, and reads its integers as int8; and a dequantize that
-it drops, because an operator takes the integers themselves, it drops for all other readers. Either gives other
-numbers, without a word.
+XNNPACK computes on int8. It takes a uint8 pattern as well, and reads its integers as int8; and a dequantize
+that it drops, because an operator takes the integers themselves, it drops for all other readers. Either gives
+other numbers, without a word.
 """
 
 from __future__ import annotations

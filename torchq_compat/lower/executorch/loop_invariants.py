@@ -27,8 +27,10 @@ def move_loop_invariants(graph_module: GraphModule) -> PassResult:
 
 def _move_out_of(graph_module: GraphModule, scan: Node) -> bool:
     body_name, init, inputs, constants = scan.args
-    assert isinstance(init, (list, tuple)) and isinstance(inputs, (list, tuple))
-    assert isinstance(body_name, Node) and isinstance(constants, (list, tuple))
+    assert isinstance(body_name, Node)
+    assert isinstance(init, (list, tuple))
+    assert isinstance(inputs, (list, tuple))
+    assert isinstance(constants, (list, tuple))
     body = graph_module.get_submodule(str(body_name.target))
     assert isinstance(body, GraphModule)
     arguments = body.graph.find_nodes(op="placeholder")[len(init) + len(inputs) :]

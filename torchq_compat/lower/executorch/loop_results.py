@@ -1,17 +1,19 @@
 """Results of loops at the sizes of the call: a repair of programs that ExecuTorch emits.
 
-ExecuTorch allocates a tensor at its upper bound, and its kernels resize what they write. Two of the
-instructions a ``scan`` becomes (pytorch/executorch#16028) do not: ``aten::copy_``, which fills the states, asks
-for the size of the target; ``executorch_prim::et_copy_index``, which stacks the outputs, lets a target that is
-longer than the loop, or batched otherwise, as it is. Below the bounds a program would stop, or return the rest
-of a buffer as further steps. Here states are written by ``aten::copy.out``, which resizes, and a stack is
-resized to (steps, *output) before a step is written into it.
+ExecuTorch allocates a tensor at its upper bound, and its kernels resize what they write. Two instructions of
+those a ``scan`` becomes (pytorch/executorch#16028) do not: ``aten::copy_``, which fills the states, wants the
+size of its target; ``executorch_prim::et_copy_index``, which stacks the outputs, leaves a target as it is
+that is longer than the loop. Below the bounds a program would stop, or return the rest of a buffer as further
+steps. Here states are written by ``aten::copy.out``, which resizes, and a stack is resized to
+(steps, *output) before a step is written into it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+
+from torchq_compat.lower.executorch.runtime import executorch_module
 
 __all__ = ["size_loop_results"]
 
@@ -22,8 +24,7 @@ IS_LAST_STEP = ("executorch_prim::eq", "Scalar")
 
 def size_loop_results(pte: bytes) -> bytes:
     """The same program with the results of its loops sized by the call; one without loops as it is."""
-    from executorch.exir import _serialize
-
+    _serialize = executorch_module("exir._serialize")
     file = _serialize._deserialize_pte_binary(pte)
     names = {(each.name, each.overload) for plan in file.program.execution_plan for each in plan.operators}
     if not names & {COPY_INTO, STACK}:
@@ -39,11 +40,9 @@ class _PlanEditor:
     """Adds operators, values and instructions to an ``executorch.exir.schema.ExecutionPlan``."""
 
     def __init__(self, plan: Any) -> None:
-        from executorch.exir import schema
-
-        self.schema = schema
+        self.schema = executorch_module("exir.schema")
         self.plan = plan
-        self.none = self._value(schema.Null())
+        self.none = self._value(self.schema.Null())
 
     def with_sized_results(self, instructions: list[Any]) -> list[Any]:
         steps = {args[0]: args[1] for name, args in map(self._call, instructions) if name == IS_LAST_STEP}

@@ -70,7 +70,7 @@ def to_executorch(
     inputs = read_inputs(exported)
     if dynamic_shapes is None:
         # A lowered model has its q-dq graph under this name.
-        reference = getattr(converted, "reference", converted)
+        reference: Any = getattr(converted, "reference", converted)
         _tell_of_fixed_sizes(unexpectedly_fixed(inputs, reference.graph))
     structure = exported.call_spec.out_spec
     try:
@@ -81,6 +81,8 @@ def to_executorch(
         raise
     except Exception as cause:
         raise ExecutorchError.cannot_lower(backend, cause) from cause
+    if backend != "portable" and not report.subgraphs:
+        warn_user(f"{backend} takes no operator of this model; all run on portable kernels.\n{report}")
     program = ExecutorchProgram(pte, inputs, report, structure)
     program.load()
     if path is not None:
@@ -105,8 +107,6 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
         compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
     )
     report = read_delegation(edge.exported_program().graph_module, backend, refused)
-    if backend != "portable" and not report.subgraphs:
-        warn_user(f"{backend} takes no operator of this model; all run on portable kernels.\n{report}")
     manager = edge.transform((restore_linears, move_loop_invariants)).to_executorch()
     _check_kernels(manager.executorch_program)
     return size_loop_results(manager.buffer), report

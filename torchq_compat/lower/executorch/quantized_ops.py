@@ -19,14 +19,18 @@ ATEN = torch.ops.aten
 
 
 def fit_quantized_ops(program: ExportedProgram) -> None:
-    """Rewrite in place: a per-channel quantize takes its scales as float64; a cast to float16 is a plain cast;
+    """Rewrite in place: a per-channel quantize takes its scales as float64; a cast to float16 is a plain one;
     of a quantized embedding the rows that are looked up are dequantized, not the table."""
     for graph_module in graphs(program.graph_module):
         graph = graph_module.graph
         for quantize in graph.find_nodes(op="call_function", target=OPS.quantize_per_channel.default):
             _take_scales_as_double(graph, quantize)
         for cast in graph.find_nodes(op="call_function", target=OPS.convert_element_type.no_fuse):
-            cast.args, cast.kwargs, cast.target = cast.args[:1], {"dtype": cast.args[1]}, ATEN._to_copy.default
+            cast.args, cast.kwargs, cast.target = (
+                cast.args[:1],
+                {"dtype": cast.args[1]},
+                ATEN._to_copy.default,
+            )
         for embedding in graph.find_nodes(op="call_function", target=ATEN.embedding.default):
             _look_up_integers(graph, embedding)
         graph.eliminate_dead_code()
@@ -53,7 +57,8 @@ def _look_up_integers(graph: Graph, embedding: Node) -> None:
     if table.target is not OPS.dequantize_per_channel.default or table.kwargs or table.args[3] != 0:
         return
     integers, scales, zero_points, _, low, high, _ = table.args
-    assert isinstance(scales, Node) and isinstance(zero_points, Node)
+    assert isinstance(scales, Node)
+    assert isinstance(zero_points, Node)
     with graph.inserting_before(embedding):
         if zero_points.meta["val"].dtype != scales.meta["val"].dtype:
             zero_points = _cast(graph, zero_points, scales.meta["val"].dtype)

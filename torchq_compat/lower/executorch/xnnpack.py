@@ -1,7 +1,9 @@
 """XNNPACK's partitioner, held to what XNNPACK computes.
 
 Its own checks look at the pattern around a matmul or a convolution, not at the grids in it: it takes uint8,
-16-bit and narrowed grids, and computes other numbers.
+16-bit and narrowed grids, and computes other numbers. They also mark the dequantize before an operator that
+they then refuse as one that does not compute; taken on its own, it would hand on integers as floats. So
+quantize and dequantize are taken only with the operator between them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from torchq_compat.lower.executorch.runtime import executorch_module
 from torchq_compat.specs.grids import PerTensorGrid
 
 __all__ = ["xnnpack_partitioner"]
@@ -23,10 +26,11 @@ def xnnpack_partitioner(refused: dict[str, str]) -> Any:
     Args:
         refused: is filled with the reason, by the name of the node, where a grid is not XNNPACK's.
     """
-    from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-
-    return XnnpackPartitioner(configs=[_held_to_int8(config, refused) for config in ALL_PARTITIONER_CONFIGS])
+    partition = "backends.xnnpack.partition"
+    all_configs = executorch_module(f"{partition}.config").ALL_PARTITIONER_CONFIGS
+    partitioner = executorch_module(f"{partition}.xnnpack_partitioner").XnnpackPartitioner
+    configs = [config for config in all_configs if "quantize" not in config.target_name]
+    return partitioner(configs=[_held_to_int8(config, refused) for config in configs])
 
 
 def _held_to_int8(config: type[Any], refused: dict[str, str]) -> type[Any]:
@@ -48,10 +52,7 @@ def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
     on_grids = [each for each in partition if _is_on_grid(each)]
     if not on_grids and any(_is_on_grid(each) for each in node.all_input_nodes):
         return "not in the pattern of a quantized operator: dequantize, operator, quantize"
-    weights = [each for each in on_grids if _is_constant(each.args[0], program)]
-    if weights == [node]:
-        return "a weight without the operator that takes it"
-    reasons = (_wrong_grid(each, is_weight=each in weights) for each in on_grids)
+    reasons = (_wrong_grid(each, is_weight=_is_constant(each.args[0], program)) for each in on_grids)
     return next(filter(None, reasons), "")
 
 
