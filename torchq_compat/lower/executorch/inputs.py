@@ -107,7 +107,7 @@ def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeR
         return SizeRange(int(size), int(size))
     assert isinstance(size, torch.SymInt)
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
-    if not bounds.upper.is_finite:
+    if not bounds.upper.is_Integer:
         raise ExecutorchError.no_upper_bound(placeholder.name, dimension)
     # torch.export lets a free size that it takes for at least 2 be 1.
     low = int(bounds.lower)

@@ -41,7 +41,7 @@ def _operands(node: Node) -> tuple[Node | None, ...] | None:
         return None
     if any(each.meta["val"].dim() != 1 for each in bias):
         return None
-    return x, transposed.all_input_nodes[0], *(bias or [None])
+    return x, transposed.all_input_nodes[0], bias[0] if bias else None
 
 
 def _is(node: Node, packet: torch._ops.OpOverloadPacket) -> bool:
