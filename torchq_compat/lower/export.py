@@ -15,7 +15,7 @@ from torchq_compat.decisions import Action
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
 from torchq_compat.graph_module import ConvertedGraphModule
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
-from torchq_compat.lower.repeated_quantization import drop_repeated_quantization
+from torchq_compat.lower.tidying import tidy
 from torchq_compat.quantized_interface import take_integers
 from torchq_compat.user_warnings import warn_user
 
@@ -58,8 +58,8 @@ def export(
             program = export_with_free_sizes(with_per_tensor_edges(model), args, dynamic_shapes)
         except Exception as cause:
             raise _error(model, args, shape, dynamic_shapes, cause) from cause
-    drop_repeated_quantization(program.graph)
-    program.graph_module.recompile()
+    _freeze(program)
+    tidy(program)
     _tell_of_float_modules(model)
     if dynamic_shapes is None and shape is not LoopShape.UNROLLED:
         _tell_of_fixed_sizes(model, program)
@@ -95,6 +95,13 @@ def _error(
     return ExportError.failed(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
 
 
+def _freeze(program: ExportedProgram) -> None:
+    """Parameters that ask for no gradient: to have one, a scan computes its steps in another way."""
+    for name, value in program.state_dict.items():
+        if isinstance(value, torch.nn.Parameter):
+            program.state_dict[name] = torch.nn.Parameter(value.detach(), requires_grad=False)
+
+
 def _tell_of_float_modules(model: ConvertedGraphModule) -> None:
     left = [d.path for d in model.record.decisions if d.action is Action.FLOAT and d.warn]
     if left:
@@ -106,10 +113,10 @@ def _tell_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
     names = program.graph_signature.user_inputs
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     fixed = [
-        f"{node.name} in dimension {dimension} to {size}"
+        f"{name} in dimension {dimension} to {size}"
         for node, name in zip(model.graph.find_nodes(op="placeholder"), names, strict=True)
-        for dimension, (free, size) in enumerate(zip(_sizes(node), _sizes(nodes[str(name)]), strict=True))
-        if isinstance(free, torch.SymInt) and not isinstance(size, torch.SymInt)
+        for dimension, (free, size) in enumerate(zip(_sizes(node), _sizes(nodes.get(str(name))), strict=True))
+        if _constant(free) is None and _constant(size) is not None
     ]
     if fixed:
         warn_user(
@@ -117,5 +124,12 @@ def _tell_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
         )
 
 
-def _sizes(node: Node) -> tuple[Any, ...]:
-    return tuple(getattr(node.meta.get("val"), "shape", ()))
+def _sizes(node: Node | None) -> tuple[Any, ...]:
+    """Of a tensor; an argument that is None has no node."""
+    return tuple(getattr(node.meta.get("val"), "shape", ())) if node is not None else ()
+
+
+def _constant(size: Any) -> int | None:
+    """The value of ``size`` if it is fixed; a symbol may have become a constant in hindsight."""
+    value: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return value

@@ -71,12 +71,17 @@ def _readers(getitem: Node, leaves: dict[Node, LeafModule]) -> list[_Edge] | Non
     """The leaf inputs that read ``getitem`` as integers; None if something else but dequantize does."""
     edges: list[_Edge] = []
     for user in getitem.users:
-        if user in leaves and leaves[user].leaf_results_on_grids:
+        if user in leaves and _takes_floats(leaves[user]):
             arguments = tensor_arguments(user, leaves[user])
             edges.extend(_Edge(user, index) for index, node in enumerate(arguments) if node is getitem)
         elif user.target is not DEQUANTIZE_PER_CHANNEL:
             return None
     return edges
+
+
+def _takes_floats(leaf: LeafModule) -> bool:
+    """Whether ``leaf``, or a copy of it, would get the same floats for integers."""
+    return type(leaf).leaf_receive is LeafModule.leaf_receive and not isinstance(leaf, GraphModule)
 
 
 def _bypass_dequantize(getitem: Node) -> None:

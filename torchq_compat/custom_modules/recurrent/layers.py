@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.custom_modules.loop_shape import LoopShape, shape_in_export
-from torchq_compat.custom_modules.part_graph import converted_grids
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
+from torchq_compat.custom_modules.recurrent.opaque_call import OpaqueDirection
 from torchq_compat.custom_modules.recurrent.over_time import (
     State,
     Step,
+    project_as_given,
     run_looped_direction,
     run_packed_direction,
     run_rolled_direction,
@@ -29,6 +30,9 @@ __all__ = ["RecurrentDirection", "RecurrentLayer"]
 class RecurrentDirection(nn.Module):
     """One direction of one layer: its cell, run over time."""
 
+    #: Whether ``x`` comes as a view (T, B, I) of what was given as (B, T, I).
+    batch_first = False
+
     def __init__(self, cell: CellGraphModule) -> None:
         super().__init__()
         self.cell = cell
@@ -38,27 +42,40 @@ class RecurrentDirection(nn.Module):
     ) -> tuple[Tensor, State]:
         """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states. With ``batch_sizes``, ``x``
         and the result are the packed rows of a PackedSequence."""
-        exporting = torch.compiler.is_exporting() and isinstance(self.cell, ConvertedCellGraphModule)
-        rolled = exporting and shape_in_export() is LoopShape.ROLLED
-        step, inputs = self.hoisted(x, rolled=rolled)
+        if torch.compiler.is_exporting() and isinstance(self.cell, ConvertedCellGraphModule):
+            return self._exported(self.cell, x, state, backward=backward)
+        step, inputs = self._hoisted(x)
         if batch_sizes is not None:
             return run_packed_direction(step, inputs, state, batch_sizes, backward=backward)
-        run = run_rolled_direction if rolled else run_looped_direction
-        output, last = run(step, inputs, state, backward=backward)
-        return self._with_grids_shown(output, last) if exporting else (output, last)
+        return run_looped_direction(step, inputs, state, backward=backward)
 
-    def hoisted(self, x: Tensor, *, rolled: bool) -> tuple[Step, tuple[Tensor, ...]]:
-        """The function of one time step, and its inputs of all steps: what a converted cell computes of ``x``
-        alone is computed once. A cell with hooks is called itself."""
+    def _hoisted(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
+        """The function of one time step, and its inputs of all steps. A cell with hooks is called itself."""
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
             return cell, (x,)
-        return (cell.step if rolled else cell.repeated_step()), cell.project(x)
+        return cell.repeated_step(), self._project(cell, x)
 
-    def _with_grids_shown(self, output: Tensor, last: State) -> tuple[Tensor, State]:
-        """The same values behind q-dq of their own grids: a backend does not see into the loop."""
-        hidden, *_ = grids = converted_grids(self.cell)
+    def _project(self, cell: ConvertedCellGraphModule, x: Tensor) -> tuple[Tensor, ...]:
+        return project_as_given(cell.project, x, batch_first=self.batch_first)
+
+    def _exported(
+        self, cell: ConvertedCellGraphModule, x: Tensor, state: State, *, backward: bool
+    ) -> tuple[Tensor, State]:
+        """With q-dq of their own grids behind the results, which change no value: a backend does not see into
+        the loop."""
+        inputs = self._project(cell, x)
+        if shape_in_export() is LoopShape.UNROLLED:
+            output, last = run_looped_direction(cell.repeated_step(), inputs, state, backward=backward)
+        else:
+            step, weights = cell.step_of_weights()
+            output, last = run_rolled_direction(step, weights, inputs, state, backward=backward)
+        hidden, *_ = grids = cell.state_grids()
         return q_dq(output, hidden), tuple(q_dq(*pair) for pair in zip(last, grids, strict=True))
+
+    def opaque(self) -> OpaqueDirection:
+        """This direction, converted, for the opaque operator."""
+        return OpaqueDirection(self.cell, batch_first=self.batch_first)
 
 
 class RecurrentLayer(nn.Module):
@@ -72,6 +89,10 @@ class RecurrentLayer(nn.Module):
 
     def directions(self) -> tuple[RecurrentDirection, ...]:
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
+
+    def opaque(self) -> list[OpaqueDirection]:
+        """The directions for the opaque operator."""
+        return [direction.opaque() for direction in self.directions()]
 
     def forward(
         self, x: Tensor, states: list[State], batch_sizes: list[int] | None = None

@@ -19,6 +19,7 @@ from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, r
 from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
 from torchq_compat.custom_modules.recurrent.contract import RecurrentStructure, State, call_recurrent
 from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
+from torchq_compat.custom_modules.recurrent.opaque_call import call_opaque, is_exported_opaque
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
 from torchq_compat.specs.dtypes import as_dtype
 from torchq_compat.specs.grids import Grid, PerTensorGrid, combine_along
@@ -40,6 +41,8 @@ class RecurrentLoop(CellOwner):
         super().__init__()
         self.structure = structure
         self.layers = nn.ModuleList(layers)
+        for direction in layers[0].directions():
+            direction.batch_first = structure.batch_first
 
     input_size = property(lambda self: self.structure.input_size)
     hidden_size = property(lambda self: self.structure.hidden_size)
@@ -60,10 +63,12 @@ class RecurrentLoop(CellOwner):
         return call_recurrent(self.structure, self.module_path, self._run_layers, args, kwargs)
 
     def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, RecurrentLayer)
+        for index, layer in enumerate(self._layers()):
             for name, direction in zip(("layer_fw", "layer_bw"), layer.directions(), strict=False):
                 yield f"layers.{index}.{name}.cell", direction.cell
+
+    def _layers(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         states = [self.specs.group_dtype(state.group) for state in self.structure.kind.states]
@@ -75,16 +80,25 @@ class RecurrentLoop(CellOwner):
         dtype = x.dtype
         states = self._states(x, state, batch_sizes)
         x = as_dtype(x, torch.float32)
+        if is_exported_opaque():
+            x, last = call_opaque([layer.opaque() for layer in self._layers()], x, states)
+        else:
+            x, last = self._loop(x, states, batch_sizes)
+        return as_dtype(x, dtype), tuple(
+            as_dtype(torch.stack(rows), dtype) for rows in zip(*last, strict=True)
+        )
+
+    def _loop(
+        self, x: Tensor, states: list[State], batch_sizes: list[int] | None
+    ) -> tuple[Tensor, list[State]]:
         last: list[State] = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._layers()):
             if index and self.structure.dropout:
                 x = F.dropout(x, self.structure.dropout, self.training)
             first = index * self.structure.num_directions
             x, ends = layer(x, states[first : first + self.structure.num_directions], batch_sizes)
             last.extend(ends)
-        return as_dtype(x, dtype), tuple(
-            as_dtype(torch.stack(rows), dtype) for rows in zip(*last, strict=True)
-        )
+        return x, last
 
     def _states(self, x: Tensor, state: State | None, batch_sizes: list[int] | None) -> list[State]:
         """The initial state of every layer and direction."""

@@ -16,6 +16,11 @@ from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, r
 from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
 from torchq_compat.custom_modules.recurrent.contract import as_given, check_state_count, shown
 from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
+from torchq_compat.custom_modules.recurrent.opaque_call import (
+    OpaqueDirection,
+    call_opaque,
+    is_exported_opaque,
+)
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.specs.dtypes import as_dtype
@@ -58,7 +63,11 @@ class SingleCell(CellOwner):
         elif not batched:
             states = tuple(state.unsqueeze(0) for state in states)
         states = tuple(as_dtype(state, torch.float32) for state in states)
-        new = tuple(as_dtype(state, input.dtype) for state in self.cell(x, *states))
+        if is_exported_opaque():
+            _, [new] = call_opaque([[OpaqueDirection(self.cell)]], x.unsqueeze(0), [states])
+        else:
+            new = tuple(self.cell(x, *states))
+        new = tuple(as_dtype(state, input.dtype) for state in new)
         return as_given(new if batched else tuple(state.squeeze(0) for state in new))
 
 
