@@ -35,8 +35,8 @@ from torchq_compat.lower.executorch.loop_results import size_loop_results
 
 RECURRENT: dict[str, Callable[[], GraphModule]] = {
     "lstm": lambda: tagger(nn.LSTM(8, 12)),
-    "two layers, both directions": lambda: tagger(nn.LSTM(8, 12, 2, bidirectional=True), PER_CHANNEL, 24),
-    "gru": lambda: tagger(nn.GRU(8, 12), PER_CHANNEL),
+    "both directions": lambda: tagger(nn.LSTM(8, 12, bidirectional=True), PER_CHANNEL, 24),
+    "two layers": lambda: tagger(nn.GRU(8, 12, 2), PER_CHANNEL),
     "relu rnn": lambda: tagger(nn.RNN(8, 12, nonlinearity="relu")),
     "16-bit parts": lambda: tagger(nn.LSTM(8, 12), custom=IN_16_BITS),
 }
@@ -97,13 +97,19 @@ def test_dynamic_qparams_up_to_the_rounding_of_floats(name: str) -> None:
             assert (ours - theirs).abs().max() < 1e-6
 
 
-def test_neither_file_nor_program_grow_with_the_length() -> None:
+def test_neither_file_nor_loop_grow_with_the_length() -> None:
     model = tagger(nn.LSTM(8, 12))
     short = to_executorch(model, (torch.randn(8, 4, 8),))
     long = to_executorch(model, (torch.randn(2048, 4, 8),))
     assert abs(len(long.pte) - len(short.pte)) < 64
     x = torch.randn(300, 4, 8)
     assert same_bits(model, long, x, x[:5])
+    inside = operators_in_loops(short.pte)
+    assert inside == operators_in_loops(long.pte)
+    # One dequantize for each part: weights became floats before the loop.
+    assert inside.count("quantized_decomposed::dequantize_per_tensor") == 11
+    assert inside.count("aten::linear") == 1
+    assert "aten::permute_copy" not in inside
 
 
 def test_weights_are_stored_as_int8() -> None:
@@ -113,15 +119,6 @@ def test_weights_are_stored_as_int8() -> None:
     program = to_executorch(model, (torch.randn(12, 1, 128),))
     assert 0.25 * floats < len(program.pte) < 0.30 * floats
     assert same_bits(model, program, torch.randn(9, 1, 128))
-
-
-def test_weights_become_floats_once_not_at_every_step() -> None:
-    program = to_executorch(tagger(nn.LSTM(8, 12)), (torch.randn(12, 4, 8),))
-    assert program.report is not None
-    calls = operators_in_loops(program.pte)
-    assert calls.count("quantized_decomposed::dequantize_per_tensor") == 11  # one for each part, no weight
-    assert calls.count("aten::linear") == 1
-    assert "aten::permute_copy" not in calls
 
 
 def test_a_program_without_loops_is_left_as_it_is() -> None:
