@@ -31,6 +31,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if count:
         terminalreporter.write_line(f"{count} test(s) in a browser left out: pytest -m browser runs them")
     if WITHOUT_EXECUTORCH:
-        terminalreporter.write_line(
-            "test_executorch*.py left out: pip install -e .[executorch] adds them"
-        )
+        terminalreporter.write_line("test_executorch*.py left out: pip install -e .[executorch] adds them")

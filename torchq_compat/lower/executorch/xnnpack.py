@@ -57,8 +57,9 @@ def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
 
 
 def _wrong_grid(node: Node, *, is_weight: bool) -> str:
-    if "per_tensor" not in _name(node):
-        return ""
+    if "per_channel" in _name(node):
+        dtype = node.args[6]
+        return "" if dtype is torch.int8 else f"XNNPACK computes on int8, not {dtype}"
     grid = PerTensorGrid.of_node(node)
     # The integers of a weight are there; nothing is clamped any more.
     narrow = (grid.quant_min, grid.quant_max) != (-128, 127) and not is_weight
