@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start
 
 LEFT_OUT = pytest.StashKey[int]()
+WITHOUT_EXECUTORCH = importlib.util.find_spec("executorch") is None
+#: The extra is optional; .ci/run installs it.
+collect_ignore_glob = ["test_executorch*.py"] if WITHOUT_EXECUTORCH else []
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -22,7 +26,9 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say that the plain command leaves tests out that .ci/run runs."""
+    """Say which tests are left out that .ci/run runs."""
     count = config.stash.get(LEFT_OUT, 0)
     if count:
         terminalreporter.write_line(f"{count} test(s) in a browser left out: pytest -m browser runs them")
+    if WITHOUT_EXECUTORCH:
+        terminalreporter.write_line("test_executorch*.py left out: pip install -e .[executorch] adds them")

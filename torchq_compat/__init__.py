@@ -12,6 +12,7 @@ from torchq_compat.errors import TorchQCompatError
 
 if TYPE_CHECKING:
     from torchq_compat.explanation import explain
+    from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
     from torchq_compat.migrate.comparison.comparing import compare
     from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
@@ -44,6 +45,7 @@ __all__ = [
     "prepare_qat_fx",
     "quantizer_from",
     "reroute_tuples",
+    "to_executorch",
 ]
 
 #: Where a name lives that is not in quantize_fx.
@@ -56,6 +58,7 @@ _HOMES = {
     "export": "torchq_compat.lower.export",
     "quantizer_from": "torchq_compat.quantizers",
     "reroute_tuples": "torchq_compat.tuple_rerouting",
+    "to_executorch": "torchq_compat.lower.executorch",
 }
 
 

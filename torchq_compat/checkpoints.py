@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from torchq_compat.errors import CheckpointError
+from torchq_compat.whole_files import whole_file
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -21,18 +21,9 @@ def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLik
 
     The file is written beside ``path`` and moved over it when it is complete and on disk.
     """
-    target = Path(path)
     content = state.state_dict() if isinstance(state, nn.Module) else dict(state)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with whole_file(Path(path)) as file:
+        torch.save(content, file)
 
 
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchq_compat.migrate.recorder import RecordedModel
-from torchq_compat.migrate.whole_files import write_whole
+from torchq_compat.whole_files import write_whole
 
 __all__ = ["write_explanation"]
 

@@ -12,7 +12,7 @@ from torchq_compat.migrate.comparison.causes import grid_text
 from torchq_compat.migrate.comparison.errors import ReportError
 from torchq_compat.migrate.comparison.results import Comparison
 from torchq_compat.migrate.comparison.terminal_report import COLUMNS, cost_rows, point_row
-from torchq_compat.migrate.whole_files import write_whole
+from torchq_compat.whole_files import write_whole
 
 __all__ = ["check_page", "page", "write_page"]
 

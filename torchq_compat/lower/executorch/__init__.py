@@ -1,0 +1,11 @@
+"""ExecuTorch: a converted model as a ``.pte`` file, which runs on phones and microcontrollers.
+
+Legacy: ``convert_fx`` and PyTorch Mobile, whose runtime had the integer kernels -> ``to_executorch``.
+ExecuTorch itself is the optional extra ``executorch``, imported when it is needed.
+"""
+
+from torchq_compat.lower.executorch.delegation import DelegationReport
+from torchq_compat.lower.executorch.lowering import to_executorch
+from torchq_compat.lower.executorch.program import ExecutorchProgram
+
+__all__ = ["DelegationReport", "ExecutorchProgram", "to_executorch"]

@@ -1,0 +1,119 @@
+"""The inputs of an ExecuTorch program: it plans its memory for the largest sizes, so they are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+from torch.fx import Graph, Node
+
+from torchq_compat.lower.executorch.errors import ExecutorchError
+
+__all__ = ["InputSpec", "bounded_by", "read_inputs", "unexpectedly_fixed"]
+
+
+class SizeRange(NamedTuple):
+    """The sizes a dimension may have, both ends included."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.high) if self.low == self.high else f"{self.low}..{self.high}"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A flat input. ``dtype`` is None where it is not known, ``sizes`` where it is no tensor."""
+
+    name: str
+    dtype: torch.dtype | None
+    sizes: tuple[SizeRange, ...] | None
+
+    @classmethod
+    def up_to(cls, sizes: tuple[int, ...]) -> InputSpec:
+        return cls("", None, tuple(SizeRange(0, size) for size in sizes))
+
+    def check(self, index: int, value: Any) -> None:
+        """Raise an ExecutorchError if ``value`` is not such an input."""
+        if self.sizes is None:
+            return
+        if not isinstance(value, Tensor) or value.dim() != len(self.sizes):
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ExecutorchError.other_inputs(f"input {index} is {found}", [str(self)])
+        if self.dtype is not None and value.dtype is not self.dtype:
+            raise ExecutorchError.other_inputs(f"input {index} is {value.dtype}", [str(self)])
+        for dimension, (size, allowed) in enumerate(zip(value.shape, self.sizes, strict=True)):
+            if size > allowed.high and allowed.low != allowed.high:
+                raise ExecutorchError.beyond_bound(index, dimension, size, allowed.high)
+            if not allowed.low <= size <= allowed.high:
+                raise ExecutorchError.other_inputs(
+                    f"input {index} has size {size} in dimension {dimension}", [str(self)]
+                )
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.") if self.dtype else "tensor"
+        sizes = "" if self.sizes is None else f"[{', '.join(map(str, self.sizes))}]"
+        return f"{self.name}: {dtype}{sizes}".removeprefix(": ")
+
+
+def bounded_by(example_inputs: tuple[Any, ...]) -> Any:
+    """``dynamic_shapes`` that let every size go from 1 to its size in ``example_inputs``, where the model
+    leaves it free."""
+
+    def sizes(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return None
+        return {i: Dim.AUTO(min=1, max=size) for i, size in enumerate(leaf.shape) if size > 1}
+
+    return pytree.tree_map(sizes, example_inputs)
+
+
+def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
+    """The flat inputs of ``program``.
+
+    Raises:
+        ExecutorchError: a free size without an upper bound.
+    """
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    return tuple(_input(nodes[str(name)]) for name in program.graph_signature.user_inputs)
+
+
+def unexpectedly_fixed(inputs: tuple[InputSpec, ...], converted: Graph) -> list[str]:
+    """Sizes above 1 that the graph of the ``converted`` model leaves free and the program does not."""
+    found = []
+    for spec, placeholder in zip(inputs, converted.find_nodes(op="placeholder"), strict=True):
+        free = getattr(placeholder.meta.get("val"), "shape", ())
+        for dimension, (size, (low, high)) in enumerate(zip(free, spec.sizes or (), strict=True)):
+            if _is_free(size) and low == high > 1:
+                found.append(f"{spec.name} in dimension {dimension} to {high}")
+    return found
+
+
+def _input(placeholder: Node) -> InputSpec:
+    value = placeholder.meta.get("val")
+    if not isinstance(value, Tensor):
+        return InputSpec(placeholder.name, None, None)
+    ranges = tuple(_range(placeholder, i, size) for i, size in enumerate(value.shape))
+    return InputSpec(placeholder.name, value.dtype, ranges)
+
+
+def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeRange:
+    if not _is_free(size):
+        return SizeRange(int(size), int(size))
+    assert isinstance(size, torch.SymInt)
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    if not bounds.upper.is_Integer:
+        raise ExecutorchError.no_upper_bound(placeholder.name, dimension)
+    # torch.export lets a free size that it takes for at least 2 be 1.
+    low = int(bounds.lower)
+    return SizeRange(1 if low == 2 else low, int(bounds.upper))
+
+
+def _is_free(size: int | torch.SymInt) -> bool:
+    # A size that was free and then fixed is a SymInt still.
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number

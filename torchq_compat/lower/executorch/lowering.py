@@ -1,0 +1,128 @@
+"""``to_executorch``: from a converted model to a ``.pte`` file."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
+from torchq_compat.lower.executorch.delegation import DelegationReport, read_delegation
+from torchq_compat.lower.executorch.errors import ExecutorchError
+from torchq_compat.lower.executorch.inputs import bounded_by, read_inputs, unexpectedly_fixed
+from torchq_compat.lower.executorch.int8_grids import dequantize_for_each_reader, shift_to_int8
+from torchq_compat.lower.executorch.loop_invariants import move_loop_invariants
+from torchq_compat.lower.executorch.loop_results import size_loop_results
+from torchq_compat.lower.executorch.program import ExecutorchProgram
+from torchq_compat.lower.executorch.quantized_ops import fit_quantized_ops
+from torchq_compat.lower.executorch.runtime import executorch_module, runtime
+from torchq_compat.lower.executorch.whole_linears import restore_linears
+from torchq_compat.lower.executorch.xnnpack import xnnpack_partitioner
+from torchq_compat.lower.export import export
+from torchq_compat.user_warnings import warn_user
+
+__all__ = ["to_executorch"]
+
+BACKENDS = ("portable", "xnnpack")
+
+
+def to_executorch(
+    converted: torch.nn.Module,
+    example_inputs: tuple[Any, ...] = MISSING,
+    *,
+    backend: str = "portable",
+    dynamic_shapes: Any = None,
+    path: str | os.PathLike[str] | None = None,
+) -> ExecutorchProgram:
+    """Lower a converted model to ExecuTorch.
+
+    Weights are stored as their integers. Recurrent modules are loops over time: the program does not grow
+    with the length. On the portable kernels it computes what ``convert_to_reference_fx`` computes, bit for
+    bit; with XNNPACK each delegated operator is within one quantization step. On a device the runtime needs
+    the kernels of ExecuTorch's quantized library linked in.
+
+    Args:
+        converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode.
+        example_inputs: one example of every positional argument. ExecuTorch plans its memory beforehand, so
+            their sizes are the **largest** the program will take; every size that the model leaves free may
+            be smaller, one that is 1 here stays 1.
+        backend: ``"portable"``, or ``"xnnpack"``, which takes what it can and leaves the rest to the
+            portable kernels: ``report`` of the result says which. It has no part in the body of loops.
+        dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it,
+            instead of the rule above. Every Dim needs a ``max``.
+        path: where to write the ``.pte`` file, whole or not at all.
+
+    Raises:
+        ExecutorchError: the extra ``executorch`` is not installed; an unknown backend; a size without bound;
+            an operator for which ExecuTorch has no kernel.
+        ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
+        InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
+        OSError: the file cannot be written.
+    """
+    if backend not in BACKENDS:
+        raise ExecutorchError.unknown_backend(backend, BACKENDS)
+    executorch_module("exir")
+    args = read_example_inputs(example_inputs)
+    bounds = bounded_by(args) if dynamic_shapes is None else dynamic_shapes
+    exported = export(converted, args, dynamic_shapes=bounds)
+    inputs = read_inputs(exported)
+    if dynamic_shapes is None:
+        # A lowered model has its q-dq graph under this name.
+        reference: Any = getattr(converted, "reference", converted)
+        _tell_of_fixed_sizes(unexpectedly_fixed(inputs, reference.graph))
+    structure = exported.call_spec.out_spec
+    try:
+        # With gradients every pass over the graph would trace the backward of its loops as well.
+        with torch.no_grad():
+            pte, report = _lower(exported, backend)
+    except ExecutorchError:
+        raise
+    except Exception as cause:
+        raise ExecutorchError.cannot_lower(backend, cause) from cause
+    if backend != "portable" and not report.subgraphs:
+        warn_user(f"{backend} takes no operator of this model; all run on portable kernels.\n{report}")
+    program = ExecutorchProgram(pte, inputs, report, structure)
+    program.load()
+    if path is not None:
+        program.save(path)
+    return program
+
+
+def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationReport]:
+    """The ``.pte`` of ``exported``, which is changed."""
+    exir = executorch_module("exir")
+    fit_quantized_ops(exported)
+    refused: dict[str, str] = {}
+    partitioners = []
+    if backend == "xnnpack":
+        shift_to_int8(exported)
+        dequantize_for_each_reader(exported)
+        partitioners.append(xnnpack_partitioner(refused))
+    edge = exir.to_edge_transform_and_lower(
+        exported,
+        partitioner=partitioners,
+        # Quantize, dequantize and scan are no core ATen.
+        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
+    )
+    report = read_delegation(edge.exported_program().graph_module, backend, refused)
+    manager = edge.transform((restore_linears, move_loop_invariants)).to_executorch()
+    _check_kernels(manager.executorch_program)
+    return size_loop_results(manager.buffer), report
+
+
+def _tell_of_fixed_sizes(fixed: list[str]) -> None:
+    if fixed:
+        warn_user(
+            f"the ExecuTorch program fixes sizes that the converted model leaves free: {', '.join(fixed)}. A "
+            "recurrent module that is not mapped to an observed one is unrolled."
+        )
+
+
+def _check_kernels(program: Any) -> None:
+    needed = {(each.name, each.overload) for plan in program.execution_plan for each in plan.operators}
+    known = runtime().operator_registry.operator_names
+    missing = {".".join(filter(None, each)) for each in needed} - known
+    if missing:
+        raise ExecutorchError.no_kernel(sorted(missing))

@@ -1,0 +1,36 @@
+"""The ExecuTorch packages this package uses, imported when they are needed."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import Any
+
+from torchq_compat.lower.executorch.errors import ExecutorchError
+
+__all__ = ["executorch_module", "runtime"]
+
+
+def executorch_module(name: str) -> Any:
+    """``executorch.<name>``, with the quantized operators registered.
+
+    Raises:
+        ExecutorchError: the extra is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # The Python bindings call themselves experimental.
+            warnings.simplefilter("ignore")
+            import_module("executorch.kernels.quantized")
+            return import_module(f"executorch.{name}")
+    except ImportError as cause:
+        raise ExecutorchError.not_installed(cause) from cause
+
+
+def runtime() -> Any:
+    """ExecuTorch's runtime in this process.
+
+    Raises:
+        ExecutorchError: the extra is not installed.
+    """
+    return executorch_module("runtime").Runtime.get()

@@ -1,0 +1,82 @@
+"""XNNPACK's partitioner, held to what XNNPACK computes.
+
+Its own checks look at the pattern around a matmul or a convolution, not at the grids in it: it takes uint8,
+16-bit and narrowed grids, and computes other numbers. They also mark the dequantize before an operator that
+they then refuse as one that does not compute; taken on its own, it would hand on integers as floats. So
+quantize and dequantize are taken only with the operator between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from torchq_compat.lower.executorch.runtime import executorch_module
+from torchq_compat.specs.grids import PerTensorGrid
+
+__all__ = ["xnnpack_partitioner"]
+
+
+def xnnpack_partitioner(refused: dict[str, str]) -> Any:
+    """The partitioner for ``to_edge_transform_and_lower``.
+
+    Args:
+        refused: is filled with the reason, by the name of the node, where a grid is not XNNPACK's.
+    """
+    partition = "backends.xnnpack.partition"
+    all_configs = executorch_module(f"{partition}.config").ALL_PARTITIONER_CONFIGS
+    partitioner = executorch_module(f"{partition}.xnnpack_partitioner").XnnpackPartitioner
+    configs = [config for config in all_configs if "quantize" not in config.target_name]
+    return partitioner(configs=[_held_to_int8(config, refused) for config in configs])
+
+
+def _held_to_int8(config: type[Any], refused: dict[str, str]) -> type[Any]:
+    class HeldToInt8(config):  # type: ignore[misc]
+        def check_constraints(self, node: Node, ep: ExportedProgram) -> bool:
+            if not super().check_constraints(node, ep):
+                return False
+            reason = _why_not(node, {node, *self.get_node_and_deps(node, ep)}, ep)
+            if reason:
+                refused[node.name] = reason
+            return not reason
+
+    HeldToInt8.__name__ = config.__name__
+    return HeldToInt8
+
+
+def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
+    """Why XNNPACK must not have ``partition``, which is ``node`` and its surroundings; empty if it may."""
+    on_grids = [each for each in partition if _is_on_grid(each)]
+    if not on_grids and any(_is_on_grid(each) for each in node.all_input_nodes):
+        return "not in the pattern of a quantized operator: dequantize, operator, quantize"
+    reasons = (_wrong_grid(each, is_weight=_is_constant(each.args[0], program)) for each in on_grids)
+    return next(filter(None, reasons), "")
+
+
+def _wrong_grid(node: Node, *, is_weight: bool) -> str:
+    if "per_channel" in _name(node):
+        dtype = node.args[6]
+        return "" if dtype is torch.int8 else f"XNNPACK computes on int8, not {dtype}"
+    grid = PerTensorGrid.of_node(node)
+    # The integers of a weight are there; nothing is clamped any more.
+    narrow = (grid.quant_min, grid.quant_max) != (-128, 127) and not is_weight
+    if grid.dtype is torch.int8 and not narrow:
+        return ""
+    return f"XNNPACK computes on int8 from -128 to 127, not {grid.dtype} [{grid.quant_min}, {grid.quant_max}]"
+
+
+def _is_on_grid(node: Node) -> bool:
+    # Those with qparams as tensors choose them at run time.
+    return "quantize_per_" in _name(node) and "default" in _name(node)
+
+
+def _is_constant(node: Any, program: ExportedProgram) -> bool:
+    """Whether ``node`` is a parameter or buffer."""
+    return node.op == "placeholder" and node.name not in program.graph_signature.user_inputs
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
