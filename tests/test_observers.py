@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.ao.quantization as legacy
 import torch.ao.quantization.quantize_fx as fx
+import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig, QConfigMapping
 from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
@@ -55,6 +56,35 @@ def test_equal_qparams_bit_for_bit(legacy_constructor: Any) -> None:
     for expected, found in zip(theirs.calculate_qparams(), ours.calculate_qparams(), strict=True):
         assert torch.equal(expected.float(), found.float())
     assert {torch.quint8: torch.uint8, torch.qint8: torch.int8}[theirs.dtype] is ours.dtype
+
+
+#: Batches that take every way through an observer: growing, inside, equal ends, one value, infinite, empty.
+STREAM = (
+    *(torch.linspace(-1, 2, 30) * factor for factor in (0.5, 1.0, 0.9, 0.3, 1.0)),
+    torch.full((4,), 0.25),
+    torch.tensor([float("inf"), 0.1, -0.7]),
+    torch.zeros(0),
+    torch.linspace(-4, 1, 500),
+    torch.tensor([1 / 3, 0.2, 0.3], dtype=torch.float64),
+    *(torch.randn(40, generator=torch.Generator().manual_seed(seed)) for seed in range(20)),
+)
+
+
+@pytest.mark.parametrize("name", ["HistogramObserver", "MinMaxObserver", "MovingAverageMinMaxObserver"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_state_of_a_faster_observer_is_torchaos_after_every_batch(name: str) -> None:
+    theirs = getattr(pt2e_observer, name)()
+    ours = ObserverConstructor(getattr(legacy, name))()
+    assert type(ours) is not type(theirs)
+    # torchao's histogram refuses NaN.
+    poison = () if name == "HistogramObserver" else (torch.tensor([0.1, float("nan")]),)
+    for batch in (*STREAM, *STREAM, *poison, *STREAM):
+        theirs(batch)
+        assert ours(batch) is batch
+        found = ours.state_dict()
+        for key, expected in theirs.state_dict().items():
+            torch.testing.assert_close(found[key], expected, rtol=0, atol=0, equal_nan=True)
+    assert ours.min_val.isnan() == bool(poison)
 
 
 def test_a_fused_fake_quantize_has_the_qparams_it_trains_with() -> None:
