@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from torchq_compat.custom_modules.part_graph import (
     ConvertedPartGraphModule,
@@ -14,9 +16,14 @@ from torchq_compat.custom_modules.part_graph import (
     convert_parts,
     converted_grids,
 )
+from torchq_compat.custom_modules.recurrent.hoist import (
+    call_on,
+    split_off_constants,
+    split_off_projection,
+)
 from torchq_compat.specs.grids import PerTensorGrid
 
-__all__ = ["CellGraphModule", "reference_cell"]
+__all__ = ["CellGraphModule", "ConvertedCellGraphModule", "reference_cell"]
 
 INITIAL_KEY = "torchq_compat_initial_state_qparams"
 DEFAULT_INITIAL = (1.0, 0)
@@ -69,7 +76,39 @@ def _on_initial_grid(zeros: Tensor, grid: PerTensorGrid | None, qparams: tuple[f
 
 
 class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
-    """A q-dq cell: its state_dict carries all qparams."""
+    """A q-dq cell: its state_dict carries all qparams.
+
+    ``cell(x, *states)`` is ``cell.step(*cell.project(x), *states)``, but for the order in which a linear sums
+    up when it gets more rows.
+    """
+
+    def recompile(self) -> Any:
+        """Also what is made of the graph: it is to be as new as ``forward``."""
+        self._split = split_off_projection(self.graph)
+        hoisted = split_off_constants(self._split.rest)
+        self._project, self._step = (call_on(self, graph) for graph in self._split)
+        self._constants, self._step_behind_constants = (call_on(self, graph) for graph in hoisted)
+        return super().recompile()
+
+    def projection_graph(self) -> Graph:
+        """x -> projected: what of the cell depends on x alone. Attributes are those of the cell."""
+        return self._split.first
+
+    def step_graph(self) -> Graph:
+        """(*projected, *states) -> the new states. Attributes are those of the cell."""
+        return self._split.rest
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``x`` (..., I), of all steps at once -> what ``step`` takes of it, each (..., width)."""
+        return self._project(self, x)
+
+    def step(self, *projected_and_states: Tensor) -> tuple[Tensor, ...]:
+        """What ``project`` gave for one step, (B, width) each, and the states -> the new states."""
+        return self._step(self, *projected_and_states)
+
+    def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
+        """``step`` for many steps in a row: the weights are dequantized once, now."""
+        return partial(self._step_behind_constants, self, *self._constants(self))
 
 
 def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:

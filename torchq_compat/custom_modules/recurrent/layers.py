@@ -1,4 +1,4 @@
-"""Layers and directions of a recurrent module: a cell, run over time in a Python loop.
+"""Layers and directions of a recurrent module: a cell, run over time.
 
 The paths are those of ``torch.ao.nn.quantizable.LSTM``: ``layers.<i>.layer_fw.cell`` and
 ``layers.<i>.layer_bw.cell``.
@@ -11,11 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.custom_modules.part_graph import ConvertedPartGraphModule
-from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule
-from torchq_compat.custom_modules.recurrent.contract import State
-from torchq_compat.custom_modules.recurrent.packed import run_packed_direction
-from torchq_compat.custom_modules.recurrent.rolled import run_rolled_direction
+from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
+from torchq_compat.custom_modules.recurrent.over_time import (
+    State,
+    Step,
+    run_looped_direction,
+    run_packed_direction,
+    run_rolled_direction,
+)
 
 __all__ = ["RecurrentDirection", "RecurrentLayer"]
 
@@ -32,18 +35,20 @@ class RecurrentDirection(nn.Module):
     ) -> tuple[Tensor, State]:
         """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states. With ``batch_sizes``, ``x``
         and the result are the packed rows of a PackedSequence."""
+        rolled = torch.compiler.is_exporting() and isinstance(self.cell, ConvertedCellGraphModule)
+        step, inputs = self.hoisted(x, rolled=rolled)
         if batch_sizes is not None:
-            return run_packed_direction(self.cell, x, state, batch_sizes, backward=backward)
-        if torch.compiler.is_exporting() and isinstance(self.cell, ConvertedPartGraphModule):
-            return run_rolled_direction(self.cell, x, state, backward=backward)
-        steps = x.unbind(0)
-        outputs = []
-        for step in reversed(steps) if backward else steps:
-            state = tuple(self.cell(step, *state))
-            outputs.append(state[0])
-        if backward:
-            outputs.reverse()
-        return torch.stack(outputs), state
+            return run_packed_direction(step, inputs, state, batch_sizes, backward=backward)
+        run = run_rolled_direction if rolled else run_looped_direction
+        return run(step, inputs, state, backward=backward)
+
+    def hoisted(self, x: Tensor, *, rolled: bool) -> tuple[Step, tuple[Tensor, ...]]:
+        """The function of one time step, and its inputs of all steps: what a converted cell computes of ``x``
+        alone is computed once. A cell with hooks is called itself."""
+        cell = self.cell
+        if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
+            return cell, (x,)
+        return (cell.step if rolled else cell.repeated_step()), cell.project(x)
 
 
 class RecurrentLayer(nn.Module):

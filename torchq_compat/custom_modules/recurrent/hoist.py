@@ -1,0 +1,95 @@
+"""A cell's graph in two: the input projection, which all time steps can have at once, and the step itself.
+
+Exact, because a static grid does not depend on the step. What chooses its qparams from its input stays in the
+step, and so does what depends on the number of dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+__all__ = ["SplitGraph", "call_on", "split_off_constants", "split_off_projection"]
+
+OPS = torch.ops.quantized_decomposed
+#: They compute the same for every leading size, and for one more dimension in front.
+RANK_AGNOSTIC = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.to.dtype,
+    OPS.quantize_per_tensor.default,
+    OPS.dequantize_per_tensor.default,
+)
+
+
+class SplitGraph(NamedTuple):
+    """A graph in two. ``rest`` takes what ``first`` returns, then the inputs ``first`` does not take."""
+
+    first: Graph
+    rest: Graph
+
+
+def split_off_projection(cell: Graph) -> SplitGraph:
+    """``cell``, (x, *states) -> new states, as x -> projected and (*projected, *states) -> new states.
+
+    Moved is what depends on x, of the inputs, alone, as long as it is indifferent to leading dimensions. The
+    weights it reads are read in the first graph, and in the second where that reads them too.
+    """
+    x = next(node for node in cell.nodes if node.op == "placeholder")
+    constants = _constants(cell)
+    moved = {x}
+    for node in cell.nodes:
+        inputs = set(node.all_input_nodes)
+        if node.target in RANK_AGNOSTIC and inputs & moved and inputs <= moved | constants:
+            moved.add(node)
+    return _split(cell, moved, constants)
+
+
+def split_off_constants(step: Graph) -> SplitGraph:
+    """``step`` as () -> constants, such as dequantized weights, and (*constants, *inputs) -> results."""
+    constants = _constants(step)
+    return _split(step, constants, set())
+
+
+def call_on(owner: GraphModule, graph: Graph) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """``graph``, whose attributes are those of ``owner``, as a function of ``owner`` and its inputs."""
+    forward: Callable[..., tuple[torch.Tensor, ...]] = type(GraphModule(owner, graph)).forward
+    return forward
+
+
+def _constants(graph: Graph) -> set[Node]:
+    """Weights and what is computed of them alone."""
+    constants: set[Node] = set()
+    for node in graph.nodes:
+        computed = node.op == "call_function" and node.all_input_nodes
+        if node.op == "get_attr" or (computed and constants.issuperset(node.all_input_nodes)):
+            constants.add(node)
+    return constants
+
+
+def _split(graph: Graph, moved: set[Node], shared: set[Node]) -> SplitGraph:
+    """``moved`` in the first graph, the others in the rest; of ``shared`` each has what it reads."""
+    handed_over = [node for node in graph.nodes if node in moved and not moved.issuperset(node.users)]
+    first, in_first = Graph(), dict[Node, Node]()
+    for node in _with_what_they_read(moved, shared, graph):
+        in_first[node] = first.node_copy(node, in_first.__getitem__)
+    first.output(tuple(in_first[node] for node in handed_over))
+    rest, in_rest = Graph(), dict[Node, Node]()
+    for node in handed_over:
+        in_rest[node] = rest.placeholder(node.name)
+        in_rest[node].meta = dict(node.meta)
+    others = [node for node in graph.nodes if node not in moved and node not in shared]
+    for node in _with_what_they_read(others, shared, graph):
+        in_rest[node] = rest.node_copy(node, in_rest.__getitem__)
+    return SplitGraph(first, rest)
+
+
+def _with_what_they_read(nodes: Collection[Node], shared: set[Node], graph: Graph) -> Iterator[Node]:
+    """``nodes`` and those of ``shared`` they depend on, in the order of ``graph``."""
+    wanted = set(nodes)
+    for node in reversed(graph.nodes):
+        if node in wanted:
+            wanted |= shared.intersection(node.all_input_nodes)
+    return (node for node in graph.nodes if node in wanted)
