@@ -21,6 +21,9 @@ class Action(StrEnum):
     SHARED = "shared"
     FLOAT = "float"
     DROPPED = "dropped"
+    #: What ``convert_fx`` made of it: an integer kernel, or the q-dq of the reference graph.
+    LOWERED = "lowered"
+    REFERENCE = "reference"
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,13 @@ class ConfigError(TorchQCompatError, ValueError):
         )
 
     @classmethod
+    def unknown_engine(cls, engine: str, known: Iterable[str]) -> ConfigError:
+        return cls(
+            f"torch.backends.quantized.engine is {engine!r}, an engine convert_fx does not know.",
+            hint=f"set it to one of {', '.join(known)}; or call convert_to_reference_fx, which needs none.",
+        )
+
+    @classmethod
     def backend_beside_quantizer(cls) -> ConfigError:
         return cls.not_supported(
             "backend_config beside a torchao Quantizer",

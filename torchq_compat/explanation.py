@@ -14,7 +14,7 @@ from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.decisions import Action, Decision, Report
-from torchq_compat.graph_module import record_of
+from torchq_compat.graph_module import QuantizationGraphModule, record_of
 
 __all__ = ["explain"]
 
@@ -31,8 +31,9 @@ def explain(model: nn.Module) -> Report:
         A printable report; ``report.as_dicts()`` and ``report.to_json()`` give it to machines.
     """
     record = record_of(model)
-    if record is None or not isinstance(model, GraphModule):
+    if record is None or not isinstance(model, QuantizationGraphModule):
         return Report(tuple(_of_float_model(model)))
+    lowering, model = model.lowering, model.reference
     nodes = {node.name: node for node in model.graph.nodes}
     decisions: list[Decision] = []
     for decision in record.decisions:
@@ -40,7 +41,7 @@ def explain(model: nn.Module) -> Report:
         node = None if decision.action is Action.FLOAT else nodes.get(decision.node)
         decisions.append(replace(decision, details=_details(model, node)))
         decisions.extend(_inside(model, decision))
-    return Report(tuple(decisions))
+    return Report((*decisions, *lowering))
 
 
 def _of_float_model(model: nn.Module) -> Iterator[Decision]:

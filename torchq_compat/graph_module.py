@@ -33,6 +33,7 @@ from torchq_compat.quantized_interface import (
 from torchq_compat.specs.grids import Grid
 
 __all__ = [
+    "RECORD_KEY",
     "CallSignature",
     "ConvertedGraphModule",
     "ModelRecord",
@@ -87,7 +88,7 @@ class CallSignature:
         Raises:
             InputError: missing or unexpected arguments, or a size that capture fixed.
         """
-        if self.names is None:
+        if self.names is None or (len(args) == len(self.names) and not kwargs and not self.fixed_sizes):
             return args
         order = (*self.names, *self.defaults)
         if len(args) > len(order):
@@ -163,6 +164,16 @@ class QuantizationGraphModule(GraphModule):
             setattr(wrapped, name, value)
         wrapped.train(record.stage is Stage.PREPARED and record.is_qat)
         return wrapped
+
+    @property
+    def reference(self) -> QuantizationGraphModule:
+        """The graph that the decisions of ``record`` are about: this one, unless it was lowered."""
+        return self
+
+    @property
+    def lowering(self) -> tuple[Decision, ...]:
+        """What was decided after conversion."""
+        return ()
 
     @property
     def record(self) -> ModelRecord:

@@ -25,6 +25,7 @@ from torchq_compat.legacy.custom_configs import (
     read_prepare_custom_config,
 )
 from torchq_compat.legacy.qconfig_mappings import QConfigRules, read_qconfig_mapping
+from torchq_compat.lower.door import lower_or_tell
 from torchq_compat.prepare import PrepareRequest, prepare
 
 __all__ = [
@@ -120,9 +121,12 @@ def convert_fx(
 ) -> GraphModule:
     """Convert a calibrated or trained model.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.convert_fx``. Until this package lowers to integer kernels it
-    returns the q-dq graph of ``convert_to_reference_fx``. ``_remove_qconfig``, ``backend_config`` and
-    ``keep_original_weights`` concern FX's lowering and change nothing here.
+    Legacy: ``torch.ao.quantization.quantize_fx.convert_fx``. On an x86 CPU, with
+    ``torch.backends.quantized.engine`` x86, onednn or fbgemm, the result runs the integer kernels that FX's
+    ran; ``explain`` says where it does not. It is a GraphModule whose state_dict is that of
+    ``convert_to_reference_fx``; its ``reference`` is that q-dq graph, which torch.export and torch.compile
+    see. With another engine or machine the q-dq graph itself is returned, with a QuantizationWarning.
+    ``_remove_qconfig``, ``backend_config`` and ``keep_original_weights`` change nothing here.
 
     Args:
         qconfig_mapping: the mapping given to prepare, with None for what shall stay float after all.
@@ -133,7 +137,8 @@ def convert_fx(
             more than None to what was prepared.
     """
     settings = read_convert_custom_config(convert_custom_config)
-    return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
+    reference = convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
+    return lower_or_tell(reference)
 
 
 def convert_to_reference_fx(

@@ -148,6 +148,15 @@ class CustomModuleHandler(ABC):
         return None
         return None
 
+    def lower(self, leaf: LeafModule) -> LeafModule | None:
+        """A module that computes what the converted ``leaf`` does on integer kernels of an x86 CPU, packed
+        for ``torch.backends.quantized.engine``; None where there are none.
+
+        It is called with the layouts of ``leaf``: integers cross its boundary on the same grids. ``leaf``
+        keeps the state, and must stay as it is; after its state changed it is lowered again.
+        """
+        return None
+
     def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
         """(where inside ``leaf``, what) of observers that cannot be converted."""
         return []

@@ -1,0 +1,36 @@
+"""What the door ``convert_fx`` does after conversion: lower, or say why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchq_compat.decisions import Action, Decision
+from torchq_compat.graph_module import RECORD_KEY, ConvertedGraphModule, QuantizationGraphModule
+from torchq_compat.lower.engines import Engine, decide_engine
+from torchq_compat.lower.lowered_module import lower
+from torchq_compat.user_warnings import warn_user
+
+__all__ = ["lower_or_tell"]
+
+
+def lower_or_tell(reference: ConvertedGraphModule) -> QuantizationGraphModule:
+    """``reference`` on the integer kernels of the engine in use, or ``reference`` itself.
+
+    Raises:
+        ConfigError: an engine that torch does not have.
+    """
+    engine = decide_engine()
+    if engine.is_lowered_to:
+        return lower(reference, engine)
+    _note(reference, engine)
+    warn_user(
+        f"convert_fx returns the reference graph, which runs in floats between its q-dq: {engine.why_not}. "
+        "Set torch.backends.quantized.engine, or call convert_to_reference_fx if the reference is wanted."
+    )
+    return reference
+
+
+def _note(reference: ConvertedGraphModule, engine: Engine) -> None:
+    decision = Decision("", "convert_fx", Action.REFERENCE, engine.why_not, warn=True)
+    record = reference.record
+    reference.meta[RECORD_KEY] = replace(record, decisions=(*record.decisions, decision))

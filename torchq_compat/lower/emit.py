@@ -1,0 +1,186 @@
+"""Carry out a plan: write the lowered graph beside the reference graph.
+
+Values take three forms in it: quantized tensors, their integers, and floats. A node of the reference graph
+has the forms that somebody asked for; each is made once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from torchq_compat.lower.kernels.kernel import Constant, Floats, KernelCall, Quantized
+from torchq_compat.lower.plan import Plan
+from torchq_compat.lower.reading import (
+    DEQUANTIZE,
+    QUANTIZE,
+    SIZE_OPS,
+    is_integers,
+    is_whole_range,
+    takes_and_returns_tensors,
+)
+from torchq_compat.specs.grids import PerTensorGrid
+
+__all__ = ["LoweredGraph", "emit"]
+
+ATEN = torch.ops.aten
+LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
+#: A view of channels-last activations, which the kernels of convolutions give, may need a copy.
+COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
+
+
+class LoweredGraph:
+    """A graph and the constants it reads beside those of the reference graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.constants: dict[str, Any] = {}
+
+    def constant(self, value: Any) -> Node:
+        """A node that reads ``value``."""
+        name = f"_packed_{len(self.constants)}"
+        self.constants[name] = value
+        # Not graph.get_attr, which looks for the attribute on a module that does not have it yet.
+        return self.graph.create_node("get_attr", name)
+
+
+def emit(reference: GraphModule, plan: Plan, leaves: dict[str, str]) -> LoweredGraph:
+    """The lowered graph of ``reference``.
+
+    Args:
+        leaves: path of a leaf in ``reference`` -> path of the module that is called in its place.
+    """
+    writer = _Writer(plan, leaves)
+    for node in reference.graph.nodes:
+        writer.write(node)
+    graph = writer.lowered.graph
+    if takes_and_returns_tensors(reference):
+        _return_the_tensor(graph)
+    else:
+        graph.set_codegen(reference.graph._codegen)
+    graph.eliminate_dead_code(_has_effect)
+    return writer.lowered
+
+
+def _return_the_tensor(graph: Graph) -> None:
+    """Without pytree's codegen, which takes longer than a small kernel."""
+    output = graph.output_node()
+    returned = output.args[0]
+    assert isinstance(returned, (tuple, list))
+    output.args = (returned[0],)
+
+
+def _has_effect(node: Node) -> bool:
+    # Graph.eliminate_dead_code would look for called modules on a module this graph does not have yet.
+    return node.op == "call_module" or node.is_impure()
+
+
+class _Writer:
+    def __init__(self, plan: Plan, leaves: dict[str, str]) -> None:
+        self.lowered = LoweredGraph(Graph())
+        self.graph = self.lowered.graph
+        self.plan = plan
+        self.leaves = leaves
+        self.covered = plan.covered()
+        self.quantized: dict[Node, Node] = {}
+        self.integers: dict[Node, Node] = {}
+        self.floats: dict[Node, Node] = {}
+
+    def write(self, node: Node) -> None:
+        """Write what stands for ``node``, or leave it to those who ask for a form of it."""
+        if node in self.covered:
+            return
+        if node in self.plan.kernels:
+            self._write_kernel(node, self.plan.kernels[node])
+        elif node in self.plan.carried:
+            target = COPYING.get(node.target, node.target)
+            args = map_arg(node.args, self._quantized_or_size)
+            self.quantized[node] = self.graph.call_function(target, args, dict(node.kwargs))
+        elif node.target is QUANTIZE and node in self.plan.grids:
+            self._write_quantize(node, self.plan.grids[node])
+        elif node.target is not DEQUANTIZE or node not in self.plan.grids:
+            self._copy(node)
+
+    def _write_kernel(self, node: Node, call: KernelCall) -> None:
+        args = tuple(self._argument(argument) for argument in call.args)
+        result = self.graph.call_function(call.kernel, args)
+        if call.returns_floats:
+            self.floats[node] = result
+        else:
+            self.quantized[node] = self._saturated(result, self.plan.grids[node])
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [self._argument(each) for each in argument]
+        if isinstance(argument, Quantized):
+            return self._as_quantized(argument.node)
+        if isinstance(argument, Floats):
+            return self._as_reference(argument.node)
+        if isinstance(argument, Constant):
+            return self.lowered.constant(argument.value)
+        return map_arg(argument, self._as_reference)
+
+    def _write_quantize(self, node: Node, grid: PerTensorGrid) -> None:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if self.plan.grids.get(source) == grid:
+            self.quantized[node] = self._as_quantized(source)
+            return
+        args = (self._as_reference(source), grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
+        quantized = self.graph.call_function(ATEN.quantize_per_tensor.default, args)
+        self.quantized[node] = self._saturated(quantized, grid)
+
+    def _saturated(self, quantized: Node, grid: PerTensorGrid) -> Node:
+        """Kernels saturate where the dtype does; training may have narrowed that."""
+        if is_whole_range(grid):
+            return quantized
+        low, high = ((bound - grid.zero_point) * grid.scale for bound in (grid.quant_min, grid.quant_max))
+        return self.graph.call_function(ATEN.clamp.default, (quantized, low, high))
+
+    def _copy(self, node: Node) -> None:
+        form = self._any_form if node.target in SIZE_OPS else self._as_reference
+        copied = self.graph.node_copy(node, form)
+        if node.op == "call_module":
+            copied.target = self.leaves.get(str(node.target), node.target)
+        else:
+            copied.target = COPYING.get(node.target, node.target)
+        (self.integers if is_integers(node) else self.floats)[node] = copied
+
+    def _as_reference(self, node: Node) -> Node:
+        """The form ``node`` has in the reference graph: integers where it has them, else floats, or what is
+        no tensor."""
+        if not is_integers(node):
+            if node not in self.floats:
+                self.floats[node] = self.graph.call_function(
+                    ATEN.dequantize.self, (self._as_quantized(node),)
+                )
+            return self.floats[node]
+        if node not in self.integers:
+            self.integers[node] = self.graph.call_function(ATEN.int_repr.default, (self.quantized[node],))
+        return self.integers[node]
+
+    def _as_quantized(self, node: Node) -> Node:
+        if node in self.quantized:
+            return self.quantized[node]
+        # A dequantize: the quantized tensor is that of the integers it reads.
+        source, grid = node.args[0], self.plan.grids[node]
+        assert isinstance(source, Node)
+        if source not in self.quantized:
+            self.quantized[source] = self.graph.call_function(
+                ATEN._make_per_tensor_quantized_tensor.default,
+                (self.integers[source], grid.scale, grid.zero_point),
+            )
+        self.quantized[node] = self.quantized[source]
+        return self.quantized[node]
+
+    def _quantized_or_size(self, node: Node) -> Node:
+        return self._as_quantized(node) if node in self.plan.grids else self._as_reference(node)
+
+    def _any_form(self, node: Node) -> Node:
+        for forms in (self.quantized, self.floats, self.integers):
+            if node in forms:
+                return forms[node]
+        return self._quantized_or_size(node)

@@ -1,0 +1,84 @@
+"""What the families say: a kernel call, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from torchq_compat.specs.grids import PerTensorGrid
+
+__all__ = ["Constant", "Floats", "KernelCall", "Quantized", "Refusal", "Rule", "Site"]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An argument: what ``node`` gives, as a quantized tensor."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Floats:
+    """An argument: what ``node`` gives, in floats."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An argument: a value made now, packed weights mostly."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A kernel that computes what an op and its q-dq compute.
+
+    Attributes:
+        args: its arguments; values of the graph are ``Quantized``, ``Floats`` or ``Constant``.
+        covers: the nodes of the reference graph it stands for, beside the node its result stands for.
+        returns_floats: whether the result is floats; else it is a quantized tensor on the grid of the site.
+    """
+
+    kernel: OpOverload
+    args: tuple[Any, ...]
+    covers: tuple[Node, ...] = ()
+    returns_floats: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an op has no kernel here."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """An op of the reference graph that a rule is asked about.
+
+    Attributes:
+        op: the op.
+        relu: the ReLU behind it, if that is all that reads it.
+        grid: the grid its result is quantized to; None where it stays floats.
+        grid_of: the grid a node's values lie on, if they lie on one.
+    """
+
+    graph_module: GraphModule
+    op: Node
+    relu: Node | None
+    grid: PerTensorGrid | None
+    grid_of: Callable[[Any], PerTensorGrid | None]
+
+    @property
+    def covered(self) -> tuple[Node, ...]:
+        return (self.op,) if self.relu is None else (self.op, self.relu)
+
+
+#: Looks at an op; None: it says nothing about it.
+Rule = Callable[[Site], KernelCall | Refusal | None]

@@ -1,0 +1,89 @@
+"""Leaf modules of a lowered graph: what their kind makes of them, or what they were.
+
+A converted model that is a leaf itself (a standalone module) is lowered like the model around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from torchq_compat.custom_modules.leaf_module import LeafModule
+from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
+from torchq_compat.custom_modules.registry import handler_of
+from torchq_compat.decisions import Action, Decision
+from torchq_compat.graph_module import ConvertedGraphModule, QuantizationGraphModule
+from torchq_compat.quantized_interface import quantize_inputs
+from torchq_compat.specs.grids import Grid
+
+__all__ = ["LoweredLeaf", "lower_leaves"]
+
+#: Lowers a converted model inside; gives the model and the decisions about it.
+LowerInside = Callable[[ConvertedGraphModule], tuple[QuantizationGraphModule, tuple[Decision, ...]]]
+
+
+@dataclass(frozen=True)
+class LoweredLeaf:
+    """What became of the leaf at ``path``: ``module`` is None where it stays as it is."""
+
+    path: str
+    module: LeafModule | None
+    decisions: tuple[Decision, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of ``module`` in the lowered model; at the path stands the leaf that keeps the state."""
+        return f"{self.path.replace('.', '_')}_lowered"
+
+
+class LoweredModelLeaf(LeafModule):
+    """A lowered model that another graph calls."""
+
+    def __init__(self, leaf: LeafModule, model: QuantizationGraphModule, grids: tuple[Grid | None, ...]):
+        super().__init__()
+        self.leaf_layouts = list(leaf.leaf_layouts)
+        self.model = model
+        self.grids = grids
+
+    def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.model.record.signature.bind(args, kwargs)
+        return self.model(*quantize_inputs(bound, self.grids))
+
+    def leaf_hand_out(self, result: Tensor, grid: Grid | None) -> Tensor:
+        """Results on a grid are integers already."""
+        return result
+
+
+def lower_leaves(reference: ConvertedGraphModule, lower_inside: LowerInside) -> list[LoweredLeaf]:
+    """Lower every leaf that ``reference`` calls; ``reference`` stays as it is."""
+    found = []
+    for path in {str(call.target): None for call in leaf_nodes(reference)}:
+        leaf = reference.get_submodule(path)
+        assert isinstance(leaf, LeafModule)
+        if isinstance(leaf, ConvertedGraphModule):
+            found.append(_lower_model(path, leaf, lower_inside))
+        else:
+            found.append(_lower_by_its_kind(path, leaf))
+    return found
+
+
+def _lower_model(path: str, leaf: Any, lower_inside: LowerInside) -> LoweredLeaf:
+    model, inside = lower_inside(leaf)
+    decision = Decision(path, "standalone module", Action.LOWERED, "is lowered as a model of its own")
+    decisions = (decision, *(replace(each, path=f"{path}.{each.path}") for each in inside))
+    return LoweredLeaf(path, LoweredModelLeaf(leaf, model, leaf.input_grids()), decisions)
+
+
+def _lower_by_its_kind(path: str, leaf: LeafModule) -> LoweredLeaf:
+    handler = handler_of(leaf)
+    module = None if handler is None else handler.lower(leaf)
+    action = Action.REFERENCE if module is None else Action.LOWERED
+    reason = (
+        "runs as in the reference graph: its kind has no integer kernels for it"
+        if module is None
+        else "runs on the integer kernels of its kind"
+    )
+    return LoweredLeaf(path, module, (Decision(path, type(leaf).__name__, action, reason),))
