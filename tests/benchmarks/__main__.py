@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_results(results, options.output / JSON_NAME)
     plot = options.output / PLOT_NAME
     save_plot(results, plot)
-    console = Console()
+    console = Console(width=max(140, Console().width))
     for table in tables_of(results):
         console.print(table.for_terminal())
     if options.page is not None:

@@ -56,7 +56,7 @@ def bars_table(bars: Sequence[Bar]) -> Table:
     return Table(
         "Expectations",
         ("what", "measured", "at most", ""),
-        tuple((bar.what, f"{bar.measured:.2f}", f"{bar.limit:g}", _met(bar)) for bar in bars),
+        tuple((bar.what, f"{bar.measured:.2f}", f"{bar.limit:.2f}", _met(bar)) for bar in bars),
     )
 
 

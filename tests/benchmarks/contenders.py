@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,28 +63,24 @@ def _reference(case: Case) -> Built:
 
 
 def _lowered(case: Case) -> Built:
-    return Built(_really_lowered(case), _saved_size(case.lowered))
+    if not hasattr(case.lowered, "reference"):
+        raise UnavailableError("convert_fx gives the reference graph on this machine")
+    return Built(case.lowered, _saved_size(case.lowered))
 
 
-def _reference_compiled(case: Case) -> Built:
-    return Built(_compiled(case.reference), _saved_size(case.reference))
-
-
-def _lowered_compiled(case: Case) -> Built:
-    return Built(_compiled(_really_lowered(case)), _saved_size(case.lowered))
-
-
-def _compiled(model: nn.Module) -> Callable[..., Any]:
+def _compiled(case: Case) -> Built:
     # What another case compiled would count against dynamo's limit of recompilations.
     torch._dynamo.reset()
-    compiled: Callable[..., Any] = torch.compile(copy.deepcopy(model))
-    return compiled
+    return Built(torch.compile(copy.deepcopy(case.lowered)), _saved_size(case.lowered))
 
 
-def _really_lowered(case: Case) -> nn.Module:
-    if not hasattr(case.lowered, "reference"):
-        raise UnavailableError("convert_fx gives the reference graph")
-    return case.lowered
+def _executorch(backend: str, case: Case) -> Built:
+    try:
+        from torchq_compat.lower.executorch import to_executorch
+    except ImportError as cause:
+        raise UnavailableError(str(cause)) from cause
+    program = to_executorch(case.reference, case.inputs, backend=backend)
+    return Built(program, len(program.pte))
 
 
 def _saved_size(model: nn.Module) -> int:
@@ -98,8 +95,11 @@ FX = Contender("FX static", _fx)
 OURS = (
     Contender("ours, reference", _reference, is_ours=True),
     Contender("ours, lowered", _lowered, is_ours=True),
-    Contender("ours, reference compiled", _reference_compiled, is_ours=True),
-    Contender("ours, lowered compiled", _lowered_compiled, is_ours=True),
+    Contender("ours, compiled", _compiled, is_ours=True),
 )
-RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *OURS)
+ON_DEVICE = (
+    Contender("ours, ExecuTorch portable", partial(_executorch, "portable"), is_ours=True),
+    Contender("ours, ExecuTorch XNNPACK", partial(_executorch, "xnnpack"), is_ours=True),
+)
+RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *OURS, *ON_DEVICE)
 FEEDFORWARD_CONTENDERS = (FLOAT, FX, *OURS)
