@@ -219,6 +219,6 @@ def counts_prepared_at(length: int) -> dict[str, int]:
 def test_what_prepare_and_convert_do_does_not_depend_on_the_length() -> None:
     short = counts_prepared_at(8)
     assert short == counts_prepared_at(2048)
-    # 14 in each of 4 cells: 7 parts with a range of their own, 5 fixed ones, 2 weights; input and weight of
-    # the linear, its output, and the two states.
-    assert short["observers"] == 4 * 14 + 6
+    # 14 in each of 4 cells: 7 parts with a range of their own, 5 with a fixed one, 2 weights. Then the input
+    # and both states, weight and output of the linear.
+    assert short["observers"] == 4 * 14 + 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,6 +86,39 @@ def test_the_state_of_a_faster_observer_is_torchaos_after_every_batch(name: str)
         for key, expected in theirs.state_dict().items():
             torch.testing.assert_close(found[key], expected, rtol=0, atol=0, equal_nan=True)
     assert ours.min_val.isnan() == bool(poison)
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "long tail": torch.exp,
+    "outliers": lambda x: x.pow(9),
+    "gate": torch.sigmoid,
+    "saturated": lambda x: (4 * x).clamp(-1, 1),
+    "one value": lambda x: torch.zeros_like(x) + 0.3,
+    "two values": torch.sign,
+}
+
+
+@pytest.mark.parametrize("count", [3, 100, 20_000])
+@pytest.mark.parametrize("bins", [64, 2048])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_histogram_is_cut_where_torch_ao_cuts_it(
+    shape: Callable[[Tensor], Tensor], bins: int, count: int
+) -> None:
+    torch.manual_seed(count)
+    constructor = legacy.HistogramObserver.with_args(bins=bins)
+    theirs, ours = constructor(), ObserverConstructor(constructor)()
+    for _ in range(3):
+        batch = shape(torch.randn(count))
+        theirs(batch)
+        ours(batch)
+    for expected, found in zip(
+        theirs._non_linear_param_search(), ours._non_linear_param_search(), strict=True
+    ):
+        assert torch.equal(expected, found)
+    for expected, found in zip(theirs.calculate_qparams(), ours.calculate_qparams(), strict=True):
+        assert torch.equal(expected.float(), found.float())
 
 
 def test_a_fused_fake_quantize_has_the_qparams_it_trains_with() -> None:
