@@ -88,6 +88,19 @@ def test_the_state_of_a_faster_observer_is_torchaos_after_every_batch(name: str)
     assert ours.min_val.isnan() == bool(poison)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_saturated_values_are_counted_as_they_pass() -> None:
+    observer = ObserverConstructor(legacy.MovingAverageMinMaxObserver)()
+    seen = saturated = 0
+    # An observer that saw infinity cannot be converted.
+    for batch in (batch for batch in STREAM if bool(batch.isfinite().all())):
+        observer(batch)
+        outside = (batch < observer.min_val) | (batch > observer.max_val)
+        seen, saturated = seen + batch.numel(), saturated + int(outside.sum())
+        assert (float(observer.seen), float(observer.saturated)) == (seen, saturated)
+    assert 0 < saturated < seen
+
+
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,
     "long tail": torch.exp,

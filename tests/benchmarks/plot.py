@@ -10,9 +10,14 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from tests.benchmarks.contenders import FEEDFORWARD_CONTENDERS, RECURRENT_CONTENDERS
 from tests.benchmarks.flows import FLOWS, STAGES
 
 __all__ = ["save_plot"]
+
+CONTENDERS = dict.fromkeys(contender.name for contender in (*RECURRENT_CONTENDERS, *FEEDFORWARD_CONTENDERS))
+#: The same in every panel.
+COLORS = {name: f"C{index}" for index, name in enumerate(CONTENDERS)}
 
 Row = Mapping[str, Any]
 
@@ -49,7 +54,9 @@ def _draw_latency(axis: Axes, rows: Sequence[Row]) -> None:
     for index, contender in enumerate(contenders):
         mine = [row for row in measured if row["contender"] == contender and row["case"] in base]
         places = [cases.index(row["case"]) + (index - len(contenders) / 2 + 0.5) * width for row in mine]
-        axis.bar(places, [row["median_ms"] / base[row["case"]] for row in mine], width, label=contender)
+        # Up from the line: slower than FX; down: faster.
+        heights = [row["median_ms"] / base[row["case"]] - 1 for row in mine]
+        axis.bar(places, heights, width, bottom=1, label=contender, color=COLORS[contender])
     axis.axhline(1, color="black", linewidth=1)
     axis.set_yscale("log")
     axis.set_xticks(range(len(cases)), [case.replace(" bidir", "\nbidir") for case in cases])
