@@ -59,7 +59,8 @@ def test_equal_qparams_bit_for_bit(legacy_constructor: Any) -> None:
     assert {torch.quint8: torch.uint8, torch.qint8: torch.int8}[theirs.dtype] is ours.dtype
 
 
-#: Batches that take every way through an observer: growing, inside, equal ends, one value, infinite, empty.
+#: Batches that take every way through an observer: growing, inside, equal ends, one value, infinite, empty,
+#: of every magnitude.
 STREAM = (
     *(torch.linspace(-1, 2, 30) * factor for factor in (0.5, 1.0, 0.9, 0.3, 1.0)),
     torch.full((4,), 0.25),
@@ -68,6 +69,7 @@ STREAM = (
     torch.linspace(-4, 1, 500),
     torch.tensor([1 / 3, 0.2, 0.3], dtype=torch.float64),
     *(torch.randn(40, generator=torch.Generator().manual_seed(seed)) for seed in range(20)),
+    *(torch.linspace(-0.7, 1.1, 5) * 10.0**exponent for exponent in range(-44, 36, 3)),
 )
 
 
