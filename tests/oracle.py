@@ -84,10 +84,9 @@ def by_fx(
 
 
 def quantize_nodes(graph_module: GraphModule) -> list[torch.fx.Node]:
-    """The quantize nodes of one of our converted graphs."""
-    return [
-        n for n in graph_module.graph.nodes if str(n.target).startswith("quantized_decomposed.quantize_per")
-    ]
+    """The quantize nodes of one of our converted graphs; of a lowered one, those of its reference graph."""
+    reference = getattr(graph_module, "reference", graph_module)
+    return [n for n in reference.graph.nodes if str(n.target).startswith("quantized_decomposed.quantize_per")]
 
 
 def count_nodes(graph_module: GraphModule) -> int:

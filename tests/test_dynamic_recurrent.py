@@ -81,7 +81,7 @@ def by_fx(model: Model, mapping: QConfigMapping, x: Tensor) -> GraphModule:
 
 
 def by_us(model: Model, mapping: QConfigMapping, x: Tensor) -> GraphModule:
-    return tc.convert_fx(tc.prepare_fx(model, mapping, (x,)))
+    return tc.convert_to_reference_fx(tc.prepare_fx(model, mapping, (x,)))
 
 
 @pytest.mark.parametrize(

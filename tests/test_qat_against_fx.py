@@ -115,7 +115,7 @@ def assert_same_qparams(converted: GraphModule, reference: GraphModule) -> None:
 def assert_converts_to_what_was_trained(prepared: GraphModule, batch: Batch) -> GraphModule:
     """Disables the observers, as scripts do before they convert; FX observes weights once more otherwise."""
     prepared.apply(disable_observer).eval()
-    converted = tc.convert_fx(prepared)
+    converted = tc.convert_to_reference_fx(prepared)
     plain = copy.deepcopy(prepared).apply(disable_fake_quant)
     with torch.no_grad():
         assert sqnr(prepared(*batch), converted(*batch)) > 30
@@ -476,7 +476,7 @@ def test_dynamic_fake_quantize() -> None:
     assert train(ours, batches) == pytest.approx(train(theirs, batches), rel=1e-4)
     x = 3 * torch.randn(64, 6)
     trained = ours.eval()(x)
-    converted = tc.convert_fx(ours)
+    converted = tc.convert_to_reference_fx(ours)
     choices = [n for n in converted.graph.nodes if "choose_qparams" in str(n.target)]
     assert len(choices) == 2
     assert sqnr(trained, converted(x)) > 30

@@ -96,7 +96,7 @@ def test_the_graph_does_not_quantize_what_arrives_quantized() -> None:
     model, data = TwoInputs().eval(), batches()
     plain, integer = by_us(model, data, [], []), by_us(model, data, [0], [0])
     assert len(quantize_nodes(plain)) - len(quantize_nodes(integer)) == 1
-    placeholder = integer.graph.find_nodes(op="placeholder")[0]
+    placeholder = integer.reference.graph.find_nodes(op="placeholder")[0]
     assert placeholder.meta["val"].dtype is torch.uint8
     with torch.no_grad():
         x, y = data[2]

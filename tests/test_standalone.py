@@ -100,7 +100,7 @@ def test_a_model_of_its_own_at_its_own_path() -> None:
     placeholder = converted.block.graph.find_nodes(op="placeholder")[0]
     assert placeholder.meta["val"].dtype is torch.uint8
     assert "block.conv.bias" in converted.state_dict()
-    decisions = tc.explain(converted).find("block")
+    decisions = tc.explain(converted.reference).find("block")
     assert [d.path for d in decisions] == ["block", "block.conv"]
     assert decisions[1].details["dtype"] is torch.uint8
 

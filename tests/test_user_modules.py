@@ -186,7 +186,7 @@ def test_custom_modules_in_sequentials_hand_on_their_integers() -> None:
     model, data = InASequence().eval(), rows()
     _, converted = by_ours(model, data, CLASSIC)
     _, theirs = by_theirs(model, data, CLASSIC)
-    calls = [n for n in converted.graph.nodes if n.op == "call_module"]
+    calls = [n for n in converted.reference.graph.nodes if n.op == "call_module"]
     assert [c.target for c in calls] == ["body.1", "body.2.0"]
     # One quantize from module to module.
     (quantize,) = calls[1].args
@@ -595,7 +595,7 @@ def test_the_observed_class_says_what_is_quantized(
     prepared, converted = by_ours(model, data, mirror(OfTwo, **attributes), mapping)
     (layout,) = converted.custom.leaf_layouts
     found = [None if grid is None else grid.dtype for grid in layout.input_grids]
-    (result,) = [n for n in converted.graph.nodes if n.op == "output"]
+    (result,) = [n for n in converted.reference.graph.nodes if n.op == "output"]
     found += [dtype_in_front(node) for node in result.all_input_nodes]
     assert tuple(found) == dtypes
     assert len(quantize_nodes(converted)) == sum(dtype is not None for dtype in dtypes)

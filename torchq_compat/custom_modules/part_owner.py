@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.specs.grids import PerTensorGrid
 
 __all__ = ["PartOwner"]
 
@@ -49,6 +50,10 @@ class PartOwner(LeafModule, ABC):
     @abstractmethod
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         """The quantized dtype of each of the ``count`` flat results of a call; None for floats."""
+
+    def arriving_grids(self) -> dict[str, PerTensorGrid]:
+        """Input of the graphs, by its name -> the grid its values lie on in every call, where it is known."""
+        return {}
 
     def take_over(self, other: PartOwner) -> None:
         """Stand where ``other`` stood."""

@@ -76,6 +76,8 @@ class CustomModuleHandler(ABC):
     is_fallback = False
     #: Whether this is the handler of standalone modules.
     carries_standalone = False
+    #: Whether a converted module of this kind is lowered by lowering its graphs.
+    lowers_graphs = False
 
     @abstractmethod
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:

@@ -35,25 +35,27 @@ COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
 class LoweredGraph:
     """A graph and the constants it reads beside those of the reference graph."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, home: str) -> None:
         self.graph = graph
+        self.home = home
         self.constants: dict[str, Any] = {}
 
     def constant(self, value: Any) -> Node:
         """A node that reads ``value``."""
-        name = f"_packed_{len(self.constants)}"
+        name = f"constant_{len(self.constants)}"
         self.constants[name] = value
         # Not graph.get_attr, which looks for the attribute on a module that does not have it yet.
-        return self.graph.create_node("get_attr", name)
+        return self.graph.create_node("get_attr", f"{self.home}.{name}")
 
 
-def emit(reference: GraphModule, plan: Plan, leaves: dict[str, str]) -> LoweredGraph:
+def emit(reference: GraphModule, plan: Plan, leaves: dict[str, str], home: str) -> LoweredGraph:
     """The lowered graph of ``reference``.
 
     Args:
         leaves: path of a leaf in ``reference`` -> path of the module that is called in its place.
+        home: path of the namespace that will hold the constants.
     """
-    writer = _Writer(plan, leaves)
+    writer = _Writer(plan, leaves, LoweredGraph(Graph(), home))
     for node in reference.graph.nodes:
         writer.write(node)
     graph = writer.lowered.graph
@@ -79,8 +81,8 @@ def _has_effect(node: Node) -> bool:
 
 
 class _Writer:
-    def __init__(self, plan: Plan, leaves: dict[str, str]) -> None:
-        self.lowered = LoweredGraph(Graph())
+    def __init__(self, plan: Plan, leaves: dict[str, str], lowered: LoweredGraph) -> None:
+        self.lowered = lowered
         self.graph = self.lowered.graph
         self.plan = plan
         self.leaves = leaves
@@ -105,14 +107,19 @@ class _Writer:
             self._copy(node)
 
     def _write_kernel(self, node: Node, call: KernelCall) -> None:
-        args = tuple(self._argument(argument) for argument in call.args)
-        result = self.graph.call_function(call.kernel, args)
+        result = self._call(call)
         if call.returns_floats:
             self.floats[node] = result
         else:
             self.quantized[node] = self._saturated(result, self.plan.grids[node])
 
+    def _call(self, call: KernelCall) -> Node:
+        args = tuple(self._argument(argument) for argument in call.args)
+        return self.graph.call_function(call.kernel, args)
+
     def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, KernelCall):
+            return self._call(argument)
         if isinstance(argument, list):
             return [self._argument(each) for each in argument]
         if isinstance(argument, Quantized):
@@ -129,9 +136,11 @@ class _Writer:
         if self.plan.grids.get(source) == grid:
             self.quantized[node] = self._as_quantized(source)
             return
-        args = (self._as_reference(source), grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
-        quantized = self.graph.call_function(ATEN.quantize_per_tensor.default, args)
-        self.quantized[node] = self._saturated(quantized, grid)
+        self.quantized[node] = self._saturated(self._quantize(self._as_reference(source), grid), grid)
+
+    def _quantize(self, floats: Node, grid: PerTensorGrid) -> Node:
+        args = (floats, grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
+        return self.graph.call_function(ATEN.quantize_per_tensor.default, args)
 
     def _saturated(self, quantized: Node, grid: PerTensorGrid) -> Node:
         """Kernels saturate where the dtype does; training may have narrowed that."""
@@ -165,8 +174,12 @@ class _Writer:
     def _as_quantized(self, node: Node) -> Node:
         if node in self.quantized:
             return self.quantized[node]
+        grid = self.plan.grids[node]
+        if node.op == "placeholder":
+            self.quantized[node] = self._quantize(self.floats[node], grid)
+            return self.quantized[node]
         # A dequantize: the quantized tensor is that of the integers it reads.
-        source, grid = node.args[0], self.plan.grids[node]
+        source = node.args[0]
         assert isinstance(source, Node)
         if source not in self.quantized:
             self.quantized[source] = self.graph.call_function(

@@ -6,9 +6,11 @@ Legacy: ``torch.backends.quantized.engine``, which FX's lowering and its packed 
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -53,15 +55,27 @@ def decide_engine(name: str | None = None, machine: str | None = None) -> Engine
         return Engine(name, f"the quantized engine is {name!r}; lowered are {', '.join(X86_ENGINES)}")
     if machine.lower() not in X86_MACHINES:
         return Engine(name, f"the machine is {machine or 'unknown'}; the kernels are for x86 CPUs")
+    if not hasattr(torch, "quint8"):
+        return Engine(name, "this torch has no quantized tensors, which the kernels take")
     return Engine(name)
 
 
 @contextmanager
 def packing_for(engine: Engine) -> Iterator[None]:
     """Weights packed meanwhile are packed for ``engine``."""
+    _spend_deprecation_warning()
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = engine.name
     try:
         yield
     finally:
         torch.backends.quantized.engine = before
+
+
+@cache
+def _spend_deprecation_warning() -> None:
+    """torch warns once, those who make quantized tensors; users of a lowered model do not make them.
+    See https://github.com/pytorch/pytorch/issues/184982."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.quantize_per_tensor", category=UserWarning)
+        torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)

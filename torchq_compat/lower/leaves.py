@@ -13,9 +13,11 @@ from torch import Tensor
 
 from torchq_compat.custom_modules.leaf_module import LeafModule
 from torchq_compat.custom_modules.leaf_nodes import leaf_nodes
+from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.decisions import Action, Decision
 from torchq_compat.graph_module import ConvertedGraphModule, QuantizationGraphModule
+from torchq_compat.lower.part import with_lowered_graphs
 from torchq_compat.quantized_interface import quantize_inputs
 from torchq_compat.specs.grids import Grid
 
@@ -35,8 +37,8 @@ class LoweredLeaf:
 
     @property
     def name(self) -> str:
-        """The name of ``module`` in the lowered model; at the path stands the leaf that keeps the state."""
-        return f"{self.path.replace('.', '_')}_lowered"
+        """The name of ``module`` in the lowered model, where the leaf at ``path`` keeps the state."""
+        return self.path.replace(".", "_")
 
 
 class LoweredModelLeaf(LeafModule):
@@ -72,18 +74,24 @@ def lower_leaves(reference: ConvertedGraphModule, lower_inside: LowerInside) -> 
 
 def _lower_model(path: str, leaf: Any, lower_inside: LowerInside) -> LoweredLeaf:
     model, inside = lower_inside(leaf)
-    decision = Decision(path, "standalone module", Action.LOWERED, "is lowered as a model of its own")
+    decision = Decision(
+        f"{path}/lowering", "standalone module", Action.LOWERED, "is lowered as a model of its own"
+    )
     decisions = (decision, *(replace(each, path=f"{path}.{each.path}") for each in inside))
     return LoweredLeaf(path, LoweredModelLeaf(leaf, model, leaf.input_grids()), decisions)
 
 
 def _lower_by_its_kind(path: str, leaf: LeafModule) -> LoweredLeaf:
     handler = handler_of(leaf)
-    module = None if handler is None else handler.lower(leaf)
+    if handler is None:
+        return LoweredLeaf(path, None, ())
+    if handler.lowers_graphs and isinstance(leaf, PartOwner):
+        return LoweredLeaf(path, *with_lowered_graphs(leaf, path))
+    module = handler.lower(leaf)
     action = Action.REFERENCE if module is None else Action.LOWERED
     reason = (
         "runs as in the reference graph: its kind has no integer kernels for it"
         if module is None
         else "runs on the integer kernels of its kind"
     )
-    return LoweredLeaf(path, module, (Decision(path, type(leaf).__name__, action, reason),))
+    return LoweredLeaf(path, module, (Decision(f"{path}/lowering", type(leaf).__name__, action, reason),))

@@ -8,27 +8,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph
+from torch.fx.graph import PythonCode
 
 from torchq_compat.decisions import Decision
 from torchq_compat.graph_module import ConvertedGraphModule, QuantizationGraphModule, preserved_of
 from torchq_compat.lower.emit import emit
 from torchq_compat.lower.engines import Engine, packing_for
 from torchq_compat.lower.leaves import lower_leaves
+from torchq_compat.lower.part import MADE, share_state
 from torchq_compat.lower.plan import plan_graph
 from torchq_compat.quantized_interface import take_integers
 from torchq_compat.specs.grids import Grid
 
 __all__ = ["LoweredGraphModule", "lower"]
 
-#: Where a lowered model keeps its ``_Lowering``: not under a name that nn.Module would register.
+#: Attribute that holds the ``_Lowering`` of a lowered model.
 LOWERING = "_torchq_compat_lowering"
-#: What a lowered model and its reference model have in common.
-STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "meta")
 
 
 @dataclass
@@ -37,14 +39,12 @@ class _Lowering:
 
     Attributes:
         is_stale: whether the state changed since.
-        made: names of what the graph reads beside the state of ``reference``.
         input_grids: see ``ConvertedGraphModule``.
     """
 
     reference: ConvertedGraphModule
     engine: Engine
     is_stale: bool = True
-    made: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
     input_grids: tuple[Grid | None, ...] = field(default=())
 
@@ -52,7 +52,8 @@ class _Lowering:
 def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule:
     """``reference`` on the integer kernels of ``engine``; the result holds ``reference``."""
     lowered = LoweredGraphModule(nn.Module(), Graph())
-    vars(lowered).update({name: vars(reference)[name] for name in STATE})
+    share_state(lowered, reference)
+    lowered.meta = reference.meta
     vars(lowered)[LOWERING] = _Lowering(reference, engine)
     for name, value in preserved_of(reference).items():
         setattr(lowered, name, value)
@@ -66,8 +67,8 @@ class LoweredGraphModule(QuantizationGraphModule):
 
     The reference graph is the one source of truth: parameters, buffers, submodules and state_dict are its
     own, and the kernels' packed weights are made from them, again whenever a state was loaded or moved.
-    ``graph`` and ``code`` are what runs. torch.compile and torch.export see the reference graph, which is
-    portable.
+    ``graph`` and ``code`` are what runs. torch.compile, torch.export and torch.jit.trace see the reference
+    graph, which is portable.
     """
 
     @property
@@ -87,7 +88,7 @@ class LoweredGraphModule(QuantizationGraphModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lowering = self._lowering
-        if torch.compiler.is_compiling():
+        if _is_captured():
             return lowering.reference(*args, **kwargs)
         if lowering.is_stale:
             self._lower_again()
@@ -102,22 +103,41 @@ class LoweredGraphModule(QuantizationGraphModule):
         with packing_for(lowering.engine), torch.no_grad():
             plan = plan_graph(lowering.reference)
             leaves = lower_leaves(lowering.reference, lambda inside: _lower_inside(inside, lowering.engine))
-            lowered_paths = {leaf.path: leaf.name for leaf in leaves if leaf.module is not None}
-            lowered = emit(lowering.reference, plan, lowered_paths)
-        for name in lowering.made:
-            del state[name]
-        # Not setattr, which would register modules beside the state they were made from.
-        made = {**lowered.constants, **{leaf.name: leaf.module for leaf in leaves if leaf.module is not None}}
-        state.update(made)
+            paths = {leaf.path: f"{MADE}.{leaf.name}" for leaf in leaves if leaf.module is not None}
+            lowered = emit(lowering.reference, plan, paths, MADE)
+        modules = {leaf.name: leaf.module for leaf in leaves if leaf.module is not None}
+        state[MADE] = SimpleNamespace(**lowered.constants, **modules)
         state[LOWERING] = _Lowering(
             lowering.reference,
             lowering.engine,
             is_stale=False,
-            made=tuple(made),
             decisions=(*plan.decisions, *(decision for leaf in leaves for decision in leaf.decisions)),
             input_grids=lowering.reference.input_grids(),
         )
         self.graph = lowered.graph
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that runs; for torch.export, which interprets it, that of the reference."""
+        return self.reference.graph if _is_captured() else self._graph
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        self._graph = graph
+        graph.owning_module = self
+        self.recompile()
+
+    def recompile(self) -> PythonCode:
+        """See ``torch.fx.GraphModule``. Dynamo does not go through ``__call__``."""
+        code = super().recompile()
+        compiled = type(self).forward
+
+        @wraps(compiled)
+        def forward(self: LoweredGraphModule, *args: Any) -> Any:
+            return self.reference.forward(*args) if _is_captured() else compiled(self, *args)
+
+        type(self).forward = forward
+        return code
 
     def input_grids(self) -> tuple[Grid | None, ...]:
         """See ``ConvertedGraphModule``."""
@@ -150,9 +170,11 @@ class LoweredGraphModule(QuantizationGraphModule):
 
     def train(self, mode: bool = True) -> Self:
         """See ``QuantizationGraphModule``."""
+        changes = mode != self.training
         self.reference.train(mode)
         self.training = mode
-        self._lower_again()
+        if changes:
+            self._lower_again()
         return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
@@ -165,6 +187,11 @@ class LoweredGraphModule(QuantizationGraphModule):
         self.reference._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._lower_again()
         return self
+
+
+def _is_captured() -> bool:
+    """Whether torch.compile, torch.export or torch.jit is looking: none of them can take packed weights."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def _lower_inside(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,15 @@ from torchq_compat.lower.kernels.binary import BINARY
 from torchq_compat.lower.kernels.elementwise import ELEMENTWISE
 from torchq_compat.lower.kernels.floating import FLOATING
 from torchq_compat.lower.kernels.kernel import KernelCall, Refusal, Rule, Site
+from torchq_compat.lower.kernels.normalization import NORMALIZATION
 from torchq_compat.lower.kernels.same_grid import CARRIERS, ROUNDING
+from torchq_compat.lower.kernels.split_linear import split_linear
 from torchq_compat.lower.kernels.weighted import WEIGHTED
 from torchq_compat.lower.reading import (
     DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
     QUANTIZE,
-    SIZE_OPS,
     has_kernels,
+    is_dequantized,
     is_integers,
     tensor_inputs,
 )
@@ -30,7 +31,7 @@ from torchq_compat.specs.grids import PerTensorGrid
 __all__ = ["Plan", "plan_graph"]
 
 ATEN = torch.ops.aten
-RULES: dict[Any, Rule] = {**WEIGHTED, **BINARY, **ELEMENTWISE, **ROUNDING}
+RULES: dict[Any, Rule] = {**WEIGHTED, **BINARY, **ELEMENTWISE, **NORMALIZATION, **ROUNDING}
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,18 @@ class Plan:
         """Nodes that kernels compute along with others."""
         return {node for call in self.kernels.values() for node in call.covers} - set(self.kernels)
 
-    @property
-    def lowers_nothing(self) -> bool:
-        return not self.kernels and not self.carried
 
+def plan_graph(graph_module: GraphModule, arriving: Mapping[str, PerTensorGrid] | None = None) -> Plan:
+    """Decide for every op of ``graph_module``, a q-dq graph.
 
-def plan_graph(graph_module: GraphModule) -> Plan:
-    """Decide for every op of ``graph_module``, a q-dq graph."""
-    grids: dict[Node, PerTensorGrid] = {}
+    Args:
+        arriving: input, by its name -> the grid that the floats it is given lie on.
+    """
+    elsewhere = _devices(graph_module) - {"cpu"}
+    if elsewhere:
+        reason = f"its state is on {', '.join(sorted(elsewhere))}; the kernels run on the CPU"
+        return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),))
+    grids = _arriving(graph_module, arriving or {})
     kernels: dict[Node, KernelCall] = {}
     carried: set[Node] = set()
     refusals: dict[Node, str] = {}
@@ -68,17 +73,31 @@ def plan_graph(graph_module: GraphModule) -> Plan:
         grid = _grid_of(node, grids)
         if grid is not None:
             grids[node] = grid
-            if node.target in CARRIERS:
+            if _carries(node):
                 carried.add(node)
         if node in carried or node.op != "call_function":
             continue
         result, answer = _ask(graph_module, node, grids)
         if isinstance(answer, KernelCall):
             kernels[result] = answer
+        elif not _reads_quantized(node, grids):
+            continue
         elif isinstance(answer, Refusal):
             refusals[node] = answer.reason
+        elif result is not node and not _has_rule(node):
+            refusals[node] = "it has no integer kernel here"
     decisions = tuple(_decisions(graph_module, kernels, carried, refusals))
     return Plan(kernels, grids, frozenset(carried), decisions)
+
+
+def _arriving(graph_module: GraphModule, by_name: Mapping[str, PerTensorGrid]) -> dict[Node, PerTensorGrid]:
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    named = {node: by_name[str(node.target)] for node in placeholders if str(node.target) in by_name}
+    return {node: grid for node, grid in named.items() if has_kernels(grid)}
+
+
+def _devices(graph_module: GraphModule) -> set[str]:
+    return {str(tensor.device) for tensor in (*graph_module.parameters(), *graph_module.buffers())}
 
 
 def _grid_of(node: Node, grids: dict[Node, PerTensorGrid]) -> PerTensorGrid | None:
@@ -91,10 +110,14 @@ def _grid_of(node: Node, grids: dict[Node, PerTensorGrid]) -> PerTensorGrid | No
     if node.target is QUANTIZE:
         grid = PerTensorGrid.of_node(node)
         return grid if has_kernels(grid) else None
-    if node.target in CARRIERS:
+    if _carries(node):
         found = {grids.get(source) for source in tensor_inputs(node)}
         return found.pop() if len(found) == 1 else None
     return None
+
+
+def _carries(node: Node) -> bool:
+    return node.target in CARRIERS and CARRIERS[node.target](node)
 
 
 def _ask(
@@ -108,11 +131,22 @@ def _ask(
     site = Site(graph_module, op, relu, grid, grids.get)
     if op.target in FLOATING:
         answer = FLOATING[op.target](site)
+        if isinstance(answer, KernelCall):
+            return answer.stands_for or last, answer
         if answer is not None:
             return last, answer
-    if op.target not in RULES:
-        return op, None
-    return quantize or last, RULES[op.target](site)
+    result = quantize or last
+    if op.target is ATEN.linear.default:
+        answer = split_linear(site)
+        if answer is not None:
+            return result, answer
+    if op.target not in RULES or (grid is None and op.target not in WEIGHTED):
+        return result, None
+    return result, RULES[op.target](site)
+
+
+def _has_rule(node: Node) -> bool:
+    return node.target in RULES or node.target in FLOATING
 
 
 def _only_reader(node: Node, target: Any) -> Node | None:
@@ -131,21 +165,17 @@ def _decisions(
     covered = {node for call in kernels.values() for node in call.covers}
     for node in graph_module.graph.nodes:
         if node in by_op:
-            yield _decision(node, Action.LOWERED, f"runs as {by_op[node].kernel}")
+            yield _decision(node, Action.LOWERED, f"runs as {by_op[node].label}")
         elif node in carried:
             yield _decision(node, Action.LOWERED, "runs on the integers as it is")
-        elif node not in covered and _is_quantized_op(node, refusals):
-            reason = refusals.get(node, "it has no integer kernel here")
-            yield _decision(node, Action.REFERENCE, f"runs in floats between its q-dq: {reason}")
+        elif node in refusals and node not in covered:
+            reason = f"runs in floats between its q-dq: {refusals[node]}"
+            yield _decision(node, Action.REFERENCE, reason)
 
 
-def _is_quantized_op(node: Node, refusals: dict[Node, str]) -> bool:
-    """Whether ``node`` is an op that the reference graph quantizes."""
-    if node in refusals:
-        return True
-    if node.op != "call_function" or node.target in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, *SIZE_OPS):
-        return False
-    return any(source.target in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL) for source in node.all_input_nodes)
+def _reads_quantized(node: Node, grids: Mapping[Node, PerTensorGrid]) -> bool:
+    """Whether the reference graph quantizes an input of ``node``."""
+    return any(is_dequantized(source) or source in grids for source in node.all_input_nodes)
 
 
 def _decision(node: Node, action: Action, reason: str) -> Decision:

@@ -21,6 +21,7 @@ __all__ = [
     "arguments_of",
     "constant_of",
     "has_kernels",
+    "is_dequantized",
     "is_integers",
     "is_whole_range",
     "quantized_weight",
@@ -60,16 +61,15 @@ def tensor_inputs(node: Node) -> list[Node]:
     return [source for source in node.all_input_nodes if not isinstance(_value(source), SCALARS)]
 
 
-def rank_of(node: Node) -> int:
-    """How many dimensions the tensor ``node`` gives has."""
+def rank_of(node: Node) -> int | None:
+    """How many dimensions the tensor ``node`` gives has; None where torchao left no example of it."""
     value = _value(node)
-    assert isinstance(value, Tensor)
-    return value.dim()
+    return value.dim() if isinstance(value, Tensor) else None
 
 
 def _value(node: Node) -> Any:
     """The example value at ``node``; q-dq nodes, which torchao gives none, keep shapes."""
-    while "val" not in node.meta and node.target in (QUANTIZE, DEQUANTIZE):
+    while "val" not in node.meta and node.target in (QUANTIZE, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL):
         source = node.args[0]
         assert isinstance(source, Node)
         node = source
@@ -84,6 +84,11 @@ def has_kernels(grid: PerTensorGrid) -> bool:
 def is_whole_range(grid: PerTensorGrid) -> bool:
     """Whether ``grid`` saturates where its dtype does."""
     return (grid.quant_min, grid.quant_max) == dtype_range(grid.dtype)
+
+
+def is_dequantized(node: Any) -> bool:
+    """Whether ``node`` is a dequantize."""
+    return isinstance(node, Node) and node.target in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
 
 
 def is_integers(node: Node) -> bool:
@@ -104,7 +109,7 @@ def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
 def quantized_weight(graph_module: GraphModule, node: Any) -> Tensor | None:
     """The torch.ao quantized tensor of a constant integer weight behind a dequantize; None if ``node`` gives
     no such weight."""
-    if not isinstance(node, Node) or node.target not in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL):
+    if not is_dequantized(node):
         return None
     integers = constant_of(graph_module, node.args[0])
     if integers is None or integers.device.type != "cpu" or integers.dtype not in KERNEL_DTYPES:
@@ -129,7 +134,9 @@ def _axis(args: Any) -> int:
 
 def takes_and_returns_tensors(graph_module: GraphModule) -> bool:
     """Whether every argument of a captured model is one tensor, and so is its result."""
-    info = graph_module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info = getattr(graph_module.graph._codegen, "pytree_info", None)
+    if info is None:
+        return False
     args, kwargs = info.in_spec.children()
     arguments_are_leaves = all(child.is_leaf() for child in args.children())
     return arguments_are_leaves and kwargs.num_leaves == 0 and bool(info.out_spec.is_leaf())

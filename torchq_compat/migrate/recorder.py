@@ -138,9 +138,11 @@ def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
 
 
 def _own_decisions(report: Report) -> tuple[Decision, ...]:
-    """The decisions about modules and ops of the model, without the parts inside a custom module."""
-    paths = {decision.path for decision in report.decisions}
-    return tuple(d for d in report.decisions if paths.isdisjoint(_parents(d.path)))
+    """The decisions about modules and ops of the model, without the parts inside a custom module and without
+    what became of them in lowering."""
+    decided = [d for d in report.decisions if d.action not in (Action.LOWERED, Action.REFERENCE)]
+    paths = {decision.path for decision in decided}
+    return tuple(d for d in decided if paths.isdisjoint(_parents(d.path)))
 
 
 def _parents(path: str) -> Iterator[str]:

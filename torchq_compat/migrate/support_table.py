@@ -50,7 +50,7 @@ class Feature:
 
 
 SUPPORTED, DIFFERS, REFUSED = Status.SUPPORTED, Status.DIFFERS, Status.REFUSED
-NOT_LOWERED = "concerns FX's lowering; changes nothing while convert_fx returns the reference graph"
+NOT_LOWERED = "not read: explain says which kernels of the engine are used"
 NO_SWAP = "not read: a captured model has operators, no modules to swap"
 AREAS: dict[str, tuple[tuple[str, Status, str], ...]] = {
     "Functions": (
@@ -62,7 +62,7 @@ AREAS: dict[str, tuple[tuple[str, Status, str], ...]] = {
         ("prepare_fx: _equalization_config", REFUSED, "PT2E has no input-weight equalization"),
         ("prepare_fx: backend_config", SUPPORTED, ""),
         ("prepare_qat_fx", SUPPORTED, "with the arguments of prepare_fx"),
-        ("convert_fx", DIFFERS, "returns the q-dq graph of convert_to_reference_fx"),
+        ("convert_fx", DIFFERS, "integer kernels on x86; elsewhere the q-dq graph"),
         ("convert_fx: graph_module", DIFFERS, "copied; FX used it up"),
         ("convert_fx: convert_custom_config", SUPPORTED, ""),
         ("convert_fx: _remove_qconfig", DIFFERS, "nothing to remove: no module has a qconfig"),

@@ -41,6 +41,8 @@ QUANTIZED_INPUTS = ("query", "key", "value")
 class AttentionHandler(PartOwnerHandler):
     """nn.MultiheadAttention -> ObservedMultiheadAttention -> ConvertedMultiheadAttention."""
 
+    lowers_graphs = True
+
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
         return issubclass(float_class, nn.MultiheadAttention) and issubclass(observed_class, LEGACY_OBSERVED)
 

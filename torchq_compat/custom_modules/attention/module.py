@@ -24,6 +24,7 @@ from torchq_compat.custom_modules.attention.projections import (
     ReturnedWeights,
 )
 from torchq_compat.custom_modules.attention.structure import AttentionCall, AttentionStructure
+from torchq_compat.custom_modules.labels import input_labels
 from torchq_compat.custom_modules.own_linear import own_parameter
 from torchq_compat.custom_modules.part_graph import (
     ConvertedPartGraphModule,
@@ -35,7 +36,7 @@ from torchq_compat.custom_modules.part_graph import (
 from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.specs.grids import Grid
+from torchq_compat.specs.grids import Grid, PerTensorGrid
 from torchq_compat.specs.quantization_specs import OpSpecs
 
 __all__ = ["AttentionModule", "ConvertedMultiheadAttention", "ObservedMultiheadAttention"]
@@ -86,6 +87,16 @@ class AttentionModule(PartOwner):
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return (self.specs.group_dtype("output"), self.specs.group_dtype("attention_weights"))[:count]
+
+    def arriving_grids(self) -> dict[str, PerTensorGrid]:
+        """Query, key and value, which the boundary quantizes."""
+        found: dict[str, set[Grid | None]] = {}
+        for layout in self.leaf_layouts:
+            labels = input_labels(nn.MultiheadAttention, layout.inputs)
+            for label, grid in zip(labels, layout.input_grids, strict=bool(layout.input_grids)):
+                found.setdefault(label, set()).add(grid)
+        single = {label: grids.pop() for label, grids in found.items() if len(grids) == 1}
+        return {label: grid for label, grid in single.items() if isinstance(grid, PerTensorGrid)}
 
     def leaf_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As ``torch.nn.MultiheadAttention``.

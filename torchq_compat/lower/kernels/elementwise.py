@@ -24,6 +24,8 @@ Arguments = dict[str, Any]
 def _not_quantized(site: Site, input_grid: PerTensorGrid | None) -> Refusal | None:
     if input_grid is None or site.grid is None:
         return Refusal("its input and its result are not both quantized to 8 bits")
+    if site.relu is not None:
+        return Refusal("it has no kernel with a ReLU")
     if input_grid.dtype is not site.grid.dtype:
         return Refusal("its input and its result are quantized to different dtypes")
     return None
@@ -33,8 +35,6 @@ def _rule(kernel: OpOverload, between: Callable[[Arguments], tuple[Any, ...]] = 
     """A kernel of (input, *between, scale, zero point)."""
 
     def rule(site: Site) -> KernelCall | Refusal | None:
-        if site.relu is not None:
-            return None
         arguments = arguments_of(site.op)
         source = site.op.args[0]
         refusal = _not_quantized(site, site.grid_of(source))
@@ -68,7 +68,7 @@ def _elu(site: Site) -> KernelCall | Refusal | None:
     arguments = arguments_of(site.op)
     source = arguments["self"]
     refusal = _not_quantized(site, site.grid_of(source))
-    if refusal is not None or site.relu is not None or site.grid is None:
+    if refusal is not None or site.grid is None:
         return refusal
     shape = (arguments["alpha"], arguments["scale"], arguments["input_scale"])
     args = (Quantized(source), site.grid.scale, site.grid.zero_point, *shape)
@@ -81,7 +81,7 @@ def _fixed(kernel: OpOverload, scale: float, zero_point: int) -> Rule:
     def rule(site: Site) -> KernelCall | Refusal | None:
         source = arguments_of(site.op)["self"]
         refusal = _not_quantized(site, site.grid_of(source))
-        if refusal is not None or site.relu is not None or site.grid is None:
+        if refusal is not None or site.grid is None:
             return refusal
         if (site.grid.dtype, site.grid.scale, site.grid.zero_point) != (torch.uint8, scale, zero_point):
             return Refusal(f"the kernel gives scale {scale} and zero point {zero_point} of uint8 only")
@@ -92,14 +92,11 @@ def _fixed(kernel: OpOverload, scale: float, zero_point: int) -> Rule:
 
 ELEMENTWISE: dict[Any, Rule] = {
     ATEN.sigmoid.default: _rule(KERNELS.sigmoid.default),
+    ATEN.softmax.int: _rule(KERNELS.softmax.default, lambda a: (a["dim"],)),
     ATEN.hardswish.default: _rule(KERNELS.hardswish.default),
     ATEN.leaky_relu.default: _rule(KERNELS.leaky_relu.default, lambda a: (a["negative_slope"], False)),
-    ATEN.prelu.default: _rule(KERNELS.prelu.default, lambda a: (a["weight"],)),
     ATEN.layer_norm.default: _rule(
         KERNELS.layer_norm.default, lambda a: (a["normalized_shape"], a["weight"], a["bias"], a["eps"])
-    ),
-    ATEN.group_norm.default: _rule(
-        KERNELS.group_norm.default, lambda a: (a["num_groups"], a["weight"], a["bias"], a["eps"])
     ),
     ATEN.elu.default: _elu,
     ATEN.tanh.default: _fixed(ATEN.tanh.default, 2 / 256, 128),

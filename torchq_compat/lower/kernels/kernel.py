@@ -40,15 +40,24 @@ class KernelCall:
     """A kernel that computes what an op and its q-dq compute.
 
     Attributes:
-        args: its arguments; values of the graph are ``Quantized``, ``Floats`` or ``Constant``.
+        args: its arguments; values of the graph are ``Quantized``, ``Floats`` or ``Constant``, or the results
+            of other calls.
         covers: the nodes of the reference graph it stands for, beside the node its result stands for.
         returns_floats: whether the result is floats; else it is a quantized tensor on the grid of the site.
+        stands_for: the node whose value a result in floats is; None: the op, or the ReLU behind it.
+        name: for people, where ``kernel`` does not say what computes.
     """
 
     kernel: OpOverload
     args: tuple[Any, ...]
     covers: tuple[Node, ...] = ()
     returns_floats: bool = False
+    stands_for: Node | None = None
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or str(self.kernel)
 
 
 @dataclass(frozen=True)

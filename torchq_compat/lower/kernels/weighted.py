@@ -11,22 +11,32 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from torchq_compat.lower.engines import Engine, packing_for
 from torchq_compat.lower.kernels.kernel import Constant, KernelCall, Quantized, Refusal, Rule, Site
-from torchq_compat.lower.reading import arguments_of, constant_of, quantized_weight, rank_of
+from torchq_compat.lower.reading import (
+    arguments_of,
+    constant_of,
+    is_dequantized,
+    quantized_weight,
+    rank_of,
+)
 
 __all__ = ["WEIGHTED", "pack"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 CONV = ("stride", "padding", "dilation", "groups")
-CONV_TRANSPOSE = ("stride", "padding", "output_padding", "dilation", "groups")
+Arguments = dict[str, Any]
+NOT_CONSTANT = Refusal("its weight is no constant of int8")
+#: The settings a convolution is packed with, from its arguments.
+Settings = Callable[[Site, Arguments], tuple[Any, ...] | Refusal]
 
 
-def pack(site: Site, prepack: OpOverload, settings: tuple[Any, ...] = ()) -> Any:
+def pack(site: Site, prepack: Callable[..., Any], settings: tuple[Any, ...] = ()) -> Any:
     """The weight and bias of the op at ``site`` packed for the engine in use, or a Refusal."""
     arguments = arguments_of(site.op)
     weight = quantized_weight(site.graph_module, arguments["weight"])
     if weight is None or weight.dtype is not torch.qint8:
-        return Refusal("its weight is no constant of int8")
+        return NOT_CONSTANT
     bias = constant_of(site.graph_module, arguments["bias"])
     if bias is None and arguments["bias"] is not None:
         return Refusal("its bias is no constant")
@@ -39,21 +49,24 @@ def pack(site: Site, prepack: OpOverload, settings: tuple[Any, ...] = ()) -> Any
 
 
 def _rule(
-    prepack: OpOverload,
+    prepack: Callable[..., Any],
     kernel: OpOverload,
     with_relu: OpOverload | None,
-    settings: tuple[str, ...],
-    ranks: Callable[[int], bool],
+    read_settings: Settings,
+    ranks: Callable[[int | None], bool],
 ) -> Rule:
     def rule(site: Site) -> KernelCall | Refusal | None:
         arguments = arguments_of(site.op)
+        if not is_dequantized(arguments["weight"]):
+            return None
         refusal = _cannot_take(site, arguments, ranks)
         if refusal is not None:
             return refusal
         chosen = kernel if site.relu is None else with_relu
         if chosen is None:
             return Refusal("it has no kernel with a ReLU")
-        packed = pack(site, prepack, tuple(arguments[name] for name in settings))
+        settings = read_settings(site, arguments)
+        packed = settings if isinstance(settings, Refusal) else pack(site, prepack, settings)
         if isinstance(packed, Refusal):
             return packed
         assert site.grid is not None
@@ -63,7 +76,7 @@ def _rule(
     return rule
 
 
-def _cannot_take(site: Site, arguments: dict[str, Any], ranks: Callable[[int], bool]) -> Refusal | None:
+def _cannot_take(site: Site, arguments: Arguments, ranks: Callable[[int | None], bool]) -> Refusal | None:
     grid = site.grid_of(arguments["input"])
     if grid is None:
         return Refusal("its input is not quantized per tensor to 8 bits")
@@ -71,16 +84,48 @@ def _cannot_take(site: Site, arguments: dict[str, Any], ranks: Callable[[int], b
         return Refusal("its result is not quantized")
     if grid.dtype is not torch.uint8 or site.grid.dtype is not torch.uint8:
         return Refusal("the kernel takes and gives uint8")
-    if not ranks(rank_of(arguments["input"])):
+    if not ranks(rank_of(site.op)):
         return Refusal("the kernel takes batched inputs only")
     return None
 
 
-def _conv(name: str, overload: str, rank: int, *, has_relu: bool = True) -> Rule:
-    settings = CONV_TRANSPOSE if "transpose" in name else CONV
-    relu = getattr(getattr(KERNELS, f"{name}_relu"), overload) if has_relu else None
+def _conv(name: str, overload: str, rank: int, read_settings: Settings) -> Rule:
+    kernel, with_relu = (getattr(getattr(KERNELS, each), overload) for each in (name, f"{name}_relu"))
     prepack = getattr(KERNELS, f"{name}_prepack").default
-    return _rule(prepack, getattr(getattr(KERNELS, name), overload), relu, settings, rank.__eq__)
+    return _rule(prepack, kernel, with_relu, read_settings, lambda found: found == rank)
+
+
+def _conv_transpose(name: str, rank: int) -> Rule:
+    """Packed for fbgemm, whatever engine: what the engine x86 packs gives wrong numbers where a transposed
+    convolution has other numbers of input and output channels."""
+    settings = ("stride", "padding", "output_padding", "dilation", "groups")
+    prepack_here = getattr(KERNELS, f"{name}_prepack").default
+
+    def prepack(*args: Any) -> Any:
+        with packing_for(Engine("fbgemm")):
+            return prepack_here(*args)
+
+    return _rule(
+        prepack, getattr(KERNELS, name).default, None, _named(*settings), lambda found: found == rank
+    )
+
+
+def _named(*settings: str) -> Settings:
+    return lambda _, arguments: tuple(arguments[name] for name in settings)
+
+
+def _padding_by_name(site: Site, arguments: Arguments) -> tuple[Any, ...] | Refusal:
+    """``padding="same"`` and ``"valid"`` as numbers."""
+    weight, dilation = quantized_weight(site.graph_module, arguments["weight"]), arguments["dilation"]
+    if weight is None:
+        return NOT_CONSTANT
+    wanted = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
+    if arguments["padding"] == "valid":
+        wanted = [0] * len(wanted)
+    if any(total % 2 for total in wanted):
+        return Refusal("it pads one side more than the other")
+    padding = [total // 2 for total in wanted]
+    return arguments["stride"], padding, dilation, arguments["groups"]
 
 
 WEIGHTED: dict[Any, Rule] = {
@@ -88,13 +133,16 @@ WEIGHTED: dict[Any, Rule] = {
         KERNELS.linear_prepack.default,
         KERNELS.linear.default,
         KERNELS.linear_relu.default,
-        (),
-        lambda rank: rank >= 2,
+        _named(),
+        lambda rank: rank is not None and rank >= 2,
     ),
-    ATEN.conv1d.default: _conv("conv1d", "default", 3),
-    ATEN.conv2d.default: _conv("conv2d", "new", 4),
-    ATEN.conv3d.default: _conv("conv3d", "new", 5),
-    ATEN.conv_transpose1d.default: _conv("conv_transpose1d", "default", 3, has_relu=False),
-    ATEN.conv_transpose2d.input: _conv("conv_transpose2d", "default", 4, has_relu=False),
-    ATEN.conv_transpose3d.input: _conv("conv_transpose3d", "default", 5, has_relu=False),
+    ATEN.conv1d.default: _conv("conv1d", "default", 3, _named(*CONV)),
+    ATEN.conv2d.default: _conv("conv2d", "new", 4, _named(*CONV)),
+    ATEN.conv3d.default: _conv("conv3d", "new", 5, _named(*CONV)),
+    ATEN.conv1d.padding: _conv("conv1d", "default", 3, _padding_by_name),
+    ATEN.conv2d.padding: _conv("conv2d", "new", 4, _padding_by_name),
+    ATEN.conv3d.padding: _conv("conv3d", "new", 5, _padding_by_name),
+    ATEN.conv_transpose1d.default: _conv_transpose("conv_transpose1d", 3),
+    ATEN.conv_transpose2d.input: _conv_transpose("conv_transpose2d", 4),
+    ATEN.conv_transpose3d.input: _conv_transpose("conv_transpose3d", 5),
 }
