@@ -27,13 +27,14 @@ from tests.benchmarks.contenders import (
 )
 from tests.benchmarks.flows import FLOWS
 from tests.benchmarks.latency import Effort, measure_latency
-from tests.benchmarks.page import BEGIN, END, PAGE, write_page
-from tests.benchmarks.results import SCHEMA, tables_of
+from tests.benchmarks.page import BEGIN, END, PAGE, render, write_page
+from tests.benchmarks.results import SCHEMA, read_results, tables_of
 from tests.benchmarks.stages import measure_stages
 from tests.benchmarks.timing import Timing, measure_in_turns
 from tests.oracle import MAP_LSTM, calibrate, count_nodes
 from torchq_compat.observed_graph import observer_nodes
 
+ROOT = Path(__file__).parents[1]
 BRIEF = Effort(rounds=2, turn_seconds=0.0, build_limit=60.0, threads=1)
 
 
@@ -96,7 +97,8 @@ def test_the_page_has_the_tables_and_keeps_its_prose(written: Path, results: dic
     assert "old" not in text.splitlines()
     for table in tables_of(results):
         assert table.as_markdown() in text
-    assert (written / "benchmarks.svg").read_bytes() == (written / "out" / "benchmarks.svg").read_bytes()
+    for name in ("benchmarks.svg", "benchmarks.json"):
+        assert (written / name).read_bytes() == (written / "out" / name).read_bytes()
 
 
 def test_the_page_is_made_again_from_the_numbers(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,9 +111,33 @@ def test_the_page_is_made_again_from_the_numbers(written: Path, capsys: pytest.C
     assert "Prepare, calibrate, convert" in capsys.readouterr().out
 
 
-def test_the_page_of_this_repository_can_be_written() -> None:
-    text = PAGE.read_text()
-    assert text.count(BEGIN) == text.count(END) == 1
+def test_the_page_of_this_repository_says_what_its_numbers_say() -> None:
+    numbers = read_results(ROOT / PAGE.with_suffix(".json"))
+    assert f"{BEGIN}\n\n{render(numbers, 'benchmarks.svg')}\n\n{END}" in (ROOT / PAGE).read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--page", "page.md", "--only", "b"], "--page needs all three parts"),
+        (["--page", "missing.md"], "missing.md"),
+        (["--page", "prose.md"], "prose.md has no"),
+        (["--threads", "0"], "must be 1 or more"),
+    ],
+)
+def test_bad_options_are_refused_before_measuring(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prose.md").write_text("prose")
+    with pytest.raises(SystemExit, match="2"):
+        main([*options, "--output", "out"])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@
 
 Parts: (a) time and peak memory of prepare, calibrate and convert at several sequence lengths; (b) latency,
 size and accuracy of converted LSTMs; (c) the same of a Linear model and a CNN. Prints tables, writes
-benchmarks.json and benchmarks.svg into DIR and, with --page, the results into FILE. Only the ratios mean
-anything: contenders are measured in turns, on whatever machine this is.
+benchmarks.json and benchmarks.svg into DIR and, with --page, the results into FILE and both beside it. Only
+the ratios mean anything: contenders are measured in turns, on whatever machine this is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.benchmarks import cases
 from tests.benchmarks.contenders import FEEDFORWARD_CONTENDERS, RECURRENT_CONTENDERS
 from tests.benchmarks.environment import environment
 from tests.benchmarks.latency import Effort, measure_latency
-from tests.benchmarks.page import PAGE, write_page
+from tests.benchmarks.page import PAGE, prose_around, write_page
 from tests.benchmarks.plot import save_plot
 from tests.benchmarks.results import read_results, tables_of, write_results
 from tests.benchmarks.stages import measure_stages
@@ -34,22 +34,19 @@ JSON_NAME, PLOT_NAME = "benchmarks.json", "benchmarks.svg"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    if options.results is not None:
-        results = read_results(options.results)
-    else:
-        results = measure(options)
-        write_results(results, options.output / JSON_NAME)
-    plot = options.output / PLOT_NAME
-    save_plot(results, plot)
+    results = measure(options) if options.results is None else read_results(options.results)
+    write_results(results, options.output / JSON_NAME)
+    save_plot(results, options.output / PLOT_NAME)
     console = Console(width=max(140, Console().width))
     for table in tables_of(results):
         console.print(table.for_terminal())
     if options.page is not None:
         write_page(results, options.page, PLOT_NAME)
-        if plot.parent.resolve() != options.page.parent.resolve():
-            shutil.copy(plot, options.page.with_name(PLOT_NAME))
+        if options.output.resolve() != options.page.parent.resolve():
+            for name in (JSON_NAME, PLOT_NAME):
+                shutil.copy(options.output / name, options.page.with_name(name))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -71,6 +68,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         recipes = cases.QUICK_FEEDFORWARD if quick else cases.FEEDFORWARD
         results["feedforward"] = measure_latency(recipes, FEEDFORWARD_CONTENDERS, effort, tell)
     return results
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for; what cannot be done is refused before anything is measured."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.page is not None:
+        if options.only is not None:
+            parser.error("--page needs all three parts; leave --only out")
+        try:
+            prose_around(options.page)
+        except (OSError, ValueError) as problem:
+            parser.error(f"--page: {problem}")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,12 +9,25 @@ from typing import Any
 
 from tests.benchmarks.results import bars_of, tables_of
 
-__all__ = ["BEGIN", "END", "PAGE", "PARTS", "render", "write_page"]
+__all__ = ["BEGIN", "END", "PAGE", "PARTS", "prose_around", "render", "write_page"]
 
 PAGE = Path("migration/benchmarks.md")
 BEGIN, END = "<!-- begin results -->", "<!-- end results -->"
 #: What a page needs to have been measured.
 PARTS = ("stages", "recurrent", "feedforward")
+
+
+def prose_around(page: Path) -> tuple[str, str]:
+    """What stands before and after the results, the markers included.
+
+    Raises:
+        ValueError: ``page`` has not both markers.
+    """
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no {BEGIN} and {END}")
+    return before + begin, end + after
 
 
 def write_page(results: Mapping[str, Any], page: Path, plot: str) -> None:
@@ -26,13 +39,9 @@ def write_page(results: Mapping[str, Any], page: Path, plot: str) -> None:
     missing = [part for part in PARTS if part not in results]
     if missing:
         raise ValueError(f"a page needs every part measured; missing: {', '.join(missing)}")
-    text = page.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} has no {BEGIN} and {END}")
+    before, after = prose_around(page)
     draft = page.with_suffix(".draft")
-    draft.write_text(f"{before}{BEGIN}\n\n{render(results, plot)}\n\n{END}{after}")
+    draft.write_text(f"{before}\n\n{render(results, plot)}\n\n{after}")
     os.replace(draft, page)
 
 

@@ -40,8 +40,15 @@ def _draw_stages(axis: Axes, rows: Sequence[Row]) -> None:
     for flow in FLOWS:
         measured = [row for row in rows if row["flow"] == flow and "limit_s" not in row]
         total = [sum(row[stage] for stage in STAGES) for row in measured]
-        axis.loglog([row["length"] for row in measured], total, marker="o", label=flow)
-    axis.set(title="Prepare + calibrate + convert", xlabel="sequence length", ylabel="seconds")
+        (line,) = axis.loglog([row["length"] for row in measured], total, marker="o", label=flow)
+        ended = [row for row in rows if row["flow"] == flow and "limit_s" in row]
+        limits = [row["limit_s"] for row in ended]
+        axis.loglog([row["length"] for row in ended], limits, "^", mfc="none", color=line.get_color())
+    axis.set(
+        title="Prepare + calibrate + convert (triangle: ended at the limit)",
+        xlabel="sequence length",
+        ylabel="seconds",
+    )
     axis.legend()
 
 
@@ -59,13 +66,15 @@ def _draw_latency(axis: Axes, rows: Sequence[Row]) -> None:
         axis.bar(places, heights, width, bottom=1, label=contender, color=COLORS[contender])
     axis.axhline(1, color="black", linewidth=1)
     axis.set_yscale("log")
-    axis.set_xticks(range(len(cases)), [case.replace(" bidir", "\nbidir") for case in cases])
+    axis.set_xticks(
+        range(len(cases)), [case.replace(" bidir", "\nbidir") for case in cases], fontsize="small"
+    )
     axis.set(title="Latency, of FX static (the line at 1)", ylabel="ratio, less is faster")
     axis.legend(ncols=3, fontsize="small")
 
 
 def _save(figure: Figure, path: Path) -> None:
     # The same numbers give the same file.
-    with plt.rc_context({"svg.hashsalt": "benchmarks"}):
+    with plt.rc_context({"svg.hashsalt": "benchmarks", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
