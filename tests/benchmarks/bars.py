@@ -29,8 +29,9 @@ class Bar:
 
 def stage_bars(rows: Sequence[Row]) -> list[Bar]:
     """Time of prepare and convert does not depend on T, and calibration is no slower than FX's."""
-    ours = {row["length"]: row for row in rows if row["flow"] == "ours"}
-    fx = {row["length"]: row for row in rows if row["flow"] == "FX"}
+    ours, fx = _by_length(rows, "ours"), _by_length(rows, "FX")
+    if not ours:
+        return []
     both = {length: row["prepare"] + row["convert"] for length, row in ours.items()}
     shortest, longest = min(both), max(both)
     return [
@@ -43,6 +44,7 @@ def stage_bars(rows: Sequence[Row]) -> list[Bar]:
         *(
             Bar(f"calibration at T = {length}, of FX's", row["calibrate"] / fx[length]["calibrate"], 1.0)
             for length, row in ours.items()
+            if length in fx
         ),
     ]
 
@@ -68,11 +70,16 @@ def lost_table(rows: Sequence[Row]) -> Table:
         tuple(
             (case, best["contender"], peer["contender"], f"{best['median_ms'] / peer['median_ms']:.2f}")
             for case, by_name in _by_case(rows)
-            for best in [min(_ours(by_name), key=lambda row: row["median_ms"])]
+            for best in sorted(_ours(by_name), key=lambda row: row["median_ms"])[:1]
             for peer in (by_name[name] for name in PEERS if name in by_name)
             if peer["median_ms"] < best["median_ms"]
         ),
     )
+
+
+def _by_length(rows: Sequence[Row], flow: str) -> dict[int, Row]:
+    """The rows of ``flow`` that kept the limit."""
+    return {row["length"]: row for row in rows if row["flow"] == flow and "limit_s" not in row}
 
 
 def _recurrent_bars(rows: Sequence[Row]) -> Iterator[Bar]:
@@ -80,11 +87,12 @@ def _recurrent_bars(rows: Sequence[Row]) -> Iterator[Bar]:
         lowered = by_name.get("ours, lowered")
         if lowered is None:
             continue
-        for peer, limit in (("FX static", 1 / 3 if index < 2 else 1.0), ("dynamic quantized", 1.0)):
+        limits = {"FX static": 1 / 3 if index < 2 else 1.0}
+        if lowered["hidden"] >= 512:
+            limits |= {"float": 1.0, "dynamic quantized": 1.0}
+        for peer, limit in limits.items():
             if peer in by_name:
                 yield _against(case, lowered, by_name[peer], limit)
-        if lowered["hidden"] >= 512:
-            yield _against(case, lowered, by_name["float"], 1.0)
 
 
 def _feedforward_bars(rows: Sequence[Row]) -> Iterator[Bar]:

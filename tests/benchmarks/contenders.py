@@ -31,16 +31,10 @@ class Built:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run a model.
-
-    Attributes:
-        is_ours: made by this package.
-        is_quantized: whether it has to differ from the float model.
-    """
+    """One way to run a model; ``is_quantized`` says whether it has to differ from the float model."""
 
     name: str
     build: Callable[[Case], Built]
-    is_ours: bool = False
     is_quantized: bool = True
 
 
@@ -93,13 +87,13 @@ FLOAT = Contender("float", _float, is_quantized=False)
 DYNAMIC = Contender("dynamic quantized", _dynamic)
 FX = Contender("FX static", _fx)
 OURS = (
-    Contender("ours, reference", _reference, is_ours=True),
-    Contender("ours, lowered", _lowered, is_ours=True),
-    Contender("ours, compiled", _compiled, is_ours=True),
+    Contender("ours, reference", _reference),
+    Contender("ours, lowered", _lowered),
+    Contender("ours, compiled", _compiled),
 )
 ON_DEVICE = (
-    Contender("ours, ExecuTorch portable", partial(_executorch, "portable"), is_ours=True),
-    Contender("ours, ExecuTorch XNNPACK", partial(_executorch, "xnnpack"), is_ours=True),
+    Contender("ours, ExecuTorch portable", partial(_executorch, "portable")),
+    Contender("ours, ExecuTorch XNNPACK", partial(_executorch, "xnnpack")),
 )
 RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *OURS, *ON_DEVICE)
 FEEDFORWARD_CONTENDERS = (FLOAT, FX, *OURS)
