@@ -42,7 +42,7 @@ def converted(name: str) -> GraphModule:
     model = Model(make()).eval()
     prepared = tc.prepare_fx(model, mapping, (torch.randn(5, 2, 8),), tc.get_default_prepare_custom_config())
     prepared(torch.randn(20, 6, 8))
-    return tc.convert_fx(prepared)
+    return tc.convert_to_reference_fx(prepared)
 
 
 def exported(model: nn.Module, first: int, second: int) -> ExportedProgram:

@@ -12,6 +12,7 @@ from torchq_compat.errors import TorchQCompatError
 
 if TYPE_CHECKING:
     from torchq_compat.explanation import explain
+    from torchq_compat.lower.export import export
     from torchq_compat.migrate.comparison.comparing import compare
     from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
     from torchq_compat.quantize_fx import (
@@ -35,6 +36,7 @@ __all__ = [
     "convert_fx",
     "convert_to_reference_fx",
     "explain",
+    "export",
     "fuse_fx",
     "get_default_convert_custom_config",
     "get_default_prepare_custom_config",
@@ -51,6 +53,7 @@ _HOMES = {
     "check_sharing": "torchq_compat.multi_output",
     "compare": "torchq_compat.migrate.comparison.comparing",
     "explain": "torchq_compat.explanation",
+    "export": "torchq_compat.lower.export",
     "quantizer_from": "torchq_compat.quantizers",
     "reroute_tuples": "torchq_compat.tuple_rerouting",
 }

@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "ConvertError",
     "CustomModuleError",
+    "ExportError",
     "InputError",
     "ScriptError",
     "TorchQCompatError",
@@ -246,6 +247,45 @@ class CaptureError(TorchQCompatError):
         return cls(
             f"torch.export cannot capture {model}{where}: {type(cause).__name__}: {first_line}",
             hint=f"{hint} The model was not changed.",
+        )
+
+
+class ExportError(TorchQCompatError, ValueError):
+    """A converted model cannot be exported as asked."""
+
+    @classmethod
+    def not_converted(cls, found: object) -> ExportError:
+        return cls(
+            f"{type(found).__name__} is no model that convert_fx or convert_to_reference_fx returned.",
+            hint="prepare_fx, calibrate, convert_fx, then export what convert_fx returns.",
+        )
+
+    @classmethod
+    def unknown_shape(cls, found: object, known: Iterable[str]) -> ExportError:
+        return cls(
+            f"export: recurrent={found!r} is not known.",
+            hint="the shapes of a loop over time are " + ", ".join(repr(shape) for shape in known) + ".",
+        )
+
+    @classmethod
+    def in_training(cls) -> ExportError:
+        return cls("export: the model is in training mode.", hint="call model.eval() first.")
+
+    @classmethod
+    def failed(cls, shape: str, dynamic_shapes: object, cause: BaseException) -> ExportError:
+        first_line = str(cause).strip().split("\n", 1)[0]
+        hint = "this is a defect of torchq_compat: report it with the model's code."
+        if dynamic_shapes is not None:
+            hint = "leave dynamic_shapes out: then every size is free that the model leaves free; "
+            hint += (
+                "recurrent='unrolled' fixes the number of steps."
+                if shape == "unrolled"
+                else ("or give bounds that the example_inputs lie in, and free no size that the model fixes.")
+            )
+        return cls(
+            f"torch.export refuses the converted model with recurrent={str(shape)!r} and "
+            f"dynamic_shapes={dynamic_shapes}: {type(cause).__name__}: {first_line}",
+            hint=hint,
         )
 
 

@@ -13,9 +13,9 @@ from torch.ao.quantization import (
 from torch.ao.quantization.backend_config import BackendConfig
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.fx import GraphModule
-from torch.nn.utils.rnn import PackedSequence
 from torchao.quantization.pt2e.quantizer import Quantizer
 
+from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
 from torchq_compat.convert import convert_to_reference
 from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.legacy.backend_configs import read_backend_config
@@ -38,13 +38,11 @@ __all__ = [
     "prepare_qat_fx",
 ]
 
-_MISSING: Any = object()
-
 
 def prepare_fx(
     model: nn.Module,
     qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
-    example_inputs: tuple[Any, ...] = _MISSING,
+    example_inputs: tuple[Any, ...] = MISSING,
     prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
     _equalization_config: QConfigMapping | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
@@ -87,7 +85,7 @@ def prepare_fx(
 def prepare_qat_fx(
     model: nn.Module,
     qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
-    example_inputs: tuple[Any, ...] = _MISSING,
+    example_inputs: tuple[Any, ...] = MISSING,
     prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
     *,
@@ -223,25 +221,13 @@ def _prepare(
     request = PrepareRequest(
         rules=read_qconfig_mapping(qconfig_mapping),
         quantizer=quantizer,
-        example_inputs=_read_example_inputs(example_inputs),
+        example_inputs=read_example_inputs(example_inputs),
         settings=read_prepare_custom_config(prepare_custom_config),
         backend=read_backend_config(backend_config),
         dynamic_shapes=dynamic_shapes,
         is_qat=is_qat,
     )
     return prepare(model, request)
-
-
-def _read_example_inputs(value: Any) -> tuple[Any, ...]:
-    if value is _MISSING or value is None:
-        raise InputError.missing()
-    if isinstance(value, list):
-        value = tuple(value)
-    if not isinstance(value, tuple):
-        raise InputError.not_a_tuple(value)
-    if any(isinstance(arg, PackedSequence) for arg in value):
-        raise InputError.packed()
-    return value
 
 
 def _read_convert_mapping(value: Any) -> QConfigRules | None:

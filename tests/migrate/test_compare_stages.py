@@ -70,7 +70,13 @@ def test_batches_add_up() -> None:
 
 
 def test_a_grid_for_each_channel() -> None:
-    grid = PerChannelGrid((0.5, 0.5, 2.0), (0, 0, 1), 1, -4, 3, torch.int8)
+    grid = PerChannelGrid(
+        (
+            (2, PerTensorGrid(0.5, 0, -4, 3, torch.int8)),
+            (1, PerTensorGrid(2.0, 1, -4, 3, torch.int8)),
+        ),
+        1,
+    )
     exact = torch.tensor([[2.0, 0.0, 2.0], [0.0, 0.0, -2.0]])
     here, *_ = measured(exact, exact.clone(), None, grid).sides()
     assert here.saturated == pytest.approx(1 / 6)  # 2.0 on the first grid, which ends at 1.5

@@ -18,7 +18,7 @@ from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
-__all__ = ["capture", "capture_flat", "copied_inputs", "explain_failure"]
+__all__ = ["capture", "capture_flat", "copied_inputs", "explain_failure", "export_with_free_sizes"]
 
 # A config module whose functions torch installs at run time.
 symbolic_shapes: Any = importlib.import_module("torch.fx.experimental._config")
@@ -36,7 +36,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None)
     Raises:
         Exception: whatever torch.export or the model raises; see ``explain_failure``.
     """
-    program = _export(model, _distinct(args), dynamic_shapes)
+    program = export_with_free_sizes(model, args, dynamic_shapes)
     options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
     graph_module = program.module(**options)
     assert isinstance(graph_module, GraphModule)
@@ -75,7 +75,11 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
     return CaptureError.from_export(type(model).__name__, _user_line(cause), cause)
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
+def export_with_free_sizes(
+    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any
+) -> torch.export.ExportedProgram:
+    """``torch.export.export``; without ``dynamic_shapes`` every dimension is free that ``model`` allows."""
+    args = _distinct(args)
     if dynamic_shapes is not None:
         return torch.export.export(model, args, dynamic_shapes=dynamic_shapes, strict=False)
     # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).

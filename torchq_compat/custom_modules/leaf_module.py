@@ -26,6 +26,11 @@ class LeafModule(nn.Module):
     leaf_quant_type = QuantType.STATIC
     #: The class the script mapped the float module to.
     leaf_observed_class: type[nn.Module] | None = None
+    #: Whether what ``leaf_call`` returns lies on ``leaf_output_grids`` already, and an exported program shows
+    #: the per-tensor grids it is made of.
+    leaf_results_on_grids = False
+    #: Whether it takes and gives floats that lie on the grids of its layouts, where others have the integers.
+    leaf_in_floats = False
 
     def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute in floats, as the float module is called."""
@@ -39,6 +44,10 @@ class LeafModule(nn.Module):
         if leaf_layout is None:
             return self.leaf_call(*args, **kwargs)
         return self._leaf_call_flat(self.leaf_layouts[leaf_layout], args)
+
+    def leaf_call_from_graph(self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``leaf_call``, for a call of the graph, whose grids ``layout`` knows."""
+        return self.leaf_call(*args, **kwargs)
 
     def leaf_receive(self, q: Tensor, grid: Grid) -> Tensor:
         """What ``leaf_call`` gets for the integers ``q`` on ``grid``."""
@@ -63,16 +72,20 @@ class LeafModule(nn.Module):
         count = layout.inputs.count()
         tensors, sizes = flat[:count], flat[count:]
         if layout.input_grids:
-            tensors = tuple(
-                tensor if grid is None else self.leaf_receive(tensor, grid)
-                for tensor, grid in zip(tensors, layout.input_grids, strict=True)
-            )
+            tensors = tuple(map(self._as_floats, tensors, layout.input_grids))
         args, kwargs = layout.inputs.put_together(tensors, sizes)
-        nested = self.leaf_call(*args, **kwargs)
+        nested = self.leaf_call_from_graph(layout, args, kwargs)
         self.leaf_check_results(layout, nested)
         _, results = Structure.take_apart(nested)
+        if self.leaf_in_floats:
+            return tuple(results)
         output_grids = layout.output_grids or (None,) * len(results)
         return tuple(self.leaf_hand_out(*pair) for pair in zip(results, output_grids, strict=True))
+
+    def _as_floats(self, tensor: Tensor, grid: Grid | None) -> Tensor:
+        if grid is None or (self.leaf_in_floats and tensor.is_floating_point()):
+            return tensor
+        return self.leaf_receive(tensor, grid)
 
     def leaf_float_dtype(self) -> torch.dtype:
         """The dtype the module computes in."""

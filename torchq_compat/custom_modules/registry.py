@@ -150,14 +150,14 @@ class CustomModuleHandler(ABC):
         return None
         return None
 
-    def lower(self, leaf: LeafModule) -> LeafModule | None:
+    def lower(self, leaf: LeafModule) -> LeafModule | str:
         """A module that computes what the converted ``leaf`` does on integer kernels of an x86 CPU, packed
-        for ``torch.backends.quantized.engine``; None where there are none.
+        for ``torch.backends.quantized.engine``; or why there is none.
 
-        It is called with the layouts of ``leaf``: integers cross its boundary on the same grids. ``leaf``
+        It is called with the layouts of ``leaf``: values cross its boundary on the same grids. ``leaf``
         keeps the state, and must stay as it is; after its state changed it is lowered again.
         """
-        return None
+        return "its kind has no integer kernels"
 
     def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
         """(where inside ``leaf``, what) of observers that cannot be converted."""

@@ -12,10 +12,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from torchq_compat.custom_modules.boundary import INTEGERS_KEY
 from torchq_compat.lower.kernels.kernel import Constant, Floats, KernelCall, Quantized
 from torchq_compat.lower.plan import Plan
 from torchq_compat.lower.reading import (
     DEQUANTIZE,
+    DEQUANTIZE_PER_CHANNEL,
     QUANTIZE,
     SIZE_OPS,
     is_integers,
@@ -27,6 +29,8 @@ from torchq_compat.specs.grids import PerTensorGrid
 __all__ = ["LoweredGraph", "emit"]
 
 ATEN = torch.ops.aten
+DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+QUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.quantize_per_channel.default
 LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
 #: A view of channels-last activations, which the kernels of convolutions give, may need a copy.
 COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
@@ -48,14 +52,17 @@ class LoweredGraph:
         return self.graph.create_node("get_attr", f"{self.home}.{name}")
 
 
-def emit(reference: GraphModule, plan: Plan, leaves: dict[str, str], home: str) -> LoweredGraph:
+def emit(
+    reference: GraphModule, plan: Plan, leaves: dict[str, str], in_floats: set[str], home: str
+) -> LoweredGraph:
     """The lowered graph of ``reference``.
 
     Args:
         leaves: path of a leaf in ``reference`` -> path of the module that is called in its place.
+        in_floats: those whose module takes and gives floats where the reference graph holds integers.
         home: path of the namespace that will hold the constants.
     """
-    writer = _Writer(plan, leaves, LoweredGraph(Graph(), home))
+    writer = _Writer(plan, leaves, in_floats, LoweredGraph(Graph(), home))
     for node in reference.graph.nodes:
         writer.write(node)
     graph = writer.lowered.graph
@@ -81,19 +88,23 @@ def _has_effect(node: Node) -> bool:
 
 
 class _Writer:
-    def __init__(self, plan: Plan, leaves: dict[str, str], lowered: LoweredGraph) -> None:
+    def __init__(
+        self, plan: Plan, leaves: dict[str, str], in_floats: set[str], lowered: LoweredGraph
+    ) -> None:
         self.lowered = lowered
         self.graph = self.lowered.graph
         self.plan = plan
         self.leaves = leaves
+        self.in_floats = in_floats
         self.covered = plan.covered()
         self.quantized: dict[Node, Node] = {}
         self.integers: dict[Node, Node] = {}
         self.floats: dict[Node, Node] = {}
+        self.results_in_floats: set[Node] = set()
 
     def write(self, node: Node) -> None:
         """Write what stands for ``node``, or leave it to those who ask for a form of it."""
-        if node in self.covered:
+        if node in self.covered or node in self.results_in_floats:
             return
         if node in self.plan.kernels:
             self._write_kernel(node, self.plan.kernels[node])
@@ -103,6 +114,10 @@ class _Writer:
             self.quantized[node] = self.graph.call_function(target, args, dict(node.kwargs))
         elif node.target is QUANTIZE and node in self.plan.grids:
             self._write_quantize(node, self.plan.grids[node])
+        elif node.op == "call_module" and str(node.target) in self.in_floats:
+            self._write_call_in_floats(node)
+        elif node.target in DEQUANTIZES and node.all_input_nodes[0] in self.results_in_floats:
+            self.floats[node] = self.floats[node.all_input_nodes[0]]
         elif node.target is not DEQUANTIZE or node not in self.plan.grids:
             self._copy(node)
 
@@ -149,6 +164,19 @@ class _Writer:
         low, high = ((bound - grid.zero_point) * grid.scale for bound in (grid.quant_min, grid.quant_max))
         return self.graph.call_function(ATEN.clamp.default, (quantized, low, high))
 
+    def _write_call_in_floats(self, node: Node) -> None:
+        """A leaf that takes and gives floats on its grids, which spares it quantizing and dequantizing."""
+        call = self.graph.node_copy(node, self._floats_or_reference)
+        call.target = self.leaves[str(node.target)]
+        self.results_in_floats.update(node.users)
+        for getitem in node.users:
+            self.floats[getitem] = self.graph.node_copy(getitem, {node: call}.__getitem__)
+
+    def _floats_or_reference(self, node: Node) -> Node:
+        if node not in self.floats and node in self.quantized:
+            self.floats[node] = self.graph.call_function(ATEN.dequantize.self, (self.quantized[node],))
+        return self.floats[node] if node in self.floats else self._as_reference(node)
+
     def _copy(self, node: Node) -> None:
         form = self._any_form if node.target in SIZE_OPS else self._as_reference
         copied = self.graph.node_copy(node, form)
@@ -168,8 +196,20 @@ class _Writer:
                 )
             return self.floats[node]
         if node not in self.integers:
-            self.integers[node] = self.graph.call_function(ATEN.int_repr.default, (self.quantized[node],))
+            self.integers[node] = self._to_integers(node)
         return self.integers[node]
+
+    def _to_integers(self, node: Node) -> Node:
+        if node in self.quantized:
+            return self.graph.call_function(ATEN.int_repr.default, (self.quantized[node],))
+        grid = node.meta[INTEGERS_KEY]
+        bounds = (grid.quant_min, grid.quant_max, grid.dtype)
+        if isinstance(grid, PerTensorGrid):
+            args = (self.floats[node], grid.scale, grid.zero_point, *bounds)
+            return self.graph.call_function(QUANTIZE, args)
+        qparams = (self.lowered.constant(tensor) for tensor in grid.tensors(torch.device("cpu")))
+        args = (self.floats[node], *qparams, grid.axis, *bounds)
+        return self.graph.call_function(QUANTIZE_PER_CHANNEL, args)
 
     def _as_quantized(self, node: Node) -> Node:
         if node in self.quantized:
@@ -182,12 +222,17 @@ class _Writer:
         source = node.args[0]
         assert isinstance(source, Node)
         if source not in self.quantized:
-            self.quantized[source] = self.graph.call_function(
-                ATEN._make_per_tensor_quantized_tensor.default,
-                (self.integers[source], grid.scale, grid.zero_point),
-            )
+            self.quantized[source] = self._to_quantized(source, grid)
         self.quantized[node] = self.quantized[source]
         return self.quantized[node]
+
+    def _to_quantized(self, node: Node, grid: PerTensorGrid) -> Node:
+        qparams = (grid.scale, grid.zero_point)
+        if node in self.integers:
+            make: Any = ATEN._make_per_tensor_quantized_tensor.default
+            return self.graph.call_function(make, (self.integers[node], *qparams))
+        args = (self.floats[node], *qparams, LEGACY_DTYPES[grid.dtype])
+        return self.graph.call_function(ATEN.quantize_per_tensor.default, args)
 
     def _quantized_or_size(self, node: Node) -> Node:
         return self._as_quantized(node) if node in self.plan.grids else self._as_reference(node)

@@ -83,15 +83,15 @@ def _lower_model(path: str, leaf: Any, lower_inside: LowerInside) -> LoweredLeaf
 
 def _lower_by_its_kind(path: str, leaf: LeafModule) -> LoweredLeaf:
     handler = handler_of(leaf)
-    if handler is None:
-        return LoweredLeaf(path, None, ())
-    if handler.lowers_graphs and isinstance(leaf, PartOwner):
+    if handler is not None and handler.lowers_graphs and isinstance(leaf, PartOwner):
         return LoweredLeaf(path, *with_lowered_graphs(leaf, path))
-    module = handler.lower(leaf)
-    action = Action.REFERENCE if module is None else Action.LOWERED
-    reason = (
-        "runs as in the reference graph: its kind has no integer kernels for it"
-        if module is None
-        else "runs on the integer kernels of its kind"
-    )
-    return LoweredLeaf(path, module, (Decision(f"{path}/lowering", type(leaf).__name__, action, reason),))
+    made = "its kind is unknown" if handler is None else handler.lower(leaf)
+    if isinstance(made, str):
+        reason = f"runs as in the reference graph: {made}"
+        return LoweredLeaf(path, None, (_decision(path, leaf, Action.REFERENCE, reason),))
+    reason = "runs on the integer kernels of its kind"
+    return LoweredLeaf(path, made, (_decision(path, leaf, Action.LOWERED, reason),))
+
+
+def _decision(path: str, leaf: LeafModule, action: Action, reason: str) -> Decision:
+    return Decision(f"{path}/lowering", type(leaf).__name__, action, reason)

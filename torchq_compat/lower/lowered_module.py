@@ -104,7 +104,10 @@ class LoweredGraphModule(QuantizationGraphModule):
             plan = plan_graph(lowering.reference)
             leaves = lower_leaves(lowering.reference, lambda inside: _lower_inside(inside, lowering.engine))
             paths = {leaf.path: f"{MADE}.{leaf.name}" for leaf in leaves if leaf.module is not None}
-            lowered = emit(lowering.reference, plan, paths, MADE)
+            in_floats = {
+                leaf.path for leaf in leaves if leaf.module is not None and leaf.module.leaf_in_floats
+            }
+            lowered = emit(lowering.reference, plan, paths, in_floats, MADE)
         modules = {leaf.name: leaf.module for leaf in leaves if leaf.module is not None}
         state[MADE] = SimpleNamespace(**lowered.constants, **modules)
         state[LOWERING] = _Lowering(

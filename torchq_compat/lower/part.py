@@ -34,7 +34,7 @@ def with_lowered_graphs(leaf: PartOwner, path: str) -> tuple[PartOwner, tuple[De
     for name, graph in list(lowered.graphs()):
         plan = plan_graph(graph, leaf.arriving_grids())
         decisions += [replace(each, path=f"{path}.{name}/{each.node}", node="") for each in plan.decisions]
-        written = emit(graph, plan, {}, MADE)
+        written = emit(graph, plan, {}, set(), MADE)
         module = GraphModule(nn.Module(), Graph())
         share_state(module, graph)
         vars(module)[MADE] = SimpleNamespace(**written.constants)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torchao.quantization.pt2e.utils import to_underlying_dtype
 
 from torchq_compat.errors import ConfigError
 
-__all__ = ["FLOAT_DTYPES", "PACKED_DTYPES", "dtype_range", "is_integer", "plain_dtype"]
+__all__ = ["FLOAT_DTYPES", "PACKED_DTYPES", "as_dtype", "dtype_range", "is_integer", "plain_dtype"]
 
 FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 #: Several values in a byte. PT2E has one value per byte, in the range of the packed dtype.
@@ -38,3 +39,9 @@ def dtype_range(dtype: torch.dtype) -> tuple[int, int]:
     """Smallest and largest value of an integer dtype, torch.ao's quantized ones included."""
     info = torch.iinfo(plain_dtype(dtype))
     return info.min, info.max
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``. torch.export keeps a cast that changes nothing, and it would stand between a
+    dequantize and the op that a backend looks for behind it."""
+    return x if x.dtype == dtype else x.to(dtype)

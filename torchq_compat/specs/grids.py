@@ -6,8 +6,7 @@ A grid turns floats into the integers of its dtype and back: ``q = clamp(round(x
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +14,9 @@ import torch.ao.quantization.fx._decomposed
 from torch import Tensor
 from torch.fx import Node
 
-__all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along", "covering"]
+from torchq_compat.specs.dtypes import as_dtype
+
+__all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along", "covering", "q_dq"]
 
 OPS = torch.ops.quantized_decomposed
 
@@ -39,7 +40,12 @@ class PerTensorGrid:
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
         q: Tensor = OPS.quantize_per_tensor(
-            x.float(), self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
+            as_dtype(x, torch.float32),
+            self.scale,
+            self.zero_point,
+            self.quant_min,
+            self.quant_max,
+            self.dtype,
         )
         return q
 
@@ -48,37 +54,66 @@ class PerTensorGrid:
         x: Tensor = OPS.dequantize_per_tensor(
             q, self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
         )
-        return x.to(out_dtype)
+        return as_dtype(x, out_dtype)
+
+    @property
+    def is_kept_by_float32(self) -> bool:
+        """Whether every integer is the same again when it was a float32 in between."""
+        return self.quant_max - self.quant_min < 2**20
+
+
+def q_dq(x: Tensor, grid: PerTensorGrid | None) -> Tensor:
+    """``x``, which lies on ``grid``, behind a quantize and a dequantize that change no value; as it is where
+    it lies on none, or they could change one."""
+    if grid is None or not grid.is_kept_by_float32:
+        return x
+    return grid.dequantize(grid.quantize(x), x.dtype)
 
 
 @dataclass(frozen=True)
 class PerChannelGrid:
-    """A scale and zero point for every index of dimension ``axis``."""
+    """Per-tensor grids of one dtype and range for the indices of dimension ``axis``.
 
-    scales: tuple[float, ...]
-    zero_points: tuple[int, ...]
+    Attributes:
+        runs: (number of indices, their grid), from the first index to the last.
+    """
+
+    runs: tuple[tuple[int, PerTensorGrid], ...]
     axis: int
-    quant_min: int
-    quant_max: int
-    dtype: torch.dtype
 
-    def pieces(self) -> Iterator[PerTensorGrid]:
-        """The grid of every index."""
-        for scale, zero_point in zip(self.scales, self.zero_points, strict=True):
-            yield PerTensorGrid(scale, zero_point, self.quant_min, self.quant_max, self.dtype)
+    dtype = property(lambda self: self.runs[0][1].dtype)
+    quant_min = property(lambda self: self.runs[0][1].quant_min)
+    quant_max = property(lambda self: self.runs[0][1].quant_max)
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Of every index."""
+        return tuple(grid.scale for size, grid in self.runs for _ in range(size))
+
+    @property
+    def zero_points(self) -> tuple[int, ...]:
+        """Of every index."""
+        return tuple(grid.zero_point for size, grid in self.runs for _ in range(size))
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """``scales`` (float32) and ``zero_points`` (int64), each of shape (channels,)."""
-        return (
-            _filled(self.scales, torch.float32, device),
-            _filled(self.zero_points, torch.int64, device),
-        )
+        runs = [(size, grid.scale, grid.zero_point) for size, grid in self.runs]
+        # A trace of torch.tensor could not be exported a second time.
+        scales = [torch.full((n,), scale, dtype=torch.float32, device=device) for n, scale, _ in runs]
+        zero_points = [torch.full((n,), zero, dtype=torch.int64, device=device) for n, _, zero in runs]
+        return torch.cat(scales), torch.cat(zero_points)
 
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
         scales, zero_points = self.tensors(x.device)
         q: Tensor = OPS.quantize_per_channel(
-            x.float(), scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
+            as_dtype(x, torch.float32),
+            scales,
+            zero_points,
+            self.axis,
+            self.quant_min,
+            self.quant_max,
+            self.dtype,
         )
         return q
 
@@ -88,16 +123,7 @@ class PerChannelGrid:
         x: Tensor = OPS.dequantize_per_channel(
             q, scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
         )
-        return x.to(out_dtype)
-
-
-def _filled(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``values``, mostly runs of one value. A trace of torch.tensor could not be exported a second time."""
-    runs = [
-        torch.full((len(list(run)),), value, dtype=dtype, device=device)
-        for value, run in itertools.groupby(values)
-    ]
-    return torch.cat(runs)
+        return as_dtype(x, out_dtype)
 
 
 Grid = PerTensorGrid | PerChannelGrid
@@ -127,11 +153,4 @@ def combine_along(axis: int, pieces: list[tuple[PerTensorGrid, int]]) -> Grid | 
         for g, _ in pieces
     ):
         return None
-    return PerChannelGrid(
-        scales=tuple(grid.scale for grid, size in pieces for _ in range(size)),
-        zero_points=tuple(grid.zero_point for grid, size in pieces for _ in range(size)),
-        axis=axis,
-        quant_min=first.quant_min,
-        quant_max=first.quant_max,
-        dtype=first.dtype,
-    )
+    return PerChannelGrid(tuple((size, grid) for grid, size in pieces), axis)

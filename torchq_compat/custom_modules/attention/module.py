@@ -36,6 +36,7 @@ from torchq_compat.custom_modules.part_graph import (
 from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.errors import CustomModuleError
+from torchq_compat.specs.dtypes import as_dtype
 from torchq_compat.specs.grids import Grid, PerTensorGrid
 from torchq_compat.specs.quantization_specs import OpSpecs
 
@@ -106,15 +107,15 @@ class AttentionModule(PartOwner):
         """
         call = AttentionCall.read(self.structure, self.module_path, args, kwargs)
         dtype = call.query.dtype
-        q, k, v = self.project_in(call.query.float(), call.key.float(), call.value.float())
+        q, k, v = self.project_in(*(as_dtype(x, torch.float32) for x in (call.query, call.key, call.value)))
         attended, weights = self._attend(q, k, v, call.mask)
         (output,) = self.project_out(attended)
         returned: Tensor | None = None
         if call.need_weights:
             wanted = weights.mean(1) if call.average else weights
             (flat,) = self.returned_weights(wanted.flatten())
-            returned = flat.view_as(wanted).to(dtype)
-        return call.results(self.structure, output.to(dtype), returned)
+            returned = as_dtype(flat.view_as(wanted), dtype)
+        return call.results(self.structure, as_dtype(output, dtype), returned)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attended values (L, N, E) and weights (N, H, L, S), in floats."""

@@ -16,10 +16,11 @@ from torchq_compat.custom_modules.part_graph import (
     convert_parts,
     converted_grids,
 )
-from torchq_compat.custom_modules.recurrent.hoist import (
-    call_on,
-    split_off_constants,
-    split_off_projection,
+from torchq_compat.custom_modules.recurrent.hoist import CellFunctions
+from torchq_compat.custom_modules.recurrent.native.program import (
+    CellProgram,
+    UnsupportedCellError,
+    cell_program,
 )
 from torchq_compat.specs.grids import PerTensorGrid
 
@@ -60,11 +61,19 @@ class CellGraphModule(PartGraphModule):
     def _set_initial_qparams(self, index: int, qparams: tuple[float, int]) -> None:
         self.meta[INITIAL_KEY] = {**self.meta.get(INITIAL_KEY, {}), index: qparams}
 
+    def state_grids(self) -> tuple[PerTensorGrid | None, ...]:
+        """The grid of every new state in a converted cell."""
+        return converted_grids(self)
+
+    def program_problem(self) -> str | None:
+        """Why the cell loop cannot run this cell; None if it can."""
+        return "it is not converted"
+
     def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
         """Zeros (B, width) for every state that is left out, on its own grid in a converted cell."""
         return tuple(
             _on_initial_grid(x.new_zeros(x.shape[0], width), grid, self._initial_qparams(index))
-            for index, (width, grid) in enumerate(zip(widths, converted_grids(self), strict=True))
+            for index, (width, grid) in enumerate(zip(widths, self.state_grids(), strict=True))
         )
 
 
@@ -84,31 +93,53 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
 
     def recompile(self) -> Any:
         """Also what is made of the graph: it is to be as new as ``forward``."""
-        self._split = split_off_projection(self.graph)
-        hoisted = split_off_constants(self._split.rest)
-        self._project, self._step = (call_on(self, graph) for graph in self._split)
-        self._constants, self._step_behind_constants = (call_on(self, graph) for graph in hoisted)
+        self._state_grids = converted_grids(self)
+        self._functions = CellFunctions.of(self, self.graph)
+        self._program = _program_or_problem(self)
         return super().recompile()
+
+    def program(self) -> CellProgram | None:
+        """This cell as a program for the cell loop; None if the loop cannot run it, or hooks want calls."""
+        if self._forward_hooks or self._forward_pre_hooks or isinstance(self._program, str):
+            return None
+        return self._program
+
+    def program_problem(self) -> str | None:
+        return self._program if isinstance(self._program, str) else None
+
+    def state_grids(self) -> tuple[PerTensorGrid | None, ...]:
+        return self._state_grids
 
     def projection_graph(self) -> Graph:
         """x -> projected: what of the cell depends on x alone. Attributes are those of the cell."""
-        return self._split.first
+        return self._functions.graphs.first
 
     def step_graph(self) -> Graph:
         """(*projected, *states) -> the new states. Attributes are those of the cell."""
-        return self._split.rest
+        return self._functions.graphs.rest
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """``x`` (..., I), of all steps at once -> what ``step`` takes of it, each (..., width)."""
-        return self._project(self, x)
+        return self._functions.project(self, x)
 
     def step(self, *projected_and_states: Tensor) -> tuple[Tensor, ...]:
         """What ``project`` gave for one step, (B, width) each, and the states -> the new states."""
-        return self._step(self, *projected_and_states)
+        return self._functions.step(self, *projected_and_states)
 
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
         """``step`` for many steps in a row: the weights are dequantized once, now."""
-        return partial(self._step_behind_constants, self, *self._constants(self))
+        return partial(self._functions.step_of_constants, self, *self._functions.constants(self))
+
+    def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """``step`` as a function of (*weights, *projected, *states), and its weights as they are stored."""
+        return partial(self._functions.step_of_weights, self), self._functions.weights(self)
+
+
+def _program_or_problem(cell: GraphModule) -> CellProgram | str:
+    try:
+        return cell_program(cell)
+    except UnsupportedCellError as problem:
+        return str(problem)
 
 
 def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:

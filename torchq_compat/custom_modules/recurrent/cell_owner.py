@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from torchq_compat.custom_modules.part_owner import PartOwner
@@ -68,7 +69,14 @@ class ObservedModule(CellOwner):
 
 
 class ConvertedModule(CellOwner):
-    """A recurrent module of q-dq cells with folded integer weights."""
+    """A recurrent module of q-dq cells with folded integer weights.
+
+    Lowered, and while torch.compile traces it, it runs on those integers.
+    """
+
+    is_lowered = False
+    #: The cell loop reads and writes floats.
+    leaf_in_floats = property(lambda self: self.is_lowered)
 
     #: What it is converted from.
     observed: type[ObservedModule]
@@ -86,6 +94,15 @@ class ConvertedModule(CellOwner):
         converted.take_over(other)
         converted.split_gates = other.split_gates
         return converted
+
+    def runs_on_integers(self) -> bool:
+        return self.is_lowered or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
+
+    def lowered(self) -> Self:
+        """This module on integers, with the same state. A cell the cell loop cannot run runs as before."""
+        lowered = copy.copy(self)
+        lowered.is_lowered = True
+        return lowered
 
     @classmethod
     @abstractmethod

@@ -21,7 +21,15 @@ from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
 from torchq_compat.errors import CustomModuleError
 
-__all__ = ["RecurrentStructure", "State", "call_recurrent", "check_example_inputs", "fake_layers"]
+__all__ = [
+    "RecurrentStructure",
+    "RunLayers",
+    "State",
+    "bound_input",
+    "call_recurrent",
+    "check_example_inputs",
+    "fake_layers",
+]
 
 State = tuple[Tensor, ...]
 
@@ -108,6 +116,15 @@ def call_recurrent(
     if not batched:
         return output.squeeze(1), as_given(tuple(state.squeeze(1) for state in last))
     return (output.transpose(0, 1) if structure.batch_first else output), as_given(last)
+
+
+def bound_input(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call gives as the input.
+
+    Raises:
+        CustomModuleError: arguments the float module would refuse.
+    """
+    return _bind(path, args, kwargs)[0]
 
 
 def _call_packed(

@@ -24,12 +24,13 @@ from torchq_compat.custom_modules.part_graph import (
 from torchq_compat.custom_modules.part_owner import PartOwner
 from torchq_compat.custom_modules.part_specs import PartSpecs
 from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, reference_cell
-from torchq_compat.custom_modules.recurrent.contract import RecurrentStructure
+from torchq_compat.custom_modules.recurrent.contract import RecurrentStructure, State
 from torchq_compat.custom_modules.recurrent.float_cell import FloatCell
 from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
 from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.loop import RecurrentLoop
-from torchq_compat.custom_modules.recurrent.over_time import Step
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids
+from torchq_compat.custom_modules.recurrent.opaque_call import OpaqueDirection
 from torchq_compat.custom_modules.recurrent.prepared_cell import float_cell
 from torchq_compat.custom_modules.recurrent.single_cell import SingleCell
 
@@ -65,9 +66,20 @@ class DynamicDirection(RecurrentDirection):
         super().__init__(cell)
         self.input_projection = input_projection
 
-    def hoisted(self, x: Tensor, *, rolled: bool) -> tuple[Step, tuple[Tensor, ...]]:
+    def forward(
+        self,
+        x: Tensor,
+        state: State,
+        *,
+        backward: bool = False,
+        batch_sizes: list[int] | None = None,
+        columns: ColumnGrids | None = None,
+    ) -> tuple[Tensor, State]:
         (projected,) = self.input_projection(x)
-        return super().hoisted(projected, rolled=rolled)
+        return super().forward(projected, state, backward=backward, batch_sizes=batch_sizes, columns=columns)
+
+    def opaque(self) -> OpaqueDirection:
+        return OpaqueDirection(self.cell, self.input_projection)
 
 
 class Dynamic(PartOwner):

@@ -27,6 +27,7 @@ from torchq_compat.custom_modules.recurrent.dynamic import (
 )
 from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
 from torchq_compat.custom_modules.recurrent.families import FAMILIES, RecurrentFamily, family_of
+from torchq_compat.custom_modules.recurrent.native.build import kernel_build
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
 from torchq_compat.legacy.backend_configs import BackendTable
 from torchq_compat.specs.quantization_specs import OpSpecs
@@ -84,6 +85,12 @@ class RecurrentHandler(PartOwnerHandler):
         if not isinstance(made, ConvertedModule):
             raise RecurrentModuleError.unusable_result(request.path, "from_observed", made)
         return made
+
+    def lower(self, leaf: LeafModule) -> LeafModule | str:
+        assert isinstance(leaf, ConvertedModule)
+        kernel_build()  # Not in the first call: it takes seconds, and may have something to tell.
+        problems = [problem for _, cell in leaf.cells() if (problem := cell.program_problem())]
+        return problems[0] if problems else leaf.lowered()
 
     def remedy(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):

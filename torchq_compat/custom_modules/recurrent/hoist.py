@@ -7,12 +7,18 @@ step, and so does what depends on the number of dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-__all__ = ["SplitGraph", "call_on", "split_off_constants", "split_off_projection"]
+__all__ = ["CellFunctions", "SplitGraph", "call_on", "split_off_constants", "split_off_projection"]
+
+Function = Callable[..., tuple[Tensor, ...]]
+#: A module, or its attributes by their paths.
+Owner = GraphModule | dict[str, Any]
 
 OPS = torch.ops.quantized_decomposed
 #: They compute the same for every leading size, and for one more dimension in front.
@@ -53,10 +59,42 @@ def split_off_constants(step: Graph) -> SplitGraph:
     return _split(step, constants, set())
 
 
-def call_on(owner: GraphModule, graph: Graph) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """``graph``, whose attributes are those of ``owner``, as a function of ``owner`` and its inputs."""
-    forward: Callable[..., tuple[torch.Tensor, ...]] = type(GraphModule(owner, graph)).forward
+def call_on(owner: Owner, graph: Graph) -> Function:
+    """``graph``, whose attributes are those of ``owner``, as a function of an owner and its inputs. It is not
+    bound to ``owner``: a copy of that may keep it."""
+    forward: Function = type(GraphModule(owner, graph)).forward
     return forward
+
+
+@dataclass(frozen=True)
+class CellFunctions:
+    """A cell in two, as functions of whatever owns its weights and their inputs.
+
+    Attributes:
+        graphs: the projection and the step.
+        project: (owner, x) -> projected.
+        step: (owner, *projected, *states) -> the new states.
+        constants: (owner) -> what the step computes of weights alone.
+        step_of_constants: (owner, *constants, *projected, *states) -> the new states.
+        weights: (owner) -> the weights of the step, as they are stored.
+        step_of_weights: (owner, *weights, *projected, *states) -> the new states.
+    """
+
+    graphs: SplitGraph
+    project: Function
+    step: Function
+    constants: Function
+    step_of_constants: Function
+    weights: Function
+    step_of_weights: Function
+
+    @classmethod
+    def of(cls, owner: Owner, cell: Graph) -> Self:
+        """Of ``cell``, whose attributes are those of ``owner``."""
+        graphs = split_off_projection(cell)
+        stored = {node for node in graphs.rest.nodes if node.op == "get_attr"}
+        splits = (graphs, split_off_constants(graphs.rest), _split(graphs.rest, stored, set()))
+        return cls(graphs, *(call_on(owner, graph) for split in splits for graph in split))
 
 
 def _constants(graph: Graph) -> set[Node]:

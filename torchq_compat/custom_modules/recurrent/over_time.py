@@ -10,12 +10,29 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.scan import scan
 
-__all__ = ["State", "Step", "run_looped_direction", "run_packed_direction", "run_rolled_direction"]
+__all__ = [
+    "State",
+    "Step",
+    "project_as_given",
+    "run_looped_direction",
+    "run_packed_direction",
+    "run_rolled_direction",
+]
 
 State = tuple[Tensor, ...]
 Step = Callable[..., State]
+SCAN = torch.ops.higher_order.scan
+
+
+def project_as_given(
+    project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, *, batch_first: bool
+) -> tuple[Tensor, ...]:
+    """``project`` of ``x`` (T, B, I) in the layout that was given: (B, T, I) with ``batch_first``. A linear
+    would copy the view, and a backend wants to see no more than a dequantize in front of it."""
+    if not batch_first or x.dim() != 3:
+        return project(x)
+    return tuple(each.transpose(0, 1) for each in project(x.transpose(0, 1)))
 
 
 def run_looped_direction(
@@ -33,17 +50,24 @@ def run_looped_direction(
 
 
 def run_rolled_direction(
-    step: Step, inputs: tuple[Tensor, ...], state: State, *, backward: bool
+    step: Step, weights: tuple[Tensor, ...], inputs: tuple[Tensor, ...], state: State, *, backward: bool
 ) -> tuple[Tensor, State]:
-    """The same, bit for bit, as a ``scan``: how torch.export sees it, at any length."""
+    """The same of ``step(*weights, *inputs, *states)``, bit for bit, as a ``scan``: how torch.export sees it,
+    at any length.
 
-    def body(carried: State, at_time: tuple[Tensor, ...]) -> tuple[State, Tensor]:
-        new = tuple(step(*at_time, *carried))
+    The operator itself is called, not its front ``torch.scan``, which would compile each body first to find
+    out which weights it reads.
+    """
+
+    def body(*flat: Tensor) -> list[Tensor]:
+        states, rest = flat[: len(state)], flat[len(state) :]
+        new = step(*rest[len(inputs) :], *rest[: len(inputs)], *states)
         # scan refuses a result that is the carried tensor itself.
-        return new, new[0].clone()
+        return [*new, new[0].clone()]
 
-    last, outputs = scan(body, state, inputs, dim=0, reverse=backward)
-    return outputs, last
+    xs = [each.flip([0]) for each in inputs] if backward else list(inputs)
+    *last, outputs = SCAN(body, list(state), xs, weights)
+    return (outputs.flip([0]) if backward else outputs), tuple(last)
 
 
 def run_packed_direction(

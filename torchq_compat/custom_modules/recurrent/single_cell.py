@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.custom_modules.part_graph import converted_grids
 from torchq_compat.custom_modules.part_specs import PartSpecs
-from torchq_compat.custom_modules.recurrent.cell_graph import CellGraphModule, reference_cell
+from torchq_compat.custom_modules.recurrent.cell_graph import (
+    CellGraphModule,
+    ConvertedCellGraphModule,
+    reference_cell,
+)
 from torchq_compat.custom_modules.recurrent.cell_owner import CellOwner, ConvertedModule, ObservedModule
 from torchq_compat.custom_modules.recurrent.contract import as_given, check_state_count, shown
 from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
+from torchq_compat.custom_modules.recurrent.native.columns import column_grids, grids_of_call
+from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
+from torchq_compat.custom_modules.recurrent.opaque_call import (
+    OpaqueDirection,
+    call_opaque,
+    is_exported_opaque,
+)
 from torchq_compat.custom_modules.recurrent.prepared_cell import prepared_cell
 from torchq_compat.errors import CustomModuleError
+from torchq_compat.specs.dtypes import as_dtype
 from torchq_compat.specs.grids import Grid
 
 __all__ = ["ConvertedCell", "ObservedCell", "SingleCell", "fake_cell"]
@@ -48,15 +61,23 @@ class SingleCell(CellOwner):
         Raises:
             CustomModuleError: arguments the float cell would refuse.
         """
+        return self._call(self.cell, input, hx)
+
+    def _call(self, cell: Callable[..., Iterable[Tensor]], input: Tensor, hx: Any = None) -> Any:
         states = check_cell_call(self.kind, self.module_path, self.input_size, self.hidden_size, input, hx)
         batched = input.dim() == 2
-        x = (input if batched else input.unsqueeze(0)).float()
+        x = as_dtype(input if batched else input.unsqueeze(0), torch.float32)
         if states is None:
             widths = (self.hidden_size,) * len(self.kind.states)
             states = self.cell.initial_state(widths, x)
         elif not batched:
             states = tuple(state.unsqueeze(0) for state in states)
-        new = tuple(s.to(input.dtype) for s in self.cell(x, *(state.float() for state in states)))
+        states = tuple(as_dtype(state, torch.float32) for state in states)
+        if is_exported_opaque():
+            _, [new] = call_opaque([[OpaqueDirection(self.cell)]], x.unsqueeze(0), [states])
+        else:
+            new = tuple(cell(x, *states))
+        new = tuple(as_dtype(state, input.dtype) for state in new)
         return as_given(new if batched else tuple(state.squeeze(0) for state in new))
 
 
@@ -72,6 +93,19 @@ class ObservedCell(SingleCell, ObservedModule):
 
 class ConvertedCell(SingleCell, ConvertedModule):
     """A q-dq cell with folded integer weights."""
+
+    def leaf_call_from_graph(self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program = self.cell.program() if isinstance(self.cell, ConvertedCellGraphModule) else None
+        if program is None or not self.runs_on_integers():
+            return self.leaf_call(*args, **kwargs)
+        args_grids, kwargs_grids = grids_of_call(layout)
+        grid = args_grids[0] if args_grids else kwargs_grids["input"]
+        columns = column_grids(grid, self.input_size, rank=2)
+
+        def run_one_step(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+            return run_native_direction(self.cell, program, x[None], states, columns, backward=False)[1]
+
+        return self._call(run_one_step, *args, **kwargs)
 
     @classmethod
     def with_converted_cells(cls, other: SingleCell) -> Self:

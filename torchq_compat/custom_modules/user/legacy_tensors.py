@@ -24,7 +24,7 @@ def legacy_tensor(q: Tensor, grid: Grid) -> Tensor:
     hardly a quantized operator takes per-channel activations.
     """
     if not isinstance(grid, PerTensorGrid):
-        whole = covering(list(grid.pieces()))
+        whole = covering([piece for _, piece in grid.runs])
         q, grid = whole.quantize(grid.dequantize(q)), whole
     make = torch._make_per_tensor_quantized_tensor
     return make(q, grid.scale, grid.zero_point)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.export import capture_flat
+from torchq_compat.custom_modules.loop_shape import LoopShape
 from torchq_compat.custom_modules.recurrent.aten_lstm import AtenLSTM, Direction, aten_lstms
 from torchq_compat.custom_modules.recurrent.aten_lstm_errors import AtenLSTMError
 from torchq_compat.custom_modules.recurrent.lstm_cell import LSTMCellFloat
@@ -24,28 +24,22 @@ from torchq_compat.custom_modules.recurrent.pieces.writer import PieceWriter
 from torchq_compat.multi_output.points import Output, canonical
 from torchq_compat.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
-__all__ = ["Shape", "break_up_lstm"]
+__all__ = ["break_up_lstm"]
 
 GUARDS = "_guards_fn"
 
 
-class Shape(StrEnum):
-    """How the loop over time is written."""
-
-    ROLLED = "rolled"
-    UNROLLED = "unrolled"
-    OPAQUE = "opaque"
-
-
 Write = Callable[[PieceWriter, AtenLSTM, dict[str, GraphModule]], tuple[Node, Node, Node]]
-WRITE: dict[Shape, Write] = {
-    Shape.ROLLED: write_rolled,
-    Shape.UNROLLED: write_unrolled,
-    Shape.OPAQUE: write_opaque,
+WRITE: dict[LoopShape, Write] = {
+    LoopShape.ROLLED: write_rolled,
+    LoopShape.UNROLLED: write_unrolled,
+    LoopShape.OPAQUE: write_opaque,
 }
 
 
-def break_up_lstm(program: ExportedProgram | GraphModule, shape: Shape | str = Shape.ROLLED) -> GraphModule:
+def break_up_lstm(
+    program: ExportedProgram | GraphModule, shape: LoopShape | str = LoopShape.ROLLED
+) -> GraphModule:
     """``program`` with every ``aten.lstm.input`` in pieces; it computes the same.
 
     Prepare what it returns with ``prepare_pieces`` and any torchao Quantizer; whatever the shape, the pieces
@@ -64,15 +58,15 @@ def break_up_lstm(program: ExportedProgram | GraphModule, shape: Shape | str = S
         AtenLSTMError: no LSTM in the program, weights that are computed in it or not float32, an unknown
             shape, or a dynamic length to unroll.
     """
-    if shape not in list(Shape):
-        raise AtenLSTMError.unknown_shape(shape, ", ".join(Shape))
+    if shape not in list(LoopShape):
+        raise AtenLSTMError.unknown_shape(shape, ", ".join(LoopShape))
     graph_module = _own_module(program)
     lstms = aten_lstms(graph_module)
     if not lstms:
         raise AtenLSTMError.none_found()
     for lstm in lstms:
         cells = {direction.path: _cell(graph_module, direction) for direction in lstm.directions}
-        _replace(lstm.node, WRITE[Shape(shape)](PieceWriter(graph_module, lstm.node), lstm, cells))
+        _replace(lstm.node, WRITE[LoopShape(shape)](PieceWriter(graph_module, lstm.node), lstm, cells))
     _drop_guards(graph_module)
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()

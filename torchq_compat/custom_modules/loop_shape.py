@@ -1,0 +1,36 @@
+"""How a loop over time is written in a program: whoever exports chooses, the modules that loop ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+
+__all__ = ["LoopShape", "exporting_loops_as", "shape_in_export"]
+
+
+class LoopShape(StrEnum):
+    """How the loop over time is written."""
+
+    ROLLED = "rolled"
+    UNROLLED = "unrolled"
+    OPAQUE = "opaque"
+
+
+_SHAPE: ContextVar[LoopShape] = ContextVar("torchq_compat_loop_shape", default=LoopShape.ROLLED)
+
+
+@contextmanager
+def exporting_loops_as(shape: LoopShape) -> Iterator[None]:
+    """What ``shape_in_export`` answers for the duration."""
+    token = _SHAPE.set(shape)
+    try:
+        yield
+    finally:
+        _SHAPE.reset(token)
+
+
+def shape_in_export() -> LoopShape:
+    """The shape the running export wants; rolled if it did not say."""
+    return _SHAPE.get()

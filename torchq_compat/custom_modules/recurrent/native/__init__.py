@@ -1,0 +1,1 @@
+"""A converted cell over time as one call of a native kernel on integers."""

@@ -1,0 +1,559 @@
+// A quantized recurrent cell over time, on integers: one call for a whole direction of a layer.
+//
+// The cell comes as a program (see program.py): instructions over slots of float rows, each followed by its
+// part's quantize-dequantize. A linear runs on the integers of its input and of the weight; the rest is
+// elementwise. Loops are plain, so that the compiler turns them into what the machine has (VNNI, dot
+// product or multiply-add instructions).
+//
+// Threads share the hidden units: each computes its own units of every gate, so that only the input of a
+// linear, which all threads read, needs a barrier.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+// Output columns computed together; units are shared out in multiples of it.
+constexpr int64_t kLanes = 16;
+// Rows of a linear computed together.
+constexpr int64_t kRows = 8;
+// Rows of the input projected at a time, so that the projection stays in the cache.
+constexpr int64_t kProjectedRows = 64;
+
+// program.py has the same order.
+enum Op : int64_t { kLinear, kAdd, kMul, kComplement, kSigmoid, kTanh, kRelu, kCopy };
+
+// The columns of an instruction table; program.py writes them in this order.
+struct Instruction {
+  int64_t op, target, a, a_offset, b, b_offset, segments, units, weight, once, quantized;
+};
+
+struct Slot {
+  int64_t width, units, once;
+};
+
+struct Grid {
+  double scale, zero_point, quant_min, quant_max;
+};
+
+// The weight's scale and zero point are here if they are per tensor.
+struct Constants {
+  Grid output, input;
+  double weight_scale, weight_zero_point;
+};
+
+// Columns of a linear's input that lie on one grid. A scale of 0: floats on no grid.
+struct Segment {
+  double width;
+  Grid grid;
+};
+
+struct Weight {
+  const int8_t* values;
+  const float* scales;         // null: per tensor, see Constants
+  const int64_t* zero_points;  // as scales
+  const float* bias;           // or null
+  int64_t inputs;
+};
+
+struct Quantizer {
+  float inverse, scale, zero_point, low, high;
+
+  explicit Quantizer(const Grid& grid)
+      : inverse(static_cast<float>(1.0 / grid.scale)),
+        scale(static_cast<float>(grid.scale)),
+        zero_point(static_cast<float>(grid.zero_point)),
+        low(static_cast<float>(grid.quant_min)),
+        high(static_cast<float>(grid.quant_max)) {}
+
+  float integer(float value) const {
+    return std::min(std::max(std::rint(value * inverse) + zero_point, low), high);
+  }
+  float operator()(float value) const { return (integer(value) - zero_point) * scale; }
+};
+
+// e^x within 2 units in the last place: 2^n times the Taylor series of e^r, |r| <= ln(2) / 2.
+inline float exponential(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);
+  const float n = std::rint(x * 1.44269504f);
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float series = 1.0f / 5040;
+  series = series * r + 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  series = series * r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return series * power;
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+inline float tangent(float x) { return 1.0f - 2.0f / (1.0f + exponential(2.0f * x)); }
+
+template <int64_t R>
+void dot_products(const uint8_t* x, int64_t stride, const int8_t* w, int64_t count, int32_t* out) {
+  int32_t sums[R] = {};
+  for (int64_t k = 0; k < count; ++k) {
+    for (int64_t r = 0; r < R; ++r) {
+      sums[r] += static_cast<int32_t>(x[r * stride + k]) * static_cast<int32_t>(w[k]);
+    }
+  }
+  for (int64_t r = 0; r < R; ++r) out[r * kLanes] = sums[r];
+}
+
+// The dot products of up to kRows rows; out[r * kLanes] is that of row r.
+void dot_products(int64_t rows, const uint8_t* x, int64_t stride, const int8_t* w, int64_t count, int32_t* out) {
+  switch (rows) {
+    case 1: return dot_products<1>(x, stride, w, count, out);
+    case 2: return dot_products<2>(x, stride, w, count, out);
+    case 3: return dot_products<3>(x, stride, w, count, out);
+    case 4: return dot_products<4>(x, stride, w, count, out);
+    case 5: return dot_products<5>(x, stride, w, count, out);
+    case 6: return dot_products<6>(x, stride, w, count, out);
+    case 7: return dot_products<7>(x, stride, w, count, out);
+    default: return dot_products<8>(x, stride, w, count, out);
+  }
+}
+
+float float_dot_product(const float* x, const int8_t* w, float zero_point, int64_t count) {
+  float partial[kLanes] = {};
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      partial[lane] += x[k + lane] * (static_cast<float>(w[k + lane]) - zero_point);
+    }
+  }
+  float sum = 0.0f;
+  for (; k < count; ++k) sum += x[k] * (static_cast<float>(w[k]) - zero_point);
+  for (float part : partial) sum += part;
+  return sum;
+}
+
+// A cache line of integers: a load that crosses two takes twice as long.
+struct alignas(64) Line {
+  uint8_t integers[64];
+};
+
+int64_t lines(int64_t width) { return (width + sizeof(Line) - 1) / sizeof(Line); }
+
+// What a linear does to the dot products of one segment of its input, for every output column; padded to
+// whole groups of kLanes.
+struct Rescale {
+  std::vector<int32_t> corrections;  // the input's zero point times the sum of the weight's row
+  std::vector<float> scales;         // the input's scale times the weight's
+};
+
+struct Range {
+  int64_t begin, end;
+};
+
+// The units of thread `index`, in whole groups of kLanes.
+Range share(int64_t units, int64_t index, int64_t threads) {
+  const int64_t groups = (units + kLanes - 1) / kLanes;
+  return {std::min(units, groups * index / threads * kLanes),
+          std::min(units, groups * (index + 1) / threads * kLanes)};
+}
+
+struct Program {
+  const Instruction* instructions;
+  const Constants* constants;
+  int64_t instruction_count;
+  const Slot* slots;
+  int64_t slot_count;
+  const int64_t* results;  // the slot of every new state
+  int64_t state_count;
+  const Weight* weights;
+  const Segment* input_segments;
+  int64_t input_segment_count;
+};
+
+// Slot 0 is x, slots 1 to state_count are the states.
+class Loop {
+ public:
+  Loop(const Program& program, int64_t steps, int64_t batch, bool backward, const float* x,
+       const float* const* states, float* output, float* const* last, int64_t threads)
+      : program_(program), steps_(steps), batch_(batch), backward_(backward), x_(x), states_(states),
+        output_(output), last_(last), threads_(threads) {
+    steps_at_once_ = std::min(steps, std::max<int64_t>(1, kProjectedRows / batch));
+    slots_.resize(program.slot_count);
+    for (int64_t s = 1; s < program.slot_count; ++s) {
+      slots_[s].resize(program.slots[s].width * batch * (program.slots[s].once ? steps_at_once_ : 1));
+    }
+    for (int64_t s = 0; s < program.state_count; ++s) {
+      std::copy_n(states[s], slots_[1 + s].size(), slots_[1 + s].data());
+    }
+    integers_.resize(2 * program.slot_count);
+    rescale_.resize(program.instruction_count);
+    biases_.resize(program.instruction_count);
+    has_weight_zero_points_.resize(program.instruction_count);
+    for (int64_t i = 0; i < program.instruction_count; ++i) {
+      const Instruction& step = program.instructions[i];
+      if (step.op != kLinear) continue;
+      const int64_t rows = batch * (step.once ? steps_at_once_ : 1);
+      for (int64_t parity = 0; parity < 2; ++parity) {
+        integers_[2 * step.a + parity].resize(lines(program.slots[step.a].width) * rows);
+      }
+      const int64_t width = step.segments * step.units + kLanes;
+      rescale_[i].assign(segment_count(step), {std::vector<int32_t>(width), std::vector<float>(width)});
+      biases_[i].resize(width);
+    }
+  }
+
+  void run() {
+#pragma omp parallel num_threads(threads_)
+    {
+#ifdef _OPENMP
+      const Worker worker{omp_get_thread_num(), omp_get_num_threads()};
+#else
+      const Worker worker{0, 1};
+#endif
+      prepare_linears(worker);
+      for (int64_t done = 0; done < steps_; done += steps_at_once_) {
+        const int64_t count = std::min(steps_at_once_, steps_ - done);
+        barrier();
+        execute(worker, true, count, done, 0);
+        for (int64_t offset = 0; offset < count; ++offset) {
+          execute(worker, false, 1, done + offset, offset);
+          carry_states(worker, done + offset);
+        }
+      }
+    }
+  }
+
+ private:
+  struct Worker {
+    int64_t index, count;
+  };
+
+  static void barrier() {
+#pragma omp barrier
+  }
+
+  // Rows of x that `count` steps from `step` on read, in the order of memory.
+  int64_t first_row(int64_t step, int64_t count) const {
+    return (backward_ ? steps_ - step - count : step) * batch_;
+  }
+
+  const float* rows_of(const Instruction& by, int64_t slot, int64_t offset, int64_t step, int64_t in_block,
+                       int64_t block) const {
+    if (slot == 0) return x_ + first_row(step, block) * program_.slots[0].width + offset;
+    const bool behind = program_.slots[slot].once && !by.once;
+    const int64_t at = behind ? (backward_ ? block_steps_ - 1 - in_block : in_block) : 0;
+    return slots_[slot].data() + at * batch_ * program_.slots[slot].width + offset;
+  }
+
+  void execute(const Worker& worker, bool once, int64_t count, int64_t step, int64_t in_block) {
+    if (once) set_block(worker, count);
+    for (int64_t i = 0; i < program_.instruction_count; ++i) {
+      const Instruction& instruction = program_.instructions[i];
+      if (static_cast<bool>(instruction.once) != once) continue;
+      if (instruction.op == kLinear) {
+        linear(worker, i, count, step, in_block);
+      } else {
+        elementwise(worker, i, count, step, in_block);
+      }
+    }
+  }
+
+  // Every thread writes the same number between two barriers.
+  void set_block(const Worker& worker, int64_t count) {
+    if (worker.index == 0) block_steps_ = count;
+    barrier();
+  }
+
+  template <class F>
+  void for_each(const Worker& worker, const Instruction& by, const Grid& grid, int64_t rows, const float* a,
+                int64_t a_stride, const float* b, int64_t b_stride, F function) {
+    const Range units = share(by.units, worker.index, worker.count);
+    const int64_t width = by.segments * by.units;
+    float* target = slots_[by.target].data();
+    const Quantizer quantize(by.quantized ? grid : Grid{1, 0, 0, 0});
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t segment = 0; segment < by.segments; ++segment) {
+        const int64_t start = segment * by.units + units.begin, count = units.end - units.begin;
+        const float* left = a + row * a_stride + start;
+        const float* right = b + row * b_stride + start;
+        float* to = target + row * width + start;
+        if (by.quantized) {
+          for (int64_t j = 0; j < count; ++j) to[j] = quantize(function(left[j], right[j]));
+        } else {
+          for (int64_t j = 0; j < count; ++j) to[j] = function(left[j], right[j]);
+        }
+      }
+    }
+  }
+
+  void elementwise(const Worker& worker, int64_t index, int64_t count, int64_t step, int64_t in_block) {
+    const Instruction& by = program_.instructions[index];
+    const float* a = rows_of(by, by.a, by.a_offset, step, in_block, count);
+    const float* b = by.b < 0 ? a : rows_of(by, by.b, by.b_offset, step, in_block, count);
+    const int64_t a_stride = program_.slots[by.a].width;
+    const int64_t b_stride = by.b < 0 ? a_stride : program_.slots[by.b].width;
+    const auto each = [&](auto function) {
+      for_each(worker, by, program_.constants[index].output, count * batch_, a, a_stride, b, b_stride, function);
+    };
+    switch (by.op) {
+      case kAdd: each([](float x, float y) { return x + y; }); break;
+      case kMul: each([](float x, float y) { return x * y; }); break;
+      case kComplement: each([](float x, float) { return 1.0f - x; }); break;
+      case kSigmoid: each([](float x, float) { return sigmoid(x); }); break;
+      case kTanh: each([](float x, float) { return tangent(x); }); break;
+      case kRelu: each([](float x, float) { return std::max(x, 0.0f); }); break;
+      default: each([](float x, float) { return x; }); break;
+    }
+  }
+
+  int64_t segment_count(const Instruction& by) const { return by.a == 0 ? program_.input_segment_count : 1; }
+
+  Segment segment(int64_t index, int64_t number) const {
+    const Instruction& by = program_.instructions[index];
+    if (by.a == 0) return program_.input_segments[number];
+    return {static_cast<double>(program_.slots[by.a].width), program_.constants[index].input};
+  }
+
+  // What does not change over time.
+  void prepare_linears(const Worker& worker) {
+    for (int64_t i = 0; i < program_.instruction_count; ++i) {
+      const Instruction& by = program_.instructions[i];
+      if (by.op != kLinear) continue;
+      const Weight& weight = program_.weights[by.weight];
+      for (int64_t n = worker.index; n < by.segments * by.units; n += worker.count) {
+        if (weight.bias) biases_[i][n] = weight.bias[n];
+        if (weight_zero_point(i, n) != 0) has_weight_zero_points_[i] = true;
+        for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
+          const Segment part = segment(i, s);
+          const int64_t count = static_cast<int64_t>(part.width);
+          const int8_t* values = weight.values + n * weight.inputs + first;
+          rescale_[i][s].corrections[n] = unsigned_zero_point(part.grid) * std::accumulate(values, values + count, 0);
+          rescale_[i][s].scales[n] = static_cast<float>(part.grid.scale) * weight_scale(i, n);
+          first += count;
+        }
+      }
+    }
+  }
+
+  // Integers are kept unsigned.
+  static int32_t shift(const Grid& grid) { return grid.quant_min < 0 ? 128 : 0; }
+  static int32_t unsigned_zero_point(const Grid& grid) {
+    return static_cast<int32_t>(grid.zero_point) + shift(grid);
+  }
+
+  void quantize_input(const Worker& worker, int64_t index, int64_t rows, const float* x, uint8_t* to, bool check) {
+    const Instruction& by = program_.instructions[index];
+    const int64_t stride = program_.slots[by.a].width, to_stride = lines(stride) * sizeof(Line);
+    for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
+      const Segment part = segment(index, s);
+      const int64_t width = static_cast<int64_t>(part.width);
+      const Quantizer quantize(part.grid);
+      const float shifted = static_cast<float>(shift(part.grid));
+      // Rows of x are shared out; a state is read by the thread that wrote it.
+      const int64_t units = by.once ? width : program_.slots[by.a].units;
+      const Range columns = by.once ? Range{0, width} : share(units, worker.index, worker.count);
+      for (int64_t row = by.once ? worker.index : 0; row < rows; row += by.once ? worker.count : 1) {
+        for (int64_t from = first; from < first + width; from += units) {
+          const float* source = x + row * stride + from;
+          uint8_t* target = to + row * to_stride + from;
+          for (int64_t k = columns.begin; k < columns.end; ++k) {
+            target[k] = static_cast<uint8_t>(static_cast<int32_t>(quantize.integer(source[k]) + shifted));
+          }
+          if (check && !std::all_of(source + columns.begin, source + columns.end,
+                                    [&](float value) { return quantize(value) == value; })) {
+            off_grid_ = true;
+          }
+        }
+      }
+      first += width;
+    }
+  }
+
+  void linear(const Worker& worker, int64_t index, int64_t count, int64_t step, int64_t in_block) {
+    const Instruction& by = program_.instructions[index];
+    const int64_t rows = count * batch_, stride = program_.slots[by.a].width;
+    const float* x = rows_of(by, by.a, by.a_offset, step, in_block, count);
+    const bool is_state = by.a >= 1 && by.a <= program_.state_count;
+    const bool on_grids = segment(index, 0).grid.scale != 0;
+    uint8_t* integers = integers_[2 * by.a + step % 2].data()->integers;
+    const int64_t integer_stride = lines(stride) * sizeof(Line);
+    // Only the first state may come from elsewhere.
+    const bool check = is_state && step == 0;
+    if (by.once && by.a != 0) barrier();
+    if (on_grids) quantize_input(worker, index, rows, x, integers, check);
+    barrier();
+    const bool in_floats = !on_grids || (check && off_grid_);
+    const Range units = share(by.units, worker.index, worker.count);
+    for (int64_t part = 0; part < by.segments; ++part) {
+      for (int64_t n = part * by.units + units.begin; n < part * by.units + units.end; n += kLanes) {
+        const int64_t lanes = std::min(kLanes, part * by.units + units.end - n);
+        for (int64_t row = 0; row < rows; row += kRows) {
+          const int64_t tile = std::min(kRows, rows - row);
+          float sums[kRows * kLanes];
+          if (in_floats) {
+            float_tile(index, x + row * stride, stride, n, lanes, tile, sums);
+          } else {
+            integer_tile(index, integers + row * integer_stride, integer_stride, n, lanes, tile, sums);
+          }
+          finish_tile(index, row, n, lanes, tile, sums);
+        }
+      }
+    }
+  }
+
+  float weight_scale(int64_t index, int64_t n) const {
+    const Weight& weight = program_.weights[program_.instructions[index].weight];
+    return weight.scales ? weight.scales[n] : static_cast<float>(program_.constants[index].weight_scale);
+  }
+
+  int32_t weight_zero_point(int64_t index, int64_t n) const {
+    const Weight& weight = program_.weights[program_.instructions[index].weight];
+    return static_cast<int32_t>(weight.zero_points ? weight.zero_points[n]
+                                                   : program_.constants[index].weight_zero_point);
+  }
+
+  void float_tile(int64_t index, const float* x, int64_t stride, int64_t n, int64_t lanes, int64_t rows,
+                  float* sums) const {
+    const Weight& weight = program_.weights[program_.instructions[index].weight];
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const int8_t* values = weight.values + (n + lane) * weight.inputs;
+      const float zero_point = static_cast<float>(weight_zero_point(index, n + lane));
+      for (int64_t row = 0; row < rows; ++row) {
+        sums[row * kLanes + lane] = weight_scale(index, n + lane) *
+                                    float_dot_product(x + row * stride, values, zero_point, weight.inputs);
+      }
+    }
+  }
+
+  void integer_tile(int64_t index, const uint8_t* x, int64_t stride, int64_t n, int64_t lanes, int64_t rows,
+                    float* sums) const {
+    const Instruction& by = program_.instructions[index];
+    const Weight& weight = program_.weights[by.weight];
+    std::fill_n(sums, rows * kLanes, 0.0f);
+    for (int64_t s = 0, first = 0; s < segment_count(by); ++s) {
+      const Segment part = segment(index, s);
+      const int64_t count = static_cast<int64_t>(part.width);
+      int32_t products[kRows * kLanes];
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        dot_products(rows, x + first, stride, weight.values + (n + lane) * weight.inputs + first, count,
+                     products + lane);
+      }
+      if (has_weight_zero_points_[index]) {
+        subtract_weight_zero_points(index, n, lanes, rows, x + first, stride, part, products);
+      }
+      const int32_t* corrections = rescale_[index][s].corrections.data() + n;
+      const float* scales = rescale_[index][s].scales.data() + n;
+      for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          const int64_t at = row * kLanes + lane;
+          sums[at] += static_cast<float>(products[at] - corrections[lane]) * scales[lane];
+        }
+      }
+      first += count;
+    }
+  }
+
+  void subtract_weight_zero_points(int64_t index, int64_t n, int64_t lanes, int64_t rows, const uint8_t* x,
+                                   int64_t stride, const Segment& part, int32_t* products) const {
+    const int32_t zero_point = unsigned_zero_point(part.grid);
+    for (int64_t row = 0; row < rows; ++row) {
+      int32_t sum = 0;
+      for (int64_t k = 0; k < static_cast<int64_t>(part.width); ++k) sum += x[row * stride + k] - zero_point;
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        products[row * kLanes + lane] -= weight_zero_point(index, n + lane) * sum;
+      }
+    }
+  }
+
+  void finish_tile(int64_t index, int64_t row, int64_t n, int64_t lanes, int64_t rows, float* sums) {
+    const Instruction& by = program_.instructions[index];
+    const int64_t width = by.segments * by.units;
+    const Quantizer quantize(by.quantized ? program_.constants[index].output : Grid{1, 0, 0, 0});
+    const float* bias = biases_[index].data() + n;
+    for (int64_t r = 0; r < rows; ++r) {
+      float* source = sums + r * kLanes;
+      for (int64_t lane = 0; lane < kLanes; ++lane) source[lane] += bias[lane];
+      if (by.quantized) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) source[lane] = quantize(source[lane]);
+      }
+      float* target = slots_[by.target].data() + (row + r) * width + n;
+      if (lanes == kLanes) {
+        std::copy_n(source, kLanes, target);
+      } else {
+        std::copy_n(source, lanes, target);
+      }
+    }
+  }
+
+  void carry_states(const Worker& worker, int64_t step) {
+    // After a linear in floats another thread may still read the old state.
+    if (step == 0) barrier();
+    for (int64_t s = 0; s < program_.state_count; ++s) {
+      const int64_t slot = program_.results[s], width = program_.slots[slot].width;
+      const int64_t per_segment = program_.slots[1 + s].units;
+      const Range units = share(per_segment, worker.index, worker.count);
+      for (int64_t row = 0; row < batch_; ++row) {
+        for (int64_t from = 0; from < width; from += per_segment) {
+          const int64_t at = row * width + from + units.begin, count = units.end - units.begin;
+          const float* source = slots_[slot].data() + at;
+          std::copy_n(source, count, slots_[1 + s].data() + at);
+          if (s == 0) std::copy_n(source, count, output_ + first_row(step, 1) * width + at);
+          if (step == steps_ - 1) std::copy_n(source, count, last_[s] + at);
+        }
+      }
+    }
+  }
+
+  const Program& program_;
+  const int64_t steps_, batch_;
+  const bool backward_;
+  const float* x_;
+  const float* const* states_;
+  float* output_;
+  float* const* last_;
+  const int64_t threads_;
+  int64_t steps_at_once_ = 1, block_steps_ = 1;
+  std::vector<std::vector<float>> slots_;
+  std::vector<std::vector<Line>> integers_;  // of a linear's input slot, of even and of odd steps
+  std::vector<std::vector<Rescale>> rescale_;  // of every instruction and segment
+  std::vector<std::vector<float>> biases_;     // padded like Rescale
+  std::vector<char> has_weight_zero_points_;
+  std::atomic<bool> off_grid_{false};
+};
+
+}  // namespace
+
+extern "C" void torchq_compat_run_cell(
+    const int64_t* instructions, const double* constants, int64_t instruction_count, const int64_t* slots,
+    int64_t slot_count, const int64_t* results, int64_t state_count, const void* const* weights,
+    const int64_t* weight_inputs, int64_t weight_count, const double* input_segments, int64_t input_segment_count,
+    int64_t steps, int64_t batch, int64_t backward, const float* x, const float* const* states, float* output,
+    float* const* last, int64_t threads) {
+  std::vector<Weight> read(weight_count);
+  for (int64_t w = 0; w < weight_count; ++w) {
+    const void* const* of = weights + 4 * w;
+    read[w] = {static_cast<const int8_t*>(of[0]), static_cast<const float*>(of[1]),
+               static_cast<const int64_t*>(of[2]), static_cast<const float*>(of[3]), weight_inputs[w]};
+  }
+  const Program program{reinterpret_cast<const Instruction*>(instructions),
+                        reinterpret_cast<const Constants*>(constants),
+                        instruction_count,
+                        reinterpret_cast<const Slot*>(slots),
+                        slot_count,
+                        results,
+                        state_count,
+                        read.data(),
+                        reinterpret_cast<const Segment*>(input_segments),
+                        input_segment_count};
+  Loop(program, steps, batch, backward != 0, x, states, output, last, threads).run();
+}

@@ -1,0 +1,108 @@
+"""The cell loop on torch's own operators: what runs where the kernel could not be built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchq_compat.custom_modules.recurrent.native.program import INSTRUCTION_COLUMNS, SLOT_COLUMNS, Op
+
+__all__ = ["run_interpreted"]
+
+
+class _Row(NamedTuple):
+    """An instruction as the table has it."""
+
+    op: int
+    target: int
+    a: int
+    a_offset: int
+    b: int
+    b_offset: int
+    segments: int
+    units: int
+    weight: int
+    once: int
+    quantized: int
+
+
+ELEMENTWISE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    Op.ADD: lambda a, b: a + b,
+    Op.MUL: lambda a, b: a * b,
+    Op.COMPLEMENT: lambda a, _: 1 - a,
+    Op.SIGMOID: lambda a, _: a.sigmoid(),
+    Op.TANH: lambda a, _: a.tanh(),
+    Op.RELU: lambda a, _: a.relu(),
+    Op.COPY: lambda a, _: a,
+}
+
+
+def run_interpreted(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    table: Tensor,
+    constants: Tensor,
+    backward: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """One direction of a layer; arguments and results as the operator has them.
+
+    Integers are exact in float32 as long as a sum has no more than 24 bits, so linears run on dequantized
+    weights: no operator for them needs prepacking, and the input's grids are not asked for.
+    """
+    instruction_count, slot_count = table[:2].tolist()
+    end = 3 + INSTRUCTION_COLUMNS * instruction_count
+    rows = [_Row(*row) for row in table[3:end].view(-1, INSTRUCTION_COLUMNS).tolist()]
+    results = table[end + SLOT_COLUMNS * slot_count :].tolist()
+    grids = constants.tolist()
+    dense = {row.weight: _dequantized(weights, row.weight, grids[i]) for i, row in enumerate(rows)}
+
+    def execute(slots: dict[int, Tensor], once: bool) -> dict[int, Tensor]:
+        for row, grid in zip(rows, grids, strict=True):
+            if row.once == once:
+                value = _compute(row, slots, dense)
+                slots[row.target] = _requantized(value, grid) if row.quantized else value
+        return slots
+
+    before = execute({0: x}, once=True)
+    current, outputs = list(states), []
+    for step in reversed(range(x.shape[0])) if backward else range(x.shape[0]):
+        here = {slot: value[step] for slot, value in before.items()}
+        here.update(enumerate(current, start=1))
+        after = execute(here, once=False)
+        current = [after[slot] for slot in results]
+        outputs.append(current[0])
+    return torch.stack(outputs[::-1] if backward else outputs), [state.clone() for state in current]
+
+
+def _compute(row: _Row, slots: dict[int, Tensor], dense: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
+    a = slots[row.a]
+    if row.op == Op.LINEAR:
+        return F.linear(a, *dense[row.weight])
+    width = row.segments * row.units
+    b = slots[row.b][..., row.b_offset : row.b_offset + width] if row.b >= 0 else a
+    return ELEMENTWISE[row.op](a[..., row.a_offset : row.a_offset + width], b)
+
+
+def _dequantized(
+    weights: Sequence[Tensor | None], index: int, constants: Sequence[float]
+) -> tuple[Tensor, Tensor | None]:
+    """The float weight and the bias of a linear; nothing for the others."""
+    if index < 0:
+        return torch.empty(0), None
+    values, scales, zero_points, bias = weights[4 * index : 4 * index + 4]
+    assert values is not None
+    if scales is None or zero_points is None:
+        scale, zero_point = constants[8:10]
+        return (values.float() - zero_point) * scale, bias
+    return (values.float() - zero_points[:, None]) * scales[:, None], bias
+
+
+def _requantized(value: Tensor, constants: Sequence[float]) -> Tensor:
+    scale, zero_point, quant_min, quant_max = constants[:4]
+    integers = torch.round(value * (1.0 / scale)) + zero_point
+    return (integers.clamp_(quant_min, quant_max) - zero_point) * scale

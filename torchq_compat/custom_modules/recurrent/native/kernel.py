@@ -1,0 +1,81 @@
+"""Calling the compiled cell loop, through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchq_compat.custom_modules.recurrent.native.program import INSTRUCTION_COLUMNS, SLOT_COLUMNS
+
+__all__ = ["run_kernel"]
+
+#: Of a linear's values, scales, zero points and bias.
+WEIGHT_DTYPES = (torch.int8, torch.float32, torch.int64, torch.float32)
+#: Multiply-adds of a step from which another thread pays for meeting at a barrier.
+WORK_PER_THREAD = 1 << 18
+
+
+def run_kernel(
+    library: ctypes.CDLL,
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    table: Tensor,
+    constants: Tensor,
+    input_grids: Sequence[float],
+    backward: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """One direction of a layer; arguments and results as the operator has them, contiguous."""
+    steps, batch, _ = x.shape
+    states = [state.contiguous() for state in states]
+    x, output = x.contiguous(), x.new_empty(steps, batch, states[0].shape[-1])
+    last = [torch.empty_like(state) for state in states]
+    instruction_count, slot_count, state_count = table[:3].tolist()
+    instructions = table[3:]
+    slots = instructions[INSTRUCTION_COLUMNS * instruction_count :]
+    results = slots[SLOT_COLUMNS * slot_count :]
+    held = [
+        None if each is None else each.to(dtype).contiguous()
+        for each, dtype in zip(weights, itertools.cycle(WEIGHT_DTYPES), strict=False)
+    ]
+    sizes, work = [], 0
+    for values in held[0::4]:
+        assert values is not None
+        sizes.append(values.shape[1])
+        work += values.numel() * batch
+    library.torchq_compat_run_cell(
+        _address(instructions.data_ptr()),
+        _address(constants.data_ptr()),
+        _count(instruction_count),
+        _address(slots.data_ptr()),
+        _count(slot_count),
+        _address(results.data_ptr()),
+        _count(state_count),
+        _pointers(held),
+        (ctypes.c_int64 * len(sizes))(*sizes),
+        _count(len(held) // 4),
+        (ctypes.c_double * len(input_grids))(*input_grids),
+        _count(len(input_grids) // 5),
+        _count(steps),
+        _count(batch),
+        _count(int(backward)),
+        _address(x.data_ptr()),
+        _pointers(states),
+        _address(output.data_ptr()),
+        _pointers(last),
+        _count(min(torch.get_num_threads(), max(1, work // WORK_PER_THREAD))),
+    )
+    return output, last
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+_address = ctypes.c_void_p
+_count = ctypes.c_int64

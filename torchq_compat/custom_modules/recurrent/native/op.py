@@ -1,0 +1,90 @@
+"""The cell loop as a torch operator, so that a compiled or exported program has one call for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchq_compat.custom_modules.recurrent.native.build import kernel_build
+from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
+from torchq_compat.custom_modules.recurrent.native.kernel import run_kernel
+
+__all__ = ["cell_loop"]
+
+NAME = "torchq_compat_native::cell_loop"
+SCHEMA = (
+    "(Tensor x, Tensor[] states, Tensor?[] weights, Tensor table, Tensor constants, float[] input_grids, "
+    "bool backward) -> (Tensor, Tensor[])"
+)
+
+
+def _on_cpu(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    table: Tensor,
+    constants: Tensor,
+    input_grids: Sequence[float],
+    backward: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    library = kernel_build().library
+    if library is None:
+        return run_interpreted(x, states, weights, table, constants, backward)
+    return run_kernel(library, x, states, weights, table, constants, input_grids, backward)
+
+
+def _elsewhere(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    table: Tensor,
+    constants: Tensor,
+    input_grids: Sequence[float],
+    backward: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    return run_interpreted(x, states, weights, table, constants, backward)
+
+
+def _shapes(x: Tensor, states: Sequence[Tensor], *_: object) -> tuple[Tensor, list[Tensor]]:
+    output = x.new_empty((*x.shape[:2], states[0].shape[-1]))
+    return output, [torch.empty_like(state) for state in states]
+
+
+torch.library.define(NAME, SCHEMA)
+torch.library.impl(NAME, "cpu")(_on_cpu)
+torch.library.impl(NAME, "default")(_elsewhere)
+torch.library.register_fake(NAME)(_shapes)
+
+
+def cell_loop(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    table: Tensor,
+    constants: Tensor,
+    input_grids: Sequence[float],
+    *,
+    backward: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """One direction of one layer of a converted recurrent module.
+
+    Args:
+        x: (T, B, I) float32.
+        states: (B, width) float32 each, the hidden state first.
+        weights: of each linear int8 values (N, K), scales (N,) and zero points (N,) or None if per tensor,
+            and bias (N,) or None.
+        table: the instructions, ``CellProgram.table``.
+        constants: their qparams, ``CellProgram.constants``.
+        input_grids: (columns, scale, zero point, quant_min, quant_max) of each group of columns of ``x``, one
+            after the other; empty: x is on no 8-bit grid.
+        backward: from the last step to the first.
+
+    Returns:
+        The hidden states of all steps (T, B, width) and the last states.
+    """
+    result: tuple[Tensor, list[Tensor]] = torch.ops.torchq_compat_native.cell_loop(
+        x, states, weights, table, constants, input_grids, backward
+    )
+    return result

@@ -1,0 +1,135 @@
+"""A converted model as one exported program: quantize and dequantize ops, integer weights, any length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
+from torchq_compat.capture.export import explain_failure, export_with_free_sizes
+from torchq_compat.custom_modules.loop_shape import LoopShape, exporting_loops_as
+from torchq_compat.decisions import Action
+from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
+from torchq_compat.graph_module import ConvertedGraphModule
+from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
+from torchq_compat.lower.tidying import tidy
+from torchq_compat.quantized_interface import take_integers
+from torchq_compat.user_warnings import warn_user
+
+__all__ = ["export"]
+
+
+def export(
+    converted: torch.nn.Module,
+    example_inputs: tuple[Any, ...] = MISSING,
+    *,
+    recurrent: str = "rolled",
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """Export a converted model, with every size free that the captured model left free.
+
+    The program computes the bits of ``convert_to_reference_fx`` at any size, whatever ``recurrent`` says.
+
+    Args:
+        converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode.
+        example_inputs: one example of every positional argument; only their structure, dtypes and ranks
+            matter, except to an unrolled loop.
+        recurrent: how the loop over time of a recurrent module is written. ``"rolled"``: a ``scan`` for each
+            layer and direction. ``"unrolled"``: its steps one by one; the program takes sequences as long
+            as the example's. ``"opaque"``: one call of ``torchq_compat::quantized_recurrent`` for the whole
+            module.
+        dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it: what
+            it does not name is fixed. Beyond a bound the program raises torch's own error.
+
+    Raises:
+        ExportError: not a converted model, one in training mode, an unknown ``recurrent``, or
+            ``dynamic_shapes`` that torch.export refuses.
+        InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
+    """
+    model = _reference(converted)
+    shape = _read_shape(recurrent)
+    args = model.record.signature.bind(read_example_inputs(example_inputs), {})
+    args = take_integers(args, model.input_grids())
+    with exporting_loops_as(shape):
+        try:
+            program = export_with_free_sizes(with_per_tensor_edges(model), args, dynamic_shapes)
+        except Exception as cause:
+            raise _error(model, args, shape, dynamic_shapes, cause) from cause
+    _freeze(program)
+    tidy(program)
+    _tell_of_float_modules(model)
+    if dynamic_shapes is None and shape is not LoopShape.UNROLLED:
+        _tell_of_fixed_sizes(model, program)
+    return program
+
+
+def _reference(converted: torch.nn.Module) -> ConvertedGraphModule:
+    # A lowered model has its q-dq graph under this name.
+    model = (
+        converted if isinstance(converted, ConvertedGraphModule) else getattr(converted, "reference", None)
+    )
+    if not isinstance(model, ConvertedGraphModule):
+        raise ExportError.not_converted(converted)
+    if model.training:
+        raise ExportError.in_training()
+    return model
+
+
+def _read_shape(recurrent: str) -> LoopShape:
+    if recurrent not in list(LoopShape):
+        raise ExportError.unknown_shape(recurrent, LoopShape)
+    return LoopShape(recurrent)
+
+
+def _error(
+    model: ConvertedGraphModule,
+    args: tuple[Any, ...],
+    shape: LoopShape,
+    dynamic_shapes: Any,
+    cause: Exception,
+) -> TorchQCompatError:
+    error = explain_failure(model, args, cause)
+    return ExportError.failed(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
+
+
+def _freeze(program: ExportedProgram) -> None:
+    """Parameters that ask for no gradient: to have one, a scan computes its steps in another way."""
+    for name, value in program.state_dict.items():
+        if isinstance(value, torch.nn.Parameter):
+            program.state_dict[name] = torch.nn.Parameter(value.detach(), requires_grad=False)
+
+
+def _tell_of_float_modules(model: ConvertedGraphModule) -> None:
+    left = [d.path for d in model.record.decisions if d.action is Action.FLOAT and d.warn]
+    if left:
+        warn_user(f"the exported program computes these in floats: {', '.join(left)}; see explain(model).")
+
+
+def _tell_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) -> None:
+    """Say which sizes the captured model leaves free and the program does not."""
+    names = program.graph_signature.user_inputs
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    fixed = [
+        f"{name} in dimension {dimension} to {size}"
+        for node, name in zip(model.graph.find_nodes(op="placeholder"), names, strict=True)
+        for dimension, (free, size) in enumerate(zip(_sizes(node), _sizes(nodes.get(str(name))), strict=True))
+        if _constant(free) is None and _constant(size) is not None
+    ]
+    if fixed:
+        warn_user(
+            f"the exported program fixes sizes that the converted model leaves free: {', '.join(fixed)}."
+        )
+
+
+def _sizes(node: Node | None) -> tuple[Any, ...]:
+    """Of a tensor; an argument that is None has no node."""
+    return tuple(getattr(node.meta.get("val"), "shape", ())) if node is not None else ()
+
+
+def _constant(size: Any) -> int | None:
+    """The value of ``size`` if it is fixed; a symbol may have become a constant in hindsight."""
+    value: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return value
