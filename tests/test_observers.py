@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.ao.quantization as legacy
 import torch.ao.quantization.quantize_fx as fx
+import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig, QConfigMapping
 from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
@@ -55,6 +57,83 @@ def test_equal_qparams_bit_for_bit(legacy_constructor: Any) -> None:
     for expected, found in zip(theirs.calculate_qparams(), ours.calculate_qparams(), strict=True):
         assert torch.equal(expected.float(), found.float())
     assert {torch.quint8: torch.uint8, torch.qint8: torch.int8}[theirs.dtype] is ours.dtype
+
+
+#: Batches that take every way through an observer: growing, inside, equal ends, one value, infinite, empty,
+#: of every magnitude.
+STREAM = (
+    *(torch.linspace(-1, 2, 30) * factor for factor in (0.5, 1.0, 0.9, 0.3, 1.0)),
+    torch.full((4,), 0.25),
+    torch.tensor([float("inf"), 0.1, -0.7]),
+    torch.zeros(0),
+    torch.linspace(-4, 1, 500),
+    torch.tensor([1 / 3, 0.2, 0.3], dtype=torch.float64),
+    *(torch.randn(40, generator=torch.Generator().manual_seed(seed)) for seed in range(20)),
+    *(torch.linspace(-0.7, 1.1, 5) * 10.0**exponent for exponent in range(-44, 36, 3)),
+)
+
+
+@pytest.mark.parametrize("name", ["HistogramObserver", "MinMaxObserver", "MovingAverageMinMaxObserver"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_state_of_a_faster_observer_is_torchaos_after_every_batch(name: str) -> None:
+    theirs = getattr(pt2e_observer, name)()
+    ours = ObserverConstructor(getattr(legacy, name))()
+    assert type(ours) is not type(theirs)
+    # torchao's histogram refuses NaN.
+    poison = () if name == "HistogramObserver" else (torch.tensor([0.1, float("nan")]),)
+    for batch in (*STREAM, *STREAM, *poison, *STREAM):
+        theirs(batch)
+        assert ours(batch) is batch
+        found = ours.state_dict()
+        for key, expected in theirs.state_dict().items():
+            torch.testing.assert_close(found[key], expected, rtol=0, atol=0, equal_nan=True)
+    assert ours.min_val.isnan() == bool(poison)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_saturated_values_are_counted_as_they_pass() -> None:
+    observer = ObserverConstructor(legacy.MovingAverageMinMaxObserver)()
+    seen = saturated = 0
+    # An observer that saw infinity cannot be converted.
+    for batch in (batch for batch in STREAM if bool(batch.isfinite().all())):
+        observer(batch)
+        outside = (batch < observer.min_val) | (batch > observer.max_val)
+        seen, saturated = seen + batch.numel(), saturated + int(outside.sum())
+        assert (float(observer.seen), float(observer.saturated)) == (seen, saturated)
+    assert 0 < saturated < seen
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "long tail": torch.exp,
+    "outliers": lambda x: x.pow(9),
+    "gate": torch.sigmoid,
+    "saturated": lambda x: (4 * x).clamp(-1, 1),
+    "one value": lambda x: torch.zeros_like(x) + 0.3,
+    "two values": torch.sign,
+}
+
+
+@pytest.mark.parametrize("count", [3, 100, 20_000])
+@pytest.mark.parametrize("bins", [64, 2048])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_histogram_is_cut_where_torch_ao_cuts_it(
+    shape: Callable[[Tensor], Tensor], bins: int, count: int
+) -> None:
+    torch.manual_seed(count)
+    constructor = legacy.HistogramObserver.with_args(bins=bins)
+    theirs, ours = constructor(), ObserverConstructor(constructor)()
+    for _ in range(3):
+        batch = shape(torch.randn(count))
+        theirs(batch)
+        ours(batch)
+    for expected, found in zip(
+        theirs._non_linear_param_search(), ours._non_linear_param_search(), strict=True
+    ):
+        assert torch.equal(expected, found)
+    for expected, found in zip(theirs.calculate_qparams(), ours.calculate_qparams(), strict=True):
+        assert torch.equal(expected.float(), found.float())
 
 
 def test_a_fused_fake_quantize_has_the_qparams_it_trains_with() -> None:

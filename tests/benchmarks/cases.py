@@ -1,0 +1,167 @@
+"""What is measured: models with their inputs, and what several contenders make of them, made once."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.ao.quantization.quantize_fx as fx
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.oracle import CONVERT_LSTM, MAP_LSTM, calibrate
+
+__all__ = [
+    "ENGINE",
+    "FEEDFORWARD",
+    "QUICK_FEEDFORWARD",
+    "QUICK_RECURRENT",
+    "RECURRENT",
+    "Case",
+    "Recipe",
+    "RecurrentModel",
+    "random_inputs",
+    "recurrent",
+]
+
+ENGINE = "x86"
+CALIBRATION_BATCHES = 2
+
+
+class Case:
+    """A float model, its inputs and its conversions; each conversion is made when first asked for."""
+
+    def __init__(self, name: str, model: nn.Module, make_inputs: Callable[[], tuple[Tensor, ...]]) -> None:
+        self.name = name
+        self.model = model.eval()
+        self.batches = [make_inputs() for _ in range(CALIBRATION_BATCHES)]
+        self.inputs = make_inputs()
+
+    @cached_property
+    def expected(self) -> Any:
+        """What the float model gives."""
+        return self.model(*self.inputs)
+
+    @cached_property
+    def prepared(self) -> GraphModule:
+        prepared = tc.prepare_fx(self.model, get_default_qconfig_mapping(ENGINE), self.batches[0], MAP_LSTM)
+        calibrate(prepared, self.batches)
+        return prepared
+
+    @cached_property
+    def reference(self) -> nn.Module:
+        return tc.convert_to_reference_fx(self.prepared)
+
+    @cached_property
+    def lowered(self) -> nn.Module:
+        return tc.convert_fx(self.prepared)
+
+    def lowered_by_fx(self) -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mapping = get_default_qconfig_mapping(ENGINE)
+            prepared = fx.prepare_fx(copy.deepcopy(self.model), mapping, self.batches[0], MAP_LSTM)
+            calibrate(prepared, self.batches)
+            return fx.convert_fx(prepared, CONVERT_LSTM)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A case to come: nothing is allocated before its turn. ``hidden`` is None without recurrence."""
+
+    name: str
+    make_seeded: Callable[[], Case] = field(repr=False)
+    hidden: int | None = None
+
+    def make(self) -> Case:
+        torch.manual_seed(0)
+        return self.make_seeded()
+
+
+class RecurrentModel(nn.Module):
+    """An LSTM and what reads its output. The states are given, which FX asks for."""
+
+    def __init__(self, lstm: nn.Module, head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.lstm = lstm
+        self.head = nn.Identity() if head is None else head
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        output, _ = self.lstm(x, (h, c))
+        result: Tensor = self.head(output)
+        return result
+
+
+def random_inputs(lstm: nn.LSTM, length: int, batch: int) -> tuple[Tensor, ...]:
+    """Input and zero states of a RecurrentModel."""
+    rows = lstm.num_layers * (1 + lstm.bidirectional)
+    states = (torch.zeros(rows, batch, lstm.hidden_size) for _ in range(2))
+    return torch.randn(length, batch, lstm.input_size), *states
+
+
+def recurrent(
+    inputs: int, hidden: int, layers: int, length: int, batch: int, *, bidirectional: bool = False
+) -> Recipe:
+    """An nn.LSTM and nothing else."""
+    sizes = f"({inputs}, {hidden}, {layers}, {length}, {batch})"
+
+    def make() -> Case:
+        lstm = nn.LSTM(inputs, hidden, layers, bidirectional=bidirectional)
+        return Case(name, RecurrentModel(lstm), lambda: random_inputs(lstm, length, batch))
+
+    name = f"{sizes} bidirectional" if bidirectional else sizes
+    return Recipe(name, make, hidden)
+
+
+def _feedforward(name: str, model: Callable[[], nn.Module], *shape: int) -> Recipe:
+    return Recipe(name, lambda: Case(name, model(), lambda: (torch.randn(shape),)))
+
+
+def _mlp(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(width, 2 * width),
+        nn.ReLU(),
+        nn.Linear(2 * width, 2 * width),
+        nn.ReLU(),
+        nn.Linear(2 * width, width),
+    )
+
+
+def _cnn(width: int) -> nn.Module:
+    def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        *block(3, width, 1),
+        *block(width, 2 * width, 2),
+        *block(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, 10),
+    )
+
+
+#: (input, hidden, layers, T, batch)
+RECURRENT: tuple[Recipe, ...] = (
+    recurrent(64, 64, 1, 128, 4),
+    recurrent(256, 512, 2, 128, 1),
+    recurrent(256, 512, 2, 128, 16),
+    recurrent(512, 1024, 1, 64, 8),
+    recurrent(512, 512, 2, 1024, 1),
+    recurrent(256, 512, 2, 128, 4, bidirectional=True),
+)
+FEEDFORWARD: tuple[Recipe, ...] = (
+    _feedforward("Linear 512-1024-1024-512, batch 32", lambda: _mlp(512), 32, 512),
+    _feedforward("CNN 3-32-64-128, 64x64, batch 8", lambda: _cnn(32), 8, 3, 64, 64),
+)
+QUICK_RECURRENT: tuple[Recipe, ...] = (recurrent(8, 8, 1, 4, 2),)
+QUICK_FEEDFORWARD: tuple[Recipe, ...] = (
+    _feedforward("Linear 16-32-32-16, batch 4", lambda: _mlp(16), 4, 16),
+)

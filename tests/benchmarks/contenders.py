@@ -1,0 +1,99 @@
+"""The contenders for latency, size and accuracy of a converted model."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.benchmarks.cases import Case
+
+__all__ = ["FEEDFORWARD_CONTENDERS", "RECURRENT_CONTENDERS", "Built", "Contender", "UnavailableError"]
+
+
+class UnavailableError(Exception):
+    """A contender cannot be built; the message says why, for the table."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model to call with the inputs of its case, and the bytes of its weights as they are saved."""
+
+    run: Callable[..., Any]
+    size: int
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run a model; ``is_quantized`` says whether it has to differ from the float model."""
+
+    name: str
+    build: Callable[[Case], Built]
+    is_quantized: bool = True
+
+
+def _float(case: Case) -> Built:
+    return Built(case.model, _saved_size(case.model))
+
+
+def _dynamic(case: Case) -> Built:
+    quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(case.model), {nn.LSTM}, torch.qint8)
+    return Built(quantized, _saved_size(quantized))
+
+
+def _fx(case: Case) -> Built:
+    quantized = case.lowered_by_fx()
+    return Built(quantized, _saved_size(quantized))
+
+
+def _reference(case: Case) -> Built:
+    return Built(case.reference, _saved_size(case.reference))
+
+
+def _lowered(case: Case) -> Built:
+    if not hasattr(case.lowered, "reference"):
+        raise UnavailableError("convert_fx gives the reference graph on this machine")
+    return Built(case.lowered, _saved_size(case.lowered))
+
+
+def _compiled(case: Case) -> Built:
+    # What another case compiled would count against dynamo's limit of recompilations.
+    torch._dynamo.reset()
+    return Built(torch.compile(copy.deepcopy(case.lowered)), _saved_size(case.lowered))
+
+
+def _executorch(backend: str, case: Case) -> Built:
+    try:
+        from torchq_compat.lower.executorch import to_executorch
+    except ImportError as cause:
+        raise UnavailableError(str(cause)) from cause
+    program = to_executorch(case.reference, case.inputs, backend=backend)
+    return Built(program, len(program.pte))
+
+
+def _saved_size(model: nn.Module) -> int:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return file.tell()
+
+
+FLOAT = Contender("float", _float, is_quantized=False)
+DYNAMIC = Contender("dynamic quantized", _dynamic)
+FX = Contender("FX static", _fx)
+OURS = (
+    Contender("ours, reference", _reference),
+    Contender("ours, lowered", _lowered),
+    Contender("ours, compiled", _compiled),
+)
+ON_DEVICE = (
+    Contender("ours, ExecuTorch portable", partial(_executorch, "portable")),
+    Contender("ours, ExecuTorch XNNPACK", partial(_executorch, "xnnpack")),
+)
+RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *OURS, *ON_DEVICE)
+FEEDFORWARD_CONTENDERS = (FLOAT, FX, *OURS)
