@@ -190,8 +190,7 @@ class Loop {
  public:
   Loop(const Program& program, int64_t steps, int64_t batch, bool backward, const float* x,
        const float* const* states, float* output, float* const* last, int64_t threads)
-      : program_(program), steps_(steps), batch_(batch), backward_(backward), x_(x), states_(states),
-        output_(output), last_(last), threads_(threads) {
+      : program_(program), steps_(steps), batch_(batch), backward_(backward), x_(x), output_(output), last_(last), threads_(threads) {
     steps_at_once_ = std::min(steps, std::max<int64_t>(1, kProjectedRows / batch));
     slots_.resize(program.slot_count);
     for (int64_t s = 1; s < program.slot_count; ++s) {
@@ -269,7 +268,6 @@ class Loop {
     }
   }
 
-  // Every thread writes the same number between two barriers.
   void set_block(const Worker& worker, int64_t count) {
     if (worker.index == 0) block_steps_ = count;
     barrier();
@@ -320,7 +318,7 @@ class Loop {
   void prepare_linear(int64_t index) {
     const Instruction& by = program_.instructions[index];
     const Weight& weight = program_.weights[by.weight];
-    const Grid& grid = program_.constants[index].input;
+    const Grid& grid = constants(index).input;
     const int64_t width = by.segments * by.units;
     Prepared& to = prepared_[index];
     if (by.a != 0 || grid.is_dynamic()) {
@@ -560,7 +558,6 @@ class Loop {
   const int64_t steps_, batch_;
   const bool backward_;
   const float* x_;
-  const float* const* states_;
   float* output_;
   float* const* last_;
   const int64_t threads_;

@@ -267,6 +267,8 @@ class _Reader:
         if not isinstance(weight, _Weight):
             raise UnsupportedCellError("a linear has no int8 weight")
         source = self._whole(source)
+        if isinstance(source.grid, DynamicGrid) and self.once[source.slot] and source.slot != 0:
+            raise UnsupportedCellError("a dynamic grid is chosen from what is computed of the input alone")
         bias = args[2] if len(args) > 2 else None
         self.weights.append(weight.names._replace(bias=self._name(bias)))
         return self._instruct(
