@@ -41,8 +41,8 @@ struct Slot {
   int64_t width, units, once;
 };
 
-// A negative scale: to be chosen from the values, with -scale as the smallest scale and quant_min to zero_point
-// as the integers they are spread over.
+// A negative scale: to be chosen from the values, with -scale as the smallest scale and quant_min to
+// zero_point as the integers they are spread over.
 struct Grid {
   double scale, zero_point, quant_min, quant_max;
 
@@ -119,16 +119,25 @@ void dot_products(const uint8_t* x, int64_t stride, const int8_t* w, int64_t cou
 }
 
 // The dot products of up to kRows rows; out[r * kLanes] is that of row r.
-void dot_products(int64_t rows, const uint8_t* x, int64_t stride, const int8_t* w, int64_t count, int32_t* out) {
+void dot_products(int64_t rows, const uint8_t* x, int64_t stride, const int8_t* w, int64_t count,
+                  int32_t* out) {
   switch (rows) {
-    case 1: return dot_products<1>(x, stride, w, count, out);
-    case 2: return dot_products<2>(x, stride, w, count, out);
-    case 3: return dot_products<3>(x, stride, w, count, out);
-    case 4: return dot_products<4>(x, stride, w, count, out);
-    case 5: return dot_products<5>(x, stride, w, count, out);
-    case 6: return dot_products<6>(x, stride, w, count, out);
-    case 7: return dot_products<7>(x, stride, w, count, out);
-    default: return dot_products<8>(x, stride, w, count, out);
+    case 1:
+      return dot_products<1>(x, stride, w, count, out);
+    case 2:
+      return dot_products<2>(x, stride, w, count, out);
+    case 3:
+      return dot_products<3>(x, stride, w, count, out);
+    case 4:
+      return dot_products<4>(x, stride, w, count, out);
+    case 5:
+      return dot_products<5>(x, stride, w, count, out);
+    case 6:
+      return dot_products<6>(x, stride, w, count, out);
+    case 7:
+      return dot_products<7>(x, stride, w, count, out);
+    default:
+      return dot_products<8>(x, stride, w, count, out);
   }
 }
 
@@ -190,7 +199,14 @@ class Loop {
  public:
   Loop(const Program& program, int64_t steps, int64_t batch, bool backward, const float* x,
        const float* const* states, float* output, float* const* last, int64_t threads)
-      : program_(program), steps_(steps), batch_(batch), backward_(backward), x_(x), output_(output), last_(last), threads_(threads) {
+      : program_(program),
+        steps_(steps),
+        batch_(batch),
+        backward_(backward),
+        x_(x),
+        output_(output),
+        last_(last),
+        threads_(threads) {
     steps_at_once_ = std::min(steps, std::max<int64_t>(1, kProjectedRows / batch));
     slots_.resize(program.slot_count);
     for (int64_t s = 1; s < program.slot_count; ++s) {
@@ -305,13 +321,27 @@ class Loop {
       for_each(worker, by, constants(index).output, count * batch_, a, a_stride, b, b_stride, function);
     };
     switch (by.op) {
-      case kAdd: each([](float x, float y) { return x + y; }); break;
-      case kMul: each([](float x, float y) { return x * y; }); break;
-      case kComplement: each([](float x, float) { return 1.0f - x; }); break;
-      case kSigmoid: each([](float x, float) { return sigmoid(x); }); break;
-      case kTanh: each([](float x, float) { return tangent(x); }); break;
-      case kRelu: each([](float x, float) { return std::max(x, 0.0f); }); break;
-      default: each([](float x, float) { return x; }); break;
+      case kAdd:
+        each([](float x, float y) { return x + y; });
+        break;
+      case kMul:
+        each([](float x, float y) { return x * y; });
+        break;
+      case kComplement:
+        each([](float x, float) { return 1.0f - x; });
+        break;
+      case kSigmoid:
+        each([](float x, float) { return sigmoid(x); });
+        break;
+      case kTanh:
+        each([](float x, float) { return tangent(x); });
+        break;
+      case kRelu:
+        each([](float x, float) { return std::max(x, 0.0f); });
+        break;
+      default:
+        each([](float x, float) { return x; });
+        break;
     }
   }
 
@@ -333,7 +363,8 @@ class Loop {
     to.weight_scales.resize(width + kLanes);
     to.biases.resize(width + kLanes);
     for (int64_t n = 0; n < width; ++n) {
-      to.weight_scales[n] = weight.scales ? weight.scales[n] : static_cast<float>(constants(index).weight_scale);
+      to.weight_scales[n] =
+          weight.scales ? weight.scales[n] : static_cast<float>(constants(index).weight_scale);
       to.biases[n] = weight.bias ? weight.bias[n] : 0.0f;
       to.has_weight_zero_points |= weight_zero_point(index, n) != 0;
     }
@@ -442,7 +473,8 @@ class Loop {
           if (in_floats) {
             float_tile(index, x + row * stride, stride, n, lanes, tile, sums);
           } else {
-            integer_tile(index, *segments, integers + row * integer_stride, integer_stride, n, lanes, tile, sums);
+            integer_tile(index, *segments, integers + row * integer_stride, integer_stride, n, lanes, tile,
+                         sums);
           }
           finish_tile(index, row, n, lanes, tile, sums);
         }
@@ -564,18 +596,20 @@ class Loop {
   int64_t steps_at_once_ = 1, block_steps_ = 1;
   std::vector<std::vector<float>> slots_;
   std::vector<std::vector<Line>> integers_;  // of a linear's input slot, of even and of odd steps
-  std::vector<Prepared> prepared_;  // of every linear
+  std::vector<Prepared> prepared_;           // of every linear
   std::atomic<bool> off_grid_{false};
 };
 
 }  // namespace
 
-extern "C" void torchq_compat_run_cell(
-    const int64_t* instructions, const double* constants, int64_t instruction_count, const int64_t* slots,
-    int64_t slot_count, const int64_t* results, int64_t state_count, const void* const* weights,
-    const int64_t* weight_inputs, int64_t weight_count, const double* input_segments, int64_t input_segment_count,
-    int64_t steps, int64_t batch, int64_t backward, const float* x, const float* const* states, float* output,
-    float* const* last, int64_t threads) {
+extern "C" void torchq_compat_run_cell(const int64_t* instructions, const double* constants,
+                                       int64_t instruction_count, const int64_t* slots, int64_t slot_count,
+                                       const int64_t* results, int64_t state_count,
+                                       const void* const* weights, const int64_t* weight_inputs,
+                                       int64_t weight_count, const double* input_segments,
+                                       int64_t input_segment_count, int64_t steps, int64_t batch,
+                                       int64_t backward, const float* x, const float* const* states,
+                                       float* output, float* const* last, int64_t threads) {
   std::vector<Weight> read(weight_count);
   for (int64_t w = 0; w < weight_count; ++w) {
     const void* const* of = weights + 4 * w;
