@@ -48,6 +48,7 @@ def run_interpreted(
     weights: Sequence[Tensor | None],
     table: Tensor,
     constants: Tensor,
+    _input_grids: Sequence[float],
     backward: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """One direction of a layer; arguments and results as the operator has them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,31 +21,9 @@ SCHEMA = (
 )
 
 
-def _on_cpu(
-    x: Tensor,
-    states: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
-    table: Tensor,
-    constants: Tensor,
-    input_grids: Sequence[float],
-    backward: bool,
-) -> tuple[Tensor, list[Tensor]]:
+def _on_cpu(*call: Any) -> tuple[Tensor, list[Tensor]]:
     library = kernel_build().library
-    if library is None:
-        return run_interpreted(x, states, weights, table, constants, backward)
-    return run_kernel(library, x, states, weights, table, constants, input_grids, backward)
-
-
-def _elsewhere(
-    x: Tensor,
-    states: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
-    table: Tensor,
-    constants: Tensor,
-    input_grids: Sequence[float],
-    backward: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    return run_interpreted(x, states, weights, table, constants, backward)
+    return run_interpreted(*call) if library is None else run_kernel(library, *call)
 
 
 def _shapes(x: Tensor, states: Sequence[Tensor], *_: object) -> tuple[Tensor, list[Tensor]]:
@@ -54,7 +33,7 @@ def _shapes(x: Tensor, states: Sequence[Tensor], *_: object) -> tuple[Tensor, li
 
 torch.library.define(NAME, SCHEMA)
 torch.library.impl(NAME, "cpu")(_on_cpu)
-torch.library.impl(NAME, "default")(_elsewhere)
+torch.library.impl(NAME, "default")(run_interpreted)
 torch.library.register_fake(NAME)(_shapes)
 
 
