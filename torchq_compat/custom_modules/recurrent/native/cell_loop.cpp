@@ -107,39 +107,27 @@ inline float exponential(float x) {
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 inline float tangent(float x) { return 1.0f - 2.0f / (1.0f + exponential(2.0f * x)); }
 
+// Of R rows of x with each of `lanes` rows of w; out[r * kLanes + lane] is that of row r.
 template <int64_t R>
-void dot_products(const uint8_t* x, int64_t stride, const int8_t* w, int64_t count, int32_t* out) {
-  int32_t sums[R] = {};
-  for (int64_t k = 0; k < count; ++k) {
-    for (int64_t r = 0; r < R; ++r) {
-      sums[r] += static_cast<int32_t>(x[r * stride + k]) * static_cast<int32_t>(w[k]);
+void dot_products(const uint8_t* x, int64_t stride, const int8_t* w, int64_t w_stride, int64_t lanes,
+                  int64_t count, int32_t* out) {
+  for (int64_t lane = 0; lane < lanes; ++lane, w += w_stride) {
+    int32_t sums[R] = {};
+    for (int64_t k = 0; k < count; ++k) {
+      for (int64_t r = 0; r < R; ++r) {
+        sums[r] += static_cast<int32_t>(x[r * stride + k]) * static_cast<int32_t>(w[k]);
+      }
     }
+    for (int64_t r = 0; r < R; ++r) out[r * kLanes + lane] = sums[r];
   }
-  for (int64_t r = 0; r < R; ++r) out[r * kLanes] = sums[r];
 }
 
-// The dot products of up to kRows rows; out[r * kLanes] is that of row r.
-void dot_products(int64_t rows, const uint8_t* x, int64_t stride, const int8_t* w, int64_t count,
-                  int32_t* out) {
-  switch (rows) {
-    case 1:
-      return dot_products<1>(x, stride, w, count, out);
-    case 2:
-      return dot_products<2>(x, stride, w, count, out);
-    case 3:
-      return dot_products<3>(x, stride, w, count, out);
-    case 4:
-      return dot_products<4>(x, stride, w, count, out);
-    case 5:
-      return dot_products<5>(x, stride, w, count, out);
-    case 6:
-      return dot_products<6>(x, stride, w, count, out);
-    case 7:
-      return dot_products<7>(x, stride, w, count, out);
-    default:
-      return dot_products<8>(x, stride, w, count, out);
-  }
-}
+using DotProducts = decltype(&dot_products<1>);
+
+// By the number of rows.
+constexpr DotProducts kDotProducts[kRows + 1] = {nullptr,         dot_products<1>, dot_products<2>,
+                                                 dot_products<3>, dot_products<4>, dot_products<5>,
+                                                 dot_products<6>, dot_products<7>, dot_products<8>};
 
 float float_dot_product(const float* x, const int8_t* w, float zero_point, int64_t count) {
   float partial[kLanes] = {};
@@ -512,10 +500,8 @@ class Loop {
       const Segment& part = segments[s];
       const int64_t count = static_cast<int64_t>(part.width);
       int32_t products[kRows * kLanes] = {};
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        dot_products(rows, x + first, stride, weight.values + (n + lane) * weight.inputs + first, count,
-                     products + lane);
-      }
+      kDotProducts[rows](x + first, stride, weight.values + n * weight.inputs + first, weight.inputs, lanes,
+                         count, products);
       if (prepared.has_weight_zero_points) {
         subtract_weight_zero_points(index, n, lanes, rows, x + first, stride, part, products);
       }
