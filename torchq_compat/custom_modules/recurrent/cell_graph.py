@@ -17,7 +17,8 @@ from torchq_compat.custom_modules.part_graph import (
     converted_grids,
 )
 from torchq_compat.custom_modules.recurrent.hoist import CellFunctions
-from torchq_compat.custom_modules.recurrent.native.program import CellProgram, program_or_problem
+from torchq_compat.custom_modules.recurrent.native.cell_reader import program_or_problem
+from torchq_compat.custom_modules.recurrent.native.program import CellProgram
 from torchq_compat.specs.grids import PerTensorGrid
 
 __all__ = ["CellGraphModule", "ConvertedCellGraphModule", "reference_cell"]

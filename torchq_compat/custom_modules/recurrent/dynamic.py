@@ -34,9 +34,9 @@ from torchq_compat.custom_modules.recurrent.kinds import CellKind, kind_of
 from torchq_compat.custom_modules.recurrent.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.loop import LowerableLoop
 from torchq_compat.custom_modules.recurrent.lowerable import Lowerable
+from torchq_compat.custom_modules.recurrent.native.cell_reader import program_or_problem
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids
 from torchq_compat.custom_modules.recurrent.native.directions import OwnedProgram, run_native_direction
-from torchq_compat.custom_modules.recurrent.native.program import program_or_problem
 from torchq_compat.custom_modules.recurrent.opaque_call import OpaqueDirection
 from torchq_compat.custom_modules.recurrent.prepared_cell import float_cell
 from torchq_compat.custom_modules.recurrent.single_cell import LowerableCell
