@@ -196,19 +196,19 @@ def test_weights_that_are_not_symmetric(channels: bool) -> None:
     assert steps_between(cell, native(cell, x, states), expected)[0] <= 1.01
 
 
-def wide_cell(hidden: int) -> ConvertedCellGraphModule:
+def cell_of_width(width: int, hidden: int) -> ConvertedCellGraphModule:
     torch.manual_seed(0)
-    module: Any = nn.LSTM(70, hidden).eval()
+    module: Any = nn.LSTM(width, hidden).eval()
     module.qconfig = get_default_qconfig("x86")
     observed = get_individually_observed_parts(module)
     with torch.no_grad():
-        observed(uniform(1.0, 9, 16, 70))
+        observed(uniform(1.0, 9, 16, width))
     return cells_of(quantized.LSTM.from_observed(observed))[0]
 
 
 @pytest.mark.parametrize("hidden", [5, 16, 33, 100])
 def test_threads_share_the_units_without_changing_a_bit(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = wide_cell(hidden)
+    cell = cell_of_width(70, hidden)
     x, states = inputs_of(cell, 70, 3)
     columns = column_grids(X_GRID, 70, 3)
     alone = leaves(native(cell, x, states, columns=columns))
@@ -224,7 +224,7 @@ def test_threads_share_the_units_without_changing_a_bit(hidden: int, monkeypatch
 
 def test_blocks_of_steps_join_without_a_seam() -> None:
     """The input is projected some steps at a time; the results do not depend on how many."""
-    cell = wide_cell(20)
+    cell = cell_of_width(70, 20)
     x, states = inputs_of(cell, 200, 1)
     columns = column_grids(X_GRID, 70, 3)
     whole, last = native(cell, x, states, columns=columns)
@@ -314,6 +314,37 @@ def test_a_built_kernel_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path
     before = built.stat().st_mtime_ns
     assert build.build_kernel().library is not None
     assert built.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", ["lstm", "projected lstm", "gru"])
+@pytest.mark.parametrize("batch", [1, 2, 7, 19])
+def test_the_portable_loops_give_the_same_bits(
+    name: str, batch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """The dot products written out for AVX-512, where this machine has it, against the plain ones."""
+    cells = [cell_of_width(70, 33), *cells_of(converted(name))]
+    inputs = [inputs_of(cell, 5, batch) for cell in cells]
+    columns = [split_columns(x.shape[-1]) for x, _ in inputs]
+
+    def results() -> list[Tensor]:
+        found = [
+            native(*each, columns=on)
+            for *each, on in zip(cells, *zip(*inputs, strict=True), columns, strict=True)
+        ]
+        return [tensor for result in found for tensor in leaves(result)]
+
+    written_out = results()
+    monkeypatch.setenv("TORCHQ_COMPAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "c++ -U__AVX512VNNI__")
+    library = build.build_kernel().library
+    assert library is not None
+    monkeypatch.setattr(op, "kernel_build", lambda: build.KernelBuild(library))
+    assert all(map(torch.equal, written_out, results()))
+
+
+def split_columns(width: int) -> Any:
+    """A first column on a grid of its own, so that the others begin at an odd address."""
+    return ((1, X_GRID), (width - 1, X_GRID))
 
 
 def test_the_operator_is_one_that_torch_can_trace() -> None:
