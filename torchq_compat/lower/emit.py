@@ -229,12 +229,10 @@ class _Writer:
         return self.quantized[node]
 
     def _to_quantized(self, node: Node, grid: PerTensorGrid) -> Node:
-        qparams = (grid.scale, grid.zero_point)
-        if node in self.integers:
-            make: Any = ATEN._make_per_tensor_quantized_tensor.default
-            return self.graph.call_function(make, (self.integers[node], *qparams))
-        args = (self.floats[node], *qparams, LEGACY_DTYPES[grid.dtype])
-        return self.graph.call_function(ATEN.quantize_per_tensor.default, args)
+        if node not in self.integers:
+            return self._quantize(self.floats[node], grid)
+        args = (self.integers[node], grid.scale, grid.zero_point)
+        return self.graph.call_function(ATEN._make_per_tensor_quantized_tensor.default, args)
 
     def _quantized_or_size(self, node: Node) -> Node:
         return self._as_quantized(node) if node in self.plan.grids else self._as_reference(node)

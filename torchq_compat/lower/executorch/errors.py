@@ -20,13 +20,6 @@ class ExecutorchError(TorchQCompatError):
         )
 
     @classmethod
-    def not_converted(cls, found: object) -> ExecutorchError:
-        return cls(
-            f"to_executorch takes a converted model, got {type(found).__name__}.",
-            hint="prepare and calibrate it, and pass what convert_fx or convert_to_reference_fx returns.",
-        )
-
-    @classmethod
     def unknown_backend(cls, backend: object, known: Iterable[str]) -> ExecutorchError:
         return cls(
             f"backend {backend!r} is not known.",
