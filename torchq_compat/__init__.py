@@ -1,6 +1,7 @@
 """Legacy FX graph mode quantization scripts, on torch.export and torchao's PT2E.
 
-The names are imported when they are first used: the command line must start, and complain, without torch.
+The names are imported when they are first used: the command line must start, and complain, without torch. The
+errors, which need no torch, are all here, too.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchq_compat.errors import TorchQCompatError
+from torchq_compat import errors
+from torchq_compat.errors import *  # noqa: F403 - listed once, there
 
 if TYPE_CHECKING:
-    from torchq_compat.explanation import explain
+    from torchq_compat.annotate.quantizer_from import quantizer_from
     from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
     from torchq_compat.migrate.comparison.comparing import compare
     from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
+    from torchq_compat.multi_output.tuple_rerouting import reroute_tuples
+    from torchq_compat.pipeline.explanation import explain
     from torchq_compat.quantize_fx import (
         convert_fx,
         convert_to_reference_fx,
@@ -25,12 +29,9 @@ if TYPE_CHECKING:
         prepare_fx,
         prepare_qat_fx,
     )
-    from torchq_compat.quantizers import quantizer_from
-    from torchq_compat.tuple_rerouting import reroute_tuples
 
 __all__ = [
     "Output",
-    "TorchQCompatError",
     "annotate_outputs",
     "check_sharing",
     "compare",
@@ -47,6 +48,7 @@ __all__ = [
     "reroute_tuples",
     "to_executorch",
 ]
+__all__ += errors.__all__
 
 #: Where a name lives that is not in quantize_fx.
 _HOMES = {
@@ -54,10 +56,10 @@ _HOMES = {
     "annotate_outputs": "torchq_compat.multi_output",
     "check_sharing": "torchq_compat.multi_output",
     "compare": "torchq_compat.migrate.comparison.comparing",
-    "explain": "torchq_compat.explanation",
+    "explain": "torchq_compat.pipeline.explanation",
     "export": "torchq_compat.lower.export",
-    "quantizer_from": "torchq_compat.quantizers",
-    "reroute_tuples": "torchq_compat.tuple_rerouting",
+    "quantizer_from": "torchq_compat.annotate.quantizer_from",
+    "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
     "to_executorch": "torchq_compat.lower.executorch",
 }
 

@@ -2,10 +2,11 @@
 
 Legacy: each helper built every cell with ``prepare_fx`` and then found the ops to re-observe by counting adds
 and multiplications, in the forward direction only. Here a part has a name, in both directions; see
-``custom_modules.recurrent.parts``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and cells.
+``custom_modules.recurrent.cell.cell_parts``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and
+cells.
 
-New: an ``aten.lstm.input`` that torch.export left whole, quantized as one operator or broken up into pieces,
-for any torchao Quantizer; no FX configuration takes part.
+New: an ``aten.lstm.input`` that torch.export left whole, quantized as one operator or decomposed, for any
+torchao Quantizer; no FX configuration takes part.
 """
 
 from __future__ import annotations
@@ -16,24 +17,30 @@ import torch
 from torch import nn
 from torch.ao.quantization.backend_config import BackendConfig
 
-from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM, ObservedLSTM
-from torchq_compat.custom_modules.recurrent.pieces import break_up_lstm, convert_pieces, prepare_pieces
-from torchq_compat.custom_modules.recurrent.whole_op import whole_op_lstm_quantizer
+from torchq_compat.config.backend_configs import read_backend_config
+from torchq_compat.custom_modules.recurrent.modules.families import ConvertedLSTM, ObservedLSTM
+from torchq_compat.custom_modules.recurrent.modules.observed_parts import (
+    CELL_INPUTS,
+    get_individually_observed_parts,
+)
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.recurrent_parts import get_individually_observed_parts
+from torchq_compat.exported_lstm import convert_decomposed_lstm, decompose_lstm, prepare_decomposed_lstm
+from torchq_compat.exported_lstm.whole_op import whole_op_lstm_quantizer
+from torchq_compat.support.argument_checks import FLAG, checked_arguments
 
 __all__ = [
-    "break_up_lstm",
-    "convert_pieces",
+    "convert_decomposed_lstm",
+    "decompose_lstm",
     "get_lstm_with_individually_observed_parts",
     "get_reference_quantized_lstm_module",
-    "prepare_pieces",
+    "prepare_decomposed_lstm",
     "whole_op_lstm_quantizer",
 ]
 
 ObserverOrFakeQuantizeConstructor = Any
 
 
+@checked_arguments(example_inputs=CELL_INPUTS, split_gates=FLAG)
 def get_lstm_with_individually_observed_parts(
     float_lstm: nn.LSTM,
     example_inputs: tuple[Any, ...] | None = None,
@@ -116,9 +123,10 @@ def get_reference_quantized_lstm_module(
     a q-dq graph has none, so it changes nothing here.
 
     Raises:
+        ConfigError: a ``backend_config`` that cannot be read.
         CustomModuleError: not an LSTM observed by this package.
     """
-    del backend_config
+    read_backend_config(backend_config)
     return ConvertedLSTM.from_observed(observed_lstm)
 
 

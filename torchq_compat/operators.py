@@ -7,6 +7,6 @@ program = torch.export.load("model.pt2")
 # Importing registers: quantized_decomposed, and torchq_compat::quantized_recurrent.
 import torchao.quantization.pt2e  # noqa: F401
 
-import torchq_compat.custom_modules.recurrent.opaque_op  # noqa: F401
+import torchq_compat.custom_modules.recurrent.exported_op.recurrent_op  # noqa: F401
 
 __all__: list[str] = []

@@ -14,13 +14,19 @@ from torch import nn
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize, FixedQParamsFakeQuantize
 from torchao.quantization.pt2e.observer import FixedQParamsObserver
 
-from torchq_compat.custom_modules.recurrent.kinds import LSTM, RNN_RELU, kind_of
-from torchq_compat.specs.dtypes import dtype_range
-from torchq_compat.specs.power_of_two import PowerOfTwoMinMaxObserver
+from torchq_compat.custom_modules.recurrent.cell.kinds import LSTM, RNN_RELU, kind_of
+from torchq_compat.custom_modules.recurrent.modules.families import FAMILIES
+from torchq_compat.qspecs.dtypes import dtype_range
+from torchq_compat.qspecs.power_of_two import PowerOfTwoMinMaxObserver
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
 
 __all__ = ["int8_parts", "int8_with_int16_cell", "int16_parts"]
 
 
+RECURRENT = optional(instance_of(*(family.float_class for family in FAMILIES)))
+
+
+@checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
     """FX's default: every part from the module's QConfig, sigmoid 1/256 and tanh 2/256 fixed.
 
@@ -31,6 +37,7 @@ def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) 
     return {}
 
 
+@checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
     """The 16-bit LSTM that torch.ao documents for ``_get_lstm_with_individually_observed_parts``.
 
@@ -57,6 +64,7 @@ def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False)
     return _of_kind(module, constructors)
 
 
+@checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int8_with_int16_cell(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
     """8-bit activations with a 16-bit cell state: the fixed-point form of embedded kernels.
 

@@ -16,17 +16,20 @@ from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
-from torchq_compat.convert import convert_to_reference
-from torchq_compat.errors import ConfigError, InputError
-from torchq_compat.legacy.backend_configs import read_backend_config
-from torchq_compat.legacy.custom_configs import (
+from torchq_compat.config.backend_configs import read_backend_config
+from torchq_compat.config.custom_configs import (
     read_convert_custom_config,
     read_fuse_custom_config,
     read_prepare_custom_config,
 )
-from torchq_compat.legacy.qconfig_mappings import QConfigRules, read_qconfig_mapping
-from torchq_compat.lower.door import lower_or_tell
-from torchq_compat.prepare import PrepareRequest, prepare
+from torchq_compat.config.qconfig_mappings import QConfigRules, read_qconfig_mapping
+from torchq_compat.errors import ConfigError, InputError
+from torchq_compat.lower.x86.entry_point import lower_or_tell
+from torchq_compat.pipeline.convert import convert_to_reference
+from torchq_compat.pipeline.prepare import prepare
+from torchq_compat.pipeline.prepare_request import PrepareRequest
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
     "convert_fx",
@@ -62,13 +65,25 @@ def prepare_fx(
             matter, every size stays free unless the model fixes it.
         prepare_custom_config: a PrepareCustomConfig or its dict form.
         backend_config: a BackendConfig or its dict form; default: torch.ao's native backend.
-        dynamic_shapes: which sizes stay free, as ``torch.export.export`` takes it.
+        dynamic_shapes: which sizes stay free, as ``torch.export.export`` takes it; default: all that can.
+
+    Returns:
+        The observed model, called as ``model`` is, with tensors of the same dtypes and any free sizes.
 
     Raises:
         InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
         ConfigError: a setting that cannot be read or is not carried over.
         CaptureError: torch.export cannot capture the model; names the user's line.
         CustomModuleError: an observed class that does not do what the mapping promises.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import prepare_fx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> prepared(torch.randn(50, 4)).shape
+        torch.Size([50, 2])
     """
     return _prepare(
         model,
@@ -92,10 +107,24 @@ def prepare_qat_fx(
     _equalization_config: QConfigMapping | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> GraphModule:
-    """Prepare a model for quantization-aware training; the arguments are those of ``prepare_fx``.
+    """Prepare a model for quantization-aware training.
 
     Legacy: ``torch.ao.quantization.quantize_fx.prepare_qat_fx``, which takes no ``_equalization_config``; so
-    ``backend_config`` is the fifth argument, as there. The returned model is in training mode.
+    ``backend_config`` is the fifth argument, as there.
+
+    Args:
+        model: the float model; the other arguments and the errors are those of ``prepare_fx``.
+
+    Returns:
+        The model with fake-quantizes, in training mode.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qat_qconfig_mapping
+        >>> from torchq_compat import prepare_qat_fx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).train(), torch.randn(3, 4)
+        >>> prepared = prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
+        >>> prepared(x).sum().backward()  # train it as any module
     """
     return _prepare(
         model,
@@ -109,6 +138,7 @@ def prepare_qat_fx(
     )
 
 
+@checked_arguments(_remove_qconfig=FLAG, keep_original_weights=FLAG)
 def convert_fx(
     graph_module: GraphModule,
     convert_custom_config: ConvertCustomConfig | dict[str, Any] | None = None,
@@ -127,18 +157,37 @@ def convert_fx(
     ``_remove_qconfig``, ``backend_config`` and ``keep_original_weights`` change nothing here.
 
     Args:
+        graph_module: what ``prepare_fx`` or ``prepare_qat_fx`` returned, calibrated or trained. It is not
+            changed.
+        convert_custom_config: a ConvertCustomConfig or its dict form.
         qconfig_mapping: the mapping given to prepare, with None for what shall stay float after all.
+
+    Returns:
+        The quantized model, in evaluation mode, called as the float model is; float32 tensors in and out.
 
     Raises:
         ConvertError: ``graph_module`` was not prepared by this package.
         ConfigError: a setting that cannot be read or is not carried over; a ``qconfig_mapping`` that says
             more than None to what was prepared.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import convert_fx, prepare_fx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> _ = prepared(torch.randn(50, 4))  # calibrate
+        >>> convert_fx(prepared)(x).shape
+        torch.Size([3, 2])
     """
+    read_backend_config(backend_config)
     settings = read_convert_custom_config(convert_custom_config)
+    _tell_unused(remove_qconfig=_remove_qconfig, keep_original_weights=keep_original_weights)
     reference = convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
     return lower_or_tell(reference)
 
 
+@checked_arguments(_remove_qconfig=FLAG)
 def convert_to_reference_fx(
     graph_module: GraphModule,
     convert_custom_config: ConvertCustomConfig | dict[str, Any] | None = None,
@@ -148,26 +197,59 @@ def convert_to_reference_fx(
 ) -> GraphModule:
     """Convert to the portable q-dq graph of ``quantized_decomposed`` operators.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``. Errors: see ``convert_fx``.
+    Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``. Arguments and errors are those of
+    ``convert_fx``.
+
+    Returns:
+        The q-dq graph, for export and for any backend.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import convert_to_reference_fx, prepare_fx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> _ = prepared(torch.randn(50, 4))  # calibrate
+        >>> reference = convert_to_reference_fx(prepared)
+        >>> [node.name for node in reference.graph.nodes if "dequantize" in node.name][-1]
+        'dequantize_per_tensor...'
     """
+    read_backend_config(backend_config)
     settings = read_convert_custom_config(convert_custom_config)
+    _tell_unused(remove_qconfig=_remove_qconfig)
     return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
 
 
+@checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))
 def fuse_fx(
     model: nn.Module,
     fuse_custom_config: FuseCustomConfig | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Nothing to do: PT2E fuses while it prepares.
+    """Check the arguments and return ``model``: PT2E fuses while it prepares.
 
     Legacy: ``torch.ao.quantization.quantize_fx.fuse_fx`` folds batch norm into convolutions and joins ReLU
     to what it follows. ``prepare_fx`` here does both on the exported graph, so the model is returned as it
     is, after the same checks.
 
+    Args:
+        model: the float model, in evaluation mode.
+        fuse_custom_config: a FuseCustomConfig or its dict form.
+        backend_config: a BackendConfig or its dict form.
+
+    Returns:
+        ``model`` itself.
+
     Raises:
         InputError: the model is in training mode, as in FX.
         ConfigError: a setting that cannot be read.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import fuse_fx
+        >>> model = torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU()).eval()
+        >>> fuse_fx(model) is model
+        True
     """
     read_fuse_custom_config(fuse_custom_config)
     read_backend_config(backend_config)
@@ -177,7 +259,7 @@ def fuse_fx(
 
 
 def get_default_prepare_custom_config() -> PrepareCustomConfig:
-    """A config that maps every class of torch.nn with a class in ``torchq_compat.nn.quantizable`` to it."""
+    """Return a config that maps classes of torch.nn to those with the same names in ``nn.quantizable``."""
     from torchq_compat.nn import quantizable
 
     config = PrepareCustomConfig()
@@ -187,7 +269,7 @@ def get_default_prepare_custom_config() -> PrepareCustomConfig:
 
 
 def get_default_convert_custom_config() -> ConvertCustomConfig:
-    """The converting half of ``get_default_prepare_custom_config``."""
+    """Return the converting half of ``get_default_prepare_custom_config``."""
     from torchq_compat.nn import quantizable, quantized
 
     config = ConvertCustomConfig()
@@ -207,7 +289,7 @@ def _prepare(
     *,
     is_qat: bool,
 ) -> GraphModule:
-    if equalization_config is not None:
+    if equalization_config is not None and _asks_for_something(equalization_config):
         raise ConfigError.not_supported(
             "_equalization_config",
             "PT2E has no input-weight equalization",
@@ -216,7 +298,11 @@ def _prepare(
     quantizer = qconfig_mapping if isinstance(qconfig_mapping, Quantizer) else None
     if quantizer is not None:
         if backend_config is not None:
-            raise ConfigError.backend_beside_quantizer()
+            raise ConfigError.not_supported(
+                "backend_config beside a torchao Quantizer",
+                "the Quantizer says what the backend takes",
+                "leave backend_config out, or give a QConfigMapping.",
+            )
         qconfig_mapping = get_default_qat_qconfig_mapping() if is_qat else get_default_qconfig_mapping()
     request = PrepareRequest(
         rules=read_qconfig_mapping(qconfig_mapping),
@@ -228,6 +314,33 @@ def _prepare(
         is_qat=is_qat,
     )
     return prepare(model, request)
+
+
+def _asks_for_something(equalization_config: Any) -> bool:
+    """FX's own default is an empty QConfigMapping."""
+    mapping = equalization_config
+    if isinstance(mapping, dict):
+        mapping = QConfigMapping.from_dict(mapping)
+    if not isinstance(mapping, QConfigMapping):
+        return True
+    levels = (
+        mapping.object_type_qconfigs,
+        mapping.module_name_qconfigs,
+        mapping.module_name_regex_qconfigs,
+        mapping.module_name_object_type_order_qconfigs,
+    )
+    return any(found is not None for level in levels for found in (mapping.global_qconfig, *level.values()))
+
+
+def _tell_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -> None:
+    """Say of arguments that were given a value and change nothing that they do not."""
+    if not remove_qconfig:
+        warn_user("_remove_qconfig=False changes nothing: the modules of a converted model have no qconfig.")
+    if keep_original_weights:
+        warn_user(
+            "keep_original_weights=True changes nothing: the converted model has the quantized weights only; "
+            "the float model still has its own."
+        )
 
 
 def _read_convert_mapping(value: Any) -> QConfigRules | None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
-from torchq_compat.capture.export import capture
+from torchq_compat.capture.torch_export import capture
 
 WIDTHS = (64, 64, 128, 128, 256, 256, 512, 512)
 

@@ -16,7 +16,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 from torch.fx import GraphModule
 
 import torchq_compat as tc
-from tests.oracle import CONVERT_LSTM, MAP_LSTM, calibrate
+from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, calibrate
 
 __all__ = [
     "ENGINE",

@@ -26,7 +26,7 @@ from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
 import torchq_compat as tc
 from tests.benchmarks.cases import ENGINE, RecurrentModel, random_inputs
-from tests.oracle import CONVERT_LSTM, MAP_LSTM, count_nodes
+from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, count_nodes
 
 __all__ = ["FLOWS", "STAGES", "run_flow"]
 

@@ -15,7 +15,7 @@ import torch
 from tests.benchmarks.cases import Case, Recipe
 from tests.benchmarks.contenders import Built, Contender, UnavailableError
 from tests.benchmarks.timing import LimitReachedError, measure_in_turns, time_limit
-from tests.oracle import leaves, sqnr
+from tests.helpers.oracle import leaves, sqnr
 
 __all__ = ["Effort", "measure_latency", "verdict"]
 

@@ -14,7 +14,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 
 import torchq_compat as tc
-from tests.oracle import calibrate, sqnr
+from tests.helpers.oracle import calibrate, sqnr
 from torchq_compat import profiles
 from torchq_compat.lstm_utils import get_lstm_with_individually_observed_parts
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from textwrap import dedent
 
-from torchq_compat.migrate.parsed_source import ParsedSource
-from torchq_compat.migrate.rewriter import Origin, rewrite_text
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.scanning.rewriter import Origin, rewrite_text
+from torchq_compat.migrate.source.parsed_source import ParsedSource
 
 IMPORTS = """\
 import torch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import torchq_compat as tc
-from tests.oracle import activation_qparams, fx_activation_qparams, leaves
+from tests.helpers.oracle import activation_qparams, fx_activation_qparams, leaves
 from tests.parity.cases import Case
 from tests.parity.configs import BACKENDS, MAPPINGS, QAT_MAPPINGS
 from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us

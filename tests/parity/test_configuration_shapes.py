@@ -14,7 +14,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 
 import torchq_compat as tc
-from tests.oracle import calibrate
+from tests.helpers.oracle import calibrate
 from tests.parity.models import MODELS
 
 

@@ -18,20 +18,22 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.annotate.annotation import NodeSpecs
-from torchq_compat.annotate.dtype_rules import find_dtype_config, refusal, takes_weight
-from torchq_compat.annotate.fusing import Chain, find_chains
-from torchq_compat.annotate.groups import OpGroup, find_groups
-from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.annotate.dtype_rules import find_dtype_config, is_half_static, refusal, takes_weight
+from torchq_compat.annotate.fused_patterns import Chain, find_chains
+from torchq_compat.annotate.observed_edges import Slot, Slots
 from torchq_compat.annotate.op_records import OpRecord
-from torchq_compat.annotate.order_rules import check_order_rules
-from torchq_compat.annotate.preserving import preserves_values
-from torchq_compat.annotate.slots import Slot, Slots
-from torchq_compat.decisions import Action, Decision
-from torchq_compat.legacy.backend_configs import BackendTable, PatternEntry
-from torchq_compat.legacy.qconfig_mappings import QConfigRules
-from torchq_compat.specs.dtypes import is_integer
-from torchq_compat.specs.observers import translate_constructor
-from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
+from torchq_compat.annotate.order_rules import decide_order_rules
+from torchq_compat.annotate.passthrough_ops import preserves_values
+from torchq_compat.annotate.source_partitions import OpGroup, find_groups
+from torchq_compat.config.backend_configs import BackendTable, PatternEntry
+from torchq_compat.config.qconfig_mappings import QConfigRules
+from torchq_compat.qspecs.contradictions import check_axis
+from torchq_compat.qspecs.dtypes import is_integer
+from torchq_compat.qspecs.observers import translate_constructor
+from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
 __all__ = ["GraphDecisions", "decide_graph"]
 
@@ -69,11 +71,11 @@ def decide_graph(
         quantized_outputs: (node, output node) of results that will be returned as integers.
 
     Raises:
-        ConfigError: QConfigs that conflict in a fused pattern; a call order beyond the last call.
+        ConfigError: QConfigs that conflict in a fused pattern, or whose settings contradict each other.
     """
     groups = find_groups(graph_module, model)
-    check_order_rules(groups, rules)
     state = _State(rules, backend)
+    state.decisions.extend(decide_order_rules(groups, rules))
     chains = {chain.first.nodes[-1]: chain for chain in find_chains(groups, rules, backend)}
     for node in quantized_inputs:
         state.take_quantized_input(node)
@@ -143,6 +145,8 @@ class _State:
 
     def _decide(self, chain: Chain) -> tuple[Action, str]:
         entry, qconfig = chain.entry, chain.selection.qconfig
+        if chain.first.origin.wrapped:
+            return Action.FLOAT, "torch.fx.wrap makes it one float call, as in FX"
         if qconfig is None:
             return Action.FLOAT, f"its qconfig is None ({chain.selection.rule})"
         if chain.last.output is None:
@@ -165,27 +169,39 @@ class _State:
         is_module = group.origin.is_module_call
         quantize_weight = takes_weight(entry, specs) if is_module else _is_quantized(config.weight_dtype)
         self._observe_op(group, chain.last, specs, quantize_weight=quantize_weight)
+        if not is_module and is_half_static(specs):
+            self._round_bias(group, specs)
         return Action.QUANTIZED, f"qconfig from {chain.selection.rule}"
 
     def _observe_op(self, group: OpGroup, last: OpGroup, specs: OpSpecs, *, quantize_weight: bool) -> None:
         activation = specs.activation
         if activation is not None:
             for producer, node in group.inputs:
-                self._observe_input(producer, node, self._input_spec(specs))
+                self._observe_input(producer, node, self._input_spec(group, specs))
         if quantize_weight and specs.weight is not None:
             for weight, node in group.weights:
                 spec = specs.weight if weight.op == "get_attr" else specs.computed_weight
+                axis_of = specs.weight_constructor.settings
+                check_axis(axis_of, weight.meta["val"].dim(), f"the weight of {group.label!r}")
                 self.slots.observe((weight, node), spec)
         if activation is not None and not specs.is_dynamic:
             assert last.output is not None
             self.slots.observe(last.output, activation)
             self.dtype_of[last.output] = specs.activation_dtype
 
-    def _input_spec(self, specs: OpSpecs) -> QuantizationSpec:
-        """FX observes an input with the constructor of the output. For fixed qparams that cuts the input
-        of a sigmoid to [0, 1): the observer of the global QConfig is taken instead, or a histogram."""
+    def _round_bias(self, group: OpGroup, specs: OpSpecs) -> None:
+        """FX observes the bias of a function like its input; a module keeps its bias."""
+        edge = group.parameters.get("bias")
+        if edge is not None and specs.activation is not None:
+            self.slots.observe(edge, specs.activation)
+
+    def _input_spec(self, group: OpGroup, specs: OpSpecs) -> QuantizationSpec:
+        """FX observes an input with the constructor of the output. For the fixed qparams of a bounded result
+        that cuts the input of a sigmoid to [0, 1): the observer of the global QConfig is taken instead, or
+        a histogram."""
         assert specs.activation is not None
-        if not specs.activation_constructor.settings.has_fixed_qparams:
+        has_fixed_qparams = specs.activation_constructor.settings.has_fixed_qparams
+        if not (has_fixed_qparams and _has_bounded_result(group)):
             return specs.activation
         return self._general_spec(specs.activation_dtype)
 
@@ -205,8 +221,10 @@ class _State:
             return
         for other, other_spec in self.edges_from.setdefault(producer, []):
             if _same_observer(spec, other_spec):
-                self.slots.share(edge, other)
+                self.slots.join(edge, other)
                 return
+        settings = spec.observer_or_fake_quant_ctr.settings
+        check_axis(settings, producer.meta["val"].dim(), f"the input {producer.name!r} of {node.name!r}")
         self.slots.observe(edge, spec)
         self.edges_from[producer].append((edge, spec))
 
@@ -218,7 +236,7 @@ class _State:
             if specs.activation is None:
                 return Action.FLOAT, "its qconfig quantizes no activations"
             for producer, node in group.inputs:
-                self._observe_input(producer, node, self._input_spec(specs))
+                self._observe_input(producer, node, self._input_spec(group, specs))
         sources = [self._slot_of_input(producer, node) for producer, node in group.inputs]
         first = sources[0]
         dtypes = {self.dtype_of.get(producer) for producer, _ in group.inputs}
@@ -228,7 +246,7 @@ class _State:
             if source is not None:
                 self.slots.share(source, first)
         self.slots.share(last.output, first)
-        self.dtype_of[last.output] = self.dtype_of.get(group.inputs[0][0], specs.activation_dtype)
+        self.dtype_of[last.output] = self.slots.dtype_at(first) or specs.activation_dtype
         return Action.SHARED, "its output shares the observer of its first input"
 
     def _slot_of_input(self, producer: Node, node: Node) -> Slot | None:
@@ -262,6 +280,11 @@ SHARE = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
 def _is_float(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def _has_bounded_result(group: OpGroup) -> bool:
+    """Whether FX's default mappings give it fixed qparams, for its result: sigmoid, tanh, softmax."""
+    return any(kind in FIXED_QPARAMS_OP_TO_OBSERVER for kind in group.origin.object_types)
 
 
 def _is_quantized(dtype: torch.dtype | None) -> bool:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch.ao.quantization.backend_config import DTypeConfig, DTypeWithConstraints
 
-from torchq_compat.legacy.backend_configs import PatternEntry
-from torchq_compat.specs.dtypes import PACKED_DTYPES, plain_dtype
-from torchq_compat.specs.observers import ObserverConstructor
-from torchq_compat.specs.quantization_specs import OpSpecs
+from torchq_compat.config.backend_configs import PatternEntry
+from torchq_compat.qspecs.dtypes import PACKED_DTYPES, plain_dtype
+from torchq_compat.qspecs.observers import ObserverConstructor
+from torchq_compat.qspecs.quantization_specs import OpSpecs
 
-__all__ = ["find_dtype_config", "refusal", "takes_weight"]
+__all__ = ["find_dtype_config", "is_half_static", "refusal", "takes_weight"]
 
 
 def find_dtype_config(
@@ -41,7 +41,7 @@ def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: 
 
 def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
     """Whether a module's weight is quantized: FX asks for one DTypeConfig that matches all four dtypes."""
-    bias = torch.float16 if _is_half_static(specs) else torch.float32
+    bias = torch.float16 if is_half_static(specs) else torch.float32
     output = torch.float32 if specs.is_dynamic else specs.activation_dtype
     wanted = (specs.activation_dtype, output, specs.declared_weight_dtype)
     for config in entry.dtype_configs:
@@ -86,7 +86,7 @@ def _weight_violation(config: DTypeConfig, specs: OpSpecs) -> str:
 def _bias_violation(config: DTypeConfig, specs: OpSpecs) -> str:
     if config.bias_dtype is None:
         return ""
-    asked = torch.float16 if _is_half_static(specs) else torch.float32
+    asked = torch.float16 if is_half_static(specs) else torch.float32
     return _dtype_violation("bias", config.bias_dtype, asked)
 
 
@@ -138,7 +138,8 @@ def _fixed_violation(what: str, allowed: DTypeWithConstraints, constructor: Obse
     return ""
 
 
-def _is_half_static(specs: OpSpecs) -> bool:
+def is_half_static(specs: OpSpecs) -> bool:
+    """Whether activations and weights are rounded to float16, with no qparams."""
     dtypes = {specs.activation_dtype, specs.weight_dtype}
     return dtypes == {torch.float16} and not specs.is_dynamic
 

@@ -9,13 +9,11 @@ from torch import nn
 from torch.fx import Node
 
 from torchq_compat.capture.origins import Origin
-from torchq_compat.legacy.qconfig_mappings import QConfigRules
-from torchq_compat.specs.selectors import Selection, select_for_function, select_for_module
+from torchq_compat.config.qconfig_mappings import QConfigRules
+from torchq_compat.graph import metadata
+from torchq_compat.qspecs.selectors import Selection, select_for_function, select_for_module
 
 __all__ = ["OpRecord", "module_record", "op_record", "write_op_records"]
-
-#: torchao's prepare keeps the metadata of nodes, also where it replaces conv + batch norm for QAT.
-META_KEY = "torchq_compat_op"
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,9 @@ def module_record(module_type: type[nn.Module], path: str) -> OpRecord:
 def write_op_records(records: Iterable[tuple[Node, OpRecord]]) -> None:
     """Put each record on its node."""
     for node, record in records:
-        node.meta[META_KEY] = record
+        metadata.OP.write(node, record)
 
 
 def op_record(node: Node) -> OpRecord | None:
     """What prepare wrote on ``node``; None for what is no op of the model."""
-    record = node.meta.get(META_KEY)
-    return record if isinstance(record, OpRecord) else None
+    return metadata.OP.of(node)

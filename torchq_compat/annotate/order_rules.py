@@ -1,27 +1,37 @@
-"""module_name_object_type_order beyond the last call: FX ignores it in silence, here it is an error."""
+"""module_name_object_type_order that no call has: FX ignores it in silence, here a warning says so."""
 
 from __future__ import annotations
 
-from torchq_compat.annotate.groups import OpGroup
-from torchq_compat.errors import ConfigError
-from torchq_compat.legacy.qconfig_mappings import OrderRule, QConfigRules
+from collections.abc import Iterator
 
-__all__ = ["check_order_rules"]
+from torchq_compat.annotate.source_partitions import OpGroup
+from torchq_compat.capture.unmatched_rules import type_name
+from torchq_compat.config.qconfig_mappings import OrderRule, QConfigRules
+from torchq_compat.support.decisions import Action, Decision
+
+__all__ = ["decide_order_rules"]
 
 
-def check_order_rules(groups: list[OpGroup], rules: QConfigRules) -> None:
-    """Refuse an index that no call has. A rule about what the module never calls says nothing and may stand,
-    as in FX: configurations are written for many models.
+def decide_order_rules(groups: list[OpGroup], rules: QConfigRules) -> Iterator[Decision]:
+    """Decisions about the rules whose module never makes a call of that type, or not so many.
 
-    Raises:
-        ConfigError: names the rule and the number of calls.
+    A module class that is not there at all is found where the model is looked at.
     """
+    callers = {group.caller for group in groups}
     for rule in rules.orders:
-        indices = [group.call_index for group in groups if _is_about(rule, group)]
-        calls = max(indices, default=-1) + 1
-        if rule.index < 0 or (calls and rule.index >= calls):
-            kind = rule.object_type if isinstance(rule.object_type, str) else rule.object_type.__name__
-            raise ConfigError.index_out_of_range(rule.module_name, kind, rule.index, calls)
+        calls = len({group.call_index for group in groups if _is_about(rule, group)})
+        is_absent = not calls and not isinstance(rule.object_type, type) and rule.module_name in callers
+        if is_absent or (calls and not 0 <= rule.index < calls):
+            kind = type_name(rule.object_type)
+            yield Decision(
+                f"module_name_object_type_order ({rule.module_name!r}, {kind}, {rule.index})",
+                "qconfig rule",
+                Action.DROPPED,
+                f"the code of that very module calls {kind} {calls} times; the index counts from 0"
+                if calls
+                else f"the code of that very module never calls {kind}",
+                warn=True,
+            )
 
 
 def _is_about(rule: OrderRule, group: OpGroup) -> bool:

@@ -1,23 +1,31 @@
 """nn.Identity leaves no trace in an exported graph; FX kept it as an op that shares its input's observer.
 
-Without it ``linear -> identity -> relu`` would look like a pair the backend fuses.
+Without it ``linear -> identity -> relu`` would look like a pair the backend fuses. The one inside a
+FloatFunctional was no op: FX swaps such modules for FXFloatFunctional, which has none.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.ao.nn.quantized import FloatFunctional
+
+from torchq_compat.support.upstream import pytree
 
 __all__ = ["show_identities"]
 
 
 def show_identities(model: nn.Module) -> None:
-    """Make every Identity of ``model``, the package's own copy, export to ``aten.alias``."""
+    """Make every Identity that ``model``, the package's own copy, calls itself export to ``aten.alias`` of
+    each tensor that it is given."""
+    functionals = [module for module in model.modules() if isinstance(module, FloatFunctional)]
+    placeholders = {functional.activation_post_process for functional in functionals}
     for module in model.modules():
-        if type(module) is nn.Identity:
+        if type(module) is nn.Identity and module not in placeholders:
             module.forward = _alias  # type: ignore[method-assign]
 
 
-def _alias(input: Tensor) -> Tensor:
-    alias: Tensor = torch.ops.aten.alias.default(input)
-    return alias
+def _alias(input: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.ops.aten.alias.default, input)

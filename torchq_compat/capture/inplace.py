@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from torchq_compat.support.upstream import OpOverload
+
 __all__ = ["make_out_of_place"]
 
 ATEN = torch.ops.aten
@@ -29,9 +31,9 @@ def make_out_of_place(graph_module: GraphModule) -> None:
     graph_module.recompile()
 
 
-def _functional_overload(node: Node) -> torch._ops.OpOverload | None:
+def _functional_overload(node: Node) -> OpOverload | None:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
     name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
     if not target._schema.is_mutable or not name.endswith("_"):
@@ -51,7 +53,7 @@ def _has_one_name(written: Node) -> bool:
 
 def _is_view(node: Node) -> bool:
     """An op whose result may share storage with an argument without writing to it."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
     schema = node.target._schema
     return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)

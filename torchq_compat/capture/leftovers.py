@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 
-from torchq_compat.decisions import Action, Decision
+from torchq_compat.support.decisions import Action, Decision
 
 __all__ = ["decide_leftovers"]
 

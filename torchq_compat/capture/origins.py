@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
-from torchq_compat.legacy.qconfig_mappings import ObjectType
+from torchq_compat.capture.wrapped_functions import wrapped_call_of
+from torchq_compat.config.qconfig_mappings import ObjectType
 
 __all__ = ["Origin", "find_origin", "is_fx_leaf"]
 
@@ -46,6 +47,7 @@ class Origin:
         module_type: its class.
         object_types: what FX's configuration would call the op, most specific first.
         is_module_call: a torch.nn module, as opposed to a function or method.
+        wrapped: name of the function under ``torch.fx.wrap`` it is inside of; empty for most.
     """
 
     call: str
@@ -53,6 +55,7 @@ class Origin:
     module_type: type[nn.Module]
     object_types: tuple[ObjectType, ...]
     is_module_call: bool
+    wrapped: str = ""
 
 
 def find_origin(node: Node, model: nn.Module | None) -> Origin:
@@ -64,8 +67,11 @@ def find_origin(node: Node, model: nn.Module | None) -> Origin:
         if found is None:
             continue
         path, module_type = fqn, found
-        if fqn and is_fx_leaf_class(found):
+        if fqn and is_fx_leaf_class(found) and wrapped_call_of(node) is None:
             return Origin(key, fqn, module_type, (module_type,), is_module_call=True)
+    if (wrapped := wrapped_call_of(node)) is not None:
+        name, index = wrapped
+        return Origin(f"{name}#{index}", path, module_type, (), is_module_call=False, wrapped=name)
     return Origin(node.name, path, module_type, tuple(_function_types(node)), is_module_call=False)
 
 

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from torchq_compat.decisions import Action, Decision
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.upstream import BatchNormBase, DropoutBase
 
-__all__ = ["decide_training_flags"]
+__all__ = ["decide_training_flags", "set_training_flags"]
 
 TRAINS = (
     "prepare_qat_fx trains every module; batch norms freeze with "
     "prepared.apply(torch.ao.nn.intrinsic.qat.freeze_bn_stats)"
+)
+KEPT = (
+    "it was set apart in a model in evaluation: it trains in every mode of the prepared and converted model"
 )
 CALIBRATES = "prepare_fx calibrates in evaluation mode; prepare_qat_fx is for training"
 
@@ -25,14 +29,36 @@ def decide_training_flags(model: nn.Module, *, is_qat: bool) -> Iterator[Decisio
 
     A module that differs from the model it is in was set apart by someone: that is warned about.
     """
+    kept = set(_trained_on_purpose(model, is_qat=is_qat))
     found, reason = ("evaluation", TRAINS) if is_qat else ("training", CALIBRATES)
     reported: list[str] = []
     for path, module in model.named_modules():
         if module.training == is_qat or any(_is_inside(path, outer) for outer in reported):
             continue
+        if module in kept:
+            yield Decision(path, f"training mode of {type(module).__name__}", Action.FLOAT, KEPT)
+            continue
         reported.append(path)
         kind = f"{found} mode of {type(module).__name__}"
         yield Decision(path, kind, Action.DROPPED, reason, warn=bool(path))
+
+
+def set_training_flags(working: nn.Module, *, is_qat: bool) -> None:
+    """Put ``working``, the package's own copy, into the mode it is captured in.
+
+    In a model in evaluation, a dropout or batch norm in training was set apart on purpose, as Monte Carlo
+    dropout is: it stays.
+    """
+    kept = _trained_on_purpose(working, is_qat=is_qat)
+    working.train(is_qat)
+    for module in kept:
+        module.training = True
+
+
+def _trained_on_purpose(model: nn.Module, *, is_qat: bool) -> list[nn.Module]:
+    if is_qat or model.training:
+        return []
+    return [m for m in model.modules() if m.training and isinstance(m, (DropoutBase, BatchNormBase))]
 
 
 def _is_inside(path: str, outer: str) -> bool:

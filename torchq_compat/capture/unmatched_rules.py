@@ -1,30 +1,120 @@
-"""Rules of a QConfigMapping about modules that the model does not have: FX ignores them in silence."""
+"""Names in a configuration that match nothing in the model: FX ignores them, here a warning says so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
-from torchq_compat.decisions import Action, Decision
-from torchq_compat.legacy.qconfig_mappings import QConfigRules
+from torchq_compat.config.custom_configs import PrepareSettings
+from torchq_compat.config.qconfig_mappings import OrderRule, QConfigRules
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
-__all__ = ["decide_unmatched_rules"]
+__all__ = ["decide_unmatched_rules", "decide_unmatched_settings", "near", "type_name"]
+
+NO_PATH = "no module of the model has such a path"
 
 
 def decide_unmatched_rules(model: nn.Module, rules: QConfigRules) -> Iterator[Decision]:
-    """Decisions about the rules by name that name nothing in ``model``."""
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    """Decisions about the rules of a QConfigMapping that name nothing in ``model``."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in rules.module_names:
-        if name not in paths:
-            yield _unmatched(f"module_name {name!r}")
+        if name not in modules:
+            yield _unmatched(f"module_name {name!r}", NO_PATH + near(name, modules))
     for pattern, _ in rules.module_name_regexes:
-        if not any(pattern.match(path) for path in paths):
-            yield _unmatched(f"module_name_regex {pattern.pattern!r}")
+        if not any(pattern.match(path) for path in modules):
+            where = " from its beginning on" if any(pattern.search(path) for path in modules) else ""
+            yield _unmatched(f"module_name_regex {pattern.pattern!r}", f"no module path matches it{where}")
+    for object_type in rules.object_types:
+        # FX's default mappings name methods that tensors do not have, like hardsigmoid.
+        if isinstance(object_type, str) and not (
+            hasattr(Tensor, object_type) or object_type in FIXED_QPARAMS_OP_TO_OBSERVER
+        ):
+            reason = f"tensors have no such method{near(object_type, dir(Tensor))}"
+            yield _unmatched(f"object_type {object_type!r}", reason)
     for rule in rules.orders:
-        if rule.module_name not in paths:
-            yield _unmatched(f"module_name_object_type_order {rule.module_name!r}")
+        yield from _unmatched_order(rule, modules)
 
 
-def _unmatched(rule: str) -> Decision:
-    return Decision(rule, "qconfig rule", Action.DROPPED, "no module of the model has such a path")
+def _unmatched_order(rule: OrderRule, modules: dict[str, nn.Module]) -> Iterator[Decision]:
+    """About the module and, if it is one, the module class of ``rule``; its index, and functions, are looked
+    at in the captured graph."""
+    name, kind = rule.module_name, type_name(rule.object_type)
+    setting = f"module_name_object_type_order ({name!r}, {kind}, {rule.index})"
+    if name not in modules:
+        yield _unmatched(setting, NO_PATH + near(name, modules))
+    elif isinstance(rule.object_type, type):
+        inside = {type(child) for child in modules[name].children()}
+        if rule.object_type not in inside:
+            reason = f"the module has no {kind}{near(kind, map(type_name, inside))}"
+            yield _unmatched(setting, reason)
+
+
+def decide_unmatched_settings(model: nn.Module, settings: PrepareSettings) -> Iterator[Decision]:
+    """Decisions about the entries of a PrepareCustomConfig that name nothing in ``model``."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {
+        "non_traceable_module_name": settings.kept_float_names,
+        "standalone_module_name": settings.standalone_names,
+    }
+    for setting, paths in names.items():
+        for path in paths:
+            if path not in modules:
+                yield _unmatched(f"{setting} {path!r}", NO_PATH + near(path, modules), "custom config")
+    classes = {type(module) for module in modules.values()}
+    for setting, wanted in _classes_named(settings):
+        if wanted not in classes:
+            kin = [found for found in classes if issubclass(found, wanted)]
+            # Mappings of torch's own classes are written for many models: told by explain alone.
+            is_standing = setting == "float_to_observed_mapping" and _is_torchs(wanted) and not kin
+            decision = _unmatched(
+                f"{setting} {wanted.__name__}", _no_such_class(wanted, classes), "custom config"
+            )
+            yield replace(decision, warn=not is_standing)
+    for name in settings.preserved_attributes:
+        if not hasattr(model, name):
+            reason = f"the model has no such attribute{near(name, vars(model))}"
+            yield _unmatched(f"preserved_attributes {name!r}", reason, "custom config")
+
+
+def _classes_named(settings: PrepareSettings) -> Iterator[tuple[str, type[nn.Module]]]:
+    for kept in settings.kept_float_classes:
+        yield "non_traceable_module_class", kept
+    for standalone in settings.standalone_classes:
+        yield "standalone_module_class", standalone
+    for mapping in settings.float_to_observed.values():
+        for float_class, observed in mapping.items():
+            # The default config maps every class that has one, whatever the model.
+            if not observed.__module__.startswith("torchq_compat."):
+                yield "float_to_observed_mapping", float_class
+
+
+def _is_torchs(found: type) -> bool:
+    return found.__module__.startswith("torch.")
+
+
+def _no_such_class(wanted: type[nn.Module], classes: set[type[nn.Module]]) -> str:
+    kin = sorted(found.__name__ for found in classes if issubclass(found, wanted))
+    if kin:
+        return (
+            f"no module of the model is of that very class, as FX wants it; {', '.join(kin)} derives from it"
+        )
+    return "no module of the model is of that class" + near(wanted.__name__, map(type_name, classes))
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'conv1'?``, or nothing where no known name is like ``name``."""
+    found = difflib.get_close_matches(name, [other for other in known if other], n=3)
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def type_name(object_type: object) -> str:
+    """What people call an object type of a QConfigMapping."""
+    return object_type if isinstance(object_type, str) else getattr(object_type, "__name__", str(object_type))
+
+
+def _unmatched(setting: str, reason: str, kind: str = "qconfig rule") -> Decision:
+    return Decision(setting, kind, Action.DROPPED, reason, warn=True)

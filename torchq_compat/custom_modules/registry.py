@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,28 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfig
 from torch.fx import GraphModule
 
-from torchq_compat.annotate.leaf_boundary import LeafBoundary
-from torchq_compat.custom_modules.layouts import CallLayout
-from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.decisions import Decision
-from torchq_compat.legacy.backend_configs import BackendTable
-from torchq_compat.legacy.custom_configs import StandaloneSettings
-from torchq_compat.observed_graph import ObserverFault
-from torchq_compat.specs.quantization_specs import OpSpecs
+from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.config.backend_configs import BackendTable
+from torchq_compat.config.custom_configs import StandaloneSettings
+from torchq_compat.graph.observed_graph import ObserverFault
+from torchq_compat.opaque_calls.capture_stub import FakeCall
+from torchq_compat.opaque_calls.layouts import CallLayout
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.decisions import Decision
 
-__all__ = ["ConvertRequest", "CustomModuleHandler", "ObserveRequest", "handler_of", "handlers", "register"]
+__all__ = [
+    "ConvertRequest",
+    "CustomModuleHandler",
+    "ExplainModel",
+    "ObserveRequest",
+    "handler_of",
+    "handlers",
+    "register",
+]
+
+#: What explains a prepared or converted model.
+ExplainModel = Callable[[nn.Module], Iterable[Decision]]
 
 
 @dataclass(frozen=True)
@@ -163,8 +174,9 @@ class CustomModuleHandler(ABC):
         """(where inside ``leaf``, what) of observers that cannot be converted."""
         return []
 
-    def explain(self, leaf: LeafModule, path: str) -> Iterator[Decision]:
-        """The decisions inside an observed or converted module."""
+    def explain(self, leaf: LeafModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
+        """The decisions inside an observed or converted module; ``explain_model`` tells those of a model of
+        its own."""
         return iter(())
 
 

@@ -14,14 +14,14 @@ from torch.ao.quantization import NoopObserver, QConfig
 from torch.ao.quantization.quant_type import QuantType
 
 from torchq_compat.capture.origins import is_fx_leaf
-from torchq_compat.custom_modules.leaf_op import CaptureSession
+from torchq_compat.config.backend_configs import BackendTable
+from torchq_compat.config.custom_configs import PrepareSettings, StandaloneSettings
+from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.registry import CustomModuleHandler, ObserveRequest, handlers
-from torchq_compat.decisions import Action, Decision
-from torchq_compat.legacy.backend_configs import BackendTable
-from torchq_compat.legacy.custom_configs import PrepareSettings, StandaloneSettings
-from torchq_compat.legacy.qconfig_mappings import QConfigRules
-from torchq_compat.specs.quantization_specs import OpSpecs
-from torchq_compat.specs.selectors import Selection, select_for_module
+from torchq_compat.opaque_calls.capture_stub import StubRegistry
+from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.qspecs.selectors import Selection, select_for_module
+from torchq_compat.support.decisions import Action, Decision
 
 __all__ = ["Swap", "apply_swaps", "decide_swaps"]
 
@@ -83,11 +83,11 @@ def _decide(
     return swap_of_opaque, _left_float(module, path, rules, reason, advice)
 
 
-def apply_swaps(model: nn.Module, swaps: list[Swap], session: CaptureSession) -> None:
+def apply_swaps(model: nn.Module, swaps: list[Swap], stubs: StubRegistry) -> None:
     """Put a leaf caller in the place of every swapped module of ``model``."""
     for swap in swaps:
         fake_call = swap.handler.fake_call(swap.module, swap.paths[0])
-        caller = session.add(swap.paths[0], swap.module, fake_call)
+        caller = stubs.add(swap.paths[0], swap.module, fake_call)
         for path in swap.paths:
             model.set_submodule(path, caller)
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
-from torchq_compat.capture.export import explain_failure, export_with_free_sizes
-from torchq_compat.custom_modules.loop_shape import LoopShape, exporting_loops_as
-from torchq_compat.decisions import Action
+from torchq_compat.capture.torch_export import explain_failure, export_with_free_sizes
+from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
-from torchq_compat.graph_module import ConvertedGraphModule
+from torchq_compat.graph.graph_module import ConvertedGraphModule
+from torchq_compat.graph.quantized_interface import take_integers
+from torchq_compat.lower.cleanup_passes import tidy
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
-from torchq_compat.lower.tidying import tidy
-from torchq_compat.quantized_interface import take_integers
-from torchq_compat.user_warnings import warn_user
+from torchq_compat.support.decisions import Action
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["export"]
 
@@ -44,10 +44,23 @@ def export(
         dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it: what
             it does not name is fixed. Beyond a bound the program raises torch's own error.
 
+    Returns:
+        The program, of ``quantized_decomposed`` operators and with int8 weights.
+
     Raises:
         ExportError: not a converted model, one in training mode, an unknown ``recurrent``, or
             ``dynamic_shapes`` that torch.export refuses.
         InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import convert_fx, export, prepare_fx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> _ = prepared(torch.randn(50, 4))  # calibrate
+        >>> export(convert_fx(prepared), (x,)).module()(torch.randn(7, 4)).shape
+        torch.Size([7, 2])
     """
     model = _reference(converted)
     shape = _read_shape(recurrent)
@@ -55,7 +68,7 @@ def export(
     args = take_integers(args, model.input_grids())
     with exporting_loops_as(shape):
         try:
-            program = export_with_free_sizes(with_per_tensor_edges(model), args, dynamic_shapes)
+            program = export_with_free_sizes(_with_size_rules(model, args), args, dynamic_shapes)
         except Exception as cause:
             raise _error(model, args, shape, dynamic_shapes, cause) from cause
     _freeze(program)
@@ -72,15 +85,44 @@ def _reference(converted: torch.nn.Module) -> ConvertedGraphModule:
         converted if isinstance(converted, ConvertedGraphModule) else getattr(converted, "reference", None)
     )
     if not isinstance(model, ConvertedGraphModule):
-        raise ExportError.not_converted(converted)
+        raise ExportError(
+            f"{type(converted).__name__} is no model that convert_fx or convert_to_reference_fx returned.",
+            hint="prepare_fx, calibrate, convert_fx, then export what convert_fx returns.",
+        )
     if model.training:
-        raise ExportError.in_training()
+        raise ExportError(
+            "export: the model is in training mode.",
+            hint="call model.eval() first.",
+        )
     return model
+
+
+def _with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> GraphModule:
+    """The graph of ``model`` behind a check of its sizes: what tracing it finds out, the program asks for.
+
+    Without it a size that the float model's Python fixed would be free where the operators take any.
+    """
+    edited = with_per_tensor_edges(model)
+    signature = model.record.signature
+    labels = tuple(signature.labelled(args))
+
+    def check_sizes(*leaves: Any) -> None:
+        signature.sizes.check(dict(zip(labels, leaves, strict=True)))
+
+    placeholders = edited.graph.find_nodes(op="placeholder")
+    with edited.graph.inserting_after(placeholders[-1] if placeholders else None):
+        # torch.export interprets a GraphModule, which calls no hooks and no ``forward``.
+        edited.graph.call_function(check_sizes, tuple(placeholders))
+    edited.recompile()
+    return edited
 
 
 def _read_shape(recurrent: str) -> LoopShape:
     if recurrent not in list(LoopShape):
-        raise ExportError.unknown_shape(recurrent, LoopShape)
+        raise ExportError(
+            f"export: recurrent={recurrent!r} is not known.",
+            hint="the shapes of a loop over time are " + ", ".join(repr(shape) for shape in LoopShape) + ".",
+        )
     return LoopShape(recurrent)
 
 
@@ -92,7 +134,7 @@ def _error(
     cause: Exception,
 ) -> TorchQCompatError:
     error = explain_failure(model, args, cause)
-    return ExportError.failed(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
+    return _export_refused(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
 
 
 def _freeze(program: ExportedProgram) -> None:
@@ -133,3 +175,20 @@ def _constant(size: Any) -> int | None:
     """The value of ``size`` if it is fixed; a symbol may have become a constant in hindsight."""
     value: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
     return value
+
+
+def _export_refused(shape: str, dynamic_shapes: object, cause: BaseException) -> ExportError:
+    first_line = str(cause).strip().split("\n", 1)[0]
+    hint = "this is a defect of torchq_compat: report it with the model's code."
+    if dynamic_shapes is not None:
+        hint = "leave dynamic_shapes out: then every size is free that the model leaves free; "
+        hint += (
+            "recurrent='unrolled' fixes the number of steps."
+            if shape == "unrolled"
+            else ("or give bounds that the example_inputs lie in, and free no size that the model fixes.")
+        )
+    return ExportError(
+        f"torch.export refuses the converted model with recurrent={str(shape)!r} and "
+        f"dynamic_shapes={dynamic_shapes}: {type(cause).__name__}: {first_line}",
+        hint=hint,
+    )

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.custom_modules.boundary import INTEGERS_KEY
-from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_nodes import leaf_nodes, tensor_arguments
-from torchq_compat.specs.grids import Grid, PerChannelGrid
+from torchq_compat.graph import metadata
+from torchq_compat.opaque_calls.insert_calls import leaf_nodes, tensor_arguments
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.qspecs.qparams import Grid, PerChannelGrid
 
 __all__ = ["with_per_tensor_edges"]
 
@@ -45,7 +45,7 @@ def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
             position = getitem.args[1]
             assert isinstance(position, int)
             readers = _readers(getitem, leaves)
-            if isinstance(getitem.meta.get(INTEGERS_KEY), PerChannelGrid) and readers is not None:
+            if isinstance(metadata.INTEGERS.of(getitem), PerChannelGrid) and readers is not None:
                 results.append(_Edge(call, position))
                 inputs.extend(readers)
                 _bypass_dequantize(getitem)

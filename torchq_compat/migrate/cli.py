@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from torchq_compat.errors import TorchQCompatError
 from torchq_compat.migrate import compare, rewrite, run, scan
+from torchq_compat.migrate.project import project_address
 
 __all__ = ["main"]
 
@@ -26,6 +27,10 @@ COMMANDS = (run, scan, rewrite, compare)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: the command's own, or 2 for an error of usage."""
+    if sys.stdout is None:
+        # Not even a file may be opened: it would get the number of standard output.
+        print(f"{PROGRAM}: error: standard output is closed", file=sys.stderr)
+        return USAGE_ERROR
     args = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
@@ -39,14 +44,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads, say head, has enough; Python must not complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever reads, say head, has enough.
+        _forget_output()
         return BROKEN_PIPE
+    except OSError as error:
+        _forget_output()
+        what = f"{error.filename}: " if error.filename else "output cannot be written: "
+        print(f"{PROGRAM}: error: {what}{error.strerror or error}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _forget_output() -> None:
+    """Python must not complain once more at exit that standard output cannot be written."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Bring FX graph mode quantization scripts to torch.export and torchao."
+        prog=PROGRAM,
+        description="Bring FX graph mode quantization scripts to torch.export and torchao.",
+        epilog=project_address(),
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

@@ -1,8 +1,8 @@
 """``torchq-compat compare SCRIPT | module:function``: FX and this package side by side.
 
-Everything that touches torch happens in a process of its own, ``migrate.comparison.child``, which can be
-stopped; what it measured comes back as plain values and is shown here. Exit code: 0 nothing got worse, 1
-something did or nothing is quantized, 2 an error.
+Everything that touches torch happens in a process of its own, ``migrate.comparison.comparison_process``,
+which can be stopped; what it measured comes back as plain values and is shown here. Exit code: 0 nothing got
+worse, 1 something did or nothing is quantized, 2 an error.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from types import FrameType
 
 from rich.console import Console
 
-from torchq_compat.errors import TorchQCompatError
-from torchq_compat.migrate.comparison.errors import CaseError
-from torchq_compat.migrate.comparison.html_report import check_page, write_page
-from torchq_compat.migrate.comparison.json_report import report_data
-from torchq_compat.migrate.comparison.results import Comparison
-from torchq_compat.migrate.comparison.targets import Target
-from torchq_compat.migrate.comparison.terminal_report import as_text, print_report
+from torchq_compat.errors import CaseError, TorchQCompatError
+from torchq_compat.migrate.comparison.measure.targets import Target
+from torchq_compat.migrate.comparison.report.html_report import check_page, write_page
+from torchq_compat.migrate.comparison.report.json_report import report_data
+from torchq_compat.migrate.comparison.report.terminal_report import as_text, print_report
+from torchq_compat.migrate.comparison.results import ComparedModel
 from torchq_compat.migrate.run import PACKAGE_PARENT, check_script
-from torchq_compat.migrate.script_arguments import add_script_arguments
+from torchq_compat.migrate.running.script_arguments import add_script_arguments
 
 __all__ = ["add_parser", "compare_command"]
 
@@ -42,7 +41,7 @@ SIGNAL_EXIT_BASE = 128
 START_CHILD = """\
 import sys
 sys.path.insert(0, sys.argv[1])
-from torchq_compat.migrate.comparison.child import main
+from torchq_compat.migrate.comparison.comparison_process import main
 sys.exit(main())
 """
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -123,12 +122,16 @@ def _read_target(args: argparse.Namespace) -> Target:
     is_function = bool(FUNCTION.fullmatch(args.target)) and not Path(args.target).exists()
     if not is_function:
         if ":" in args.target and not Path(args.target).exists():
-            raise CaseError.bad_target(args.target)
+            raise CaseError(
+                f"{args.target!r} is neither a script nor module:function.",
+                hint="give the path of a script, or a function that returns the case, as in "
+                "mymodels.cases:tagger.",
+            )
         check_script(args.target)
     return Target(args.target, is_function, tuple(args.args), args.fx)
 
 
-def _compared(target: Target, timeout: float | None) -> tuple[Comparison, ...]:
+def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...]:
     """What the process that compares ``target`` hands back.
 
     Raises:
@@ -140,11 +143,14 @@ def _compared(target: Target, timeout: float | None) -> tuple[Comparison, ...]:
         with _working(target.name):
             code = _run(command, target, timeout)
         if not result.exists():
-            raise CaseError.died(target.name, code)
+            raise CaseError(
+                f"the process that compared {target.name} ended with code {code} and no result.",
+                hint="its own output stands above; a negative code is the signal that ended it.",
+            )
         outcome = pickle.loads(result.read_bytes())
     if isinstance(outcome, TorchQCompatError):
         raise outcome
-    comparisons: tuple[Comparison, ...] = outcome
+    comparisons: tuple[ComparedModel, ...] = outcome
     return comparisons
 
 
@@ -156,7 +162,10 @@ def _run(command: list[str], target: Target, timeout: float | None) -> int:
     try:
         return child.wait(timeout)
     except subprocess.TimeoutExpired as expired:
-        raise CaseError.timed_out(target.name, expired.timeout) from None
+        raise CaseError(
+            f"{target.name} did not end within {expired.timeout:g} seconds and was stopped.",
+            hint="give --timeout more seconds, or less to do: fewer calibration batches, shorter sequences.",
+        ) from None
     finally:
         if child.poll() is None:
             _stop(child)
@@ -187,7 +196,7 @@ def _working(name: str) -> Iterator[None]:
         yield
 
 
-def _show(comparisons: tuple[Comparison, ...], *, as_json: bool) -> None:
+def _show(comparisons: tuple[ComparedModel, ...], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report_data(comparisons), indent=2))
     elif sys.stdout.isatty():

@@ -17,14 +17,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from torchq_compat.errors import TorchQCompatError
-from torchq_compat.migrate.documents import Document
-from torchq_compat.migrate.rewriter import InvalidResultError, Origin, rewrite_text
+from torchq_compat.errors import RewriteUsageError, TorchQCompatError
 from torchq_compat.migrate.rewrites import REWRITES
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
-from torchq_compat.migrate.scanner import Finding, Scan, scan_paths
-from torchq_compat.migrate.source_files import Problem, UnreadableError, replace_file
-from torchq_compat.migrate.terminal import print_problems, progress
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.scanning.rewriter import InvalidResultError, Origin, rewrite_text
+from torchq_compat.migrate.scanning.scanner import Finding, Scan, scan_paths
+from torchq_compat.migrate.scanning.terminal import print_problems, progress, stopping_cleanly
+from torchq_compat.migrate.source.documents import Document
+from torchq_compat.migrate.source.source_files import Problem, UnreadableError, replace_file
 
 __all__ = ["add_parser", "rewrite_command"]
 
@@ -41,10 +41,6 @@ examples:
 exit code: 0 all done, 1 something is left for a person, 2 an error of usage or a file that could not be
 read or written
 """
-
-
-class RewriteUsageError(TorchQCompatError):
-    """Arguments that do not go together."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,8 @@ def rewrite_command(args: argparse.Namespace) -> int:
     problems = list(scan.problems)
     changes = list(_changes(scan, _chosen(args), problems))
     if args.write:
-        changes = [change for change in changes if _write(change, problems)]
+        with stopping_cleanly():
+            changes = [change for change in changes if _write(change, problems)]
     else:
         _print_diffs(changes)
     left = [finding for finding in scan.findings if finding.by == "person"]

@@ -1,7 +1,8 @@
 """``torchq-compat run SCRIPT [ARGS...]``: an unmodified legacy script, on torch.export and torchao.
 
-This process checks that there is a script, starts ``migrate.child`` for it and passes signals and the exit
-code on. Everything that touches torch happens in the child, whose standard streams are the script's.
+This process checks that there is a script, starts ``migrate.running.script_process`` for it and passes
+signals and the exit code on. Everything that touches torch happens in the child, whose standard streams are
+the script's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 from torchq_compat.errors import ScriptError
-from torchq_compat.migrate.run_options import RunOptions
-from torchq_compat.migrate.script_arguments import add_script_arguments
+from torchq_compat.migrate.running.run_options import RunOptions
+from torchq_compat.migrate.running.script_arguments import add_script_arguments
 
 __all__ = ["PACKAGE_PARENT", "add_parser", "check_script", "run_command"]
 
@@ -27,7 +28,7 @@ PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 START_CHILD = """\
 import sys
 sys.path.insert(0, sys.argv[1])
-from torchq_compat.migrate.child import main
+from torchq_compat.migrate.running.script_process import main
 sys.exit(main())
 """
 EXAMPLES = """\

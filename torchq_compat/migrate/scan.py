@@ -15,9 +15,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from torchq_compat.migrate.sarif import sarif_log
-from torchq_compat.migrate.scanner import Finding, Scan, scan_paths
-from torchq_compat.migrate.terminal import print_problems, print_table, progress
+from torchq_compat.migrate.scanning.sarif import sarif_log
+from torchq_compat.migrate.scanning.scanner import Finding, Scan, scan_paths
+from torchq_compat.migrate.scanning.terminal import print_problems, print_table, progress
 
 __all__ = ["add_parser", "exit_code", "scan_command"]
 

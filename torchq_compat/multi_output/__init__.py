@@ -5,8 +5,8 @@ without a word. ``annotate_outputs`` takes one spec per output and puts each whe
 ``getitem`` node that picks the output.
 """
 
+from torchq_compat.errors import AnnotationError
 from torchq_compat.multi_output.annotate_outputs import annotate_outputs, check_sharing
-from torchq_compat.multi_output.errors import AnnotationError
-from torchq_compat.multi_output.points import Output
+from torchq_compat.multi_output.edges_and_nodes import Output
 
 __all__ = ["AnnotationError", "Output", "annotate_outputs", "check_sharing"]

@@ -12,8 +12,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
 
-from torchq_compat.multi_output.errors import AnnotationError
-from torchq_compat.multi_output.points import (
+from torchq_compat.errors import AnnotationError
+from torchq_compat.multi_output.edges_and_nodes import (
     Output,
     Point,
     Source,
@@ -25,11 +25,26 @@ from torchq_compat.multi_output.points import (
     shown,
 )
 from torchq_compat.multi_output.sharing import SpecTable, with_nodes
-from torchq_compat.user_warnings import warn_user
+from torchq_compat.support.argument_checks import (
+    ANYTHING,
+    FLAG,
+    checked_arguments,
+    instance_of,
+    mapping_of,
+    sequence_of,
+)
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["annotate_outputs", "check_sharing"]
 
 
+# What is no spec is said by the name of its point.
+@checked_arguments(
+    node=instance_of(Node, what="a torch.fx.Node"),
+    input_specs=mapping_of(instance_of(Node, Output, what="a torch.fx.Node or Output"), ANYTHING),
+    output_specs=sequence_of(ANYTHING),
+    allow_implicit_sharing=FLAG,
+)
 def annotate_outputs(
     node: Node,
     input_specs: Mapping[Node | Output, Spec | None],
@@ -67,6 +82,7 @@ def annotate_outputs(
     _write(settled)
 
 
+@checked_arguments(model=instance_of(GraphModule))
 def check_sharing(model: GraphModule) -> None:
     """Settle and check all specs of ``model``; call it in ``Quantizer.validate``.
 
@@ -97,7 +113,11 @@ def _told(
     """The specs by point, each checked on its own."""
     values = output_values(node)
     if len(output_specs) != len(values):
-        raise AnnotationError.output_count(node, len(values), len(output_specs))
+        raise AnnotationError(
+            f"{len(output_specs)} output specs were given for node {node.name!r} ({node.target}), "
+            f"which has {len(values)} outputs.",
+            hint="give one spec per output, in order; None leaves an output alone.",
+        )
     told: dict[Point, Spec] = {}
     for source, spec in input_specs.items():
         edge = canonical((source, node))
@@ -108,9 +128,9 @@ def _told(
         if spec is not None:
             point = canonical(Output(node, index))
             if not isinstance(value, Tensor):
-                raise AnnotationError.not_quantizable(shown(point), f"a {type(value).__name__}")
+                raise _not_quantizable(shown(point), f"a {type(value).__name__}")
             if not value.dtype.is_floating_point:
-                raise AnnotationError.not_quantizable(shown(point), f"a tensor of {value.dtype}")
+                raise _not_quantizable(shown(point), f"a tensor of {value.dtype}")
             told[point] = _checked(point, spec)
     return told
 
@@ -120,12 +140,21 @@ def _check_input(node: Node, source: Source) -> None:
     positional: set[Point] = set()
     map_arg(node.args, lambda argument: positional.add(canonical(argument)))
     if canonical(source) not in positional:
-        raise AnnotationError.not_an_input(node, shown(canonical(source)))
+        raise AnnotationError(
+            f"{shown(canonical(source))} is no positional input of node {node.name!r} ({node.target}).",
+            hint="its inputs are: "
+            + ", ".join(argument.name for argument in node.all_input_nodes)
+            + ". torchao observes positional arguments only.",
+        )
 
 
 def _checked(point: Point, spec: Any) -> Spec:
     if not isinstance(spec, Spec):
-        raise AnnotationError.not_a_spec(shown(point), spec)
+        raise AnnotationError(
+            f"the spec of {shown(point)} is a {type(spec).__name__}.",
+            hint="use one of torchao's QuantizationSpec, FixedQParamsQuantizationSpec, "
+            "SharedQuantizationSpec, DerivedQuantizationSpec, or None.",
+        )
     return spec
 
 
@@ -150,3 +179,10 @@ def _left_alone(consumer: Node) -> list[Source]:
     """What ``consumer`` reads and its annotation names without a spec."""
     inputs = consumer.meta[Q_ANNOTATION_KEY].input_qspec_map
     return [canonical_source(source) for source, spec in inputs.items() if spec is None]
+
+
+def _not_quantizable(point: str, found: str) -> AnnotationError:
+    return AnnotationError(
+        f"{point} is {found}, which cannot be quantized.",
+        hint="give None as its spec; only floating point tensors lie on a quantization grid.",
+    )

@@ -18,8 +18,8 @@ from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, SharedQ
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
 
-from torchq_compat.multi_output.errors import AnnotationError
-from torchq_compat.multi_output.points import Output, Point, canonical, getitems_of, shown
+from torchq_compat.errors import AnnotationError
+from torchq_compat.multi_output.edges_and_nodes import Output, Point, canonical, getitems_of, shown
 
 __all__ = ["SpecTable", "with_nodes"]
 
@@ -63,7 +63,11 @@ class SpecTable:
         """
         already = self.specs.setdefault(point, spec)
         if self._form(already) != self._form(spec):
-            raise AnnotationError.conflict(shown(point), self._told(spec), self._told(already))
+            raise AnnotationError(
+                f"two specs meet at {shown(point)}: it is told {self._told(spec)}, but was already told "
+                f"{self._told(already)}.",
+                hint="leave one of the two specs out, or put a quantizer first that skips annotated nodes.",
+            )
 
     def check_circles(self) -> None:
         """Refuse specs that take their qparams from each other.
@@ -77,7 +81,7 @@ class SpecTable:
 
     def _walk(self, point: Point, path: list[Point], done: set[Point]) -> None:
         if point in path:
-            raise AnnotationError.cycle([shown(p) for p in path[path.index(point) :]])
+            raise _cycle([shown(p) for p in path[path.index(point) :]])
         if point in done or point not in self.specs:
             return
         for source in references(self.specs[point]):
@@ -93,7 +97,7 @@ class SpecTable:
         for point, spec in self.specs.items():
             for source in references(spec):
                 if source not in self.specs:
-                    raise AnnotationError.unobserved(shown(point), shown(source))
+                    raise _unobserved(shown(point), shown(source))
 
     def settled(self) -> dict[Point, Spec]:
         """The same sharing, written as torchao can carry it out, points in the order torchao makes observers.
@@ -123,7 +127,12 @@ class SpecTable:
         for source in references(spec):
             leader = leaders.get(self._root(source), source)
             if source in self.specs and self._position(leader) > self._position(point):
-                raise AnnotationError.too_late(shown(point), shown(source))
+                raise AnnotationError(
+                    f"the qparams of {shown(point)} are derived from {shown(source)}, which comes later in "
+                    "the graph.",
+                    hint="torchao makes observers in graph order; derive from points before it, or let an "
+                    "earlier point share the observer of the later one and derive from that.",
+                )
             sources.append(leader)
         return dataclasses.replace(spec, derived_from=sources)
 
@@ -186,3 +195,21 @@ def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
     if isinstance(spec, DerivedQuantizationSpec):
         return dataclasses.replace(spec, derived_from=[spelled(point) for point in spec.derived_from])
     return spec
+
+
+def _cycle(points: list[str]) -> AnnotationError:
+    chain = "; ".join(
+        f"{point} takes its qparams from {source}"
+        for point, source in zip(points, [*points[1:], points[0]], strict=True)
+    )
+    return AnnotationError(
+        f"the specs go round in a circle: {chain}.",
+        hint="give one of them a QuantizationSpec or FixedQParamsQuantizationSpec of its own.",
+    )
+
+
+def _unobserved(point: str, source: str) -> AnnotationError:
+    return AnnotationError(
+        f"{point} takes its qparams from {source}, which no spec observes.",
+        hint=f"annotate {source} as well; an edge is (producer, node), an output Output(node, index).",
+    )

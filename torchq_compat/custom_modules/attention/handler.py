@@ -8,28 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.annotate.leaf_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import LeafBoundary
 from torchq_compat.custom_modules.attention.module import (
     AttentionModule,
     ConvertedMultiheadAttention,
     ObservedMultiheadAttention,
 )
 from torchq_compat.custom_modules.attention.structure import AttentionCall, AttentionStructure
-from torchq_compat.custom_modules.labels import input_labels
-from torchq_compat.custom_modules.layouts import CallLayout
-from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.part_owner_handler import (
+from torchq_compat.custom_modules.parts.handler import (
     PartOwnerHandler,
     converted_by_its_class,
     map_it,
     observed_by_its_class,
     tell_of_lost_forward,
 )
-from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.observed_graph import ObserverFault
+from torchq_compat.graph.observed_graph import ObserverFault
+from torchq_compat.opaque_calls.capture_stub import FakeCall
+from torchq_compat.opaque_calls.layouts import CallLayout
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.tensor_labels import input_labels
 
 __all__ = ["AttentionHandler"]
 

@@ -24,21 +24,22 @@ from torchq_compat.custom_modules.attention.projections import (
     ReturnedWeights,
 )
 from torchq_compat.custom_modules.attention.structure import AttentionCall, AttentionStructure
-from torchq_compat.custom_modules.labels import input_labels
-from torchq_compat.custom_modules.own_linear import own_parameter
-from torchq_compat.custom_modules.part_graph import (
+from torchq_compat.custom_modules.parts.own_linear import own_parameter
+from torchq_compat.custom_modules.parts.part_graph import (
     ConvertedPartGraphModule,
     PartGraphModule,
     convert_parts,
     converted_grids,
     prepare_parts,
 )
-from torchq_compat.custom_modules.part_owner import PartOwner
-from torchq_compat.custom_modules.part_specs import PartSpecs
+from torchq_compat.custom_modules.parts.part_owner import PartOwner
+from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.specs.dtypes import as_dtype
-from torchq_compat.specs.grids import Grid, PerTensorGrid
-from torchq_compat.specs.quantization_specs import OpSpecs
+from torchq_compat.opaque_calls.tensor_labels import input_labels
+from torchq_compat.qspecs.dtypes import as_dtype
+from torchq_compat.qspecs.qparams import Grid, PerTensorGrid
+from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.argument_checks import checked_arguments, instance_of
 
 __all__ = ["AttentionModule", "ConvertedMultiheadAttention", "ObservedMultiheadAttention"]
 
@@ -165,6 +166,7 @@ class ObservedMultiheadAttention(AttentionModule, torch.ao.nn.quantizable.Multih
         return observed
 
     @classmethod
+    @checked_arguments(other=instance_of(nn.MultiheadAttention))
     def from_float(cls, other: nn.MultiheadAttention) -> Any:
         """Legacy signature; ``other`` has a qconfig.
 
@@ -173,7 +175,10 @@ class ObservedMultiheadAttention(AttentionModule, torch.ao.nn.quantizable.Multih
         """
         qconfig = getattr(other, "qconfig", None)
         if qconfig is None:
-            raise CustomModuleError.no_qconfig(type(other).__name__)
+            raise CustomModuleError(
+                f"the float {type(other).__name__} has no qconfig.",
+                hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig first.",
+            )
         return cls.observe(other, PartSpecs(OpSpecs(qconfig)))
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.custom_modules.own_linear import own_linear
-from torchq_compat.custom_modules.part import Part, PartKind
+from torchq_compat.custom_modules.parts.own_linear import own_linear
+from torchq_compat.custom_modules.parts.part import Part, PartKind
 
 __all__ = ["OUT_PARTS", "PROJECTION_PARTS", "WEIGHTS_PARTS", "ProjectIn", "ProjectOut", "ReturnedWeights"]
 

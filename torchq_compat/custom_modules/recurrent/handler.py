@@ -5,34 +5,40 @@ from __future__ import annotations
 from torch import nn
 from torch.fx import GraphModule
 
+from torchq_compat.annotate.call_boundary import LeafBoundary
 from torchq_compat.annotate.dtype_rules import takes_weight
-from torchq_compat.annotate.leaf_boundary import LeafBoundary
-from torchq_compat.custom_modules.layouts import CallLayout
-from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_op import FakeCall
-from torchq_compat.custom_modules.part_owner_handler import (
+from torchq_compat.config.backend_configs import BackendTable
+from torchq_compat.custom_modules.parts.handler import (
     PartOwnerHandler,
     converted_by_its_class,
     map_it,
     observed_by_its_class,
     tell_of_lost_forward,
 )
-from torchq_compat.custom_modules.part_specs import DynamicPartSpecs, PartSpecs
-from torchq_compat.custom_modules.recurrent.cell_owner import ConvertedModule, ObservedModule
-from torchq_compat.custom_modules.recurrent.dynamic import (
-    DynamicCell,
-    DynamicLoop,
+from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
+from torchq_compat.custom_modules.recurrent.modules.dynamic import (
+    DynamicRecurrent,
     convert_dynamic,
     prepare_dynamic,
 )
-from torchq_compat.custom_modules.recurrent.errors import RecurrentModuleError
-from torchq_compat.custom_modules.recurrent.families import FAMILIES, RecurrentFamily, family_of
-from torchq_compat.custom_modules.recurrent.loop import LowerableLoop
+from torchq_compat.custom_modules.recurrent.modules.families import (
+    FAMILIES,
+    RecurrentFamily,
+    fake_call,
+    family_of,
+)
+from torchq_compat.custom_modules.recurrent.modules.recurrent_module import (
+    ConvertedRecurrent,
+    ObservedRecurrent,
+    RecurrentModule,
+)
 from torchq_compat.custom_modules.recurrent.native.build import kernel_build
-from torchq_compat.custom_modules.recurrent.single_cell import LowerableCell
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
-from torchq_compat.legacy.backend_configs import BackendTable
-from torchq_compat.specs.quantization_specs import OpSpecs
+from torchq_compat.errors import RecurrentModuleError
+from torchq_compat.opaque_calls.capture_stub import FakeCall
+from torchq_compat.opaque_calls.layouts import CallLayout
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.qspecs.quantization_specs import OpSpecs
 
 __all__ = ["DynamicRecurrentHandler", "RecurrentHandler"]
 
@@ -51,7 +57,7 @@ class RecurrentHandler(PartOwnerHandler):
         return isinstance(module, self.family.float_class) and isinstance(module, nn.RNNBase)
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
-        return self.family.fake_call(module, path)
+        return fake_call(module, path)
 
     def owns(self, leaf: nn.Module) -> bool:
         return isinstance(leaf, (self.family.observed, self.family.converted))
@@ -62,7 +68,7 @@ class RecurrentHandler(PartOwnerHandler):
         observed.module_path = request.path
         return observed
 
-    def _observed(self, request: ObserveRequest) -> ObservedModule:
+    def _observed(self, request: ObserveRequest) -> ObservedRecurrent:
         specs = PartSpecs(request.specs)
         made = observed_by_its_class(
             request,
@@ -73,7 +79,11 @@ class RecurrentHandler(PartOwnerHandler):
             return made
         if self.family.legacy_observed is not None and isinstance(made, self.family.legacy_observed):
             if any(isinstance(m, GraphModule) for m in made.modules()):
-                raise RecurrentModuleError.observed_by_fx(request.path)
+                raise RecurrentModuleError(
+                    f"the LSTM at {request.path!r} was observed by the FX engine.",
+                    hint="import get_lstm_with_individually_observed_parts from torchq_compat.lstm_utils, or "
+                    "start the script with 'torchq-compat run'.",
+                )
             # Observed by the eager engine, every part from its qconfig: the cells that are built here.
             return self.family.observed.observe(request.module, specs, split_gates=_is_split(made))
         raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
@@ -84,7 +94,7 @@ class RecurrentHandler(PartOwnerHandler):
             (self.family.converted, self.family.legacy_converted),
             lambda: self.family.converted.from_observed(request.leaf),
         )
-        if not isinstance(made, ConvertedModule):
+        if not isinstance(made, ConvertedRecurrent):
             raise RecurrentModuleError.unusable_result(request.path, "from_observed", made)
         return made
 
@@ -102,7 +112,7 @@ def _is_split(module: nn.Module) -> bool:
 
 
 def _lower(leaf: LeafModule) -> LeafModule | str:
-    assert isinstance(leaf, (LowerableLoop, LowerableCell))
+    assert isinstance(leaf, RecurrentModule)
     kernel_build()  # Not in the first call: it takes seconds, and may have something to tell.
     problems = leaf.program_problems()
     return problems[0] if problems else leaf.lowered()
@@ -124,12 +134,10 @@ class DynamicRecurrentHandler(PartOwnerHandler):
         return False
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
-        family = family_of(module)
-        assert family is not None
-        return family.fake_call(module, path)
+        return fake_call(module, path)
 
     def owns(self, leaf: nn.Module) -> bool:
-        return isinstance(leaf, (DynamicLoop, DynamicCell))
+        return isinstance(leaf, DynamicRecurrent)
 
     def observe(self, request: ObserveRequest) -> LeafModule:
         prepared = prepare_dynamic(request.module, DynamicPartSpecs(request.specs))
@@ -141,7 +149,7 @@ class DynamicRecurrentHandler(PartOwnerHandler):
         return LeafBoundary.floats(layout.inputs.count(), layout.outputs.count())
 
     def convert(self, request: ConvertRequest) -> LeafModule:
-        assert isinstance(request.leaf, (DynamicLoop, DynamicCell))
+        assert isinstance(request.leaf, DynamicRecurrent)
         return convert_dynamic(request.leaf)
 
     def lower(self, leaf: LeafModule) -> LeafModule | str:

@@ -13,31 +13,32 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.annotate.leaf_boundary import LeafBoundary
-from torchq_compat.custom_modules.layouts import CallLayout
-from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_op import FakeCall
+from torchq_compat.annotate.call_boundary import LeafBoundary
 from torchq_compat.custom_modules.registry import (
     ConvertRequest,
     CustomModuleHandler,
+    ExplainModel,
     ObserveRequest,
     register,
 )
-from torchq_compat.custom_modules.standalone.leaf import (
+from torchq_compat.custom_modules.standalone.standalone_module import (
     ConvertedStandalone,
     PreparedStandalone,
     StandaloneLeaf,
 )
 from torchq_compat.custom_modules.user.fake_shapes import fake_call_of
-from torchq_compat.decisions import Decision
 from torchq_compat.errors import ConfigError
-from torchq_compat.explanation import explain
-from torchq_compat.graph_module import QuantizationGraphModule, preserved_of
-from torchq_compat.observed_graph import observer_nodes
+from torchq_compat.graph.graph_module import QuantizationGraphModule, preserved_of
+from torchq_compat.graph.observed_graph import observer_nodes
+from torchq_compat.graph.other_engines import unguard
+from torchq_compat.opaque_calls.capture_stub import FakeCall
+from torchq_compat.opaque_calls.layouts import CallLayout
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.support.decisions import Decision
+from torchq_compat.support.upstream import pytree
 
 __all__ = ["StandaloneHandler"]
 
@@ -63,10 +64,17 @@ class StandaloneHandler(CustomModuleHandler):
         assert request.prepare_inside is not None
         assert request.standalone is not None
         if not request.standalone.example_inputs:
-            raise ConfigError.standalone_without_inputs(request.path)
+            raise ConfigError(
+                f"the standalone module {request.path!r} has no example_inputs.",
+                hint="give the arguments the module itself is called with, as FX wants them, to "
+                "set_standalone_module_name or set_standalone_module_class.",
+            )
         prepared = request.prepare_inside(request)
         assert isinstance(prepared, QuantizationGraphModule)
-        return PreparedStandalone.wrap(prepared, prepared.record, preserved_of(prepared))
+        wrapped = PreparedStandalone.wrap(prepared, prepared.record, preserved_of(prepared))
+        # torchao asks every module of the graph around it whether it is a standalone module of its own.
+        unguard(wrapped)
+        return wrapped
 
     def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
         """Inputs and outputs of its quantized interface are quantized; the others are floats."""
@@ -86,15 +94,16 @@ class StandaloneHandler(CustomModuleHandler):
         converted = request.convert_inside(leaf)
         assert isinstance(converted, QuantizationGraphModule)
         wrapped = ConvertedStandalone.wrap(converted, converted.record, preserved_of(converted))
+        unguard(wrapped)
         wrapped.leaf_layouts = list(leaf.leaf_layouts)
         return wrapped
 
     def remedy(self, module: nn.Module) -> str | None:
         return None
 
-    def explain(self, leaf: LeafModule, path: str) -> Iterator[Decision]:
+    def explain(self, leaf: LeafModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
         assert isinstance(leaf, StandaloneLeaf)
-        for decision in explain(leaf):
+        for decision in explain_model(leaf):
             yield replace(decision, path=f"{path}.{decision.path}")
 
 

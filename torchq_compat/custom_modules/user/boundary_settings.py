@@ -7,8 +7,8 @@ with attributes:
         quantized_inputs = {"mask": None, "state.0": torch.int16}
         quantized_outputs = {"1": None}
 
-Keys are labels (see ``labels``); a key for a structure is about all tensors in it. Values: None leaves a
-tensor float, a dtype observes it in that dtype, an observer constructor observes it with that.
+Keys are labels (see ``tensor_labels``); a key for a structure is about all tensors in it. Values: None leaves
+a tensor float, a dtype observes it in that dtype, an observer constructor observes it with that.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch.ao.quantization import FakeQuantize, HistogramObserver, MovingAverageMinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-from torchq_compat.custom_modules.labels import most_specific
-from torchq_compat.custom_modules.user.errors import UserModuleError
-from torchq_compat.specs.dtypes import dtype_range, is_integer
-from torchq_compat.specs.observers import translate_constructor
-from torchq_compat.specs.quantization_specs import OpSpecs, make_spec
+from torchq_compat.errors import UserModuleError
+from torchq_compat.opaque_calls.tensor_labels import most_specific
+from torchq_compat.qspecs.dtypes import dtype_range, is_integer
+from torchq_compat.qspecs.observers import translate_constructor
+from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
 
 __all__ = ["check_keys", "choose_specs"]
 
@@ -54,11 +54,18 @@ def check_keys(settings: Any, labels: Iterable[str], path: str, setting: str) ->
         CustomModuleError: names the key and the labels there are.
     """
     if not isinstance(settings, Mapping):
-        raise UserModuleError.no_boundary(path, setting, settings)
+        raise UserModuleError(
+            f"{setting} of the module at {path!r} must be a dict, got {type(settings).__name__}.",
+            hint=f'write {setting} = {{"name": choice}}; a choice is None (floats), an integer dtype, or '
+            "an observer constructor.",
+        )
     known = sorted(set(labels))
     for key in map(str, settings):
         if not any(label == key or label.startswith(f"{key}.") for label in known):
-            raise UserModuleError.unknown_boundary(path, setting, key, known)
+            raise UserModuleError(
+                f"{setting} of the module at {path!r} names {key!r}, which its calls do not have.",
+                hint="they have " + (", ".join(repr(k) for k in known) or "none") + ".",
+            )
 
 
 def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
@@ -69,7 +76,10 @@ def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
     if value == specs.activation_dtype:
         return specs.activation
     if not is_integer(value):
-        raise UserModuleError.no_integers(named, value)
+        raise UserModuleError(
+            f"{named} is {str(value).removeprefix('torch.')}, which is no integer dtype.",
+            hint="None leaves a tensor in floats.",
+        )
     low, high = dtype_range(value)
     if specs.activation_constructor.settings.is_fake_quantize:
         kind: Any = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver)  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.specs.grids import PerTensorGrid, covering
+from torchq_compat.qspecs.qparams import PerTensorGrid, covering
 
 __all__ = ["observer_of_all_calls"]
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
-from torchq_compat.custom_modules.labels import input_labels
-from torchq_compat.custom_modules.layouts import Structure
-from torchq_compat.custom_modules.leaf_op import FakeCall
 from torchq_compat.custom_modules.registry import handlers
-from torchq_compat.custom_modules.user.errors import UserModuleError
 from torchq_compat.custom_modules.user.probed_shapes import probe
-from torchq_compat.errors import TorchQCompatError
+from torchq_compat.errors import TorchQCompatError, UserModuleError
+from torchq_compat.opaque_calls.capture_stub import FakeCall
+from torchq_compat.opaque_calls.layouts import Structure
+from torchq_compat.opaque_calls.tensor_labels import input_labels
+from torchq_compat.support.upstream import detect_fake_mode
 
 __all__ = ["fake_call_of"]
 
@@ -47,7 +46,11 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
             return probe(real, path, args, kwargs)
         for label, tensor, version in zip(input_labels(type(module), inputs), tensors, versions, strict=True):
             if tensor._version != version:
-                raise UserModuleError.mutates_input(path, label)
+                raise UserModuleError(
+                    f"the module at {path!r} changes its input {label} in place; behind a quantized boundary "
+                    "nobody would see the change.",
+                    hint="write the result to a new tensor and return it.",
+                )
         return result
 
     return fake

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.annotate.leaf_boundary import LeafBoundary
-from torchq_compat.custom_modules.labels import input_labels, output_labels
-from torchq_compat.custom_modules.layouts import CallLayout
-from torchq_compat.custom_modules.leaf_module import LeafModule
-from torchq_compat.custom_modules.leaf_op import FakeCall
+from torchq_compat.annotate.call_boundary import LeafBoundary
 from torchq_compat.custom_modules.registry import (
     ConvertRequest,
     CustomModuleHandler,
@@ -29,13 +25,16 @@ from torchq_compat.custom_modules.registry import (
 )
 from torchq_compat.custom_modules.user.boundary_settings import check_keys, choose_specs
 from torchq_compat.custom_modules.user.covering_observer import observer_of_all_calls
-from torchq_compat.custom_modules.user.errors import UserModuleError
 from torchq_compat.custom_modules.user.fake_shapes import fake_call_of
-from torchq_compat.custom_modules.user.leaf import UserLeaf, as_leaf, as_users_module
-from torchq_compat.errors import TorchQCompatError
-from torchq_compat.user_warnings import warn_user
+from torchq_compat.custom_modules.user.opaque_user_module import UserLeaf, as_leaf, as_users_module
+from torchq_compat.errors import TorchQCompatError, UserModuleError
+from torchq_compat.opaque_calls.capture_stub import FakeCall
+from torchq_compat.opaque_calls.layouts import CallLayout
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.tensor_labels import input_labels, output_labels
+from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["UserModuleHandler"]
+__all__ = ["UserModuleHandler", "made_by"]
 
 
 class UserModuleHandler(CustomModuleHandler):
@@ -58,7 +57,7 @@ class UserModuleHandler(CustomModuleHandler):
         for module in request.module.modules():
             # Where FX puts it; on the children too, for the from_float of custom modules inside.
             module.qconfig = request.qconfig  # type: ignore[assignment]
-        observed = _make(request.observed_class, "from_float", request.module, request.path)
+        observed = made_by(request.observed_class, "from_float", request.module, request.path)
         if isinstance(observed, LeafModule) and handler_of(observed) is not None:
             return observed
         if getattr(observed, "qconfig", None) is None:
@@ -102,7 +101,7 @@ class UserModuleHandler(CustomModuleHandler):
         except TorchQCompatError:
             raise
         except Exception as cause:
-            raise UserModuleError.call_raised(path, leaf.leaf_users_class, cause) from cause
+            raise _call_raised(path, leaf.leaf_users_class, cause) from cause
         for wanted, found in zip(map(_shown, expected), map(_shown, results), strict=True):
             if wanted != found:
                 raise UserModuleError.other_results(path, leaf.leaf_users_class, wanted, found)
@@ -122,7 +121,7 @@ class UserModuleHandler(CustomModuleHandler):
             # Where FX puts it; legacy classes take their output qparams from it.
             first, *more = (observer_of_all_calls(each) for each in request.output_observers)
             observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
-        quantized = _make(request.quantized_class, "from_observed", observed, path)
+        quantized = made_by(request.quantized_class, "from_observed", observed, path)
         if isinstance(quantized, LeafModule) and handler_of(quantized) is not None:
             converted: LeafModule = quantized
         else:
@@ -131,15 +130,23 @@ class UserModuleHandler(CustomModuleHandler):
         return converted
 
 
-def _make(owner: type[nn.Module], method: str, module: nn.Module, path: str) -> nn.Module:
+def made_by(owner: type[nn.Module], method: str, module: nn.Module, path: str) -> nn.Module:
+    """What the user's ``owner`` makes of ``module``.
+
+    Raises:
+        UserModuleError: it raises, or makes no module.
+    """
     try:
         made = getattr(owner, method)(module)
     except TorchQCompatError:
         raise
     except Exception as cause:
-        raise UserModuleError.method_raised(path, owner, method, cause) from cause
+        raise _method_raised(path, owner, method, cause) from cause
     if not isinstance(made, nn.Module):
-        raise UserModuleError.not_a_module(path, owner, method, made)
+        raise UserModuleError(
+            f"{owner.__qualname__}.{method} for the module at {path!r} returned {type(made).__name__}.",
+            hint=f"{method} has to return the nn.Module to use instead.",
+        )
     return made
 
 
@@ -152,3 +159,21 @@ def _shown(tensor: Tensor) -> str:
 
 
 register(UserModuleHandler())
+
+
+def _call_raised(path: str, owner: type, cause: BaseException) -> UserModuleError:
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return UserModuleError(
+        f"{owner.__qualname__} at {path!r} cannot be called as the float module is: "
+        f"{type(cause).__name__}: {first_line}",
+        hint="its forward has to take the arguments of the float module's.",
+    )
+
+
+def _method_raised(path: str, owner: type, method: str, cause: BaseException) -> UserModuleError:
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return UserModuleError(
+        f"{owner.__qualname__}.{method} failed for the module at {path!r}: "
+        f"{type(cause).__name__}: {first_line}",
+        hint=f"{method} gets the module to replace and has to return the nn.Module to use instead.",
+    )

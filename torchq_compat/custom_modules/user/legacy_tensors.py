@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq_compat.specs.grids import Grid, PerTensorGrid, covering
+from torchq_compat.qspecs.qparams import Grid, PerTensorGrid, covering
+from torchq_compat.support.upstream import make_per_tensor_quantized_tensor
 
 __all__ = ["has_legacy_dtype", "legacy_tensor"]
 
@@ -26,5 +27,5 @@ def legacy_tensor(q: Tensor, grid: Grid) -> Tensor:
     if not isinstance(grid, PerTensorGrid):
         whole = covering([piece for _, piece in grid.runs])
         q, grid = whole.quantize(grid.dequantize(q)), whole
-    make = torch._make_per_tensor_quantized_tensor
+    make = make_per_tensor_quantized_tensor
     return make(q, grid.scale, grid.zero_point)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from torchq_compat.custom_modules.layouts import Structure
-from torchq_compat.custom_modules.user.errors import UserModuleError
+from torchq_compat.errors import UserModuleError
+from torchq_compat.opaque_calls.layouts import Structure
+from torchq_compat.support.upstream import disable_current_modes
 
 __all__ = ["probe"]
 
@@ -31,13 +31,13 @@ def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
     runs = [_Run.of(module, path, inputs, tensors, sizes, other=other) for other in (False, True)]
     first, second = runs
     if first.outputs != second.outputs:
-        raise UserModuleError.shapes_depend_on_data(path, type(module))
+        raise _shapes_depend_on_data(path, type(module))
     known: list[Any] = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
     known += [size for size in sizes if isinstance(size, torch.SymInt)]
     results = []
     for one, other in zip(first.results, second.results, strict=True):
         if one.dim() != other.dim() or one.dtype != other.dtype:
-            raise UserModuleError.shapes_depend_on_data(path, type(module))
+            raise _shapes_depend_on_data(path, type(module))
         pairs = zip(one.shape, other.shape, strict=True)
         shape = [_size(pair, known, path, type(module)) for pair in pairs]
         results.append(tensors[0].new_empty(shape, dtype=one.dtype))
@@ -56,7 +56,7 @@ class _Run:
         value = _other if other else _hint
         fill: Callable[..., Tensor] = torch.ones if other else torch.zeros
         # Inside torch.export every new tensor would be a fake one.
-        with _disable_current_modes():
+        with disable_current_modes():
             return cls._really(module, path, inputs, tensors, sizes, value, fill)
 
     @classmethod
@@ -69,7 +69,7 @@ class _Run:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 return cls(*Structure.take_apart(copy.deepcopy(module)(*args, **kwargs)))
         except Exception as cause:
-            raise UserModuleError.shapes_unknown(path, type(module), cause) from cause
+            raise _shapes_unknown(path, type(module), cause) from cause
 
 
 def _hint(size: Any) -> int:
@@ -92,5 +92,21 @@ def _size(pair: tuple[int, int], known: list[Any], path: str, owner: type) -> An
         if (_hint(size), _other(size)) == pair:
             return size
     if pair[0] != pair[1]:
-        raise UserModuleError.shapes_depend_on_data(path, owner)
+        raise _shapes_depend_on_data(path, owner)
     return pair[0]
+
+
+def _shapes_unknown(path: str, found: type, cause: BaseException) -> UserModuleError:
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return UserModuleError(
+        f"the shapes of the results of {found.__name__} at {path!r} cannot be computed without data: "
+        f"{type(cause).__name__}: {first_line}",
+        hint="register a torchq_compat.custom_modules.UserModuleHandler whose fake_call computes them.",
+    )
+
+
+def _shapes_depend_on_data(path: str, found: type) -> UserModuleError:
+    return UserModuleError(
+        f"the shapes of the results of {found.__name__} at {path!r} are no sizes of its inputs.",
+        hint="register a torchq_compat.custom_modules.UserModuleHandler whose fake_call computes them.",
+    )

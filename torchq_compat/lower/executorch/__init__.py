@@ -5,7 +5,7 @@ ExecuTorch itself is the optional extra ``executorch``, imported when it is need
 """
 
 from torchq_compat.lower.executorch.delegation import DelegationReport
+from torchq_compat.lower.executorch.executorch_program import ExecutorchProgram
 from torchq_compat.lower.executorch.lowering import to_executorch
-from torchq_compat.lower.executorch.program import ExecutorchProgram
 
 __all__ = ["DelegationReport", "ExecutorchProgram", "to_executorch"]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, Node
 
-from torchq_compat.lower.executorch.errors import ExecutorchError
+from torchq_compat.errors import ExecutorchError
+from torchq_compat.support.upstream import pytree
 
 __all__ = ["InputSpec", "bounded_by", "read_inputs", "unexpectedly_fixed"]
 
@@ -49,7 +49,12 @@ class InputSpec:
             raise ExecutorchError.other_inputs(f"input {index} is {value.dtype}", [str(self)])
         for dimension, (size, allowed) in enumerate(zip(value.shape, self.sizes, strict=True)):
             if size > allowed.high and allowed.low != allowed.high:
-                raise ExecutorchError.beyond_bound(index, dimension, size, allowed.high)
+                raise ExecutorchError(
+                    f"input {index} has size {size} in dimension {dimension}, and the program was made for "
+                    f"at most {allowed.high}.",
+                    hint="call to_executorch with example_inputs as large as the largest input, or with "
+                    "dynamic_shapes= whose Dims have a larger max.",
+                )
             if not allowed.low <= size <= allowed.high:
                 raise ExecutorchError.other_inputs(
                     f"input {index} has size {size} in dimension {dimension}", [str(self)]
@@ -108,7 +113,12 @@ def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeR
     assert isinstance(size, torch.SymInt)
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     if not bounds.upper.is_Integer:
-        raise ExecutorchError.no_upper_bound(placeholder.name, dimension)
+        raise ExecutorchError(
+            f"dimension {dimension} of input {placeholder.name!r} has no upper bound; ExecuTorch "
+            "plans its memory before it runs.",
+            hint="give its Dim a max=, or leave dynamic_shapes out: then the sizes of example_inputs are "
+            "the largest.",
+        )
     # torch.export lets a free size that it takes for at least 2 be 1.
     low = int(bounds.lower)
     return SizeRange(1 if low == 2 else low, int(bounds.upper))

@@ -9,25 +9,27 @@ import torch
 from torch.export import ExportedProgram
 
 from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
+from torchq_compat.errors import ExecutorchError
 from torchq_compat.lower.executorch.delegation import DelegationReport, read_delegation
-from torchq_compat.lower.executorch.errors import ExecutorchError
+from torchq_compat.lower.executorch.executorch_program import ExecutorchProgram
 from torchq_compat.lower.executorch.inputs import bounded_by, read_inputs, unexpectedly_fixed
-from torchq_compat.lower.executorch.int8_grids import dequantize_for_each_reader, shift_to_int8
+from torchq_compat.lower.executorch.int8_qparams import dequantize_for_each_reader, shift_to_int8
 from torchq_compat.lower.executorch.loop_invariants import move_loop_invariants
 from torchq_compat.lower.executorch.loop_results import size_loop_results
-from torchq_compat.lower.executorch.program import ExecutorchProgram
 from torchq_compat.lower.executorch.quantized_ops import fit_quantized_ops
 from torchq_compat.lower.executorch.runtime import executorch_module, runtime
 from torchq_compat.lower.executorch.whole_linears import restore_linears
 from torchq_compat.lower.executorch.xnnpack import xnnpack_partitioner
 from torchq_compat.lower.export import export
-from torchq_compat.user_warnings import warn_user
+from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["to_executorch"]
 
 BACKENDS = ("portable", "xnnpack")
 
 
+@checked_arguments(path=optional(PATH))
 def to_executorch(
     converted: torch.nn.Module,
     example_inputs: tuple[Any, ...] = MISSING,
@@ -54,15 +56,32 @@ def to_executorch(
             instead of the rule above. Every Dim needs a ``max``.
         path: where to write the ``.pte`` file, whole or not at all.
 
+    Returns:
+        The program: call it to run it here, or ``save`` it.
+
     Raises:
         ExecutorchError: the extra ``executorch`` is not installed; an unknown backend; a size without bound;
             an operator for which ExecuTorch has no kernel.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
         InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
         OSError: the file cannot be written.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import convert_fx, prepare_fx, to_executorch
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> _ = prepared(torch.randn(50, 4))  # calibrate
+        >>> to_executorch(convert_fx(prepared), (x,))(x).shape
+        torch.Size([3, 2])
     """
     if backend not in BACKENDS:
-        raise ExecutorchError.unknown_backend(backend, BACKENDS)
+        raise ExecutorchError(
+            f"backend {backend!r} is not known.",
+            hint=f"choose one of {', '.join(map(repr, BACKENDS))}; for another one take the program of "
+            "torch.export.export to the partitioner of that backend.",
+        )
     executorch_module("exir")
     args = read_example_inputs(example_inputs)
     bounds = bounded_by(args) if dynamic_shapes is None else dynamic_shapes
@@ -80,7 +99,7 @@ def to_executorch(
     except ExecutorchError:
         raise
     except Exception as cause:
-        raise ExecutorchError.cannot_lower(backend, cause) from cause
+        raise _cannot_lower(backend, cause) from cause
     if backend != "portable" and not report.subgraphs:
         warn_user(f"{backend} takes no operator of this model; all run on portable kernels.\n{report}")
     program = ExecutorchProgram(pte, inputs, report, structure)
@@ -125,4 +144,16 @@ def _check_kernels(program: Any) -> None:
     known = runtime().operator_registry.operator_names
     missing = {".".join(filter(None, each)) for each in needed} - known
     if missing:
-        raise ExecutorchError.no_kernel(sorted(missing))
+        raise ExecutorchError(
+            f"ExecuTorch's runtime has no kernel for {', '.join(sorted(missing))}.",
+            hint="leave the part of the model that computes this outside, or write it with other operators.",
+        )
+
+
+def _cannot_lower(stage: str, cause: BaseException) -> ExecutorchError:
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return ExecutorchError(
+        f"ExecuTorch cannot take the model ({stage}): {type(cause).__name__}: {' '.join(lines[:2])}",
+        hint="its operators have to be in ExecuTorch's portable library; leave what needs the one named "
+        "here outside the model.",
+    )

@@ -6,7 +6,7 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-from torchq_compat.lower.executorch.errors import ExecutorchError
+from torchq_compat.errors import ExecutorchError
 
 __all__ = ["executorch_module", "runtime"]
 
@@ -24,7 +24,10 @@ def executorch_module(name: str) -> Any:
             import_module("executorch.kernels.quantized")
             return import_module(f"executorch.{name}")
     except ImportError as cause:
-        raise ExecutorchError.not_installed(cause) from cause
+        raise ExecutorchError(
+            f"ExecuTorch cannot be imported: {cause}.",
+            hint="install the extra: pip install torchq-compat[executorch].",
+        ) from cause
 
 
 def runtime() -> Any:

@@ -12,6 +12,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from torchq_compat.lower.executorch.quantized_ops import graphs
 from torchq_compat.lower.executorch.runtime import executorch_module
+from torchq_compat.support.upstream import OpOverloadPacket
 
 __all__ = ["restore_linears"]
 
@@ -44,5 +45,5 @@ def _operands(node: Node) -> tuple[Node | None, ...] | None:
     return x, transposed.all_input_nodes[0], bias[0] if bias else None
 
 
-def _is(node: Node, packet: torch._ops.OpOverloadPacket) -> bool:
+def _is(node: Node, packet: OpOverloadPacket) -> bool:
     return getattr(node.target, "_op", None) is packet.default

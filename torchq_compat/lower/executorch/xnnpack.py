@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from torchq_compat.lower.executorch.runtime import executorch_module
-from torchq_compat.specs.grids import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorGrid
 
 __all__ = ["xnnpack_partitioner"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchq_compat.migrate.comparison import known_differences as known
+from torchq_compat.migrate.comparison import recognised_differences as known
 from torchq_compat.migrate.comparison.results import Capture, Finding, FxOutcome, GridView, Kind, Point, Side
 
 __all__ = ["DECIBELS", "find_causes", "grid_text"]

@@ -6,14 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from torchq_compat.migrate.comparison.capture import FxSetting, capture
-from torchq_compat.migrate.comparison.cases import Case
-from torchq_compat.migrate.comparison.results import Comparison
+from torchq_compat.migrate.comparison.measure.cases import Case
+from torchq_compat.migrate.comparison.measure.collect import FxSetting, capture
+from torchq_compat.migrate.comparison.printable import Comparison
 from torchq_compat.migrate.comparison.verdict import judge
+from torchq_compat.support.argument_checks import checked_arguments, instance_of, one_of
 
 __all__ = ["compare", "compare_case"]
 
+FX_SETTING = one_of("auto", True, False)
 
+
+@checked_arguments(fx=FX_SETTING)
 def compare(
     model: nn.Module,
     qconfig_mapping: Any,
@@ -60,6 +64,7 @@ def compare(
     return compare_case(case.checked(), fx)
 
 
+@checked_arguments(case=instance_of(Case), fx=FX_SETTING)
 def compare_case(case: Case, fx: FxSetting = "auto") -> Comparison:
     """The same of a checked case."""
     captured = capture(case, fx)

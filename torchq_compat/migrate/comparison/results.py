@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
 
 __all__ = [
     "Capture",
     "CellGraph",
     "CellNode",
-    "Comparison",
+    "ComparedModel",
     "Costs",
     "Finding",
     "FxOutcome",
@@ -263,35 +261,8 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """FX and this package on one model. ``print`` it for the tables."""
+class ComparedModel:
+    """FX and this package on one model: what was measured, and what it comes to."""
 
     capture: Capture
     verdict: Verdict
-
-    def __str__(self) -> str:
-        from torchq_compat.migrate.comparison.terminal_report import as_text
-
-        return as_text((self,))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, as ``torchq-compat compare --json`` prints them for each model."""
-        from torchq_compat.migrate.comparison.json_report import as_data
-
-        return as_data(self)
-
-    def to_json(self) -> str:
-        import json
-
-        return json.dumps(self.as_dict(), indent=2)
-
-    def write_html(self, path: str | Path) -> None:
-        """Write one self-contained page, in one step: a file that was there is replaced when the page is
-        whole.
-
-        Raises:
-            ReportError: the ``report`` extra is not installed, or ``path`` cannot be written.
-        """
-        from torchq_compat.migrate.comparison.html_report import write_page
-
-        write_page((self,), Path(path))

@@ -1,33 +1,18 @@
-"""The rewrites, one module each, in the order in which they run.
+"""The rewrites, one module each. A module here that declares a ``Rewrite`` is one; nothing else lists them.
 
 Every one of them recognises the FX functions under their legacy and under their new name, so the order
 changes only how the result looks: names that others import are settled first, so that imports are joined.
 """
 
-from torchq_compat.migrate.rewrites import (
-    custom_config_classes,
-    custom_config_dicts,
-    dict_getters,
-    is_reference,
-    lstm_part_helpers,
-    old_namespaces,
-    qconfig_dicts,
-    quantize_fx_functions,
-    renamed_keywords,
-    torchscript,
-)
+from __future__ import annotations
+
+import sys
+
+from torchq_compat.migrate.discovery import declared
+from torchq_compat.migrate.rewrites.declaration import Rewrite
 
 __all__ = ["REWRITES"]
 
-REWRITES = (
-    old_namespaces.REWRITE,
-    custom_config_classes.REWRITE,
-    qconfig_dicts.REWRITE,
-    custom_config_dicts.REWRITE,
-    dict_getters.REWRITE,
-    renamed_keywords.REWRITE,
-    torchscript.REWRITE,
-    quantize_fx_functions.REWRITE,
-    lstm_part_helpers.REWRITE,
-    is_reference.REWRITE,
+REWRITES = tuple(
+    sorted(declared(sys.modules[__name__], Rewrite), key=lambda rewrite: (rewrite.order, rewrite.code))
 )

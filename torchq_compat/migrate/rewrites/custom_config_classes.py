@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from torchq_compat.migrate.legacy_names import MOVED_CLASSES
-from torchq_compat.migrate.moved_names import MovedNames
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.legacy_names import MOVED_CLASSES
+from torchq_compat.migrate.legacy_api.moved_names import MovedNames
+from torchq_compat.migrate.rewrites.declaration import Rewrite
 
 __all__ = ["REWRITE"]
 
+CONSTRUCT = Construct(
+    code="TQ103",
+    title="custom config classes",
+    becomes="the same class from torchq_compat.custom_config",
+    guide="""\
+`PrepareCustomConfig`, `ConvertCustomConfig`, `FuseCustomConfig`: the same classes, from
+`torchq_compat.custom_config`.
+""",
+)
+
 REWRITE = Rewrite(
-    "custom-config-classes",
-    "TQ103",
-    "PrepareCustomConfig and its kin come from torchq_compat.custom_config",
-    MovedNames("TQ103", MOVED_CLASSES[:1], guests=MOVED_CLASSES[1:]).find,
+    name="custom-config-classes",
+    construct=CONSTRUCT,
+    summary="PrepareCustomConfig and its kin come from torchq_compat.custom_config",
+    find=MovedNames("TQ103", MOVED_CLASSES[:1], guests=MOVED_CLASSES[1:]).find,
+    order=20,
 )

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.migrate.dict_forms import (
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.dict_forms import (
     CannotRewriteError,
     Converted,
     DictForm,
@@ -15,10 +16,10 @@ from torchq_compat.migrate.dict_forms import (
     tuples_of,
     whole_value,
 )
-from torchq_compat.migrate.parsed_source import ParsedSource
+from torchq_compat.migrate.rewrites.declaration import Rewrite
 from torchq_compat.migrate.rewrites.qconfig_dicts import QCONFIG_DICT
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
-from torchq_compat.migrate.sites import ImportRequest, Site
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import ImportRequest, Site
 
 __all__ = ["REWRITE"]
 
@@ -119,9 +120,21 @@ def find(source: ParsedSource) -> Iterator[Site]:
         yield from form.find(source)
 
 
+CONSTRUCT = Construct(
+    code="TQ106",
+    title="custom config dicts",
+    becomes="PrepareCustomConfig, ConvertCustomConfig, FuseCustomConfig",
+    guide="""\
+The same for `prepare_custom_config_dict`, `convert_custom_config_dict` and `fuse_custom_config_dict`. Left,
+besides: a mapping of another mode than `"static"`, and a standalone module whose inner config is a
+variable.
+""",
+)
+
 REWRITE = Rewrite(
-    "custom-config-dicts",
-    "TQ106",
-    "dicts for prepare, convert and fuse become PrepareCustomConfig and its kin",
-    find,
+    name="custom-config-dicts",
+    construct=CONSTRUCT,
+    summary="dicts for prepare, convert and fuse become PrepareCustomConfig and its kin",
+    find=find,
+    order=40,
 )

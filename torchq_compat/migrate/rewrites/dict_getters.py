@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.migrate.dotted_names import dotted, imported_module
-from torchq_compat.migrate.fx_calls import fx_calls, only_value
-from torchq_compat.migrate.legacy_names import DICT_GETTERS
-from torchq_compat.migrate.parsed_source import ParsedSource
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
-from torchq_compat.migrate.sites import Site
-from torchq_compat.migrate.text_edits import Edit
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.fx_calls import fx_calls, only_value
+from torchq_compat.migrate.legacy_api.legacy_names import DICT_GETTERS
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.source.dotted_names import dotted, imported_module
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import Site
+from torchq_compat.migrate.source.text_edits import Edit
 
 __all__ = ["REWRITE"]
 
@@ -71,4 +72,20 @@ def _refusal(source: ParsedSource, function: cst.CSTNode) -> str:
     return ""
 
 
-REWRITE = Rewrite("dict-getters", "TQ109", "get_default_qconfig_dict and its kin return the object", find)
+CONSTRUCT = Construct(
+    code="TQ109",
+    title="functions that return dicts",
+    becomes="the function that returns the object",
+    guide="""\
+`get_default_qconfig_dict` and `get_default_qat_qconfig_dict`: `get_default_qconfig_mapping` and
+`get_default_qat_qconfig_mapping`. Left where something else than `prepare_fx` uses the dict.
+""",
+)
+
+REWRITE = Rewrite(
+    name="dict-getters",
+    construct=CONSTRUCT,
+    summary="get_default_qconfig_dict and its kin return the object",
+    find=find,
+    order=50,
+)

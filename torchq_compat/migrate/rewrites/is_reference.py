@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.migrate.fx_calls import FxCall, fx_calls
-from torchq_compat.migrate.imports import is_free
-from torchq_compat.migrate.parsed_source import ParsedSource
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
-from torchq_compat.migrate.sites import ImportRequest, Site
-from torchq_compat.migrate.text_edits import Edit
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.fx_calls import FxCall, fx_calls
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.source.imports import is_free
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import ImportRequest, Site
+from torchq_compat.migrate.source.text_edits import Edit
 
 __all__ = ["REWRITE"]
 
@@ -51,6 +52,19 @@ def _site(source: ParsedSource, call: FxCall, index: int) -> Site:
     return Site("TQ108", start, what, tuple(edits), imports)
 
 
+CONSTRUCT = Construct(
+    code="TQ108",
+    title="is_reference",
+    becomes="convert_to_reference_fx",
+    guide="""\
+`convert_fx(model, is_reference=True)` is `convert_to_reference_fx(model)` since torch 1.13.
+""",
+)
+
 REWRITE = Rewrite(
-    "is-reference", "TQ108", "convert_fx(is_reference=True) becomes convert_to_reference_fx", find
+    name="is-reference",
+    construct=CONSTRUCT,
+    summary="convert_fx(is_reference=True) becomes convert_to_reference_fx",
+    find=find,
+    order=100,
 )

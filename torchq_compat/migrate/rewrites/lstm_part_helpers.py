@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from torchq_compat.migrate.legacy_names import MOVED_FUNCTIONS
-from torchq_compat.migrate.moved_names import MovedNames
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.legacy_names import MOVED_FUNCTIONS
+from torchq_compat.migrate.legacy_api.moved_names import MovedNames
+from torchq_compat.migrate.rewrites.declaration import Rewrite
 
 __all__ = ["REWRITE"]
 
 ROWS = tuple(row for row in MOVED_FUNCTIONS if row.replacement == "torchq_compat.lstm_utils")
 
+CONSTRUCT = Construct(
+    code="TQ102",
+    title="LSTM part helpers",
+    becomes="the public function in torchq_compat.lstm_utils",
+    guide="""\
+`_get_lstm_with_individually_observed_parts` and `_get_reference_quantized_lstm_module`: the public names in
+`torchq_compat.lstm_utils`. The file's own uses are renamed; where another file takes the private name from
+this one, or `__all__` lists it, the import keeps it with `as`.
+""",
+)
+
 REWRITE = Rewrite(
-    "lstm-part-helpers",
-    "TQ102",
-    "_get_lstm_with_individually_observed_parts and its kin get their public names",
-    MovedNames("TQ102", ROWS).find,
+    name="lstm-part-helpers",
+    construct=CONSTRUCT,
+    summary="_get_lstm_with_individually_observed_parts and its kin get their public names",
+    find=MovedNames("TQ102", ROWS).find,
+    order=90,
 )

@@ -10,14 +10,15 @@ from dataclasses import replace
 
 import libcst as cst
 
-from torchq_compat.migrate.dotted_names import dotted, imported_module
-from torchq_compat.migrate.fx_calls import uses_fx
-from torchq_compat.migrate.imports import is_free
-from torchq_compat.migrate.legacy_names import NAMESPACES, NOT_IN_NAMESPACES
-from torchq_compat.migrate.parsed_source import ParsedSource
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
-from torchq_compat.migrate.sites import ImportRequest, Site
-from torchq_compat.migrate.text_edits import Edit
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.fx_calls import uses_fx
+from torchq_compat.migrate.legacy_api.legacy_names import NAMESPACES, NOT_IN_NAMESPACES
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.source.dotted_names import dotted, imported_module
+from torchq_compat.migrate.source.imports import is_free
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import ImportRequest, Site
+from torchq_compat.migrate.source.text_edits import Edit
 
 __all__ = ["REWRITE"]
 
@@ -112,4 +113,21 @@ def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
     yield replace(site, edits=(edit,), imports=(request,))
 
 
-REWRITE = Rewrite("old-namespaces", "TQ104", "torch.quantization and its kin are spelled torch.ao", find)
+CONSTRUCT = Construct(
+    code="TQ104",
+    title="old namespaces",
+    becomes="the same object under torch.ao",
+    guide="""\
+`torch.quantization`, `torch.nn.intrinsic`, `torch.nn.qat`, `torch.nn.quantizable` and `torch.nn.quantized`
+hand on the objects of their namesakes under `torch.ao`. Rewritten in files that use FX; other files are not
+touched.
+""",
+)
+
+REWRITE = Rewrite(
+    name="old-namespaces",
+    construct=CONSTRUCT,
+    summary="torch.quantization and its kin are spelled torch.ao",
+    find=find,
+    order=10,
+)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torchq_compat.migrate.dict_forms import DictForm, each_tuple, whole_value
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.dict_forms import DictForm, each_tuple, whole_value
+from torchq_compat.migrate.rewrites.declaration import Rewrite
 
 __all__ = ["QCONFIG_DICT", "REWRITE"]
 
@@ -21,4 +22,40 @@ QCONFIG_DICT = DictForm(
     },
 )
 
-REWRITE = Rewrite("qconfig-dicts", "TQ105", "a qconfig_dict becomes a QConfigMapping", QCONFIG_DICT.find)
+CONSTRUCT = Construct(
+    code="TQ105",
+    title="qconfig_dict",
+    becomes="QConfigMapping",
+    guide="""\
+A dict given to `prepare_fx`, in place or through a variable that does nothing else, becomes a
+`QConfigMapping`:
+
+```python
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, default_qconfig
+
+qconfig_dict = {
+    "": default_qconfig,
+    "object_type": [(nn.LSTM, None)],
+    "module_name": [("head", default_qconfig)],
+}
+qconfig_mapping = (
+    QConfigMapping()
+    .set_global(default_qconfig)
+    .set_object_type(nn.LSTM, None)
+    .set_module_name("head", default_qconfig)
+)
+assert QConfigMapping.from_dict(qconfig_dict).to_dict() == qconfig_mapping.to_dict()
+```
+
+Left: a dict that is changed, annotated, built by code, or has a key FX does not know. The dict itself keeps
+working.
+""",
+)
+
+REWRITE = Rewrite(
+    name="qconfig-dicts",
+    construct=CONSTRUCT,
+    summary="a qconfig_dict becomes a QConfigMapping",
+    find=QCONFIG_DICT.find,
+    order=30,
+)

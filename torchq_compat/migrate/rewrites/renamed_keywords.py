@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchq_compat.migrate.fx_calls import fx_calls
-from torchq_compat.migrate.legacy_names import KEYWORDS
-from torchq_compat.migrate.parsed_source import ParsedSource
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
-from torchq_compat.migrate.sites import Site
-from torchq_compat.migrate.text_edits import Edit
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.fx_calls import fx_calls
+from torchq_compat.migrate.legacy_api.legacy_names import KEYWORDS
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import Site
+from torchq_compat.migrate.source.text_edits import Edit
 
 __all__ = ["REWRITE"]
 
-#: Renamed too, but there is nothing to give it to: see ``findings_for_people``.
+#: Renamed too, but there is nothing to give it to: see ``manual_review.equalization``.
 NOT_CARRIED_OVER = "_equalization_config"
 
 
@@ -31,4 +32,20 @@ def find(source: ParsedSource) -> Iterator[Site]:
             yield Site("TQ107", start, f"{keyword.value}=", edits, refusal=refusal)
 
 
-REWRITE = Rewrite("renamed-keywords", "TQ107", "qconfig_dict= and its kin get the names of torch 1.13", find)
+CONSTRUCT = Construct(
+    code="TQ107",
+    title="renamed keywords",
+    becomes="the keyword's name since torch 1.13",
+    guide="""\
+`qconfig_dict=`, `prepare_custom_config_dict=`, `convert_custom_config_dict=`, `fuse_custom_config_dict=`
+and `backend_config_dict=` have had their present names since torch 1.13.
+""",
+)
+
+REWRITE = Rewrite(
+    name="renamed-keywords",
+    construct=CONSTRUCT,
+    summary="qconfig_dict= and its kin get the names of torch 1.13",
+    find=find,
+    order=60,
+)

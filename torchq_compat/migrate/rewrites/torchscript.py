@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from torchq_compat.migrate.fx_calls import FxCall, fx_call, fx_calls, last_value, only_value
-from torchq_compat.migrate.imports import is_free
-from torchq_compat.migrate.parsed_source import ParsedSource
-from torchq_compat.migrate.rewrites.rewrite import Rewrite
-from torchq_compat.migrate.sites import ImportRequest, Site
-from torchq_compat.migrate.text_edits import Edit
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.fx_calls import FxCall, fx_call, fx_calls, last_value, only_value
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.source.imports import is_free
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import ImportRequest, Site
+from torchq_compat.migrate.source.text_edits import Edit
 
 __all__ = ["REWRITE"]
 
-CODE = "TQ110"
 SCRIPTING = {"torch.jit.script": "script", "torch.jit.trace": "trace"}
 CONVERTING = ("convert_fx", "convert_to_reference_fx")
 PREPARING = ("prepare_fx", "prepare_qat_fx")
@@ -56,11 +56,11 @@ def find(source: ParsedSource) -> Iterator[Site]:
         try:
             saving = _saving(source, call, kind)
         except _Refused as reason:
-            yield Site(CODE, start, what, refusal=str(reason))
+            yield Site("TQ110", start, what, refusal=str(reason))
             continue
         saved.add(saving.path)
         imports = (ImportRequest("torch", offset=start),)
-        yield Site(CODE, start, what, saving.edits, imports)
+        yield Site("TQ110", start, what, saving.edits, imports)
     yield from _loads(source, saved)
 
 
@@ -244,11 +244,30 @@ def _loads(source: ParsedSource, saved: set[str]) -> Iterator[Site]:
             refusal = "the loaded model is asked for an attribute at once"
         else:
             edit = Edit(start, source.end(call), f"torch.export.load({path}).module()")
-            yield Site(CODE, start, "torch.jit.load", (edit,), (ImportRequest("torch", offset=start),))
+            yield Site("TQ110", start, "torch.jit.load", (edit,), (ImportRequest("torch", offset=start),))
             continue
-        yield Site(CODE, start, "torch.jit.load", refusal=refusal)
+        yield Site("TQ110", start, "torch.jit.load", refusal=refusal)
 
+
+CONSTRUCT = Construct(
+    code="TQ110",
+    title="TorchScript",
+    becomes="torch.export.export, save and load",
+    guide="""\
+A converted model is an exported graph: `torch.jit.script` cannot compile it.
+`torch.jit.save(torch.jit.script(model), path)` becomes `torch.export.save(torch.export.export(model,
+example_inputs, dynamic_shapes=...), path)`, with every size free, and `torch.jit.load(path)` in the same
+file `torch.export.load(path).module()`. What was size 1 in the example inputs is fixed by torch.export: use
+an example with a batch of two or more. torch.export warns about file names that do not end in `.pt2`. Left:
+a scripted model that is used for more than saving, example inputs that are no plain variables, a file that
+is loaded elsewhere.
+""",
+)
 
 REWRITE = Rewrite(
-    "torchscript", CODE, "TorchScript files of converted models become torch.export files", find
+    name="torchscript",
+    construct=CONSTRUCT,
+    summary="TorchScript files of converted models become torch.export files",
+    find=find,
+    order=70,
 )

@@ -1,9 +1,14 @@
 """``torch.ao.nn.quantizable``: observed modules to name in a float-to-observed mapping."""
 
 from torchq_compat.custom_modules.attention.module import ObservedMultiheadAttention
-from torchq_compat.custom_modules.recurrent.gru import ObservedGRU, ObservedGRUCell
-from torchq_compat.custom_modules.recurrent.lstm import ObservedLSTM, ObservedLSTMCell
-from torchq_compat.custom_modules.recurrent.rnn import ObservedRNN, ObservedRNNCell
+from torchq_compat.custom_modules.recurrent.modules.families import (
+    ObservedGRU,
+    ObservedGRUCell,
+    ObservedLSTM,
+    ObservedLSTMCell,
+    ObservedRNN,
+    ObservedRNNCell,
+)
 
 GRU = ObservedGRU
 GRUCell = ObservedGRUCell

@@ -1,9 +1,14 @@
 """``torch.ao.nn.quantized``: converted modules to name in an observed-to-quantized mapping."""
 
 from torchq_compat.custom_modules.attention.module import ConvertedMultiheadAttention
-from torchq_compat.custom_modules.recurrent.gru import ConvertedGRU, ConvertedGRUCell
-from torchq_compat.custom_modules.recurrent.lstm import ConvertedLSTM, ConvertedLSTMCell
-from torchq_compat.custom_modules.recurrent.rnn import ConvertedRNN, ConvertedRNNCell
+from torchq_compat.custom_modules.recurrent.modules.families import (
+    ConvertedGRU,
+    ConvertedGRUCell,
+    ConvertedLSTM,
+    ConvertedLSTMCell,
+    ConvertedRNN,
+    ConvertedRNNCell,
+)
 
 GRU = ConvertedGRU
 GRUCell = ConvertedGRUCell

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
-from torchq_compat.user_warnings import warn_user
+from torchq_compat.custom_modules.recurrent.native.kernel_cache import cache_directory, fault_of, keep
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["KernelBuild", "build_kernel", "kernel_build"]
 
 SOURCE = Path(__file__).with_name("cell_loop.cpp")
+HEADER = SOURCE.with_name("threads.h")
 # No contraction: a fused multiply-add would round otherwise than the q-dq graph.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
@@ -53,18 +55,48 @@ def build_kernel() -> KernelBuild:
     """Compile the kernel, or load what an earlier process compiled.
 
     It is kept under ``TORCHQ_COMPAT_CACHE_DIR``; default: ``torchq_compat`` in the user's cache directory.
+    What is there and does not load is built again once, with a warning.
     """
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
-    flags = [*FLAGS, *([WIDE_VECTORS] if torch.cpu.get_capabilities().get("avx512_f") else [])]
     try:
-        path = _cache_directory() / f"cell_loop_{_key(compiler, flags)}.so"
-        if not path.exists():
-            _compile([*compiler, *flags, str(SOURCE)], path)
-        return KernelBuild(ctypes.CDLL(str(path)))
+        compiler = shlex.split(os.environ.get("CXX") or "") or ["c++"]
+    except ValueError as cause:
+        return KernelBuild(None, f"the environment variable CXX cannot be read: {cause}")
+    try:
+        return KernelBuild(_found_or_made(compiler))
     except subprocess.CalledProcessError as cause:
         return KernelBuild(None, f"{compiler[0]}: {_first_line(cause.stderr)}")
-    except (OSError, subprocess.TimeoutExpired) as cause:
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as cause:
         return KernelBuild(None, str(cause))
+
+
+def _found_or_made(compiler: list[str]) -> ctypes.CDLL:
+    flags = [*FLAGS, *([WIDE_VECTORS] if torch.cpu.get_capabilities().get("avx512_f") else [])]
+    path = cache_directory() / f"cell_loop_{_key(compiler, flags)}.so"
+    command = [*compiler, *flags, str(SOURCE)]
+    if path.exists():
+        try:
+            return _loaded(path)
+        except OSError as fault:
+            _compile(command, path)
+            warn_user(f"the native kernel at {path} was built again: {fault}.")
+    else:
+        _compile(command, path)
+    return _loaded(path)
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    """The library at ``path``.
+
+    Raises:
+        OSError: it must not be loaded, or does not load.
+    """
+    fault = fault_of(path)
+    if fault is not None:
+        raise OSError(fault)
+    library = ctypes.CDLL(str(path))
+    if not hasattr(library, "torchq_compat_run_cell"):
+        raise OSError("it has not the function of the kernel")
+    return library
 
 
 def _compile(command: list[str], path: Path) -> None:
@@ -75,23 +107,16 @@ def _compile(command: list[str], path: Path) -> None:
             [*command, "-o", str(made)],
             check=True,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=TIME_LIMIT_SECONDS,
         )
-        made.replace(path)
-
-
-def _cache_directory() -> Path:
-    named = os.environ.get("TORCHQ_COMPAT_CACHE_DIR")
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(named) if named else Path(caches) / "torchq_compat"
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+        keep(made, path)
 
 
 def _key(compiler: list[str], flags: list[str]) -> str:
     """Changes with the source, and with the CPU: a cache may be shared by machines."""
-    parts = [SOURCE.read_bytes(), repr([compiler, flags]).encode(), _cpu()]
+    parts = [SOURCE.read_bytes(), HEADER.read_bytes(), repr([compiler, flags]).encode(), _cpu()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

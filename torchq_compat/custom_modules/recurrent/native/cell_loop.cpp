@@ -13,15 +13,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <numeric>
 #include <vector>
 
+#include "threads.h"
+
 #ifdef __AVX512VNNI__
 #include <immintrin.h>
-#endif
-
-#ifdef _OPENMP
-#include <omp.h>
 #endif
 
 namespace {
@@ -32,11 +31,13 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kRows = 8;
 // Rows of the input projected at a time, so that the projection stays in the cache.
 constexpr int64_t kProjectedRows = 64;
+// Columns summed up in 32 bits: with both zero points subtracted, 3 * 255 * 128 * 2^14 < 2^31.
+constexpr int64_t kSummedColumns = 1 << 14;
 
-// program.py has the same order.
+// instruction_set.py defines these; a test holds the two together.
 enum Op : int64_t { kLinear, kAdd, kMul, kComplement, kSigmoid, kTanh, kRelu, kCopy };
 
-// The columns of an instruction table; program.py writes them in this order.
+// The columns of an instruction table, as in instruction_set.py.
 struct Instruction {
   int64_t op, target, a, a_offset, b, b_offset, segments, units, weight, once, quantized;
 };
@@ -46,12 +47,18 @@ struct Slot {
 };
 
 // A negative scale: to be chosen from the values, with -scale as the smallest scale and quant_min to
-// zero_point as the integers they are spread over.
+// zero_point as the integers they are spread over. `nan`: the integer that torch makes of NaN.
 struct Grid {
-  double scale, zero_point, quant_min, quant_max;
+  double scale, zero_point, quant_min, quant_max, nan;
 
   bool is_dynamic() const { return scale < 0; }
+  bool operator==(const Grid& other) const {
+    return scale == other.scale && zero_point == other.zero_point && quant_min == other.quant_min &&
+           quant_max == other.quant_max && nan == other.nan;
+  }
 };
+
+constexpr Grid kUnused{1, 0, 0, 0, 0};
 
 // The weight's scale and zero point are here if they are per tensor.
 struct Constants {
@@ -63,6 +70,8 @@ struct Constants {
 struct Segment {
   double width;
   Grid grid;
+
+  bool operator==(const Segment& other) const { return width == other.width && grid == other.grid; }
 };
 
 struct Weight {
@@ -74,25 +83,28 @@ struct Weight {
 };
 
 struct Quantizer {
-  float inverse, scale, zero_point, low, high;
+  float inverse, scale, zero_point, low, high, nan;
 
   explicit Quantizer(const Grid& grid)
       : inverse(static_cast<float>(1.0 / grid.scale)),
         scale(static_cast<float>(grid.scale)),
         zero_point(static_cast<float>(grid.zero_point)),
         low(static_cast<float>(grid.quant_min)),
-        high(static_cast<float>(grid.quant_max)) {}
+        high(static_cast<float>(grid.quant_max)),
+        nan(static_cast<float>(grid.nan)) {}
 
   float integer(float value) const {
-    return std::min(std::max(std::rint(value * inverse) + zero_point, low), high);
+    const float scaled = value * inverse;
+    const float integer = std::min(std::max(std::rint(scaled) + zero_point, low), high);
+    return scaled == scaled ? integer : nan;
   }
   float operator()(float value) const { return (integer(value) - zero_point) * scale; }
 };
 
-// e^x within 2 units in the last place: 2^n times the Taylor series of e^r, |r| <= ln(2) / 2.
+// e^x within 2 units in the last place: 2^n times the Taylor series of e^r, |r| <= ln(2) / 2. Of NaN: NaN.
 inline float exponential(float x) {
   x = std::min(std::max(x, -87.0f), 88.0f);
-  const float n = std::rint(x * 1.44269504f);
+  const float n = x == x ? std::rint(x * 1.44269504f) : 0.0f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float series = 1.0f / 5040;
   series = series * r + 1.0f / 720;
@@ -225,6 +237,8 @@ int64_t lines(int64_t width) { return (width + sizeof(Line) - 1) / sizeof(Line);
 
 // What of a linear does not change over time, for every output column; padded to whole groups of kLanes.
 struct Prepared {
+  int64_t buffer = 0;      // of its input's integers
+  bool quantizes = false;  // false: a linear before it did
   std::vector<Segment> segments;
   std::vector<std::vector<int32_t>> row_sums;  // of the weight, by segment
   std::vector<float> weight_scales, biases;
@@ -267,7 +281,8 @@ class Loop {
         x_(x),
         output_(output),
         last_(last),
-        threads_(threads) {
+        team_(threads),
+        off_grid_(2 * program.instruction_count) {
     steps_at_once_ = std::min(steps, std::max<int64_t>(1, kProjectedRows / batch));
     slots_.resize(program.slot_count);
     for (int64_t s = 1; s < program.slot_count; ++s) {
@@ -276,48 +291,30 @@ class Loop {
     for (int64_t s = 0; s < program.state_count; ++s) {
       std::copy_n(states[s], slots_[1 + s].size(), slots_[1 + s].data());
     }
-    integers_.resize(2 * program.slot_count);
     prepared_.resize(program.instruction_count);
     for (int64_t i = 0; i < program.instruction_count; ++i) {
-      const Instruction& step = program.instructions[i];
-      if (step.op != kLinear) continue;
-      const int64_t rows = batch * (step.once ? steps_at_once_ : 1);
-      for (int64_t parity = 0; parity < 2; ++parity) {
-        integers_[2 * step.a + parity].resize(lines(program.slots[step.a].width) * rows);
-      }
+      if (program.instructions[i].op != kLinear) continue;
       prepare_linear(i);
+      find_buffer(i);
     }
   }
 
   void run() {
-#pragma omp parallel num_threads(threads_)
-    {
-#ifdef _OPENMP
-      const Worker worker{omp_get_thread_num(), omp_get_num_threads()};
-#else
-      const Worker worker{0, 1};
-#endif
+    team_.run([this](const Worker& worker) {
       sum_weights(worker);
       for (int64_t done = 0; done < steps_; done += steps_at_once_) {
         const int64_t count = std::min(steps_at_once_, steps_ - done);
-        barrier();
+        team_.barrier();
         execute(worker, true, count, done, 0);
         for (int64_t offset = 0; offset < count; ++offset) {
           execute(worker, false, 1, done + offset, offset);
           carry_states(worker, done + offset);
         }
       }
-    }
+    });
   }
 
  private:
-  struct Worker {
-    int64_t index, count;
-  };
-
-  static void barrier() {
-#pragma omp barrier
-  }
 
   // Rows of x that `count` steps from `step` on read, in the order of memory.
   int64_t first_row(int64_t step, int64_t count) const {
@@ -347,7 +344,7 @@ class Loop {
 
   void set_block(const Worker& worker, int64_t count) {
     if (worker.index == 0) block_steps_ = count;
-    barrier();
+    team_.barrier();
   }
 
   template <class F>
@@ -356,7 +353,7 @@ class Loop {
     const Range units = share(by.units, worker.index, worker.count);
     const int64_t width = by.segments * by.units;
     float* target = slots_[by.target].data();
-    const Quantizer quantize(by.quantized ? grid : Grid{1, 0, 0, 0});
+    const Quantizer quantize(by.quantized ? grid : kUnused);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t segment = 0; segment < by.segments; ++segment) {
         const int64_t start = segment * by.units + units.begin, count = units.end - units.begin;
@@ -400,6 +397,7 @@ class Loop {
       case kRelu:
         each([](float x, float) { return std::max(x, 0.0f); });
         break;
+      case kCopy:
       default:
         each([](float x, float) { return x; });
         break;
@@ -412,14 +410,17 @@ class Loop {
     const Grid& grid = constants(index).input;
     const int64_t width = by.segments * by.units;
     Prepared& to = prepared_[index];
-    if (by.a != 0 || grid.is_dynamic()) {
-      to.segments = {{static_cast<double>(weight.inputs), grid}};
-    } else {
-      to.segments.assign(program_.input_segments, program_.input_segments + program_.input_segment_count);
-    }
     if (by.a == 0 && grid.is_dynamic()) {
-      to.segments[0].grid = choose_grid(grid, x_, steps_ * batch_ * weight.inputs);
+      to.segments = split({static_cast<double>(weight.inputs),
+                           choose_grid(grid, x_, steps_ * batch_ * weight.inputs)});
+    } else if (by.a != 0) {
+      to.segments = split({static_cast<double>(weight.inputs), grid});
+    } else {
+      for (int64_t s = 0; s < program_.input_segment_count; ++s) {
+        for (const Segment& part : split(program_.input_segments[s])) to.segments.push_back(part);
+      }
     }
+    if (!by.once && to.segments[0].grid.scale == 0) floats_are_read_ = true;
     to.row_sums.assign(to.segments.size(), std::vector<int32_t>(width + kLanes));
     to.weight_scales.resize(width + kLanes);
     to.biases.resize(width + kLanes);
@@ -429,6 +430,38 @@ class Loop {
       to.biases[n] = weight.bias ? weight.bias[n] : 0.0f;
       to.has_weight_zero_points |= weight_zero_point(index, n) != 0;
     }
+  }
+
+  // Linears of the same input on the same grids share its integers: the first of them writes them, all
+  // others only read, so that no barrier is needed between two linears.
+  void find_buffer(int64_t index) {
+    const Instruction& by = program_.instructions[index];
+    Prepared& of = prepared_[index];
+    for (int64_t i = 0; i < index; ++i) {
+      const Instruction& before = program_.instructions[i];
+      if (before.op == kLinear && before.a == by.a && prepared_[i].segments == of.segments) {
+        of.buffer = prepared_[i].buffer;
+        return;
+      }
+    }
+    of.quantizes = true;
+    of.buffer = static_cast<int64_t>(integers_.size());
+    const int64_t rows = batch_ * (by.once ? steps_at_once_ : 1);
+    for (int64_t parity = 0; parity < 2; ++parity) {
+      integers_.emplace_back(lines(program_.slots[by.a].width) * rows);
+    }
+  }
+
+  // Into pieces whose products can be summed up in 32 bits.
+  static std::vector<Segment> split(const Segment& whole) {
+    std::vector<Segment> parts;
+    int64_t left = static_cast<int64_t>(whole.width);
+    do {
+      const int64_t width = std::min(left, kSummedColumns);
+      parts.push_back({static_cast<double>(width), whole.grid});
+      left -= width;
+    } while (left > 0);
+    return parts;
   }
 
   void sum_weights(const Worker& worker) {
@@ -447,25 +480,28 @@ class Loop {
     }
   }
 
-  // As torch.ops.quantized_decomposed.choose_qparams.
+  // As torch.ops.quantized_decomposed.choose_qparams. NaN or infinity anywhere: NaN everywhere behind it.
   static Grid choose_grid(const Grid& dynamic, const float* values, int64_t count) {
     float lows[kLanes] = {}, highs[kLanes] = {};
+    int32_t nans[kLanes] = {};
+    const auto see = [&](int64_t lane, float value) {
+      lows[lane] = std::min(lows[lane], value);
+      highs[lane] = std::max(highs[lane], value);
+      nans[lane] |= value != value;
+    };
     int64_t k = 0;
     for (; k + kLanes <= count; k += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        lows[lane] = std::min(lows[lane], values[k + lane]);
-        highs[lane] = std::max(highs[lane], values[k + lane]);
-      }
+      for (int64_t lane = 0; lane < kLanes; ++lane) see(lane, values[k + lane]);
     }
-    for (; k < count; ++k) {
-      lows[0] = std::min(lows[0], values[k]);
-      highs[0] = std::max(highs[0], values[k]);
-    }
+    for (; k < count; ++k) see(0, values[k]);
     const float low = *std::min_element(lows, lows + kLanes), high = *std::max_element(highs, highs + kLanes);
     const float first = static_cast<float>(dynamic.quant_min), last = static_cast<float>(dynamic.zero_point);
     const float scale = std::max((high - low) / (last - first), static_cast<float>(-dynamic.scale));
+    if (!std::isfinite(scale) || *std::max_element(nans, nans + kLanes)) {
+      return {std::nan(""), dynamic.quant_min, dynamic.quant_min, dynamic.quant_max, dynamic.nan};
+    }
     const float zero_point = std::min(std::max(first - std::rint(low / scale), first), last);
-    return {scale, zero_point, dynamic.quant_min, dynamic.quant_max};
+    return {scale, zero_point, dynamic.quant_min, dynamic.quant_max, dynamic.nan};
   }
 
   // Integers are kept unsigned.
@@ -495,7 +531,7 @@ class Loop {
           }
           if (check && !std::all_of(source + columns.begin, source + columns.end,
                                     [&](float value) { return quantize(value) == value; })) {
-            off_grid_ = true;
+            off_grid_[prepared_[index].buffer] = true;
           }
         }
       }
@@ -511,19 +547,21 @@ class Loop {
     const std::vector<Segment>* segments = &prepared_[index].segments;
     std::vector<Segment> chosen;
     if ((*segments)[0].grid.is_dynamic()) {
-      barrier();
-      chosen = {{static_cast<double>(stride), choose_grid((*segments)[0].grid, x, rows * stride)}};
+      team_.barrier();
+      chosen = split({static_cast<double>(stride), choose_grid((*segments)[0].grid, x, rows * stride)});
       segments = &chosen;
     }
     const bool on_grids = (*segments)[0].grid.scale != 0;
-    uint8_t* integers = integers_[2 * by.a + step % 2].data()->integers;
+    uint8_t* integers = reinterpret_cast<uint8_t*>(integers_[prepared_[index].buffer + step % 2].data());
     const int64_t integer_stride = lines(stride) * sizeof(Line);
     // Only the first state may come from elsewhere.
     const bool check = is_state && step == 0 && chosen.empty();
-    if (by.once && by.a != 0) barrier();
-    if (on_grids) quantize_input(worker, index, *segments, rows, x, integers, check);
-    barrier();
-    const bool in_floats = !on_grids || (check && off_grid_);
+    if (by.once && by.a != 0) team_.barrier();
+    if (on_grids && prepared_[index].quantizes) {
+      quantize_input(worker, index, *segments, rows, x, integers, check);
+    }
+    team_.barrier();
+    const bool in_floats = !on_grids || (check && off_grid_[prepared_[index].buffer]);
     const Range units = share(by.units, worker.index, worker.count);
     for (int64_t part = 0; part < by.segments; ++part) {
       for (int64_t n = part * by.units + units.begin; n < part * by.units + units.end; n += kLanes) {
@@ -609,7 +647,7 @@ class Loop {
   void finish_tile(int64_t index, int64_t row, int64_t n, int64_t lanes, int64_t rows, float* sums) {
     const Instruction& by = program_.instructions[index];
     const int64_t width = by.segments * by.units;
-    const Quantizer quantize(by.quantized ? constants(index).output : Grid{1, 0, 0, 0});
+    const Quantizer quantize(by.quantized ? constants(index).output : kUnused);
     const float* bias = prepared_[index].biases.data() + n;
     for (int64_t r = 0; r < rows; ++r) {
       float* source = sums + r * kLanes;
@@ -627,8 +665,8 @@ class Loop {
   }
 
   void carry_states(const Worker& worker, int64_t step) {
-    // After a linear in floats another thread may still read the old state.
-    if (step == 0) barrier();
+    // Another thread may still read the old state in a linear in floats.
+    if (step == 0 || floats_are_read_) team_.barrier();
     for (int64_t s = 0; s < program_.state_count; ++s) {
       const int64_t slot = program_.results[s], width = program_.slots[slot].width;
       const int64_t per_segment = program_.slots[1 + s].units;
@@ -651,34 +689,41 @@ class Loop {
   const float* x_;
   float* output_;
   float* const* last_;
-  const int64_t threads_;
+  Team team_;
+  bool floats_are_read_ = false;  // by a linear, at every step
   int64_t steps_at_once_ = 1, block_steps_ = 1;
   std::vector<std::vector<float>> slots_;
-  std::vector<std::vector<Line>> integers_;  // of a linear's input slot, of even and of odd steps
+  std::vector<std::vector<Line>> integers_;  // of a linear's input, of even and of odd steps
   std::vector<Prepared> prepared_;           // of every linear
-  std::atomic<bool> off_grid_{false};
+  std::vector<std::atomic<bool>> off_grid_;  // whether a state came from elsewhere, by buffer
 };
 
 }  // namespace
 
-extern "C" void torchq_compat_run_cell(const int64_t* instructions, const double* constants,
+// Returns 0, or 1 where there was no memory.
+extern "C" int64_t torchq_compat_run_cell(const int64_t* instructions, const double* constants,
                                        int64_t instruction_count, const int64_t* slots, int64_t slot_count,
                                        const int64_t* results, int64_t state_count,
                                        const void* const* weights, const int64_t* weight_inputs,
                                        int64_t weight_count, const double* input_segments,
                                        int64_t input_segment_count, int64_t steps, int64_t batch,
                                        int64_t backward, const float* x, const float* const* states,
-                                       float* output, float* const* last, int64_t threads) {
+                                       float* output, float* const* last, int64_t threads) try {
   std::vector<Weight> read(weight_count);
   for (int64_t w = 0; w < weight_count; ++w) {
     const void* const* of = weights + 4 * w;
     read[w] = {static_cast<const int8_t*>(of[0]), static_cast<const float*>(of[1]),
                static_cast<const int64_t*>(of[2]), static_cast<const float*>(of[3]), weight_inputs[w]};
   }
+  const Slot* shapes = reinterpret_cast<const Slot*>(slots);
+  if (steps == 0 || batch == 0) {
+    for (int64_t s = 0; s < state_count; ++s) std::copy_n(states[s], batch * shapes[1 + s].width, last[s]);
+    return 0;
+  }
   const Program program{reinterpret_cast<const Instruction*>(instructions),
                         reinterpret_cast<const Constants*>(constants),
                         instruction_count,
-                        reinterpret_cast<const Slot*>(slots),
+                        shapes,
                         slot_count,
                         results,
                         state_count,
@@ -686,4 +731,7 @@ extern "C" void torchq_compat_run_cell(const int64_t* instructions, const double
                         reinterpret_cast<const Segment*>(input_segments),
                         input_segment_count};
   Loop(program, steps, batch, backward != 0, x, states, output, last, threads).run();
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
 }

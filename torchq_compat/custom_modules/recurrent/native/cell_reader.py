@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchq_compat.custom_modules.recurrent.native.instruction_set import Op
 from torchq_compat.custom_modules.recurrent.native.program import (
     CellProgram,
     DynamicGrid,
     Instruction,
-    Op,
     Slot,
     WeightNames,
 )
-from torchq_compat.specs.grids import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorGrid
 
 __all__ = ["UnsupportedCellError", "cell_program", "program_or_problem"]
 

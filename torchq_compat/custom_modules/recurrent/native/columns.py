@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from torchq_compat.custom_modules.layouts import CallLayout
 from torchq_compat.custom_modules.recurrent.native.program import grid_row
-from torchq_compat.specs.grids import Grid, PerChannelGrid, PerTensorGrid
+from torchq_compat.opaque_calls.layouts import CallLayout
+from torchq_compat.qspecs.qparams import Grid, PerChannelGrid, PerTensorGrid
 
 __all__ = ["ColumnGrids", "as_numbers", "column_grids", "grids_of_call"]
 

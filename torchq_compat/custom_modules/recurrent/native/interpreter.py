@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq_compat.custom_modules.recurrent.native.program import INSTRUCTION_COLUMNS, SLOT_COLUMNS, Op
+from torchq_compat.custom_modules.recurrent.native.instruction_set import (
+    GRID_COLUMNS,
+    INSTRUCTION_COLUMNS,
+    SLOT_COLUMNS,
+    InstructionRow,
+    Op,
+)
 
 __all__ = ["run_interpreted"]
-
-
-class _Row(NamedTuple):
-    """An instruction as the table has it."""
-
-    op: int
-    target: int
-    a: int
-    a_offset: int
-    b: int
-    b_offset: int
-    segments: int
-    units: int
-    weight: int
-    once: int
-    quantized: int
 
 
 QDQ = torch.ops.quantized_decomposed
@@ -58,7 +47,7 @@ def run_interpreted(
     """
     instruction_count, slot_count = table[:2].tolist()
     end = 3 + INSTRUCTION_COLUMNS * instruction_count
-    rows = [_Row(*row) for row in table[3:end].view(-1, INSTRUCTION_COLUMNS).tolist()]
+    rows = [InstructionRow(*row) for row in table[3:end].view(-1, INSTRUCTION_COLUMNS).tolist()]
     results = table[end + SLOT_COLUMNS * slot_count :].tolist()
     grids = constants.tolist()
     dense = {row.weight: _dequantized(weights, row.weight, grids[i]) for i, row in enumerate(rows)}
@@ -66,7 +55,7 @@ def run_interpreted(
     def execute(slots: dict[int, Tensor], once: bool) -> dict[int, Tensor]:
         for row, grid in zip(rows, grids, strict=True):
             if row.once == once:
-                value = _compute(row, grid[4:8], slots, dense)
+                value = _compute(row, grid[GRID_COLUMNS : 2 * GRID_COLUMNS], slots, dense)
                 slots[row.target] = _requantized(value, grid) if row.quantized else value
         return slots
 
@@ -78,11 +67,17 @@ def run_interpreted(
         after = execute(here, once=False)
         current = [after[slot] for slot in results]
         outputs.append(current[0])
-    return torch.stack(outputs[::-1] if backward else outputs), [state.clone() for state in current]
+    stacked = (
+        torch.stack(outputs[::-1] if backward else outputs) if outputs else x.new_empty(0, *states[0].shape)
+    )
+    return stacked, [state.clone() for state in current]
 
 
 def _compute(
-    row: _Row, grid: Sequence[float], slots: dict[int, Tensor], dense: dict[int, tuple[Tensor, Tensor | None]]
+    row: InstructionRow,
+    grid: Sequence[float],
+    slots: dict[int, Tensor],
+    dense: dict[int, tuple[Tensor, Tensor | None]],
 ) -> Tensor:
     """The result of an instruction whose input lies on ``grid``."""
     a = slots[row.a]
@@ -102,19 +97,19 @@ def _dequantized(
     values, scales, zero_points, bias = weights[4 * index : 4 * index + 4]
     assert values is not None
     if scales is None or zero_points is None:
-        scale, zero_point = constants[8:10]
+        scale, zero_point = constants[-2:]
         return (values.float() - zero_point) * scale, bias
     return (values.float() - zero_points[:, None]) * scales[:, None], bias
 
 
 def _requantized(value: Tensor, constants: Sequence[float]) -> Tensor:
-    scale, zero_point, quant_min, quant_max = constants[:4]
-    integers = torch.round(value * (1.0 / scale)) + zero_point
-    return (integers.clamp_(quant_min, quant_max) - zero_point) * scale
+    scale, zero_point, quant_min, quant_max, nan = constants[:GRID_COLUMNS]
+    integers = (torch.round(value * (1.0 / scale)) + zero_point).clamp_(quant_min, quant_max)
+    return (integers.nan_to_num_(nan) - zero_point) * scale
 
 
 def _on_chosen_grid(value: Tensor, grid: Sequence[float]) -> Tensor:
-    eps, chosen_max, quant_min, quant_max = -grid[0], *map(int, grid[1:])
+    eps, chosen_max, quant_min, quant_max = -grid[0], *map(int, grid[1:4])
     dtype = torch.uint8 if quant_min == 0 else torch.int8
     qparams = QDQ.choose_qparams.tensor(value, quant_min, chosen_max, eps, dtype)
     integers = QDQ.quantize_per_tensor.tensor(value, *qparams, quant_min, quant_max, dtype)

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq_compat.custom_modules.recurrent.native.program import INSTRUCTION_COLUMNS, SLOT_COLUMNS
+from torchq_compat.custom_modules.recurrent.native.forks import threads_of_loop
+from torchq_compat.custom_modules.recurrent.native.instruction_set import (
+    GRID_COLUMNS,
+    INSTRUCTION_COLUMNS,
+    SLOT_COLUMNS,
+)
 
 __all__ = ["run_kernel"]
 
@@ -35,9 +40,10 @@ def run_kernel(
     x, output = x.contiguous(), x.new_empty(steps, batch, states[0].shape[-1])
     last = [torch.empty_like(state) for state in states]
     instruction_count, slot_count, state_count = table[:3].tolist()
-    instructions = table[3:]
-    slots = instructions[INSTRUCTION_COLUMNS * instruction_count :]
-    results = slots[SLOT_COLUMNS * slot_count :]
+    table = table.contiguous()
+    instructions = table.data_ptr() + 3 * table.itemsize
+    slots = instructions + INSTRUCTION_COLUMNS * instruction_count * table.itemsize
+    results = slots + SLOT_COLUMNS * slot_count * table.itemsize
     held = [
         None if each is None else each.to(dtype).contiguous()
         for each, dtype in zip(weights, itertools.cycle(WEIGHT_DTYPES), strict=False)
@@ -47,19 +53,19 @@ def run_kernel(
         assert values is not None
         sizes.append(values.shape[1])
         work += values.numel() * batch
-    library.torchq_compat_run_cell(
-        _address(instructions.data_ptr()),
+    problem = library.torchq_compat_run_cell(
+        _address(instructions),
         _address(constants.data_ptr()),
         _count(instruction_count),
-        _address(slots.data_ptr()),
+        _address(slots),
         _count(slot_count),
-        _address(results.data_ptr()),
+        _address(results),
         _count(state_count),
         _pointers(held),
         (ctypes.c_int64 * len(sizes))(*sizes),
         _count(len(held) // 4),
         (ctypes.c_double * len(input_grids))(*input_grids),
-        _count(len(input_grids) // 5),
+        _count(len(input_grids) // (GRID_COLUMNS + 1)),
         _count(steps),
         _count(batch),
         _count(int(backward)),
@@ -67,8 +73,10 @@ def run_kernel(
         _pointers(states),
         _address(output.data_ptr()),
         _pointers(last),
-        _count(min(torch.get_num_threads(), max(1, work // WORK_PER_THREAD))),
+        _count(threads_of_loop(work // WORK_PER_THREAD)),
     )
+    if problem:
+        raise torch.OutOfMemoryError(f"no memory for {steps} steps of {batch} rows in the cell loop")
     return output, last
 
 

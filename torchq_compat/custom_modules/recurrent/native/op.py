@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchq_compat.custom_modules.recurrent.native.build import kernel_build
+from torchq_compat.custom_modules.recurrent.native.call_check import check_call
 from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
 from torchq_compat.custom_modules.recurrent.native.kernel import run_kernel
 
@@ -22,8 +23,17 @@ SCHEMA = (
 
 
 def _on_cpu(*call: Any) -> tuple[Tensor, list[Tensor]]:
-    library = kernel_build().library
-    return run_interpreted(*call) if library is None else run_kernel(library, *call)
+    check_call(*call)
+    library = kernel_build().library if call[0].numel() else None
+    return _by_operators(*call) if library is None else run_kernel(library, *call)
+
+
+def _by_operators(*call: Any) -> tuple[Tensor, list[Tensor]]:
+    check_call(*call)
+    x, states, *_ = call
+    if not x.shape[0] or not x.shape[1]:
+        return _shapes(x, states)[0], [state.clone() for state in states]
+    return run_interpreted(*call)
 
 
 def _shapes(x: Tensor, states: Sequence[Tensor], *_: object) -> tuple[Tensor, list[Tensor]]:
@@ -31,9 +41,11 @@ def _shapes(x: Tensor, states: Sequence[Tensor], *_: object) -> tuple[Tensor, li
     return output, [torch.empty_like(state) for state in states]
 
 
-torch.library.define(NAME, SCHEMA)
+# After an import that failed on the way torch still has the operator; the implementations can be new.
+if not hasattr(torch.ops.torchq_compat_native, "cell_loop"):
+    torch.library.define(NAME, SCHEMA)
 torch.library.impl(NAME, "cpu")(_on_cpu)
-torch.library.impl(NAME, "default")(run_interpreted)
+torch.library.impl(NAME, "default")(_by_operators)
 torch.library.register_fake(NAME)(_shapes)
 
 
@@ -56,12 +68,15 @@ def cell_loop(
             and bias (N,) or None.
         table: the instructions, ``CellProgram.table``.
         constants: their qparams, ``CellProgram.constants``.
-        input_grids: (columns, scale, zero point, quant_min, quant_max) of each group of columns of ``x``, one
-            after the other; empty: x is on no 8-bit grid.
+        input_grids: (columns, scale, zero point, quant_min, quant_max, integer of NaN) of each group of
+            columns of ``x``, one after the other; a scale of 0: x is on no 8-bit grid.
         backward: from the last step to the first.
 
     Returns:
-        The hidden states of all steps (T, B, width) and the last states.
+        The hidden states of all steps (T, B, width) and the last states. Without steps these are ``states``.
+
+    Raises:
+        InputError: arguments that do not fit the program.
     """
     result: tuple[Tensor, list[Tensor]] = torch.ops.torchq_compat_native.cell_loop(
         x, states, weights, table, constants, input_grids, backward

@@ -7,42 +7,30 @@ steps.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchq_compat.specs.grids import PerTensorGrid
+from torchq_compat.custom_modules.recurrent.native.instruction_set import GridRow, InstructionRow, Op, SlotRow
+from torchq_compat.qspecs.qparams import PerTensorGrid
 
 __all__ = [
-    "INSTRUCTION_COLUMNS",
-    "SLOT_COLUMNS",
     "CellProgram",
     "DynamicGrid",
     "Instruction",
-    "Op",
     "Slot",
     "WeightNames",
     "grid_row",
 ]
 
-#: Numbers of an instruction and of a slot in ``CellProgram.table``.
-INSTRUCTION_COLUMNS, SLOT_COLUMNS = 11, 3
-
-
-class Op(IntEnum):
-    """What an instruction computes; the kernel has the same order."""
-
-    LINEAR = 0
-    ADD = 1
-    MUL = 2
-    COMPLEMENT = 3
-    SIGMOID = 4
-    TANH = 5
-    RELU = 6
-    COPY = 7
+#: What a conversion on this machine makes of NaN; C++ leaves it open.
+NAN_INTEGERS = {
+    dtype: float(torch.tensor(math.nan, device="cpu").to(dtype))
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
+}
 
 
 @dataclass(frozen=True)
@@ -128,22 +116,24 @@ def _table(program: CellProgram) -> Tensor:
     rows = [len(program.instructions), len(program.slots), len(program.results)]
     for i in program.instructions:
         (a, b) = (*i.sources, (-1, 0))[:2]
-        rows += [i.op, i.target, *a, *b, i.width // i.units, i.units, i.weight, i.once, i.output is not None]
+        segments, quantized = i.width // i.units, i.output is not None
+        rows += InstructionRow(i.op, i.target, *a, *b, segments, i.units, i.weight, i.once, quantized)
     for slot in program.slots:
-        rows += [slot.width, slot.units, slot.once]
+        rows += SlotRow(slot.width, slot.units, slot.once)
     return torch.tensor([*rows, *program.results], dtype=torch.int64, device="cpu")
 
 
 def _constants(instructions: tuple[Instruction, ...]) -> Tensor:
-    """float64 (instructions, 10): the output's and the input's grid, the weight's scale and zero point."""
+    """float64 (instructions, 12): the output's and the input's grid, the weight's scale and zero point."""
     rows = [[*grid_row(i.output), *grid_row(i.input), *i.weight_qparams] for i in instructions]
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
-def grid_row(grid: PerTensorGrid | DynamicGrid | None) -> tuple[float, float, float, float]:
-    """Scale, zero point and range; a scale of zero stands for no grid, a negative one for a dynamic grid."""
+def grid_row(grid: PerTensorGrid | DynamicGrid | None) -> GridRow:
+    """Write ``grid`` as a row of numbers."""
     if grid is None:
-        return 0.0, 0.0, 0.0, 0.0
+        return GridRow(0.0, 0.0, 0.0, 0.0, 0.0)
+    limits = float(grid.quant_min), float(grid.quant_max), NAN_INTEGERS.get(grid.dtype, 0.0)
     if isinstance(grid, DynamicGrid):
-        return -grid.eps, float(grid.chosen_max), float(grid.quant_min), float(grid.quant_max)
-    return grid.scale, float(grid.zero_point), float(grid.quant_min), float(grid.quant_max)
+        return GridRow(-grid.eps, float(grid.chosen_max), *limits)
+    return GridRow(grid.scale, float(grid.zero_point), *limits)

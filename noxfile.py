@@ -1,0 +1,76 @@
+"""The commands people type: ``nox`` checks and tests, ``nox -l`` lists the others."""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["checks", "tests"]
+
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+
+
+def install(session: nox.Session, *extras: str) -> None:
+    """Install the package with ``extras``, in the versions it is tested with."""
+    session.install("-c", "constraints.txt", "-e", f".[{','.join(extras)}]")
+    session.env["OMP_NUM_THREADS"] = "1"
+
+
+@nox.session
+def checks(session: nox.Session) -> None:
+    """Lint, format, types, generated pages."""
+    install(session, "test")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    session.run("python", "-m", "torchq_compat.migrate.guide", "--check")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The default tests, or what is given: ``nox -s tests -- tests/parity -k resnet``."""
+    install(session, "test", "executorch")
+    session.run("pytest", *(session.posargs or ["-n", "2"]))
+
+
+@nox.session(python=PYTHONS)
+def matrix(session: nox.Session) -> None:
+    """The default tests with one version of Python each."""
+    install(session, "test")
+    session.run("pytest", *(session.posargs or ["-n", "2"]))
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The slow tests."""
+    install(session, "test", "executorch")
+    session.run("pytest", "-m", "slow", *session.posargs)
+
+
+@nox.session
+def guide(session: nox.Session) -> None:
+    """Write the generated pages."""
+    install(session, "test")
+    session.run("python", "-m", "torchq_compat.migrate.guide")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The API reference, into build/api."""
+    install(session, "docs")
+    session.run("python", ".ci/api_reference.py", "build/api")
+
+
+@nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Measure beside every peer: about half an hour on a quiet machine. ``-- --quick`` tries the command."""
+    install(session, "test", "report")
+    session.run("python", "-m", "tests.benchmarks", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """The source distribution and the wheel, into dist."""
+    session.install("build", "twine")
+    session.run("python", "-m", "build")
+    session.run("twine", "check", "--strict", "dist/*")

@@ -1,0 +1,136 @@
+"""The one table of ops that only move data: true on quantized tensors, and followed by every stage."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.fx import Graph
+
+import torchq_compat as tc
+from tests.helpers.oracle import calibrate, op_decisions, sqnr
+from torchq_compat.annotate.passthrough_ops import PASSTHROUGH, preserves_values
+
+ATEN = torch.ops.aten
+#: Operator -> arguments behind the tensor, of 4 x 4 x 4 x 4.
+ARGUMENTS: dict[object, tuple[Any, ...]] = {
+    ATEN.channel_shuffle.default: (2,),
+    ATEN.chunk.default: (2, 1),
+    ATEN.dropout.default: (0.5, False),
+    ATEN.expand.default: ([2, 4, 4, 4, 4],),
+    ATEN.flatten.using_ints: (1,),
+    ATEN.index_select.default: (1, torch.tensor([0, 2])),
+    ATEN.max_pool2d.default: (2,),
+    ATEN.narrow.default: (1, 1, 2),
+    ATEN.pad.default: ([1, 1],),
+    ATEN.permute.default: ([0, 2, 3, 1],),
+    ATEN.pixel_shuffle.default: (2,),
+    ATEN.pixel_unshuffle.default: (2,),
+    ATEN.repeat.default: ([1, 2, 1, 1],),
+    ATEN.repeat_interleave.self_int: (2, 1),
+    ATEN.reshape.default: ([8, 32],),
+    ATEN.select.int: (1, 2),
+    ATEN.slice.Tensor: (1, 0, 2),
+    ATEN.split.Tensor: (2, 1),
+    ATEN.squeeze.dim: (1,),
+    ATEN.squeeze.dims: ([1],),
+    ATEN.transpose.int: (1, 2),
+    ATEN.unflatten.int: (1, [2, 2]),
+    ATEN.unsqueeze.default: (1,),
+    ATEN.view.default: ([8, 32],),
+}
+#: Operator -> what it is called with in place of the tensor.
+OTHER_INPUTS = {
+    ATEN.max_pool1d.default: lambda x: (x[0], 2),
+    ATEN.stack.default: lambda x: ([x, x],),
+    ATEN.t.default: lambda x: (x[0, 0],),
+    operator.getitem: lambda x: ([x], 0),
+}
+#: Its kernel takes images of channels last only; the lowering's trials find that out.
+UNTRIED = {ATEN.max_pool3d.default}
+
+
+def quantized() -> Tensor:
+    integers = torch.randint(0, 256, (4, 4, 4, 4), dtype=torch.uint8)
+    made: Tensor = ATEN._make_per_tensor_quantized_tensor.default(integers, 0.05, 120)
+    return made
+
+
+def floats(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [floats(each) for each in value]
+    return value.dequantize() if isinstance(value, Tensor) and value.is_quantized else value
+
+
+@pytest.mark.parametrize("target", [op for op in PASSTHROUGH if op not in UNTRIED], ids=str)
+def test_results_are_values_of_the_input_and_keep_its_qparams(target: Any) -> None:
+    torch.manual_seed(0)
+    x = quantized()
+    args = OTHER_INPUTS[target](x) if target in OTHER_INPUTS else (x, *ARGUMENTS.get(target, ()))
+    found, expected = target(*args), target(*floats(args))
+    pairs = zip(found, expected, strict=True) if isinstance(found, (list, tuple)) else [(found, expected)]
+    for mine, theirs in pairs:
+        assert (mine.q_scale(), mine.q_zero_point()) == (0.05, 120)
+        assert torch.equal(mine.dequantize(), theirs)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "moves"),
+    [
+        (ATEN.dropout.default, (0.5, True), False),
+        (ATEN.dropout.default, (0.5, False), True),
+        (ATEN.pad.default, ([1, 1], "reflect"), True),
+        (ATEN.pad.default, ([1, 1], "constant", 1.0), False),
+        (ATEN.pad.default, ([1, 1], "replicate"), False),
+        (ATEN.sigmoid.default, (), False),
+    ],
+)
+def test_calls_that_move_data(target: Any, args: tuple[Any, ...], moves: bool) -> None:
+    graph = Graph()
+    assert preserves_values(graph.call_function(target, (graph.placeholder("x"), *args))) is moves
+
+
+class Moving(nn.Module):
+    """Ops that one of the two tables of before had, behind a convolution or a recurrent module."""
+
+    def __init__(self, *, is_recurrent: bool) -> None:
+        super().__init__()
+        self.first: nn.Module = nn.LSTM(8, 8) if is_recurrent else nn.Conv1d(8, 8, 1)
+        self.head = nn.Conv1d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = y[0] if isinstance(y, tuple) else y
+        if isinstance(self.first, nn.LSTM):
+            return self.head(F.relu(y))
+        return self.head(torch.cat(y.repeat(1, 2, 1).chunk(4, 1)[1:3], 1))
+
+
+def test_pieces_of_an_integer_are_lowered() -> None:
+    torch.manual_seed(0)
+    model, x = Moving(is_recurrent=False).eval(), torch.randn(4, 8, 8)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    calibrate(prepared, [(x,)] * 2)
+    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    assert torch.equal(reference(x), lowered(x))
+    assert sqnr(model(x), lowered(x)) > 30
+    by_integers = {d.kind for d in tc.explain(lowered) if "runs on the integers" in d.reason}
+    assert {"aten.repeat.default", "aten.chunk.default"} <= by_integers
+
+
+def test_a_relu_behind_a_recurrent_module_keeps_its_qparams() -> None:
+    torch.manual_seed(0)
+    model, x = Moving(is_recurrent=True).eval(), torch.randn(4, 8, 8)
+    prepared = tc.prepare_fx(
+        model, get_default_qconfig_mapping("qnnpack"), (x,), tc.get_default_prepare_custom_config()
+    )
+    calibrate(prepared, [(x,)] * 2)
+    (decided,) = [d for d in op_decisions(prepared) if d.kind.startswith("relu")]
+    assert decided.action == "shared"
+    converted = tc.convert_to_reference_fx(prepared, tc.get_default_convert_custom_config())
+    assert 20 < sqnr(model(x), converted(x)) < 60

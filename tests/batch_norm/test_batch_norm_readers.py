@@ -1,0 +1,182 @@
+"""Batch norms behind a convolution that something else reads too: prepared equals float, numbers are FX's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+
+import torchq_compat as tc
+from tests.helpers.oracle import by_fx, calibrate, leaves, sqnr
+
+QAT = get_default_qat_qconfig_mapping("x86")
+
+
+class Net(nn.Module):
+    """A convolution, batch norms and what a test does with them."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any], affine: bool = True) -> None:
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.bn, self.bn2 = nn.BatchNorm2d(8, affine=affine), nn.BatchNorm2d(8, affine=affine)
+        self.register_buffer("kernel", torch.randn(8, 8, 3, 3))
+        self.run = run
+        for bn in (self.bn, self.bn2):
+            bn.running_mean.uniform_(-0.5, 0.5)
+            bn.running_var.uniform_(0.5, 2)
+            if affine:
+                nn.init.uniform_(bn.weight, 0.5, 1.5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def pre_activation(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return y + m.other(F.relu(m.bn(y)))
+
+
+def two_batch_norms(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) + m.bn2(y)
+
+
+def of_a_batch_norm(m: Any, x: Tensor) -> Tensor:
+    return m.bn2(m.bn(m.conv(x)))
+
+
+def block_called_twice(m: Any, x: Tensor) -> Tensor:
+    return m.bn(m.conv(m.bn(m.conv(x))))
+
+
+def convolution_shared(m: Any, x: Tensor) -> Tensor:
+    return m.bn2(m.conv(m.bn(m.conv(x))))
+
+
+def one_call_without(m: Any, x: Tensor) -> Tensor:
+    return m.conv(m.bn(m.conv(x)))
+
+
+def weight_read(m: Any, x: Tensor) -> Tensor:
+    return m.bn(m.conv(x)) + m.conv.weight.mean()
+
+
+def both_returned(m: Any, x: Tensor) -> Any:
+    y = m.conv(x)
+    return y, F.relu(m.bn(y))
+
+
+def weight_in_a_buffer(m: Any, x: Tensor) -> Tensor:
+    return F.relu(m.bn(F.conv2d(x, m.kernel)))
+
+
+def concatenated(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return torch.cat([F.relu(m.bn(y)), y], 1)
+
+
+def tied(m: Any, x: Tensor) -> Tensor:
+    return m.bn2(m.other(m.bn(m.conv(x))))
+
+
+RUNS = [
+    pre_activation, two_batch_norms, of_a_batch_norm, block_called_twice, convolution_shared,
+    one_call_without, weight_read, both_returned, weight_in_a_buffer, concatenated,
+]  # fmt: skip
+#: FX folds the batch norm into the shared convolution, for all of its calls.
+FX_IS_WRONG = (convolution_shared, one_call_without)
+
+
+def flat(result: Any) -> Tensor:
+    return torch.cat([leaf.flatten() for leaf in leaves(result)])
+
+
+def batches() -> list[tuple[Tensor, ...]]:
+    torch.manual_seed(1)
+    return [(torch.randn(2, 8, 6, 6),) for _ in range(3)]
+
+
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_prepared_is_float_and_converted_is_fx(run: Callable[..., Any], affine: bool) -> None:
+    torch.manual_seed(0)
+    model, data = Net(run, affine).eval(), batches()
+    expected = flat(model(*data[0])).detach()
+    mapping = get_default_qconfig_mapping("x86")
+    prepared = tc.prepare_fx(model, mapping, data[0])
+    assert sqnr(expected, flat(prepared(*data[0]))) > 100
+    calibrate(prepared, data)
+    found = sqnr(expected, flat(tc.convert_to_reference_fx(prepared)(*data[0])))
+    lowered = sqnr(expected, flat(tc.convert_fx(prepared)(*data[0])))
+    if run in FX_IS_WRONG:
+        assert 25 < found < 45
+    else:
+        _, by_the_oracle = by_fx(model, mapping, data)
+        oracle = sqnr(expected, flat(by_the_oracle(*data[0])))
+        assert abs(found - oracle) < 1
+        assert oracle > 20
+    assert abs(lowered - found) < 1
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_qat_equals_float_without_fake_quantize(run: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model, data = Net(run).eval(), batches()
+    expected = flat(model(*data[0])).detach()
+    prepared = tc.prepare_qat_fx(
+        copy.deepcopy(model).train(), get_default_qat_qconfig_mapping("x86"), data[0]
+    )
+    prepared.eval()
+    observed = copy.deepcopy(prepared)
+    for module in observed.modules():
+        if hasattr(module, "disable_fake_quant"):
+            module.disable_fake_quant()
+    assert sqnr(expected, flat(observed(*data[0]))) > 100
+    calibrate(prepared, data)
+    assert 15 < sqnr(expected, flat(tc.convert_to_reference_fx(prepared)(*data[0]))) < 45
+
+
+def test_two_convolutions_with_one_weight_fold_their_own_batch_norms() -> None:
+    torch.manual_seed(0)
+    model, data = Net(tied).eval(), batches()
+    model.other.weight = model.conv.weight
+    expected = flat(model(*data[0])).detach()
+    prepared = tc.prepare_qat_fx(
+        copy.deepcopy(model).train(), get_default_qat_qconfig_mapping("x86"), data[0]
+    )
+    prepared.eval()
+    calibrate(prepared, data)
+    found = sqnr(expected, flat(tc.convert_to_reference_fx(prepared)(*data[0])))
+    oracle = fx.prepare_qat_fx(copy.deepcopy(model).train(), QAT, data[0])
+    oracle.eval()
+    calibrate(oracle, data)
+    assert abs(found - sqnr(expected, flat(fx.convert_to_reference_fx(oracle)(*data[0])))) < 1
+    assert found > 25
+
+
+@pytest.mark.parametrize("is_qat", [False, True])
+def test_cumulative_statistics_of_a_batch_norm_that_is_not_folded(is_qat: bool) -> None:
+    """``momentum=None`` behind a relu: only a graph that trains has a counter of batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ReLU(), nn.BatchNorm2d(8, momentum=None), nn.Conv2d(8, 8, 1)).train(is_qat)
+    data = batches()
+    if is_qat:
+        prepared = tc.prepare_qat_fx(copy.deepcopy(model), QAT, data[0])
+    else:
+        prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), data[0])
+    for module in prepared.modules():
+        if hasattr(module, "disable_fake_quant"):
+            module.disable_fake_quant()
+    for batch in data:
+        prepared(*batch), model(*batch)
+    for mine, theirs in zip(prepared.get_submodule("1").buffers(), model[1].buffers(), strict=is_qat):
+        torch.testing.assert_close(mine, theirs)
+    expected = model.eval()(*data[0])
+    assert 25 < sqnr(expected, tc.convert_to_reference_fx(prepared.eval())(*data[0])) < 60

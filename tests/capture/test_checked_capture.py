@@ -1,0 +1,408 @@
+"""What is handed out computes what the float model does, at the example's sizes and others, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+import torch.nn.functional as F
+import torchao
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.helpers.oracle import sqnr
+from torchq_compat.capture.checked.same_results import difference
+from torchq_compat.errors import CaptureError, InputError, QuantizationWarning
+from torchq_compat.support.decisions import Action
+
+assert torchao
+MAPPING = get_default_qconfig_mapping()
+
+
+def prepared(model: nn.Module, *args: Any, **options: Any) -> GraphModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tc.prepare_fx(model.eval(), MAPPING, args, **options)
+
+
+def assert_as_float(model: nn.Module, graph_module: nn.Module, *args: Any) -> None:
+    with torch.no_grad():
+        assert difference(model(*args), graph_module(*args), 80) is None
+
+
+def fixed(model: nn.Module, label: str) -> dict[str, Action]:
+    return {d.kind: d.action for d in tc.explain(model).find(f"input {label}")}
+
+
+class PythonLoop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        total = x[0] * 0
+        for i in range(x.size(0)):
+            total = total + x[i] * (i + 1)
+        return total
+
+
+class Iterated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * 2 for row in x]).sum(0)
+
+
+class Unbound(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(x.unbind(0), 0)
+
+
+class DividedByFloat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / float(x.size(0))
+
+
+@pytest.mark.parametrize("model", [PythonLoop(), Iterated(), Unbound(), DividedByFloat()], ids=repr)
+def test_size_that_python_fixes_is_remembered(model: nn.Module) -> None:
+    with pytest.warns(QuantizationWarning, match=r"dimension 0 at 'input x' is fixed: at 4 by test_checked"):
+        ours = tc.prepare_fx(model.eval(), MAPPING, (torch.randn(4, 5),))
+    assert_as_float(model, ours, torch.randn(4, 5))
+    assert_as_float(model, ours, torch.randn(4, 9))
+    forms = [ours, tc.convert_to_reference_fx(ours), tc.convert_fx(ours), copy.deepcopy(ours)]
+    forms[0].load_state_dict(copy.deepcopy(ours.state_dict()))
+    for form in forms:
+        message = r"argument 'x' has size 6 in dimension 0, .* fixed to 4 .*test_checked_capture.py:\d+ \("
+        with pytest.raises(InputError, match=message):
+            form(torch.randn(6, 5))
+    assert fixed(ours, "x") == {"dimension 0": Action.FIXED, "dimension 1": Action.FREE}
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.size(0) > 6 else x * 3
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[: int(x.size(0) * 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("model", "right", "wrong"), [(Branch(), 5, 7), (Half(), 5, 6)], ids=["branch", "half"]
+)
+def test_other_branch_is_refused(model: nn.Module, right: int, wrong: int) -> None:
+    ours = prepared(model, torch.randn(4, 5))
+    assert_as_float(model, ours, torch.randn(right, 5))
+    with pytest.raises(
+        InputError, match=rf"has size {wrong} in dimension 0, .* needs .*test_checked_capture"
+    ):
+        ours(torch.randn(wrong, 5))
+
+
+class Nested(nn.Module):
+    def forward(self, pair: list[Tensor], named: dict[str, Tensor], *rest: Tensor) -> Tensor:
+        total = pair[0]
+        for i in range(named["k"].size(1)):
+            total = total + named["k"][:, i : i + 1]
+        return total + rest[0][: int(rest[0].size(0))]
+
+
+def test_nested_arguments_are_named() -> None:
+    ours = prepared(Nested(), [torch.randn(4, 1)], {"k": torch.randn(4, 3)}, torch.randn(4, 1))
+    with pytest.raises(InputError, match=r"argument \"named\['k'\]\" has size 2 in dimension 1"):
+        ours([torch.randn(4, 1)], {"k": torch.randn(4, 2)}, torch.randn(4, 1))
+    with pytest.raises(InputError, match=r"argument 'rest\[0\]' has size 3 in dimension 0"):
+        ours([torch.randn(4, 1)], {"k": torch.randn(4, 3)}, torch.randn(3, 1))
+
+
+class TwoInputs(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x + y[::2]) * x.size(0)
+
+
+def test_related_sizes_are_checked() -> None:
+    ours = prepared(TwoInputs(), torch.randn(3, 4), torch.randn(6, 4))
+    assert_as_float(TwoInputs(), ours, torch.randn(2, 5), torch.randn(4, 5))
+    with pytest.raises(InputError, match=r"needs .*x.size\(0\) == "):
+        ours(torch.randn(1, 4), torch.randn(6, 4))
+
+
+class Squeezed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.squeeze(1)
+        return y * 2 if y.dim() == 2 else y * 5
+
+
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        y = self.fc(x) * flag
+        return y + y.size(1)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k = (f(x).view(b, t, 2, 4).transpose(1, 2) for f in (self.q, self.k))
+        scores = (q @ k.transpose(-1, -2)).masked_fill(mask == 0, -1e9).softmax(-1)
+        return (scores @ q).transpose(1, 2).reshape(b, t, c)
+
+
+class Recognizer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.adaptive_avg_pool2d(F.relu(self.conv(x)), (1, None)).squeeze(2)
+        b, c, w = y.size()
+        return self.fc(y.permute(2, 0, 1).reshape(w * b, c))
+
+
+OF_ONE: list[tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...]]] = [
+    (Squeezed(), (torch.randn(1, 1, 6),), (torch.randn(3, 1, 4),)),
+    (Flagged(), (torch.randn(1, 6), torch.ones(1, 1)), (torch.randn(3, 6), torch.rand(3, 1))),
+    (
+        Masked(),
+        (torch.randn(1, 5, 8), torch.ones(1, 1, 1, 5)),
+        (torch.randn(2, 7, 8), torch.ones(2, 1, 1, 7)),
+    ),
+    (Recognizer(), (torch.randn(1, 1, 8, 12),), (torch.randn(2, 1, 8, 17),)),
+]
+
+
+@pytest.mark.parametrize(("model", "example", "other"), OF_ONE, ids=lambda v: type(v).__name__)
+def test_size_of_one_is_right_and_the_batch_stays_free(
+    model: nn.Module, example: tuple[Tensor, ...], other: tuple[Tensor, ...]
+) -> None:
+    ours = prepared(model, *example)
+    assert_as_float(model, ours, *example)
+    assert_as_float(model, ours, *other)
+    assert fixed(ours, "x")["dimension 0"] is Action.FREE
+    for args in (example, other):
+        ours(*args)
+    reference = tc.convert_to_reference_fx(ours)
+    with torch.no_grad():
+        assert sqnr(model(*other), reference(*other)) > 15
+
+
+def test_size_of_one_against_fx() -> None:
+    torch.manual_seed(0)
+    model, args = Flagged().eval(), (torch.randn(4, 6), torch.rand(4, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_fx = fx.prepare_fx(copy.deepcopy(model), MAPPING, args)
+        by_fx(*args)
+        theirs = fx.convert_to_reference_fx(by_fx)
+    ours = prepared(model, *args)
+    ours(*args)
+    reference = tc.convert_to_reference_fx(ours)
+    with torch.no_grad():
+        floats = model(*args)
+        assert 20 < sqnr(floats, reference(*args)) < 70
+        assert abs(sqnr(floats, reference(*args)) - sqnr(floats, theirs(*args))) < 1
+
+
+class Blocks(nn.Module):
+    def __init__(self, context: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.context = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), context
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context():
+            y = self.a(x)
+            with torch.enable_grad():
+                y = self.b(y.float())
+        return self.c(y.float())
+
+
+CONTEXTS = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast off": lambda: torch.autocast("cpu", enabled=False),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_block_is_inlined_and_quantized(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(CONTEXTS[name]).eval(), torch.randn(16, 8)
+    ours = prepared(model, x)
+    nodes = list(ours.graph.nodes)
+    assert not [node for node in nodes if "wrap_with" in str(node.target)]
+    assert not [m for m in ours.children() if isinstance(m, GraphModule)]
+    ours(x)
+    reference = tc.convert_to_reference_fx(ours)
+    assert str(reference.code).count("aten.linear.default") == 3
+    assert (
+        str(reference.code).count("dequantize_per_channel")
+        + str(reference.code).count("dequantize_per_tensor")
+        >= 6
+    )
+    with torch.no_grad():
+        assert 20 < sqnr(model(x), reference(x)) < 60
+
+
+def test_lstm_under_no_grad() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.fc = nn.LSTM(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y, _ = self.lstm(x)
+            return self.fc(y)
+
+    x = torch.randn(5, 3, 6)
+    ours = prepared(Encoder(), x, prepare_custom_config=tc.get_default_prepare_custom_config())
+    ours(x)
+    reference = tc.convert_to_reference_fx(ours, tc.get_default_convert_custom_config())
+    assert any(d.path.startswith("lstm") and d.action is Action.QUANTIZED for d in tc.explain(reference))
+
+
+def float_block(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight) + x * 2
+
+
+torch.fx.wrap("float_block")
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(float_block(self.a(x), self.a.weight))
+
+
+def test_wrapped_function_is_one_float_call_as_in_fx() -> None:
+    torch.manual_seed(0)
+    model, x = Wrapped().eval(), torch.randn(64, 8)
+    function = float_block
+    ours = prepared(model, x)
+    assert float_block is function
+    by_fx = fx.prepare_fx(copy.deepcopy(model), MAPPING, (x,))
+    for form in (ours, by_fx):
+        form(x)
+    theirs, reference = fx.convert_to_reference_fx(by_fx), tc.convert_to_reference_fx(ours)
+    with torch.no_grad():
+        assert abs(sqnr(model(x), theirs(x)) - sqnr(model(x), reference(x))) < 1
+    calls = [d for d in tc.explain(reference) if d.kind == "float_block"]
+    assert [d.action for d in calls] == [Action.FLOAT]
+    assert "torch.fx.wrap" in calls[0].reason
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.drop(self.bn(self.fc(x))) + torch.rand(x.size(0), 8) + self.calls
+
+
+@pytest.mark.parametrize("is_qat", [False, True])
+def test_model_inputs_and_generators_stay_as_they_were(is_qat: bool) -> None:
+    model, x = Stateful().train(is_qat), torch.randn(4, 8)
+    before, kept = copy.deepcopy(model.state_dict()), x.clone()
+    torch.manual_seed(3)
+    random.seed(3)
+    state, python = torch.get_rng_state(), random.getstate()
+    prepare = tc.prepare_qat_fx if is_qat else tc.prepare_fx
+    mapping = get_default_qat_qconfig_mapping() if is_qat else MAPPING
+    ours = prepare(model, mapping, (x,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+    assert torch.equal(x, kept)
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value)
+    assert model.training is is_qat
+    assert dict(ours.named_buffers())["calls"].item() == 0
+
+
+def test_arguments_that_are_no_tensors_are_fixed() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, factor: int) -> Tensor:
+            return x * factor
+
+    ours = prepared(Scaled(), torch.randn(2, 3), 4)
+    assert_as_float(Scaled(), ours, torch.randn(2, 3), 4)
+    with pytest.raises(InputError, match="argument 'factor' is 5, but the captured model is fixed to 4"):
+        ours(torch.randn(2, 3), 5)
+
+
+class Forgetful(nn.Module):
+    """Captured wrongly by design: it behaves otherwise while torch.export looks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 7 if torch.compiler.is_exporting() else x * 2
+
+
+def test_graph_that_differs_everywhere_is_refused() -> None:
+    model = Forgetful()
+    with pytest.raises(CaptureError, match=r"Forgetful cannot be quantized: .* something else .* dB"):
+        prepared(model, torch.randn(2, 3))
+
+
+class OnlyHere(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0 if isinstance(x.size(0), torch.SymInt) else float(x.size(0)) / 4
+        return x * scale
+
+
+def test_size_at_which_the_graph_differs_is_fixed() -> None:
+    with pytest.warns(QuantizationWarning, match="dimension 0 at 'input x' is fixed"):
+        ours = tc.prepare_fx(OnlyHere().eval(), MAPPING, (torch.randn(4, 3),))
+    assert_as_float(OnlyHere(), ours, torch.randn(4, 5))
+    with pytest.raises(InputError, match="has size 8 in dimension 0"):
+        ours(torch.randn(8, 3))
+
+
+def test_dynamic_shapes_of_star_arguments_says_how() -> None:
+    class Summed(nn.Module):
+        def forward(self, *x: Tensor) -> Tensor:
+            return x[0] + x[1]
+
+    free = {0: torch.export.Dim.AUTO}
+    args = (torch.randn(2, 3), torch.randn(2, 3))
+    with pytest.raises(CaptureError, match="nested once more"):
+        prepared(Summed(), *args, dynamic_shapes=(free, free))
+    assert_as_float(Summed(), prepared(Summed(), *args, dynamic_shapes=((free, free),)), *args)
+
+
+def test_data_dependent_control_flow_keeps_its_hint() -> None:
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(CaptureError, match=r"test_checked_capture.py:\d+[^\n]*[\s\S]*torch.where"):
+        prepared(Looks(), torch.randn(2, 3))
+
+
+def test_equal_means_equal() -> None:
+    x = torch.randn(100)
+    assert difference(x, x + 1e-6, 80) is None
+    assert "dB" in str(difference(x, x + 1e-3, 80))
+    assert "dB" in str(difference(x, torch.zeros(100), 60))
+    assert "dB" in str(difference(torch.zeros(100), x, 60))
+    assert difference(torch.tensor([1, 2]), torch.tensor([1, 3]), 60) == "other integers"
+    holes = x.clone()
+    holes[3] = torch.nan
+    assert difference(holes, holes, 80) is None
+    assert difference(holes, x, 80) == "NaN or infinity in other places"
+    assert "shape" in str(difference(x, x[None], 80))

@@ -1,0 +1,387 @@
+"""The cell loop: converted cells over time on integers, in one call. The q-dq graph is the oracle."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_observer,
+    get_default_qconfig,
+    per_channel_dynamic_qconfig,
+)
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import torchq_compat as tc
+from tests.helpers.cell_loop_shared import X_GRID, attribute, inputs_of, native, on
+from tests.helpers.converted_cells import KINDS, cells_of, converted
+from tests.helpers.lstm_flow import uniform
+from tests.helpers.oracle import leaves, sqnr
+from torchq_compat.custom_modules.recurrent.cell.cell_graph import ConvertedCellGraphModule
+from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection
+from torchq_compat.custom_modules.recurrent.native import build, kernel, op
+from torchq_compat.custom_modules.recurrent.native.columns import as_numbers, column_grids
+from torchq_compat.custom_modules.recurrent.native.instruction_set import Op
+from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
+from torchq_compat.custom_modules.registry import handler_of
+from torchq_compat.errors import QuantizationWarning
+from torchq_compat.nn import quantized
+from torchq_compat.qspecs.qparams import PerChannelGrid, PerTensorGrid
+from torchq_compat.recurrent_parts import get_individually_observed_parts
+
+SIGNED = PerTensorGrid(2 / 127, 0, -128, 127, torch.int8)
+
+
+def steps_between(cell: ConvertedCellGraphModule, found: Any, expected: Any) -> tuple[float, float]:
+    """(the largest difference, the share of values that differ) in quantization steps of the results."""
+    grids = cell.state_grids()
+    worst, different, count = 0.0, 0, 0
+    for a, b, grid in zip(leaves(found), leaves(expected), (grids[0], *grids), strict=True):
+        assert grid is not None
+        off = (a - b).abs() / grid.scale
+        worst, different, count = (
+            max(worst, float(off.max())),
+            different + int((off > 0.5).sum()),
+            count + a.numel(),
+        )
+    return worst, different / count
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("batch", [1, 3, 8, 19])
+def test_one_step_is_within_a_step_of_the_graph(name: str, batch: int) -> None:
+    for cell in cells_of(converted(name)):
+        x, states = inputs_of(cell, 1, batch)
+        columns = column_grids(X_GRID, x.shape[-1], 3)
+        expected = RecurrentDirection(cell)(x, states)
+        worst, share = steps_between(cell, native(cell, x, states, columns=columns), expected)
+        assert worst <= 1.01
+        assert share <= 0.01
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_long_sequence_follows_the_graph(name: str, backward: bool) -> None:
+    """A value on the edge between two steps may tip over, and what comes after then follows another path."""
+    for cell in cells_of(converted(name)):
+        x, states = inputs_of(cell, 150, 2)
+        output, last = RecurrentDirection(cell)(x, states, backward=backward)
+        found, found_last = native(cell, x, states, backward=backward)
+        assert sqnr(output, found) > 45
+        for expected, got in zip(last, found_last, strict=True):
+            assert sqnr(expected, got) > 35
+        assert float(output.std()) > 0.02
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_kernel_and_torchs_operators_agree(name: str) -> None:
+    """What runs without a compiler computes the same program."""
+    for cell in cells_of(converted(name)):
+        x, states = inputs_of(cell, 9, 4)
+        program = cell.program()
+        assert program is not None
+        weights = [None if n is None else attribute(cell, n) for names in program.weights for n in names]
+        interpreted = run_interpreted(x, states, weights, program.table, program.constants, (), backward=True)
+        worst, share = steps_between(cell, interpreted, native(cell, x, states, backward=True))
+        assert worst <= 2.01
+        assert share <= 0.01
+
+
+def test_an_initial_state_on_another_grid_is_computed_in_floats() -> None:
+    cell = cells_of(converted("split lstm"))[0]
+    x, states = inputs_of(cell, 1, 16)
+    elsewhere = tuple(state * 0.7371 for state in states)
+    expected = RecurrentDirection(cell)(x, elsewhere)
+    assert steps_between(cell, native(cell, x, elsewhere), expected)[0] <= 2.01
+    # The integers of the same state, put on the grid the cell carries on, are another state.
+    rounded = tuple(map(on, cell.state_grids(), elsewhere))
+    assert steps_between(cell, native(cell, x, rounded), expected)[1] > 0.05
+
+
+def test_an_input_on_no_grid_is_computed_in_floats() -> None:
+    cell = cells_of(converted("gru"))[0]
+    x, states = inputs_of(cell, 12, 3)
+    x = x * 0.7371
+    expected = RecurrentDirection(cell)(x, states)
+    assert steps_between(cell, native(cell, x, states, columns=((8, None),)), expected)[0] <= 2.01
+    assert steps_between(cell, native(cell, x, states), expected)[1] > 0.05
+
+
+def test_signed_integers_come_in_as_well() -> None:
+    cell = cells_of(converted("lstm"))[0]
+    x, states = inputs_of(cell, 12, 3, grid=SIGNED)
+    expected = RecurrentDirection(cell)(x, states)
+    assert steps_between(cell, native(cell, x, states, columns=((8, SIGNED),)), expected)[0] <= 1.01
+
+
+def test_columns_on_grids_of_their_own() -> None:
+    """What a bidirectional layer hands to the next one."""
+    cell = cells_of(converted("gru"))[0]
+    x, states = inputs_of(cell, 12, 3)
+    other = PerTensorGrid(0.05, 20, 0, 255, torch.uint8)
+    x = torch.cat([x[..., :5], on(other, 3 * x[..., 5:])], -1)
+    grid = PerChannelGrid(((5, X_GRID), (3, other)), 2)
+    expected = RecurrentDirection(cell)(x, states)
+    assert steps_between(cell, native(cell, x, states, columns=column_grids(grid, 8, 3)), expected)[0] <= 1.01
+    assert column_grids(grid, 8, 2) == ((8, None),)
+
+
+def test_columns_of_which_one_is_on_no_grid_are_floats() -> None:
+    assert as_numbers(((5, X_GRID), (3, None))) == [8.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_weights_that_are_not_symmetric(channels: bool) -> None:
+    torch.manual_seed(0)
+    module: Any = nn.LSTM(8, 12).eval()
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight += 0.2
+    observer: Any = torch.ao.quantization.PerChannelMinMaxObserver if channels else MinMaxObserver
+    scheme = torch.per_channel_affine if channels else torch.per_tensor_affine
+    module.qconfig = QConfig(default_observer, observer.with_args(dtype=torch.qint8, qscheme=scheme))
+    observed = get_individually_observed_parts(module)
+    with torch.no_grad():
+        observed(uniform(1.0, 9, 16, 8))
+    (cell,) = cells_of(quantized.LSTM.from_observed(observed))
+    x, states = inputs_of(cell, 12, 9)
+    expected = RecurrentDirection(cell)(x, states)
+    assert steps_between(cell, native(cell, x, states), expected)[0] <= 1.01
+
+
+def cell_of_width(width: int, hidden: int) -> ConvertedCellGraphModule:
+    torch.manual_seed(0)
+    module: Any = nn.LSTM(width, hidden).eval()
+    module.qconfig = get_default_qconfig("x86")
+    observed = get_individually_observed_parts(module)
+    with torch.no_grad():
+        observed(uniform(1.0, 9, 16, width))
+    return cells_of(quantized.LSTM.from_observed(observed))[0]
+
+
+@pytest.mark.parametrize("hidden", [5, 16, 33, 100])
+def test_threads_share_the_units_without_changing_a_bit(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = cell_of_width(70, hidden)
+    x, states = inputs_of(cell, 70, 3)
+    columns = column_grids(X_GRID, 70, 3)
+    alone = leaves(native(cell, x, states, columns=columns))
+    monkeypatch.setattr(kernel, "WORK_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for backward in (False, True):
+        monkeypatch.setattr(kernel, "WORK_PER_THREAD", 1 << 60)
+        alone = leaves(native(cell, x, states, columns=columns, backward=backward))
+        monkeypatch.setattr(kernel, "WORK_PER_THREAD", 1)
+        together = leaves(native(cell, x, states, columns=columns, backward=backward))
+        assert all(map(torch.equal, alone, together))
+
+
+def test_blocks_of_steps_join_without_a_seam() -> None:
+    """The input is projected some steps at a time; the results do not depend on how many."""
+    cell = cell_of_width(70, 20)
+    x, states = inputs_of(cell, 200, 1)
+    columns = column_grids(X_GRID, 70, 3)
+    whole, last = native(cell, x, states, columns=columns)
+    pieces, state = [], states
+    for part in torch.split(x, [1, 63, 64, 65, 7]):
+        output, state = native(cell, part, state, columns=columns)
+        pieces.append(output)
+    assert torch.equal(whole, torch.cat(pieces))
+    assert all(map(torch.equal, last, state))
+
+
+def test_the_projection_is_computed_once_and_the_rest_in_every_step() -> None:
+    (cell,) = cells_of(converted("split lstm"))
+    program = cell.program()
+    assert program is not None
+    once = [(i.op, i.width) for i in program.instructions if i.once]
+    assert once == [(Op.LINEAR, 12)] * 4
+    assert sum(i.op is Op.LINEAR for i in program.instructions) == 8
+    assert all(i.output is not None for i in program.instructions)
+
+
+def test_packed_sequences_run_in_runs_of_equal_batch_size() -> None:
+    module: Any = converted("lstm")
+    lowered = module.lowered()
+    x = on(X_GRID, uniform(2.0, 11, 4, 8))
+    packed = pack_padded_sequence(x, torch.tensor([3, 11, 3, 7]), enforce_sorted=False)
+    expected, found = leaves(module(packed)), leaves(lowered(packed))
+    for a, b in zip(expected, found, strict=True):
+        if a.is_floating_point():
+            assert sqnr(a, b) > 45
+        else:
+            assert torch.equal(a, b)
+
+
+def test_a_graph_the_loop_has_no_instruction_for_runs_as_before() -> None:
+    module: Any = converted("rnn")
+    (cell,) = cells_of(module)
+    tanh = next(node for node in cell.graph.nodes if node.target is torch.ops.aten.tanh.default)
+    tanh.target = torch.ops.aten.sin.default
+    cell.recompile()
+    assert cell.program() is None
+    handler = handler_of(module)
+    assert handler is not None
+    assert handler.lower(module) == "there is no instruction for aten.sin.default"
+
+
+def test_new_qparams_are_in_the_program() -> None:
+    (cell,) = cells_of(converted("rnn"))
+    (other,) = cells_of(converted("rnn", seed=5, gain=3.0))
+    cell.load_state_dict(other.state_dict())
+    x, states = inputs_of(other, 9, 2)
+    assert all(map(torch.equal, leaves(native(cell, x, states)), leaves(native(other, x, states))))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    monkeypatch.setenv("TORCHQ_COMPAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    build.kernel_build.cache_clear()
+    yield
+    build.kernel_build.cache_clear()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_it_says_so_once_and_computes_the_same() -> None:
+    (cell,) = cells_of(converted("split lstm"))
+    x, states = inputs_of(cell, 6, 2)
+    with pytest.warns(QuantizationWarning, match=r"no-such-compiler.*Hint: install a C\+\+ compiler"):
+        found = native(cell, x, states)
+    assert leaves(native(cell, x, states))[0].equal(found[0])
+    assert steps_between(cell, found, RecurrentDirection(cell)(x, states))[0] <= 2.01
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TORCHQ_COMPAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "c++ --no-such-option")
+    made = build.build_kernel()
+    assert made.library is None
+    assert "no-such-option" in made.problem
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_built_kernel_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TORCHQ_COMPAT_CACHE_DIR", str(tmp_path))
+    assert build.build_kernel().library is not None
+    (built,) = tmp_path.iterdir()
+    before = built.stat().st_mtime_ns
+    assert build.build_kernel().library is not None
+    assert built.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", ["lstm", "projected lstm", "gru"])
+@pytest.mark.parametrize("batch", [1, 2, 7, 19])
+def test_the_portable_loops_give_the_same_bits(
+    name: str, batch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """The dot products written out for AVX-512, where this machine has it, against the plain ones."""
+    cells = [cell_of_width(70, 33), *cells_of(converted(name))]
+    inputs = [inputs_of(cell, 5, batch) for cell in cells]
+    columns = [split_columns(x.shape[-1]) for x, _ in inputs]
+
+    def results() -> list[Tensor]:
+        found = [
+            native(*each, columns=on)
+            for *each, on in zip(cells, *zip(*inputs, strict=True), columns, strict=True)
+        ]
+        return [tensor for result in found for tensor in leaves(result)]
+
+    written_out = results()
+    monkeypatch.setenv("TORCHQ_COMPAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "c++ -U__AVX512VNNI__")
+    library = build.build_kernel().library
+    assert library is not None
+    monkeypatch.setattr(op, "kernel_build", lambda: build.KernelBuild(library))
+    assert all(map(torch.equal, written_out, results()))
+
+
+def split_columns(width: int) -> Any:
+    """A first column on a grid of its own, so that the others begin at an odd address."""
+    return ((1, X_GRID), (width - 1, X_GRID))
+
+
+def test_the_operator_is_one_that_torch_can_trace() -> None:
+    (cell,) = cells_of(converted("gru"))[:1]
+    x, states = inputs_of(cell, 5, 2)
+    program = cell.program()
+    assert program is not None
+    weights = [None if n is None else attribute(cell, n).detach() for names in program.weights for n in names]
+    numbers = as_numbers(((8, X_GRID),))
+    arguments = (x, list(states), weights, program.table, program.constants, numbers, False)
+    torch.library.opcheck(torch.ops.torchq_compat_native.cell_loop.default, arguments)
+    assert op.cell_loop(*arguments[:-1], backward=False)[0].shape == (5, 2, 12)
+
+
+def test_every_part_of_every_kind_has_an_instruction() -> None:
+    names = {name: cells_of(converted(name)) for name in KINDS}
+    for name, cell in itertools.chain.from_iterable([(n, c) for c in cells] for n, cells in names.items()):
+        assert cell.program_problem() is None, name
+
+
+DYNAMIC = {"per tensor": default_dynamic_qconfig, "per channel": per_channel_dynamic_qconfig}
+
+
+class Dynamic(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.lstm = nn.LSTM(8, 20, 2, bidirectional=True)
+        self.gru = nn.GRU(40, 12)
+        self.cell = nn.RNNCell(12, 9)
+
+    def forward(self, x: Tensor) -> Any:
+        output, state = self.lstm(x)
+        output, _ = self.gru(output)
+        return output, state, self.cell(output[-1])
+
+
+def dynamic(qconfig: QConfig, seed: int = 0) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """(reference, lowered)"""
+    x = uniform(2.0, 9, 4, 8)
+    prepared = tc.prepare_fx(Dynamic(seed).eval(), QConfigMapping().set_global(qconfig), (x,))
+    return tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+
+
+@pytest.mark.parametrize("scheme", DYNAMIC)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_dynamic_grids_are_chosen_as_in_the_graph(
+    scheme: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, lowered = dynamic(DYNAMIC[scheme])
+    monkeypatch.setattr(kernel, "WORK_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = uniform(3.0, 31, 5, 8)
+    with torch.no_grad():
+        expected, found, plain = (leaves(m(x)) for m in (reference, lowered, Dynamic().eval()))
+    for a, b, c in zip(expected, found, plain, strict=True):
+        # Integers are the same: what differs is the order in which floats are summed up.
+        assert sqnr(a, b) > 90
+        assert 20 < sqnr(c, b) < 60
+
+
+def test_a_loaded_state_reaches_the_dynamic_loop() -> None:
+    _, lowered = dynamic(default_dynamic_qconfig)
+    reference, other = dynamic(default_dynamic_qconfig, seed=3)
+    lowered.load_state_dict(other.state_dict())
+    x = uniform(3.0, 31, 5, 8)
+    with torch.no_grad():
+        for a, b in zip(leaves(reference(x)), leaves(lowered(x)), strict=True):
+            assert sqnr(a, b) > 90
+
+
+def test_dynamic_modules_compile_to_calls_of_the_loop() -> None:
+    torch._dynamo.reset()
+    reference, lowered = dynamic(default_dynamic_qconfig)
+    compiled = torch.compile(lowered, backend="eager", fullgraph=True)
+    x = uniform(3.0, 31, 5, 8)
+    with torch.no_grad():
+        for a, b in zip(leaves(reference(x)), leaves(compiled(x)), strict=True):
+            assert sqnr(a, b) > 90

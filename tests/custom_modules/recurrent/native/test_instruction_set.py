@@ -1,0 +1,42 @@
+"""The instruction set of the native loop, defined in Python and held against the C++ that reads its rows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from torchq_compat.custom_modules.recurrent.native.build import SOURCE
+from torchq_compat.custom_modules.recurrent.native.instruction_set import (
+    GridRow,
+    InstructionRow,
+    Op,
+    SlotRow,
+)
+from torchq_compat.custom_modules.recurrent.native.interpreter import ELEMENTWISE
+
+TEXT = SOURCE.read_text()
+
+
+def test_the_operations_have_the_same_numbers() -> None:
+    declared = re.findall(r"enum Op : int64_t \{([^}]*)\}", TEXT)
+    assert len(declared) == 1
+    # Without values of their own, they count from zero.
+    names = [name.strip() for name in declared[0].split(",")]
+    assert [f"k{op.name.title()}" for op in sorted(Op)] == names
+    assert sorted(Op) == list(range(len(names)))
+
+
+def test_every_operation_is_computed_by_both() -> None:
+    assert {Op.LINEAR, *ELEMENTWISE} == set(Op)
+    for op in Op:
+        assert re.search(rf"(case|==|!=) k{op.name.title()}\b", TEXT), op
+
+
+@pytest.mark.parametrize(
+    ("struct", "number", "row"),
+    [("Instruction", "int64_t", InstructionRow), ("Slot", "int64_t", SlotRow), ("Grid", "double", GridRow)],
+)
+def test_the_rows_have_the_same_members(struct: str, number: str, row: type[tuple[int, ...]]) -> None:
+    declared = re.findall(rf"struct {struct} \{{\n  {number} ([^;]*);\n", TEXT)
+    assert [each.replace(" ", "").split(",") for each in declared] == [list(row._fields)]  # type: ignore[attr-defined]

@@ -1,0 +1,94 @@
+"""The harness, in short: some programs on two builds, and that it finds the faults it is there for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.native_harness.builds import BUILDS, SANITIZED, Build, compile_replay, run_replay
+from tests.native_harness.calls import Call, random_call, write_calls
+from torchq_compat.custom_modules.recurrent.native.build import HEADER, SOURCE
+from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
+from torchq_compat.custom_modules.recurrent.native.op import cell_loop
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("calls") / "calls"
+    write_calls([random_call(seed, largest_hidden=40, largest_batch=12) for seed in range(25)], path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(calls: Path) -> bytes:
+    build = BUILDS["threads of the standard library"]
+    results, problem = run_replay(build, compile_replay(build, calls.parent), calls, (1, 3))
+    assert problem == ""
+    return results
+
+
+@pytest.mark.parametrize("name", ["threads"])
+def test_sanitizers_find_nothing_and_bits_are_equal(
+    name: str, calls: Path, expected: bytes, tmp_path: Path
+) -> None:
+    results, problem = run_replay(SANITIZED[name], compile_replay(SANITIZED[name], tmp_path), calls, (1, 3))
+    assert problem == ""
+    assert results == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*BUILDS, "address and undefined", "address and undefined, plain loops"])
+def test_every_build_gives_the_same_bits(name: str, calls: Path, expected: bytes, tmp_path: Path) -> None:
+    build = {**BUILDS, **SANITIZED}[name]
+    results, problem = run_replay(build, compile_replay(build, tmp_path), calls, (1, 2, 3))
+    assert problem == ""
+    assert results == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "right", "wrong"),
+    [
+        ("threads", "if (step == 0 || floats_are_read_)", "if (step == 0)"),
+        (
+            "address and undefined",
+            "std::copy_n(source, lanes, target)",
+            "std::copy_n(source, kLanes, target)",
+        ),
+        ("address and undefined", "const float n = x == x ?", "const float n = true ?"),
+    ],
+)
+def test_a_fault_put_in_is_found(build: str, right: str, wrong: str, calls: Path, tmp_path: Path) -> None:
+    source = SOURCE.read_text()
+    assert source.count(right) == 1
+    broken = tmp_path / SOURCE.name
+    broken.write_text(source.replace(right, wrong))
+    (tmp_path / HEADER.name).write_text(HEADER.read_text())
+    made: Build = SANITIZED[build]
+    assert run_replay(made, compile_replay(made, tmp_path, broken), calls, (3,))[1] != ""
+
+
+def sample(seed: int) -> Call:
+    return random_call(seed, largest_hidden=20, largest_batch=6)
+
+
+@pytest.mark.parametrize("seeds", [range(60)])
+def test_the_operators_give_what_the_kernel_gives(seeds: range) -> None:
+    """NaN where the kernel has NaN, and the same values. One that lies between two steps may tip over."""
+    far = compared = 0
+    for seed in seeds:
+        call = sample(seed)
+        *arguments, backward = call.arguments()
+        output, last = cell_loop(*arguments, backward=backward)
+        if not call.x.numel():
+            assert output.shape[:2] == call.x.shape[:2]
+            assert all(map(torch.equal, last, call.states))
+            continue
+        expected, expected_last = run_interpreted(*arguments, backward)
+        for a, b in zip((output, *last), (expected, *expected_last), strict=True):
+            compared += 1
+            far += not torch.equal(a.isnan(), b.isnan()) or not torch.allclose(a, b, atol=0.3, equal_nan=True)
+    assert compared > 80
+    assert far <= 0.05 * compared

@@ -1,0 +1,134 @@
+"""Converted cells in two: the projection of all inputs at once, and the step. The numbers stay."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.helpers.converted_cells import KINDS, cells_of, converted
+from tests.helpers.lstm_flow import uniform
+from tests.helpers.oracle import leaves
+from torchq_compat.custom_modules.parts.part_graph import converted_grids, part_nodes
+
+LINEAR = torch.ops.aten.linear.default
+
+
+def cell_inputs(cell: GraphModule) -> tuple[Tensor, ...]:
+    """x of seven steps (7, 3, I) and states (3, width)."""
+    widths = [int(n.meta["val"].shape[1]) for n in cell.graph.nodes if n.op == "placeholder"]
+    return uniform(1.0, 7, 3, widths[0]), *(uniform(0.5, 3, width) for width in widths[1:])
+
+
+def assert_same_on_grid(cell: GraphModule, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """One step at most, and that seldom: a linear may sum up in another order when it has more rows."""
+    for grid, mine, theirs in zip(converted_grids(cell), found, expected, strict=True):
+        assert grid is not None
+        steps = (grid.quantize(mine).int() - grid.quantize(theirs).int()).abs()
+        assert int(steps.max()) <= 1
+        assert float((steps > 0).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_projection_and_step_are_the_cell(name: str) -> None:
+    for cell in cells_of(converted(name)):
+        x, *states = cell_inputs(cell)
+        projected = cell.project(x)
+        assert all(each.shape[:2] == (7, 3) for each in projected)
+        repeated = cell.repeated_step()
+        for time, x_t in enumerate(x):
+            at_time = [each[time] for each in projected]
+            new = cell.step(*at_time, *states)
+            assert_same_on_grid(cell, new, cell(x_t, *states))
+            assert all(map(torch.equal, new, repeated(*at_time, *states)))
+            states = list(new)
+
+
+def linears(graph: Graph) -> int:
+    return sum(node.target is LINEAR for node in graph.nodes)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_of_the_input_is_left_to_the_step(name: str) -> None:
+    for cell in cells_of(converted(name)):
+        of_input = [node for part, node in part_nodes(cell) if part.startswith("igates")]
+        assert linears(cell.projection_graph()) == len(of_input) in (1, 3, 4)
+        assert linears(cell.step_graph()) == linears(cell.graph) - len(of_input) > 0
+        assert not any(node.name.startswith("igates") for node in cell.step_graph().nodes if node.users)
+        # What is not in one of them is in the other, weights that both read apart.
+        both = {n.name for graph in (cell.projection_graph(), cell.step_graph()) for n in graph.nodes}
+        assert {node.name for node in cell.graph.nodes} <= both
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_new_qparams_reach_both_halves(name: str) -> None:
+    module, other = converted(name), converted(name, seed=1, gain=3.0)
+    x = uniform(1.0, 7, 3, 8)
+    with torch.no_grad():
+        expected = leaves(module(x))
+        assert not torch.equal(leaves(other(x))[0], expected[0])
+        other.load_state_dict(module.state_dict())
+        assert all(map(torch.equal, leaves(other(x)), expected))
+
+
+def test_a_copy_has_halves_of_its_own() -> None:
+    module = converted("lstm")
+    x = uniform(1.0, 7, 3, 8)
+    with torch.no_grad():
+        expected = leaves(module(x))
+        twin = copy.deepcopy(module)
+        for value in twin.state_dict().values():
+            value.zero_()
+        assert all(map(torch.equal, leaves(module(x)), expected))
+        assert not torch.equal(leaves(twin(x))[0], expected[0])
+
+
+def test_nothing_is_registered_twice() -> None:
+    for cell in cells_of(converted("lstm")):
+        assert sorted(cell.state_dict()) == [
+            "_extra_state",
+            "_frozen_param0",
+            "_frozen_param1",
+            "hgates.bias",
+            "igates.bias",
+        ]
+        cell.to(torch.float64)
+        assert {each.dtype for each in cell.repeated_step().args if isinstance(each, Tensor)} == {
+            torch.float32,  # the weights: dequantize gives float32
+            torch.float64,  # the bias
+        }
+
+
+def test_a_cell_with_hooks_is_called_itself() -> None:
+    module = converted("lstm")
+    x, widths = uniform(1.0, 7, 3, 8), []
+    with torch.no_grad():
+        expected = leaves(module(x))
+        for cell in cells_of(module):
+            cell.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape))
+        for grid, mine, theirs in zip(
+            module.leaf_output_grids(expected), leaves(module(x)), expected, strict=True
+        ):
+            assert grid is not None
+            assert int((grid.quantize(mine).int() - grid.quantize(theirs).int()).abs().max()) <= 1
+    assert widths == [(3, 8)] * 14 + [(3, 24)] * 14
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "split lstm"])
+def test_packed_sequences(name: str) -> None:
+    module, lengths = converted(name), [7, 4, 1]
+    padded = uniform(1.0, 7, 3, 8)
+    with torch.no_grad():
+        packed, _ = module(pack_padded_sequence(padded, lengths))
+        found, _ = pad_packed_sequence(packed)
+        for row, length in enumerate(lengths):
+            alone, _ = module(padded[:length, row : row + 1])
+            (grid, *_) = module.leaf_output_grids([alone])
+            assert grid is not None
+            steps = grid.quantize(found[:length, row : row + 1]).int() - grid.quantize(alone).int()
+            assert int(steps.abs().max()) <= 1
+            assert float((steps != 0).float().mean()) < 0.02

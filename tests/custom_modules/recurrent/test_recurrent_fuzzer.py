@@ -1,0 +1,12 @@
+"""The fuzzer of recurrent contracts, in short; at length: ``python -m tests.fuzz.recurrent_fuzzer``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.recurrent_fuzzer import run
+
+
+@pytest.mark.parametrize("seed", range(13))
+def test_a_random_contract_passes(seed: int) -> None:
+    assert run(seed) in ("passed", "refused: stays float, and says so")

@@ -1,0 +1,332 @@
+"""Every public function with every kind of wrong argument, one parameter at a time.
+
+The functions are found by inspection: one without an entry in ``GOOD`` fails the test.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_qconfig
+from torch.fx import GraphModule, symbolic_trace
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+import torchq_compat as tc
+from tests.fuzz.outcomes import Case
+from torchq_compat.exported_lstm.whole_op import whole_op_lstm_quantizer
+from torchq_compat.lstm_utils import decompose_lstm, prepare_decomposed_lstm
+from torchq_compat.migrate.comparison.measure.cases import Case as ComparedCase
+
+__all__ = ["Door", "cases", "doors"]
+
+MODULES = (
+    "torchq_compat",
+    "torchq_compat.checkpoints",
+    "torchq_compat.lstm_utils",
+    "torchq_compat.migrate.comparison.comparing",
+    "torchq_compat.multi_output",
+    "torchq_compat.nn.quantizable",
+    "torchq_compat.nn.quantized",
+    "torchq_compat.operators",
+    "torchq_compat.profiles",
+    "torchq_compat.quantize_fx",
+    "torchq_compat.recurrent_parts",
+)
+SIZE = 4
+MAPPING = QConfigMapping().set_global(default_qconfig)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
+
+
+class Splits(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2)
+        return a + b
+
+
+class NoQuantizer(Quantizer):
+    def annotate(self, model: GraphModule) -> GraphModule:
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        pass
+
+
+class Kind:
+    """A name that tells, and how the value is made."""
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        self.name, self.make = name, make
+
+
+KINDS = (
+    Kind("None", lambda: None),
+    Kind("int", lambda: 5),
+    Kind("negative", lambda: -1),
+    Kind("nan", lambda: float("nan")),
+    Kind("str", lambda: "junk"),
+    Kind("bytes", lambda: b"junk"),
+    Kind("object", object),
+    Kind("lambda", lambda: lambda *args, **kwargs: None),
+    Kind("class", lambda: nn.Linear),
+    Kind("wrong class", lambda: torch.device("cpu")),
+    Kind("empty tuple", tuple),
+    Kind("empty dict", dict),
+    Kind("list of objects", lambda: [object(), object()]),
+    Kind("nested", lambda: {"junk": [{"junk": object()}]}),
+    Kind("torch.Size", lambda: torch.Size([2, 3])),
+)
+
+
+def inputs() -> tuple[Tensor]:
+    return (torch.ones(2, SIZE),)
+
+
+@cache
+def prepared() -> GraphModule:
+    model = tc.prepare_fx(Model(), MAPPING, inputs())
+    model(*inputs())
+    return model
+
+
+@cache
+def converted() -> GraphModule:
+    return tc.convert_to_reference_fx(prepared())
+
+
+def lstm() -> nn.LSTM:
+    module = nn.LSTM(SIZE, SIZE)
+    module.qconfig = default_qconfig
+    return module
+
+
+def float_module(name: str) -> nn.Module:
+    arguments = (SIZE, 2) if name == "MultiheadAttention" else (SIZE, SIZE)
+    module: nn.Module = getattr(nn, name)(*arguments)
+    module.qconfig = default_qconfig
+    return module
+
+
+@cache
+def exported_lstm() -> Any:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(SIZE, SIZE)
+
+        def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Any:
+            return self.lstm(x, (h, c))
+
+    h = torch.zeros(1, 2, SIZE)
+    return torch.export.export(Whole(), (torch.ones(3, 2, SIZE), h, h))
+
+
+@cache
+def decomposed_lstm() -> GraphModule:
+    return decompose_lstm(exported_lstm())
+
+
+@cache
+def prepared_decomposed_lstm() -> GraphModule:
+    return prepare_decomposed_lstm(decomposed_lstm(), whole_op_lstm_quantizer())
+
+
+def exported_splits() -> GraphModule:
+    return torch.export.export(Splits(), inputs()).module()
+
+
+def chunk_node() -> Any:
+    return next(
+        n for n in exported_splits().graph.nodes if "chunk" in str(n.target) or "split" in str(n.target)
+    )
+
+
+def temporary(name: str) -> Path:
+    return Path(tempfile.mkdtemp()) / name
+
+
+def checkpoint() -> Path:
+    path = temporary("checkpoint.pt")
+    torch.save(prepared().state_dict(), path)
+    return path
+
+
+def prepare_arguments() -> dict[str, Any]:
+    return {"model": Model(), "qconfig_mapping": MAPPING, "example_inputs": inputs()}
+
+
+def compare_arguments() -> dict[str, Any]:
+    return {**prepare_arguments(), "calibration_data": [inputs()], "fx": False}
+
+
+def case_to_compare() -> ComparedCase:
+    return ComparedCase(**prepare_arguments(), calibration_data=[inputs()]).checked()
+
+
+def node_arguments() -> dict[str, Any]:
+    return {"node": chunk_node(), "input_specs": {}, "output_specs": [None, None]}
+
+
+Arguments = Callable[[], dict[str, Any]]
+#: Arguments that each function takes; the others stay at their default.
+GOOD: dict[str, Arguments] = {
+    "annotate_outputs": node_arguments,
+    "decompose_lstm": lambda: {"program": exported_lstm()},
+    "check_sharing": lambda: {"model": exported_splits()},
+    "compare": compare_arguments,
+    "compare_case": lambda: {"case": case_to_compare(), "fx": False},
+    "convert_fx": lambda: {"graph_module": prepared()},
+    "convert_decomposed_lstm": lambda: {"prepared": prepared_decomposed_lstm()},
+    "convert_to_reference_fx": lambda: {"graph_module": prepared()},
+    "explain": lambda: {"model": converted()},
+    "export": lambda: {"converted": converted(), "example_inputs": inputs()},
+    "fuse_fx": lambda: {"model": Model().eval()},
+    "get_default_convert_custom_config": dict,
+    "get_default_prepare_custom_config": dict,
+    "get_individually_observed_parts": lambda: {"float_module": lstm()},
+    "get_lstm_with_individually_observed_parts": lambda: {"float_lstm": lstm()},
+    "get_reference_quantized_lstm_module": lambda: {
+        "observed_lstm": import_module("torchq_compat.nn.quantizable").LSTM.from_float(lstm())
+    },
+    "int8_parts": lambda: {"module": lstm()},
+    "int8_with_int16_cell": lambda: {"module": lstm()},
+    "int16_parts": lambda: {"module": lstm()},
+    "load_checkpoint": lambda: {"path": checkpoint(), "model": copy.deepcopy(prepared())},
+    "Output": lambda: {"node": chunk_node(), "index": 0},
+    "prepare_fx": prepare_arguments,
+    "prepare_decomposed_lstm": lambda: {"model": decomposed_lstm(), "quantizer": whole_op_lstm_quantizer()},
+    "prepare_qat_fx": prepare_arguments,
+    "quantizer_from": lambda: {"qconfig_mapping": MAPPING},
+    "reroute_tuples": lambda: {"graph": symbolic_trace(Splits()).graph},
+    "save_checkpoint": lambda: {"state": prepared(), "path": temporary("new.pt")},
+    "to_executorch": lambda: {"converted": converted(), "example_inputs": inputs()},
+    "whole_op_lstm_quantizer": dict,
+}
+
+
+@dataclass(frozen=True)
+class Door:
+    """A public function or constructor, and arguments that it takes."""
+
+    name: str
+    function: Callable[..., Any]
+    good: Arguments | None
+
+
+def doors() -> list[Door]:
+    """Everything callable in ``__all__`` of the public modules, each once."""
+    found: dict[int, Door] = {}
+    for module_name in MODULES:
+        module = import_module(module_name)
+        for name in module.__all__:
+            value = getattr(module, name)
+            for door in _of_value(module_name, name, value):
+                found.setdefault(id(door.function), door)
+    by_name = {door.name: door for door in found.values()}
+    return list(by_name.values())
+
+
+def _of_value(module: str, name: str, value: Any) -> Iterator[Door]:
+    if isinstance(value, type) and issubclass(value, BaseException):
+        return
+    if module == "torchq_compat.nn.quantizable":
+        yield Door(f"{module}.{name}.from_float", value.from_float, lambda: {"other": float_module(name)})
+    elif module == "torchq_compat.nn.quantized":
+        observed = getattr(import_module("torchq_compat.nn.quantizable"), name)
+        yield Door(
+            f"{module}.{name}.from_observed",
+            value.from_observed,
+            lambda: {"other": observed.from_float(float_module(name))},
+        )
+    elif callable(value):
+        yield Door(name, value, GOOD.get(name))
+
+
+#: Calls that may succeed: (function, parameter, kind) -> why. "*" stands for any function or kind.
+ACCEPTED: dict[tuple[str, str, str], str] = {
+    ("Output", "index", "int"): "the graph says which outputs there are: annotate_outputs refuses it",
+    ("Output", "index", "negative"): "counts from the end, as in Python",
+    ("annotate_outputs", "input_specs", "empty dict"): "leaves every input alone",
+    ("compare", "calibration_data", "empty tuple"): "dynamic quantization needs no calibration",
+    ("compare", "evaluation_data", "empty tuple"): "nothing is measured, and the verdict says so",
+    (
+        "*",
+        "qconfig_mapping",
+        "empty dict",
+    ): "the legacy dict form of a mapping without rules; explain says so",
+    ("*", "prepare_custom_config", "empty dict"): "the legacy dict form of the default",
+    ("*", "convert_custom_config", "empty dict"): "the legacy dict form of the default",
+    ("*", "fuse_custom_config", "empty dict"): "the legacy dict form of the default",
+    ("*", "backend_config", "empty dict"): "the legacy dict form of a backend that takes nothing",
+    ("*", "dynamic_shapes", "empty tuple"): "to torch.export: no size is free",
+    ("*", "dynamic_shapes", "empty dict"): "to torch.export: no size is free",
+    ("save_checkpoint", "state", "nested"): "a mapping of values by name",
+    ("*", "path", "str"): "a relative path",
+}
+
+
+def accepted(door: Door, parameter: inspect.Parameter, kind: Kind) -> str:
+    if kind.name == "None" and parameter.default is None:
+        return "None is the default"
+    keys = [
+        (door.name, parameter.name, kind.name),
+        ("*", parameter.name, kind.name),
+        (door.name, parameter.name, "*"),
+    ]
+    return next((ACCEPTED[key] for key in keys if key in ACCEPTED), "")
+
+
+def cases() -> Iterator[Case]:
+    """Every door with every kind of argument, one parameter at a time, and with arguments swapped."""
+    for door in doors():
+        assert door.good is not None, f"{door.name} has no arguments in GOOD"
+        parameters = list(inspect.signature(door.function).parameters.values())
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        for parameter in named:
+            for kind in KINDS:
+                yield Case(
+                    f"{door.name}({parameter.name}={kind.name})",
+                    lambda door=door, parameter=parameter, kind=kind: door.function(
+                        **{**door.good(), parameter.name: kind.make()}
+                    ),
+                    accepted=accepted(door, parameter, kind),
+                )
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            yield from _constructors(door)
+        yield from _swapped(door)
+
+
+def _constructors(door: Door) -> Iterator[Case]:
+    for kind in KINDS[1:]:
+        yield Case(
+            f"{door.name}(sigmoid_obs_ctr={kind.name})",
+            lambda kind=kind: door.function(**door.good(), sigmoid_obs_ctr=kind.make()),
+        )
+
+
+def _swapped(door: Door) -> Iterator[Case]:
+    def call(first: str, second: str) -> Any:
+        given = door.good()
+        return door.function(**{**given, first: given[second], second: given[first]})
+
+    names = list(door.good()) if door.good else []
+    for first, second in pairwise(names):
+        yield Case(f"{door.name}({first} and {second} swapped)", lambda a=first, b=second: call(a, b))

@@ -1,0 +1,78 @@
+"""What a wrong call comes to: an error of ours with a hint, or something a user should not get."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torchq_compat.errors import TorchQCompatError
+
+__all__ = ["Case", "Outcome", "Result", "attempt", "counted", "summary"]
+
+
+class Outcome(Enum):
+    OURS = "ours"
+    NO_HINT = "ours without a hint"
+    RAW = "raw"
+    SILENT = "silent"
+    ACCEPTED = "accepted, with a reason"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One wrong call.
+
+    Attributes:
+        name: what is called, and what is wrong with it.
+        named: texts the message has to hold.
+        accepted: why this call may succeed; empty where it may not.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    named: tuple[str, ...] = ()
+    accepted: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    outcome: Outcome
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.outcome.value}: {self.case.name}: {self.message}"
+
+
+def attempt(case: Case) -> Result:
+    """Make the call."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = case.call()
+    except TorchQCompatError as error:
+        problem, _, hint = str(error).partition("\nHint: ")
+        fits = len(problem) > 20 and len(hint) > 20
+        missing = [text for text in case.named if text not in problem]
+        if missing:
+            return Result(case, Outcome.NO_HINT, f"{missing} not named in: {error}")
+        return Result(case, Outcome.OURS if fits else Outcome.NO_HINT, str(error))
+    except Exception as error:  # the raw errors are what is looked for
+        return Result(case, Outcome.RAW, f"{type(error).__name__}: {error}"[:300])
+    if case.accepted:
+        return Result(case, Outcome.ACCEPTED, case.accepted)
+    return Result(case, Outcome.SILENT, f"returned {type(value).__name__}")
+
+
+def counted(results: Iterable[Result]) -> Counter[Outcome]:
+    return Counter(result.outcome for result in results)
+
+
+def summary(results: list[Result]) -> str:
+    counts = counted(results)
+    parts = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome)
+    return f"{len(results)} calls: {parts}"

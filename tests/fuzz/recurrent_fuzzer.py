@@ -1,0 +1,205 @@
+"""Random recurrent contracts through the whole life: ``python -m tests.fuzz.recurrent_fuzzer [--count
+1000]``.
+
+Every one ends near the float model on integers, or with an error of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import traceback
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    FakeQuantize,
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    disable_observer,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+    per_channel_dynamic_qconfig,
+)
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import torchq_compat as tc
+from tests.helpers.oracle import leaves, sqnr
+from torchq_compat.errors import TorchQCompatError
+
+#: dB that 8 bits everywhere leave of a random module at worst.
+LEAST_DB, MOST_DB = 12.0, 75.0
+#: dB between the fake-quantized model and what it converts to, which is what it was trained as: a value
+#: between two steps may tip over.
+LEAST_DB_TRAINED = 25.0
+#: Fake-quantizes whose ranges cover all that was seen.
+FAKE_QUANTIZE: Any = FakeQuantize
+COVERING_QAT = QConfig(  # type: ignore[no-untyped-call]
+    FAKE_QUANTIZE.with_args(observer=MinMaxObserver, dtype=torch.quint8),
+    FAKE_QUANTIZE.with_args(observer=MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric),
+)
+
+
+class Contract(nn.Module):
+    """A random recurrent module, and how it is called."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__()
+        self.inputs, hidden = dice.randint(1, 9), dice.randint(2, 20)
+        self.dtype = dice.choice([torch.float32, torch.float32, torch.float64])
+        self.is_cell = dice.random() < 0.25
+        kind = dice.choice(["LSTM", "GRU", "RNN"])
+        options: dict[str, Any] = {"bias": dice.random() < 0.8}
+        if kind == "RNN":
+            options["nonlinearity"] = dice.choice(["tanh", "relu"])
+        self.batch_first = not self.is_cell and dice.random() < 0.5
+        if not self.is_cell:
+            options |= {
+                "num_layers": dice.randint(1, 2),
+                "bidirectional": dice.random() < 0.4,
+                "batch_first": self.batch_first,
+            }
+            if kind == "LSTM" and dice.random() < 0.3:
+                options["proj_size"] = dice.randint(1, hidden - 1)
+        made = getattr(nn, kind + ("Cell" if self.is_cell else ""))
+        self.rnn = made(self.inputs, hidden, **options)
+        self.gives_state = dice.random() < 0.5
+        self.is_unbatched = dice.random() < 0.2
+        self.is_qat = dice.random() < 0.3
+        self.dynamic = None
+        if dice.random() < 0.25 and not self.is_qat:
+            self.dynamic = dice.choice([default_dynamic_qconfig, per_channel_dynamic_qconfig])
+        # The default moves a range by 1% of a step's: after four calls it is as far behind as FX's, which
+        # ``test_qat_against_fx`` measures.
+        self.lags = self.is_qat and dice.random() < 0.5
+        self.dice = dice
+        self.to(self.dtype)
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        return self.rnn(x) if state is None else self.rnn(x, state)
+
+    def draw(self) -> tuple[Any, ...]:
+        """Arguments of a call."""
+        steps, batch = self.dice.randint(1, 12), self.dice.randint(1, 5)
+        rows = () if self.is_unbatched else (batch,)
+        if self.is_cell:
+            x = torch.randn(*rows, self.inputs, dtype=self.dtype)
+            widths, lead = [self.rnn.hidden_size] * 2, rows
+        else:
+            shape = (batch, steps) if self.batch_first else (steps, batch)
+            x = torch.randn(*((steps,) if self.is_unbatched else shape), self.inputs, dtype=self.dtype)
+            widths = [self.rnn.proj_size or self.rnn.hidden_size, self.rnn.hidden_size]
+            lead = (self.rnn.num_layers * (1 + self.rnn.bidirectional), *rows)
+        if not self.gives_state:
+            return (x,)
+        states = tuple(torch.rand(*lead, width, dtype=self.dtype) - 0.5 for width in widths)
+        return x, (states if isinstance(self.rnn, (nn.LSTM, nn.LSTMCell)) else states[0])
+
+    def mapping(self) -> QConfigMapping:
+        if self.dynamic is not None:
+            return QConfigMapping().set_global(self.dynamic)
+        if self.is_qat and not self.lags:
+            return QConfigMapping().set_global(COVERING_QAT)
+        return get_default_qat_qconfig_mapping() if self.is_qat else get_default_qconfig_mapping()
+
+
+def run(seed: int) -> str:
+    """What came of a contract: "passed", "refused: CLASS", or the fault."""
+    torch.manual_seed(seed)
+    contract = Contract(random.Random(seed))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _live(contract)
+    except TorchQCompatError as refusal:
+        return f"refused: {type(refusal).__name__}: {refusal.message[:160]}"
+    except Exception:
+        return f"RAW {traceback.format_exc(limit=-3)}"
+
+
+def _live(contract: Contract) -> str:
+    config = None if contract.dynamic else tc.get_default_prepare_custom_config()
+    example, prepare = contract.draw(), tc.prepare_qat_fx if contract.is_qat else tc.prepare_fx
+    contract.train(contract.is_qat)
+    prepared = prepare(contract, contract.mapping(), example, config)
+    # A vector at a time, four calls would show the observers next to nothing.
+    for _ in range(24 if contract.is_cell or contract.is_unbatched else 4):
+        results = prepared(*contract.draw())
+    if contract.is_qat:
+        torch.stack([leaf.sum() for leaf in leaves(results)]).sum().backward()  # type: ignore[no-untyped-call]
+    contract.eval()
+    prepared.eval().apply(disable_observer)
+    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    if contract.dynamic is not None and type(contract.rnn) is nn.RNN:
+        # FX's backend has no dynamic nn.RNN.
+        said = any(decision.action.value == "float" for decision in tc.explain(reference).decisions)
+        return "refused: stays float, and says so" if said else "SILENT: stays float"
+    call = contract.draw()
+    with torch.no_grad():
+        for model in (reference, lowered):
+            found = leaves(model(*call))
+            fault = "" if contract.lags else _compared(leaves(contract(*call)), found)
+            if contract.is_qat:
+                fault = fault or _compared(leaves(prepared(*call)), found, LEAST_DB_TRAINED, math.inf)
+            if fault:
+                return fault
+        if not contract.is_cell and not contract.is_unbatched and not contract.gives_state:
+            exact = prepared.get_submodule("rnn") if contract.lags else contract.rnn
+            return _packed(contract, exact, reference) or "passed"
+    if not any(value.dtype is torch.int8 for value in reference.state_dict().values()):
+        return "SILENT: no weight is int8"
+    return "passed"
+
+
+def _packed(contract: Contract, exact: Any, reference: Any) -> str:
+    """The converted module itself, and in the cell loop, with a PackedSequence, beside ``exact``."""
+    (x,) = contract.draw()
+    batch, steps = (x.shape[0], x.shape[1]) if contract.batch_first else (x.shape[1], x.shape[0])
+    lengths = torch.randint(1, steps + 1, (batch,))
+    packed = pack_padded_sequence(x, lengths, contract.batch_first, enforce_sorted=False)
+    converted = reference.get_submodule("rnn")
+    expected = [leaf for leaf in leaves(exact(packed)) if leaf.is_floating_point()]
+    for module in (converted, converted.lowered()):
+        found = [leaf for leaf in leaves(module(packed)) if leaf.is_floating_point()]
+        # The model that was trained may be met to the bit.
+        fault = _compared(expected, found, most=math.inf if contract.lags else MOST_DB)
+        if fault:
+            return f"packed: {fault}"
+    return ""
+
+
+def _compared(
+    expected: list[Tensor], found: list[Tensor], least: float = LEAST_DB, most: float = MOST_DB
+) -> str:
+    if [(a.shape, a.dtype) for a in expected] != [(b.shape, b.dtype) for b in found]:
+        return f"SHAPES {[(b.shape, b.dtype) for b in found]}"
+    # Small results one by one may lie on a step; together they are a signal.
+    a, b = (torch.cat([each.flatten() for each in side]) for side in (expected, found))
+    decibels = float(sqnr(a, b))
+    return "" if least < decibels <= most else f"SQNR {decibels:.1f} dB"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.recurrent_fuzzer")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    counts: Counter[str] = Counter()
+    for seed in range(options.seed, options.seed + options.count):
+        result = run(seed)
+        counts[result.split(":")[0].split()[0]] += 1
+        if result != "passed":
+            print(seed, result, flush=True)
+    print(dict(counts))
+    return int(set(counts) - {"passed", "refused"} != set())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The fuzzers in short; ``python -m tests.fuzz`` runs all of their cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import bad_arguments, bad_calls, bad_settings, structures
+from tests.fuzz.outcomes import Case, Outcome, attempt
+
+FINE = (Outcome.OURS, Outcome.ACCEPTED)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def check(cases: Iterable[Case]) -> None:
+    results = [attempt(case) for case in cases]
+    assert len(results) > 20
+    assert [str(result) for result in results if result.outcome not in FINE] == []
+
+
+def some(cases: Iterable[Case], start: int, step: int) -> Iterator[Case]:
+    return islice(cases, start, None, step)
+
+
+def test_every_public_function_is_known_to_the_fuzzer() -> None:
+    doors = bad_arguments.doors()
+    assert len(doors) > 35
+    assert [door.name for door in doors if door.good is None] == []
+
+
+def test_what_is_good_is_taken() -> None:
+    """Otherwise every wrong call would be refused for the same reason."""
+    for door in bad_arguments.doors():
+        assert door.good is not None
+        if door.name not in ("compare", "compare_case", "to_executorch"):
+            door.function(**door.good())
+
+
+def test_wrong_arguments() -> None:
+    slow = ("compare", "to_executorch", "prepare_qat_fx")
+    check(some((case for case in bad_arguments.cases() if not case.name.startswith(slow)), 3, 13))
+
+
+def test_wrong_settings() -> None:
+    check(some(bad_settings.cases(), 5, 17))
+
+
+def test_wrong_calls() -> None:
+    cheap = ("Linear", "LSTM:", "Embedding", "nested")
+    check(some((case for case in bad_calls.cases() if any(name in case.name for name in cheap)), 1, 4))
+
+
+def test_nested_structures() -> None:
+    check(structures.cases(24))
+
+
+@pytest.mark.slow
+def test_all_wrong_arguments() -> None:
+    check(bad_arguments.cases())
+
+
+@pytest.mark.slow
+def test_all_wrong_settings() -> None:
+    check(bad_settings.cases())
+
+
+@pytest.mark.slow
+def test_all_wrong_calls() -> None:
+    check(bad_calls.cases())
+
+
+@pytest.mark.slow
+def test_a_thousand_nested_structures() -> None:
+    check(structures.cases(1000, seed=1000))

@@ -1,0 +1,96 @@
+"""What contributors and packagers rely on: one address, commands of the hooks, workflows like pyproject."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import torchq_compat
+from torchq_compat.migrate import project
+from torchq_compat.migrate.cli import main
+
+ROOT = Path(torchq_compat.__file__).parents[1]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ADDRESS: str = PYPROJECT["urls"]["Homepage"]
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+def test_the_address_stands_in_one_place() -> None:
+    assert list(PYPROJECT["urls"]) == ["Homepage"]
+    holders = [p.name for p in tracked_files() if p.exists() and ADDRESS.encode() in p.read_bytes()]
+    assert holders == ["pyproject.toml"]
+
+
+def test_no_other_address_of_this_project() -> None:
+    ours = re.compile(r"https?://[^\s\"'<>)`]*torchq[-_]compat[^\s\"'<>)`]*")
+    found = {
+        (path.name, address)
+        for path in tracked_files()
+        if path.exists() and path.suffix in {".py", ".md", ".toml", ".yml", ".yaml", ".j2", ".txt", ".json"}
+        for address in ours.findall(path.read_text())
+    }
+    assert found == {("pyproject.toml", ADDRESS)}
+
+
+def test_the_address_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Metadata:
+        def get_all(self, field: str) -> list[str]:
+            assert field == "Project-URL"
+            return ["Changelog, https://a.invalid/c", "Homepage, https://a.invalid"]
+
+    monkeypatch.setattr(project, "metadata", lambda name: Metadata())
+    assert project.project_address() == "https://a.invalid"
+
+
+def test_help_of_a_source_tree_needs_no_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise project.PackageNotFoundError(name)
+
+    monkeypatch.setattr(project, "metadata", missing)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "compare" in capsys.readouterr().out
+
+
+def test_the_hooks_are_commands_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    assert {hook["id"] for hook in hooks} == {"torchq-compat-scan", "torchq-compat-rewrite"}
+    for hook in hooks:
+        program, command, *options = hook["entry"].split()
+        assert program in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        help_text = capsys.readouterr().out
+        assert all(option in help_text for option in options)
+
+
+def test_the_workflows_try_every_python_that_is_promised() -> None:
+    folder = ROOT / ".github" / "workflows"
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
+    assert set(workflows) == {"canary", "checks", "wheels"}
+    prefix = "Programming Language :: Python :: 3."
+    promised = [name.removeprefix(prefix) for name in PYPROJECT["classifiers"] if name.startswith(prefix)]
+    matrix = workflows["checks"]["jobs"]["tests"]["strategy"]["matrix"]
+    assert matrix["python"] == [f"3.{minor}" for minor in promised]
+    assert PYPROJECT["requires-python"] == f">={matrix['python'][0]}"
+    pins = (ROOT / "constraints.txt").read_text()
+    assert f"torch=={matrix['torch'][0]}." in pins
+    assert f"torch>={matrix['torch'][0]}" in PYPROJECT["dependencies"]
+
+
+def test_contributing_names_files_that_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in re.findall(r"`((?:torchq_compat|migration|tests)/[\w./]+)`", text):
+        assert (ROOT / name).exists(), name

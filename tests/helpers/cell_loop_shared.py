@@ -1,0 +1,55 @@
+"""What several tests use of ``test_cell_loop``: attribute, inputs_of, native."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from tests.helpers.lstm_flow import uniform
+from torchq_compat.custom_modules.recurrent.cell.cell_graph import ConvertedCellGraphModule
+from torchq_compat.custom_modules.recurrent.native.columns import column_grids
+from torchq_compat.custom_modules.recurrent.native.directions import OwnedProgram, run_native_direction
+from torchq_compat.qspecs.qparams import PerTensorGrid
+
+#: The grid ``x`` comes on, as if from a quantized layer before.
+X_GRID = PerTensorGrid(2 / 255, 128, 0, 255, torch.uint8)
+
+
+def on(grid: PerTensorGrid, x: Tensor) -> Tensor:
+    return grid.dequantize(grid.quantize(x))
+
+
+def inputs_of(
+    cell: ConvertedCellGraphModule,
+    steps: int,
+    batch: int,
+    *,
+    grid: PerTensorGrid = X_GRID,
+    zeros: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """x (T, B, I) on ``grid`` and states (B, width) on the grids of the cell."""
+    widths = [int(n.meta["val"].shape[1]) for n in cell.graph.nodes if n.op == "placeholder"]
+    states = (uniform(0.9, batch, width) for width in widths[1:])
+    grids = cell.state_grids()
+    return on(grid, uniform(2.0, steps, batch, widths[0])), tuple(map(on, grids, states))
+
+
+def native(
+    cell: ConvertedCellGraphModule, x: Tensor, states: tuple[Tensor, ...], **options: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    columns = options.pop("columns", column_grids(X_GRID, x.shape[-1], x.dim()))
+    program = cell.program()
+    assert program is not None
+    owned = OwnedProgram(cell, program)
+    return run_native_direction(owned, x, states, columns, backward=options.pop("backward", False))
+
+
+def attribute(cell: nn.Module, name: str) -> Tensor:
+    value: Any = cell
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert isinstance(value, Tensor)
+    return value

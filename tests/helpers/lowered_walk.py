@@ -1,0 +1,80 @@
+"""What a lowered graph really does: each op by its name, on integers or in floats, found by running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx import Interpreter, Node
+
+import torchq_compat as tc
+
+__all__ = ["check_explained", "ran"]
+
+#: Written by the lowering itself, between the ops of the user's model.
+HOUSEKEEPING = (
+    "aten.quantize_per_tensor.default",
+    "aten.dequantize.self",
+    "aten.int_repr.default",
+    "aten.clone.default",
+    "aten._make_per_tensor_quantized_tensor.default",
+    "aten.sym_",
+    "quantized_decomposed.",
+    "<built-in function",
+)
+
+
+class _Walk(Interpreter):
+    def __init__(self, lowered: Any) -> None:
+        super().__init__(lowered, graph=lowered.graph)
+        self.ran: dict[str, str] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function" and not str(n.target).startswith(HOUSEKEEPING):
+            values = [*pytree.tree_leaves([self.env[each] for each in n.all_input_nodes]), result]
+            on_integers = any(
+                (isinstance(each, Tensor) and each.is_quantized) or isinstance(each, torch.ScriptObject)
+                for each in values
+            )
+            self.ran[n.name] = "integers" if on_integers else "floats"
+        return result
+
+
+def ran(lowered: Any, *args: Any) -> dict[str, str]:
+    """Op, by its name -> "integers" or "floats"."""
+    walk = _Walk(lowered)
+    with torch.no_grad():
+        walk.run(*args)
+    return walk.ran
+
+
+def _is_quantized(node: Node) -> bool:
+    """Whether the reference graph has q-dq in front of ``node`` and behind it."""
+    read = [str(source.target) for source in node.all_input_nodes]
+    return any("dequantize" in target for target in read) and any(
+        "quantize_per_tensor" in str(user.target) for user in node.users
+    )
+
+
+def check_explained(lowered: Any, *args: Any) -> dict[str, str]:
+    """Assert that ``explain`` says of every op what ran; returns what ran."""
+    found = ran(lowered, *args)
+    report = tc.explain(lowered)
+    by_action: dict[str, set[str]] = {}
+    for decision in report:
+        if decision.node:
+            by_action.setdefault(decision.action.value, set()).add(decision.node)
+    fused = {d.node for d in report if d.reason == "runs in the kernel of what it follows"}
+    said_integers = by_action.get("lowered", set()) - fused
+    said_floats = by_action.get("reference", set()) | by_action.get("float", set())
+    assert {name for name, form in found.items() if form == "integers"} - {"clamp"} == said_integers
+    assert not fused & set(found)
+    assert not said_integers & said_floats
+    in_floats = {name for name, form in found.items() if form == "floats"}
+    quantized = {node.name for node in lowered.reference.graph.nodes if _is_quantized(node)}
+    assert in_floats & quantized <= said_floats, in_floats & quantized - said_floats
+    assert said_floats & set(found) <= in_floats
+    return found

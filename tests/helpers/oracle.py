@@ -1,0 +1,121 @@
+"""What tests measure with: SQNR, quantization steps, and FX itself run live as the oracle."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.ao.quantization.quantize_fx as fx
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from torchq_compat.support.decisions import Action, Decision
+
+__all__ = [
+    "CONVERT_LSTM",
+    "MAP_LSTM",
+    "activation_qparams",
+    "by_fx",
+    "by_us",
+    "calibrate",
+    "count_nodes",
+    "fx_activation_qparams",
+    "leaves",
+    "op_decisions",
+    "quantize_nodes",
+    "sqnr",
+]
+
+MAP_LSTM = PrepareCustomConfig().set_float_to_observed_mapping(nn.LSTM, torch.ao.nn.quantizable.LSTM)
+CONVERT_LSTM = ConvertCustomConfig().set_observed_to_quantized_mapping(
+    torch.ao.nn.quantizable.LSTM, torch.ao.nn.quantized.LSTM
+)
+
+
+def sqnr(reference: Tensor, value: Tensor) -> float:
+    """Signal to quantization noise ratio of ``value`` in dB; infinite when bit-equal."""
+    noise = (reference.double() - value.double()).pow(2).sum()
+    signal = reference.double().pow(2).sum()
+    return float(10 * torch.log10(signal / noise)) if noise > 0 else float("inf")
+
+
+def leaves(result: Any) -> list[Tensor]:
+    """The tensors of a nested result."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def calibrate(prepared: nn.Module, batches: Sequence[tuple[Any, ...]]) -> None:
+    with torch.no_grad():
+        for batch in batches:
+            prepared(*batch)
+
+
+def by_us(
+    model: nn.Module,
+    mapping: Any,
+    batches: Sequence[tuple[Any, ...]],
+    prepare_config: Any = None,
+    **kwargs: Any,
+) -> tuple[GraphModule, GraphModule]:
+    """(prepared, converted) by this package."""
+    prepared = tc.prepare_fx(model, mapping, batches[0], prepare_config, **kwargs)
+    calibrate(prepared, batches)
+    return prepared, tc.convert_to_reference_fx(prepared)
+
+
+def by_fx(
+    model: nn.Module,
+    mapping: Any,
+    batches: Sequence[tuple[Any, ...]],
+    prepare_config: Any = None,
+    **kwargs: Any,
+) -> tuple[GraphModule, GraphModule]:
+    """(prepared, converted) by the FX engine, on a copy: it marks and shares the model it is given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = fx.prepare_fx(copy.deepcopy(model), mapping, batches[0], prepare_config, **kwargs)
+        calibrate(prepared, batches)
+        config = CONVERT_LSTM if prepare_config is not None else None
+        return prepared, fx.convert_to_reference_fx(copy.deepcopy(prepared), config)
+
+
+def quantize_nodes(graph_module: GraphModule) -> list[torch.fx.Node]:
+    """The quantize nodes of one of our converted graphs; of a lowered one, those of its reference graph."""
+    reference = getattr(graph_module, "reference", graph_module)
+    return [n for n in reference.graph.nodes if str(n.target).startswith("quantized_decomposed.quantize_per")]
+
+
+def count_nodes(graph_module: GraphModule) -> int:
+    """Nodes of the graph and of every graph module inside."""
+    return sum(len(m.graph.nodes) for m in graph_module.modules() if isinstance(m, GraphModule))
+
+
+def op_decisions(model: nn.Module) -> list[Decision]:
+    """What ``explain`` says of modules and ops; not of the sizes of the inputs."""
+    return [d for d in tc.explain(model) if d.action not in (Action.FREE, Action.FIXED)]
+
+
+def activation_qparams(graph_module: GraphModule) -> set[tuple[float, int]]:
+    """The distinct (scale, zero point) of the activations of our converted outer graph."""
+    return {
+        (round(float(n.args[1]), 9), int(n.args[2]))
+        for n in quantize_nodes(graph_module)
+        if n.target is torch.ops.quantized_decomposed.quantize_per_tensor.default
+    }
+
+
+def fx_activation_qparams(graph_module: GraphModule) -> set[tuple[float, int]]:
+    """The same of FX's reference graph, where qparams are buffers."""
+    found = set()
+    for node in graph_module.graph.nodes:
+        # A functional's weight is quantized in the graph.
+        if node.target is torch.quantize_per_tensor and node.args[0].op != "get_attr":
+            scale, zero_point = (getattr(graph_module, str(arg.target)) for arg in node.args[1:3])
+            found.add((round(float(scale), 9), int(zero_point)))
+    return found

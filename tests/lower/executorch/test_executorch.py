@@ -1,0 +1,169 @@
+"""Converted models on ExecuTorch's portable kernels: the bits of the reference, at every size in bounds."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    QConfigMapping,
+    default_dynamic_qconfig,
+    float16_dynamic_qconfig,
+    float_qparams_weight_only_qconfig,
+)
+from torch.fx import GraphModule
+
+from tests.helpers.executorch_models import (
+    IN_16_BITS,
+    PER_CHANNEL,
+    PER_TENSOR,
+    Tagger,
+    Words,
+    converted,
+    image_classifier,
+    same_bits,
+    tagger,
+)
+from tests.helpers.oracle import leaves
+from torchq_compat.lower.executorch import ExecutorchProgram, to_executorch
+from torchq_compat.lower.executorch.loop_results import size_loop_results
+
+RECURRENT: dict[str, Callable[[], GraphModule]] = {
+    "lstm": lambda: tagger(nn.LSTM(8, 12)),
+    "both directions": lambda: tagger(nn.LSTM(8, 12, bidirectional=True), PER_CHANNEL, 24),
+    "two layers": lambda: tagger(nn.GRU(8, 12, 2), PER_CHANNEL),
+    "relu rnn": lambda: tagger(nn.RNN(8, 12, nonlinearity="relu")),
+    "16-bit parts": lambda: tagger(nn.LSTM(8, 12), custom=IN_16_BITS),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_modules_at_every_length_and_batch(name: str) -> None:
+    model = RECURRENT[name]()
+    x = torch.randn(3, 2, 8)
+    before = leaves(model(x))
+    program = to_executorch(model, (torch.randn(12, 4, 8),))
+    # Short after long and long after short: buffers keep what the call before left in them.
+    sizes = (3, 2), (12, 4), (1, 1), (7, 4), (12, 1)
+    assert same_bits(model, program, *(torch.randn(*size, 8) for size in sizes))
+    result = program(x)
+    assert result.keys() == {"tags", "state"}
+    assert type(result["state"]) is tuple
+    assert all(torch.equal(a, b) for a, b in zip(before, leaves(model(x)), strict=True))
+
+
+def test_a_network_without_recurrence() -> None:
+    def images(count: int = 16) -> Tensor:
+        return torch.randn(count, 3, 8, 8)
+
+    model = converted(image_classifier(), PER_CHANNEL, images)
+    program = to_executorch(model, (images(8),))
+    # A transposed view: the runtime reads memory in the order of the dimensions.
+    assert same_bits(model, program, images(8), images(1), images(5).transpose(2, 3))
+
+
+def test_rows_of_a_quantized_embedding() -> None:
+    def words(*size: int) -> Tensor:
+        return torch.randint(0, 100, size or (12, 4))
+
+    mapping = copy.deepcopy(PER_TENSOR).set_object_type(nn.Embedding, float_qparams_weight_only_qconfig)
+    model = converted(Words(), mapping, words)
+    program = to_executorch(model, (words(),))
+    assert same_bits(model, program, words(12, 4), words(1, 1), words(5, 2))
+    assert program.report is not None
+    assert ("quantized_decomposed.embedding_byte", "") in program.report.left
+
+
+DYNAMIC = {"int8": default_dynamic_qconfig, "float16": float16_dynamic_qconfig}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic_qparams_up_to_the_rounding_of_floats(name: str) -> None:
+    """ExecuTorch computes a scale in float64 where torch does in float32, and sums in another order."""
+    model = tagger(nn.LSTM(8, 12), QConfigMapping().set_global(DYNAMIC[name]))
+    program = to_executorch(model, (torch.randn(12, 4, 8),))
+    for x in (torch.randn(12, 4, 8), torch.randn(5, 1, 8)):
+        for ours, theirs in zip(leaves(model(x)), leaves(program(x)), strict=True):
+            assert (ours - theirs).abs().max() < 1e-6
+
+
+def test_neither_file_nor_loop_grow_with_the_length() -> None:
+    model = tagger(nn.LSTM(8, 12))
+    short = to_executorch(model, (torch.randn(8, 4, 8),))
+    long = to_executorch(model, (torch.randn(2048, 4, 8),))
+    assert abs(len(long.pte) - len(short.pte)) < 64
+    x = torch.randn(300, 4, 8)
+    assert same_bits(model, long, x, x[:5])
+    inside = operators_in_loops(short.pte)
+    assert inside == operators_in_loops(long.pte)
+    # One dequantize for each part: weights became floats before the loop.
+    assert inside.count("quantized_decomposed::dequantize_per_tensor") == 11
+    assert inside.count("aten::linear") == 1
+    assert "aten::permute_copy" not in inside
+
+
+def test_weights_are_stored_as_int8() -> None:
+    model = Tagger(nn.LSTM(128, 256), 256)
+    floats = sum(4 * parameter.numel() for parameter in model.parameters())
+    model = converted(model, PER_CHANNEL, lambda: torch.randn(3, 2, 128))
+    program = to_executorch(model, (torch.randn(12, 1, 128),))
+    assert 0.25 * floats < len(program.pte) < 0.30 * floats
+    assert same_bits(model, program, torch.randn(9, 1, 128))
+
+
+def test_a_program_without_loops_is_left_as_it_is() -> None:
+    model = converted(nn.Sequential(nn.Linear(8, 4)), PER_TENSOR, lambda: torch.randn(6, 8))
+    pte = to_executorch(model, (torch.randn(6, 8),)).pte
+    assert size_loop_results(pte) is pte
+
+
+def test_a_file_is_read_and_run(tmp_path: Path) -> None:
+    model, path = tagger(nn.LSTM(8, 12)), tmp_path / "tagger.pte"
+    program = to_executorch(model, (torch.randn(12, 4, 8),), path=path)
+    assert path.read_bytes() == program.pte
+    read = ExecutorchProgram.read(path)
+    assert same_bits(model, read, torch.randn(12, 4, 8), torch.randn(2, 1, 8))
+    assert isinstance(read(torch.randn(2, 1, 8)), tuple)
+
+
+def test_a_failed_write_leaves_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = converted(nn.Linear(8, 4), PER_TENSOR, lambda: torch.randn(6, 8)), tmp_path / "linear.pte"
+    path.write_bytes(b"of yesterday")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        to_executorch(model, (torch.randn(6, 8),), path=path)
+    assert path.read_bytes() == b"of yesterday"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def operators_in_loops(pte: bytes) -> list[str]:
+    """Names of what is called between a jump back and its target."""
+    from executorch.exir import _serialize
+    from executorch.exir.schema import JumpFalseCall, KernelCall
+
+    names = []
+    for plan in _serialize._deserialize_pte_binary(pte).program.execution_plan:
+        calls = [instruction.instr_args for instruction in plan.chains[0].instructions]
+        for index, call in enumerate(calls):
+            if isinstance(call, JumpFalseCall) and call.destination_instruction < index:
+                inside = calls[call.destination_instruction : index]
+                names += [
+                    plan.operators[each.op_index].name for each in inside if isinstance(each, KernelCall)
+                ]
+    return names

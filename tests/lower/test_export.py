@@ -1,0 +1,538 @@
+"""``torchq_compat.export``: one program in three shapes, with the bits of the reference and int8 weights."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
+from torch.ao.quantization.quant_type import QuantType
+from torch.export import Dim, ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import torchq_compat as tc
+from tests.helpers.lstm_flow import OURS, batches_of, build, documented, run_flow
+from tests.helpers.oracle import calibrate, leaves, sqnr
+from torchq_compat.custom_modules.parts.part_owner import PartOwner
+from torchq_compat.custom_modules.recurrent.exported_op.graph_text import graph_from_data, graph_to_data
+from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape
+from torchq_compat.errors import ExportError, InputError, QuantizationWarning, TorchQCompatError
+from torchq_compat.graph.graph_module import ConvertedGraphModule
+
+STATIC = get_default_qconfig_mapping("qnnpack")
+DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
+OPS = torch.ops.quantized_decomposed
+Q_DQ = (OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default)
+SCAN = torch.ops.higher_order.scan
+LINEAR = torch.ops.aten.linear.default
+FREE = (LoopShape.ROLLED, LoopShape.OPAQUE)
+
+
+class Alone(nn.Module):
+    def __init__(self, recurrent: nn.Module) -> None:
+        super().__init__()
+        self.rnn = recurrent
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rnn(x)
+
+
+class Chain(nn.Module):
+    """One LSTM feeds another; the tuple of the first leaves as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(8, 6, bidirectional=True)
+        self.second = nn.LSTM(12, 5, bidirectional=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.first(x)
+        y, (h, _) = self.second(first[0])
+        return self.head(y), first, h[-1]
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTMCell(8, 6)
+        self.gru = nn.GRUCell(6, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        h, c = self.lstm(x[0])
+        return self.gru(h), c
+
+
+class Speech(nn.Module):
+    """Convolution, LSTM, attention, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 12, 3, padding=1)
+        self.lstm = nn.LSTM(12, 8, batch_first=True, bidirectional=True)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv(x.transpose(1, 2))).transpose(1, 2)
+        x, _ = self.lstm(x)
+        x, _ = self.attention(x, x, x, need_weights=False)
+        return self.head(x)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], QConfigMapping]] = {
+    "lstm": (lambda: Alone(nn.LSTM(8, 12, 2, bidirectional=True)), STATIC),
+    "projected": (lambda: Alone(nn.LSTM(8, 12, proj_size=5, batch_first=True)), STATIC),
+    "gru": (lambda: Alone(nn.GRU(8, 12, 2)), STATIC),
+    "rnn": (lambda: Alone(nn.RNN(8, 12, nonlinearity="relu", bidirectional=True)), STATIC),
+    "dynamic": (lambda: Alone(nn.LSTM(8, 12, 2)), DYNAMIC),
+    "chain": (Chain, STATIC),
+    "cells": (Cells, STATIC),
+    "speech": (Speech, STATIC),
+}
+
+
+@functools.cache
+def reference(name: str) -> ConvertedGraphModule:
+    torch.manual_seed(0)
+    make, mapping = MODELS[name]
+    config = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(make().eval(), mapping, (torch.randn(5, 2, 8),), config)
+    calibrate(prepared, [(torch.randn(20, 6, 8),)])
+    return tc.convert_to_reference_fx(prepared)
+
+
+@functools.cache
+def program_of(name: str, shape: str) -> ExportedProgram:
+    return tc.export(reference(name), (torch.randn(6, 3, 8),), recurrent=shape)
+
+
+def assert_same_bits(
+    model: nn.Module, program: ExportedProgram, *sizes: tuple[int, int], check_guards: bool = True
+) -> None:
+    module = program.module(check_guards=check_guards)
+    for size in sizes:
+        x = torch.randn(*size, 8)
+        pairs = list(zip(leaves(model(x)), leaves(module(x)), strict=True))
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs), size
+
+
+def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+# The numbers.
+
+
+@pytest.mark.parametrize("shape", FREE)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bits_of_the_reference_at_any_size(name: str, shape: str) -> None:
+    # torch guards against sizes of 1 where an op of the model reads a transposed tensor; the op takes them.
+    check_guards = name != "speech"
+    sizes = (6, 3), (1, 1), (19, 1), (1, 5)
+    assert_same_bits(reference(name), program_of(name, shape), *sizes, check_guards=check_guards)
+    assert_same_bits(reference(name), program_of(name, shape), (2, 2), (7, 40))
+
+
+@pytest.mark.parametrize("name", ["projected", "gru", "dynamic"])
+def test_unrolled_at_the_length_of_the_example(name: str) -> None:
+    program = program_of(name, "unrolled")
+    assert not program.graph.find_nodes(op="call_function", target=SCAN)
+    batch_first = name == "projected"
+    assert_same_bits(reference(name), program, *([(1, 3), (7, 3)] if batch_first else [(6, 1), (6, 7)]))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program.module()(torch.randn(7, 4, 8))
+
+
+@pytest.mark.parametrize("shape", FREE)
+@pytest.mark.parametrize("name", ["gru", pytest.param("speech", marks=pytest.mark.slow)])
+def test_saved_loaded_and_exported_again(name: str, shape: str) -> None:
+    loaded = saved_and_loaded(program_of(name, shape))
+    assert_same_bits(reference(name), loaded, (6, 3), (11, 2))
+    sizes = {0: Dim("first"), 1: Dim("second")}
+    again = torch.export.export(loaded.module(), (torch.randn(4, 5, 8),), dynamic_shapes=(sizes,))
+    assert_same_bits(reference(name), saved_and_loaded(again), (6, 3), (11, 2))
+
+
+def test_states_given_and_parts_of_16_bits() -> None:
+    model = build(bidirectional=True)
+    _, converted = run_flow(OURS, model, batches_of(model), **documented())
+    for shape in LoopShape:
+        program = tc.export(converted, model.batch(6, 3), recurrent=shape).module()
+        for args in [model.batch(6, 5), model.batch(9, 2)][: 1 if shape is LoopShape.UNROLLED else 2]:
+            for exact, mine, theirs in zip(
+                *(leaves(m(*args)) for m in (model, converted, program)), strict=True
+            ):
+                assert torch.equal(mine, theirs)
+                assert 20 < sqnr(exact, theirs) < 60
+
+
+class Nested(nn.Module):
+    """A dict, and a state that is given or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 5, batch_first=True)
+
+    def forward(self, batch: dict[str, Tensor], state: Any = None) -> Any:
+        output, last = self.lstm(batch["x"], state)
+        return {"output": output, "last": last}
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_nested_inputs_and_results(with_state: bool) -> None:
+    def inputs(size: int, steps: int) -> Any:
+        state = (torch.randn(1, size, 5), torch.randn(1, size, 5)) if with_state else None
+        return {"x": torch.randn(size, steps, 8)}, state
+
+    torch.manual_seed(0)
+    config = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(Nested().eval(), STATIC, inputs(3, 6), config)
+    calibrate(prepared, [inputs(8, 9)])
+    converted = tc.convert_to_reference_fx(prepared)
+    for shape in FREE:
+        program, args = tc.export(converted, inputs(3, 6), recurrent=shape).module(), inputs(2, 9)
+        expected, found = converted(*args), program(*args)
+        assert list(found) == ["output", "last"]
+        assert all(map(torch.equal, leaves(found), leaves(expected)))
+
+
+# What stands in the program.
+
+
+def graphs_of(program: ExportedProgram) -> Iterator[Graph]:
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            yield module.graph
+    for node in program.graph.find_nodes(op="call_function", target=opaque_op()):
+        for layer in json.loads(node.args[3]):
+            yield from (graph_from_data(data) for direction in layer for data in direction)
+
+
+def opaque_op() -> Any:
+    return torch.ops.torchq_compat.quantized_recurrent.default
+
+
+def grids_in(graphs: Iterator[Graph]) -> set[tuple[Any, ...]]:
+    return {node.args[1:6] for graph in graphs for node in graph.nodes if node.target in Q_DQ}
+
+
+@pytest.mark.parametrize("name", ["gru", "projected"])
+def test_every_shape_has_the_qparams_of_the_cells(name: str) -> None:
+    model = reference(name)
+    cells = [graph.graph for m in model.modules() if isinstance(m, PartOwner) for _, graph in m.graphs()]
+    expected = grids_in(iter((model.graph, *cells)))
+    assert len(expected) > 10
+    for shape in LoopShape:
+        assert grids_in(graphs_of(program_of(name, shape))) == expected
+
+
+@pytest.mark.parametrize("name", ["lstm", "projected", "gru"])
+def test_the_input_projection_is_one_quantized_linear_outside_the_loop(name: str) -> None:
+    program = program_of(name, "rolled")
+    scans = program.graph.find_nodes(op="call_function", target=SCAN)
+    projections = program.graph.find_nodes(op="call_function", target=LINEAR)
+    assert len(projections) == len(scans) == len(list(reference(name).rnn.cells()))
+    weights = program.graph_signature.inputs_to_buffers
+    for scan, linear in zip(scans, projections, strict=True):
+        x, weight, _ = linear.args
+        sources = x.args[0] if x.target is torch.ops.aten.cat.default else [x]
+        assert all(source.target is Q_DQ[1] for source in (*sources, weight))
+        assert weights[weight.args[0].name].endswith("._frozen_param0")
+        assert [user.target for user in linear.users] == [Q_DQ[0]]
+        body_node, _, xs, additional = scan.args
+        assert xs[0].meta["val"].shape[-1] == linear.meta["val"].shape[-1]
+        assert weight.args[0] not in additional
+        body = program.graph_module.get_submodule(str(body_node.target)).graph
+        in_body = body.find_nodes(op="call_function", target=LINEAR)
+        assert len(in_body) == (2 if name == "projected" else 1)
+
+
+@pytest.mark.parametrize("name", ["lstm", "chain", "speech"])
+def test_no_activation_is_quantized_per_channel(name: str) -> None:
+    per_channel = (OPS.quantize_per_channel.default, OPS.dequantize_per_channel.default)
+    inside = [n for n in reference(name).graph.nodes if n.target in per_channel and not is_weight(n)]
+    assert inside or name == "speech"
+    for shape in FREE:
+        program = program_of(name, shape)
+        assert not [n for g in graphs_of(program) for n in g.nodes if n.target in per_channel]
+
+
+def is_weight(node: Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, Node) and source.op == "get_attr"
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "speech"])
+def test_nothing_cancels(name: str) -> None:
+    """No cast, no quantize right behind a dequantize with its qparams, no transpose of a transpose."""
+    for node in program_of(name, "rolled").graph.nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        assert node.target is not torch.ops.aten.to.dtype
+        if source is not None and node.target is Q_DQ[0]:
+            assert source.target is not Q_DQ[1] or source.args[1:] != node.args[1:]
+        if source is not None and node.target is torch.ops.aten.transpose.int:
+            assert source.target is not node.target
+
+
+@pytest.mark.parametrize("shape", FREE)
+def test_the_program_does_not_grow_with_the_length(shape: str) -> None:
+    sizes = set()
+    for steps in (4, 64):
+        program = tc.export(reference("gru"), (torch.randn(steps, 3, 8),), recurrent=shape)
+        sizes.add(sum(len(graph.nodes) for graph in graphs_of(program)))
+    assert len(sizes) == 1
+
+
+def test_opaque_is_one_call_for_each_module() -> None:
+    for name, calls in {"lstm": 1, "chain": 2, "cells": 2, "dynamic": 1}.items():
+        program = program_of(name, "opaque")
+        assert len(program.graph.find_nodes(op="call_function", target=opaque_op())) == calls
+        assert not program.graph.find_nodes(op="call_function", target=SCAN)
+
+
+def test_the_text_of_a_cell_says_every_part() -> None:
+    node, *_ = program_of("lstm", "opaque").graph.find_nodes(op="call_function", target=opaque_op())
+    layers = json.loads(node.args[3])
+    assert [len(layer) for layer in layers] == [2, 2]
+    cell = dict(reference("lstm").rnn.cells())["layers.1.layer_bw.cell"]
+    (data,) = layers[1][1]
+    assert data == graph_to_data(cell.graph)
+    assert {"igates", "hgates", "gates", "forget_gate", "tanh_cy", "ogate_cy"} <= {
+        n[0] for n in data["nodes"]
+    }
+    assert data["inputs"] == ["x", "hx", "cx"]
+
+
+def test_a_text_calls_no_other_operators() -> None:
+    data = {"inputs": [], "weights": [], "nodes": [["f", "prims.iota.default", [3], {}]], "results": []}
+    with pytest.raises(ValueError, match=r"prims\.iota"):
+        graph_from_data(data)
+
+
+@pytest.mark.parametrize("shape", FREE)
+def test_weights_are_stored_as_int8(shape: str) -> None:
+    model = Alone(nn.LSTM(256, 512, 2)).eval()
+    prepared = tc.prepare_fx(model, STATIC, (torch.randn(3, 2, 256),), tc.get_default_prepare_custom_config())
+    calibrate(prepared, [(torch.randn(3, 2, 256),)])
+    program = tc.export(tc.convert_to_reference_fx(prepared), (torch.randn(3, 2, 256),), recurrent=shape)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    floats = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert 0.25 < len(file.getvalue()) / floats <= 0.30
+
+
+def test_the_parameters_of_a_program_want_no_gradient() -> None:
+    """A scan that has one computes its steps in another way, to other bits in floats."""
+    assert not any(p.requires_grad for p in program_of("dynamic", "rolled").parameters())
+    assert any(p.requires_grad for p in reference("dynamic").parameters())
+
+
+LOADING = """
+import sys, torch, torchq_compat.operators
+x, expected = torch.load(sys.argv[2])
+found = torch.export.load(sys.argv[1]).module()(x)[0]
+assert torch.equal(found, expected), "other bits"
+"""
+
+
+def test_loads_in_a_process_of_its_own(tmp_path: Path) -> None:
+    x = torch.randn(9, 2, 8)
+    torch.export.save(program_of("lstm", "opaque"), tmp_path / "model.pt2")
+    torch.save((x, reference("lstm")(x)[0].detach()), tmp_path / "data.pt")
+    command = [sys.executable, "-c", LOADING, str(tmp_path / "model.pt2"), str(tmp_path / "data.pt")]
+    subprocess.run(command, check=True, cwd=Path(tc.__file__).parents[1])
+
+
+def test_integers_in_and_out() -> None:
+    torch.manual_seed(0)
+    config = (
+        tc.get_default_prepare_custom_config()
+        .set_input_quantized_indexes([0])
+        .set_output_quantized_indexes([0])
+    )
+    model = Alone(nn.LSTM(8, 12, bidirectional=True)).eval()
+    prepared = tc.prepare_fx(model, STATIC, (torch.randn(5, 2, 8),), config)
+    calibrate(prepared, [(torch.randn(20, 6, 8),)])
+    converted = tc.convert_to_reference_fx(prepared)
+    (grid,) = converted.input_grids()
+    x = grid.quantize(torch.randn(7, 4, 8))
+    expected, found = (leaves(m(x)) for m in (converted, tc.export(converted, (x[:5, :2],)).module()))
+    assert [leaf.dtype for leaf in found] == [leaf.dtype for leaf in expected]
+    assert all(map(torch.equal, found, expected))
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize("shape", FREE)
+def test_bounds_of_the_user(shape: str) -> None:
+    sizes = ({0: Dim("time", max=20), 1: Dim.AUTO},)
+    program = tc.export(reference("gru"), (torch.randn(6, 3, 8),), recurrent=shape, dynamic_shapes=sizes)
+    assert_same_bits(reference("gru"), program, (20, 2))
+    with pytest.raises(AssertionError, match=r"<= 20"):
+        program.module()(torch.randn(21, 3, 8))
+
+
+def test_an_example_of_one_step_and_one_sequence_fixes_nothing() -> None:
+    program = tc.export(reference("gru"), (torch.randn(1, 1, 8),))
+    assert_same_bits(reference("gru"), program, (1, 1), (7, 4))
+
+
+# What can be wrong.
+
+
+def refused(expected: type[TorchQCompatError], *args: Any, **kwargs: Any) -> str:
+    before = reference("gru")(torch.ones(4, 2, 8))[0]
+    with pytest.raises(expected) as caught:
+        tc.export(*args, **kwargs)
+    assert "\nHint: " in str(caught.value)
+    assert torch.equal(reference("gru")(torch.ones(4, 2, 8))[0], before)
+    return str(caught.value)
+
+
+X = torch.randn(6, 3, 8)
+
+
+def test_only_converted_models() -> None:
+    model = Alone(nn.GRU(8, 12)).eval()
+    prepared = tc.prepare_fx(model, STATIC, (X,), tc.get_default_prepare_custom_config())
+    for wrong in (model, prepared, None, program_of("gru", "rolled")):
+        assert type(wrong).__name__ in refused(ExportError, wrong, (X,))
+
+
+def test_unknown_shape() -> None:
+    message = refused(ExportError, reference("gru"), (X,), recurrent="folded")
+    assert "'folded'" in message
+    assert all(repr(str(shape)) in message for shape in LoopShape)
+
+
+def test_training_mode() -> None:
+    model = reference("gru").train()
+    try:
+        assert "eval()" in refused(ExportError, model, (X,))
+    finally:
+        model.eval()
+
+
+def test_wrong_example_inputs() -> None:
+    model = reference("gru")
+    assert "missing" in refused(InputError, model)
+    assert "tuple" in refused(InputError, model, X)
+    assert "arguments" in refused(InputError, model, (X, X))
+    assert "fixed to 8" in refused(InputError, model, (torch.randn(6, 3, 9),))
+    packed = pack_padded_sequence(X, [6, 4, 1])
+    assert "PackedSequence" in refused(InputError, model, (packed,))
+
+
+def test_wrong_dynamic_shapes() -> None:
+    model = reference("gru")
+    too_short = refused(ExportError, model, (X,), dynamic_shapes=({0: Dim("time", max=5)},))
+    assert "6 not in range" in too_short
+    assert "'width'" in refused(ExportError, model, (X,), dynamic_shapes=({2: Dim("width")},))
+    fixed = refused(ExportError, model, (X,), recurrent="unrolled", dynamic_shapes=({0: Dim("time")},))
+    assert "fixes the number of steps" in fixed
+
+
+def test_a_refusal_leaves_other_exports_alone() -> None:
+    refused(ExportError, reference("gru"), (X,), recurrent="unrolled", dynamic_shapes=({0: Dim("t")},))
+    program = torch.export.export(reference("gru"), (X,))
+    assert len(program.graph.find_nodes(op="call_function", target=SCAN)) == 2
+
+
+def test_what_stays_float_is_said_again() -> None:
+    torch.manual_seed(0)
+    with pytest.warns(QuantizationWarning, match="'rnn' stays float"):
+        prepared = tc.prepare_fx(Alone(nn.LSTM(8, 12)).eval(), STATIC, (X,), PrepareCustomConfig())
+    calibrate(prepared, [(X,)])
+    with pytest.warns(QuantizationWarning, match="computes these in floats: rnn;"):
+        tc.export(tc.convert_to_reference_fx(prepared), (X,), dynamic_shapes=({},))
+
+
+class Relu(nn.Module):
+    """A custom module, float and observed."""
+
+    @classmethod
+    def from_float(cls, module: nn.Module) -> nn.Module:
+        return ObservedRelu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+class ObservedRelu(Relu):
+    pass
+
+
+class SteppingRelu(nn.Module):
+    """Its code looks at the number of steps, which torch.export then takes for a constant."""
+
+    @classmethod
+    def from_observed(cls, module: nn.Module) -> nn.Module:
+        return cls()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([step.relu() for step in x])
+
+
+def test_sizes_that_the_program_fixes_are_said() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), Relu()).eval()
+    prepare, convert = PrepareCustomConfig(), ConvertCustomConfig()
+    prepare.float_to_observed_mapping[QuantType.DYNAMIC] = {Relu: ObservedRelu}
+    convert.observed_to_quantized_mapping[QuantType.DYNAMIC] = {ObservedRelu: SteppingRelu}
+    prepared = tc.prepare_fx(model, DYNAMIC, (X,), prepare)
+    converted = tc.convert_to_reference_fx(prepared, convert)
+    assert converted(X[:2]).shape == (2, 3, 4)
+    with pytest.warns(QuantizationWarning, match="input in dimension 0 to 6"):
+        tc.export(converted, (X,))
+
+
+def test_nothing_to_say_of_a_model_that_is_as_asked() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationWarning)
+        tc.export(reference("gru"), (X,))
+
+
+class AsksForThree(nn.Module):
+    """Python looks at a size that no operator minds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.relu(y + 1 if x.shape[0] == 3 else y)
+
+
+def test_a_size_that_python_fixed_is_fixed_in_the_program() -> None:
+    torch.manual_seed(0)
+    model, x = AsksForThree().eval(), torch.randn(3, 4, 8)
+    with pytest.warns(QuantizationWarning, match="is fixed: at 3"):
+        prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    reference = tc.convert_to_reference_fx(prepared)
+    program = tc.export(reference, (x,)).module()
+    assert torch.equal(program(x), reference(x))
+    longer = torch.randn(3, 6, 8)
+    assert torch.equal(program(longer), reference(longer))
+    other = torch.randn(6, 4, 8)
+    with pytest.raises(InputError, match="dimension 0"):
+        reference(other)
+    with pytest.raises(AssertionError, match=r"x.size\(\)\[0\] == 3"):
+        program(other)

@@ -1,0 +1,88 @@
+"""torch.export of converted recurrent modules: a scan over time, at any sequence length, bit for bit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.helpers.oracle import leaves
+
+STATIC = get_default_qconfig_mapping("qnnpack")
+DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
+RECURRENT: dict[str, tuple[Callable[[], nn.Module], QConfigMapping]] = {
+    "lstm": (lambda: nn.LSTM(8, 12, 2, bidirectional=True), STATIC),
+    "projected lstm": (lambda: nn.LSTM(8, 12, proj_size=5, batch_first=True), STATIC),
+    "gru": (lambda: nn.GRU(8, 12, bidirectional=True), STATIC),
+    "relu rnn": (lambda: nn.RNN(8, 12, nonlinearity="relu"), STATIC),
+    "dynamic lstm": (lambda: nn.LSTM(8, 12, 2), DYNAMIC),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, recurrent: nn.Module) -> None:
+        super().__init__()
+        self.rnn = recurrent
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rnn(x)
+
+
+def converted(name: str) -> GraphModule:
+    torch.manual_seed(0)
+    make, mapping = RECURRENT[name]
+    model = Model(make()).eval()
+    prepared = tc.prepare_fx(model, mapping, (torch.randn(5, 2, 8),), tc.get_default_prepare_custom_config())
+    prepared(torch.randn(20, 6, 8))
+    return tc.convert_to_reference_fx(prepared)
+
+
+def exported(model: nn.Module, first: int, second: int) -> ExportedProgram:
+    sizes = {0: Dim("first"), 1: Dim("second")}
+    return torch.export.export(model, (torch.randn(first, second, 8),), dynamic_shapes=(sizes,))
+
+
+def same_bits(model: nn.Module, program: ExportedProgram) -> bool:
+    with torch.no_grad():
+        for shape in ((4, 3), (17, 9)):
+            x = torch.randn(*shape, 8)
+            pairs = zip(leaves(model(x)), leaves(program.module()(x)), strict=True)
+            if not all(torch.equal(a, b) for a, b in pairs):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_rolled_with_the_same_bits(name: str) -> None:
+    model = converted(name)
+    program = exported(model, 6, 3)
+    scans = [n for n in program.graph.nodes if n.target is torch.ops.higher_order.scan]
+    assert len(scans) == len(list(model.rnn.cells()))
+    assert same_bits(model, program)
+
+
+def test_saved_loaded_and_exported_again() -> None:
+    model = converted("lstm")
+    program = exported(model, 6, 3)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    assert same_bits(model, loaded)
+    assert same_bits(model, exported(loaded.module(), 9, 4))
+    integers = [v for v in loaded.state_dict.values() if v.dtype is torch.int8]
+    assert sum(v.numel() for v in integers) == 2 * 4 * 12 * (8 + 12) + 2 * 4 * 12 * (24 + 12)
+
+
+def test_the_program_does_not_grow_with_the_length() -> None:
+    model = converted("gru")
+    sizes = {len(list(exported(model, steps, 3).graph.nodes)) for steps in (4, 64)}
+    assert len(sizes) == 1

@@ -1,0 +1,61 @@
+"""Dynamic and float16 linears at the edges: models of half precision, batches without rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, float16_dynamic_qconfig
+
+import torchq_compat as tc
+from tests.helpers.oracle import sqnr
+from torchq_compat.errors import CallError
+
+CONVERTS = [tc.convert_to_reference_fx, tc.convert_fx]
+
+
+def float_model() -> nn.Module:
+    """Weights that bfloat16 and float16 hold without rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    return model.to(torch.bfloat16).to(torch.float16).float()
+
+
+def converted(dtype: torch.dtype, qconfig: Any, convert: Any) -> Any:
+    example = (torch.randn(4, 16).to(dtype),)
+    mapping = QConfigMapping().set_global(qconfig)
+    return convert(tc.prepare_fx(float_model().to(dtype), mapping, example))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("convert", CONVERTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dynamic_models_of_half_precision_keep_their_dtype(dtype: torch.dtype, convert: Any) -> None:
+    x = torch.randn(64, 16).to(torch.bfloat16)
+    found = converted(dtype, default_dynamic_qconfig, convert)(x.to(dtype))
+    assert found.dtype is dtype
+    expected = converted(torch.float32, default_dynamic_qconfig, tc.convert_to_reference_fx)(x.float())
+    assert sqnr(expected, found.float()) > (50 if dtype is torch.float16 else 35)
+    assert 20 < sqnr(float_model()(x.float()), found.float()) < 45
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("convert", CONVERTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float16_in_models_of_half_precision_keeps_their_dtype(dtype: torch.dtype, convert: Any) -> None:
+    x = torch.randn(64, 16).to(torch.bfloat16).to(dtype)
+    found = converted(dtype, float16_dynamic_qconfig, convert)(x)
+    assert found.dtype is dtype
+    assert torch.equal(found, float_model().to(dtype)(x))
+
+
+@torch.no_grad()
+def test_a_dynamic_linear_without_rows() -> None:
+    """The q-dq graph chooses qparams from the values, and there are none; the kernel needs none."""
+    empty = torch.zeros(0, 16)
+    assert converted(torch.float32, default_dynamic_qconfig, tc.convert_fx)(empty).shape == (0, 8)
+    reference = converted(torch.float32, default_dynamic_qconfig, tc.convert_to_reference_fx)
+    with pytest.raises(CallError, match=r"choose_qparams.*empty.*\nHint: "):
+        reference(empty)

@@ -1,0 +1,339 @@
+"""What convert_fx lowers: each kernel tried against its q-dq op, and what explain says is what runs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    QConfig,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_weight_observer,
+    get_default_qconfig_mapping,
+)
+from torch.ao.quantization.backend_config import get_onednn_backend_config
+from torch.ao.quantization.observer import MinMaxObserver
+
+import torchq_compat as tc
+from tests.helpers.lowered_walk import check_explained
+from tests.helpers.oracle import calibrate, sqnr
+from torchq_compat.errors import QuantizationWarning
+from torchq_compat.lower.x86 import plan
+from torchq_compat.lower.x86.engines import decide_engine
+from torchq_compat.lower.x86.kernels.endless_convolutions import may_never_return
+from torchq_compat.lower.x86.kernels.kernel_base import KernelCall, Refusal, Site
+from torchq_compat.lower.x86.lowered_module import lower
+from torchq_compat.lower.x86.trials import Trials
+from torchq_compat.support.decisions import Decision
+
+ENGINES = ("x86", "fbgemm", "onednn")
+ATEN = torch.ops.aten
+#: Eight bits of activations, which fbgemm's depthwise convolution adds up in 16: it saturates.
+EIGHT_BITS = QConfigMapping().set_global(
+    QConfig(MinMaxObserver.with_args(dtype=torch.quint8), default_weight_observer)
+)
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[[str], None]]:
+    before = torch.backends.quantized.engine
+
+    def use(name: str) -> None:
+        torch.backends.quantized.engine = name
+
+    yield use
+    torch.backends.quantized.engine = before
+
+
+class Residual(nn.Module):
+    """conv + add, with a ReLU or not, and a head of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(6, 6, 3, padding=1) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.1), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first(x))
+        z = self.second(y) + y
+        z = F.relu(self.third(z) + z)
+        return self.head(F.adaptive_avg_pool2d(z, 1).flatten(1))
+
+
+class Mobile(nn.Module):
+    """Hardswish between convolutions, in floats in front of what is not quantized, and squeeze-excitation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Hardswish())
+        self.depthwise = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Hardswish())
+        self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1), nn.Hardsigmoid())
+        self.head = nn.Sequential(
+            nn.Flatten(), nn.Linear(8, 8), nn.Hardswish(), nn.Dropout(), nn.Linear(8, 4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.depthwise(self.stem(x))
+        return F.hardswish(self.head((x * self.gate(x)).mean((2, 3))))
+
+
+class Attention(nn.Module):
+    """Layer norm, softmax, matmul, GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        y = torch.matmul(torch.softmax(torch.matmul(q, k.transpose(1, 2)) / 3, -1), v)
+        return F.gelu(self.out(y)) + x
+
+
+class Waves(nn.Module):
+    """A 1d U-Net: strided convolutions, GLU, a transposed convolution and a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv1d(2, 8, 8, 4), nn.ReLU(), nn.Conv1d(8, 16, 1), nn.GLU(1))
+        self.up = nn.Sequential(nn.Conv1d(8, 16, 3, padding=1), nn.GLU(1), nn.ConvTranspose1d(8, 2, 8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(x)
+        return self.up(y + torch.tanh(y)) + x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "residual": (Residual, (2, 6, 9, 9)),
+    "mobile": (Mobile, (2, 3, 12, 12)),
+    "attention": (Attention, (2, 5, 8)),
+    "waves": (Waves, (2, 2, 64)),
+}
+
+
+def settings(engine: str) -> Iterator[tuple[str, QConfigMapping, Any]]:
+    default = get_default_qconfig_mapping(engine)
+    yield "default", default, None
+    some = copy.deepcopy(default)
+    for left_float in (F.hardswish, nn.Hardswish, nn.LeakyReLU, nn.Flatten, torch.tanh, nn.Softmax):
+        some.set_object_type(left_float, None)
+    yield "some float", some, None
+    yield "dynamic", QConfigMapping().set_global(default_dynamic_qconfig), None
+    if engine == "onednn":
+        yield "fused", EIGHT_BITS, get_onednn_backend_config()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name_of_engine", ENGINES)
+def test_what_explain_says_is_what_runs(
+    name: str, name_of_engine: str, engine: Callable[[str], None]
+) -> None:
+    engine(name_of_engine)
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model, data = build().eval(), [(torch.randn(shape),) for _ in range(2)]
+    for label, mapping, backend in settings(name_of_engine):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            prepared = tc.prepare_fx(model, mapping, data[0], backend_config=backend)
+            calibrate(prepared, data)
+            lowered = tc.convert_fx(prepared)
+        found = check_explained(lowered, *data[0])
+        # Convolutions have no dynamic kernel, in FX neither.
+        assert ("integers" in found.values()) == (label != "dynamic" or "linear" in found), label
+        assert sqnr(lowered.reference(*data[0]), lowered(*data[0])) > 25, label
+
+
+def test_onednn_fuses_what_fx_fuses(engine: Callable[[str], None]) -> None:
+    engine("onednn")
+    torch.manual_seed(0)
+    model, data = Residual().eval(), [(torch.randn(2, 6, 9, 9),) for _ in range(3)]
+    backend = get_onednn_backend_config()
+    prepared = tc.prepare_fx(model, EIGHT_BITS, data[0], backend_config=backend)
+    theirs = fx.prepare_fx(copy.deepcopy(model), EIGHT_BITS, data[0], backend_config=backend)
+    for each in (prepared, theirs):
+        calibrate(each, data)
+    lowered, theirs = tc.convert_fx(prepared), fx.convert_fx(theirs, backend_config=backend)
+    targets = [str(node.target) for node in lowered.graph.nodes]
+    for kernel in ("conv2d_add", "linear_leaky_relu", "linear_tanh"):
+        assert sum(target.startswith(f"quantized.{kernel}") for target in targets) >= 1, kernel
+    float_output = model(*data[0])
+    ours, of_fx = sqnr(float_output, lowered(*data[0])), sqnr(float_output, theirs(*data[0]))
+    assert ours > of_fx - 1
+    assert 20 < ours < 60
+
+
+def conv1d_that_is(off_by: int, packings: tuple[str, ...]) -> Callable[[Site], KernelCall | Refusal | None]:
+    """The rule of conv1d, whose kernel is off by some steps where it is packed for ``packings``."""
+    rule = plan.RULES[ATEN.conv1d.default]
+
+    def faulty(site: Site) -> KernelCall | Refusal | None:
+        call = rule(site)
+        if not isinstance(call, KernelCall) or torch.backends.quantized.engine not in packings:
+            return call
+        *args, zero_point = call.args
+        # On a grid that is moved: the same integers mean other numbers.
+        return KernelCall(call.kernel, (*args, zero_point + off_by), call.covers)
+
+    return faulty
+
+
+def speech() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(16, 16, 8, padding=4, groups=4), nn.GELU()).eval(), torch.randn(2, 16, 70)
+
+
+def lowered_with(
+    faulty: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, list[Decision], list[str], Tensor]:
+    model, x = speech()
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("onednn"), (x,))
+    calibrate(prepared, [(x,)])
+    monkeypatch.setitem(plan.RULES, ATEN.conv1d.default, faulty)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lowered = tc.convert_fx(prepared)
+    told = [str(w.message) for w in caught if issubclass(w.category, QuantizationWarning)]
+    decisions = [d for d in tc.explain(lowered) if d.kind == "aten.conv1d.default"]
+    return lowered, decisions, told, x
+
+
+def test_a_kernel_one_step_off_is_taken(
+    monkeypatch: pytest.MonkeyPatch, engine: Callable[[str], None]
+) -> None:
+    engine("onednn")
+    _, (decision,), told, _ = lowered_with(conv1d_that_is(0, ENGINES), monkeypatch)
+    assert decision.reason == "runs as quantized.conv1d.default"
+    assert not told
+
+
+def test_a_wrong_packing_is_replaced_by_that_of_fbgemm(
+    monkeypatch: pytest.MonkeyPatch, engine: Callable[[str], None]
+) -> None:
+    engine("onednn")
+    lowered, (decision,), told, x = lowered_with(conv1d_that_is(9, ("onednn",)), monkeypatch)
+    assert decision.action == "lowered"
+    assert (
+        "packed for fbgemm: for the engine in use quantized.conv1d.default is 9 steps off" in decision.reason
+    )
+    assert not told
+    assert sqnr(lowered.reference(x), lowered(x)) > 30
+    check_explained(lowered, x)
+
+
+def test_a_wrong_kernel_is_not_taken_and_the_user_is_told(
+    monkeypatch: pytest.MonkeyPatch, engine: Callable[[str], None]
+) -> None:
+    engine("onednn")
+    lowered, (decision,), told, x = lowered_with(conv1d_that_is(9, ENGINES), monkeypatch)
+    assert decision.action == "reference"
+    assert decision.warn
+    assert "9 steps off its q-dq op on this CPU" in decision.reason
+    assert len(told) == 1
+    assert "0/conv1d" in told[0]
+    torch.testing.assert_close(lowered(x), lowered.reference(x), rtol=0, atol=1e-5)
+    check_explained(lowered, x)
+
+
+@pytest.mark.parametrize("name_of_engine", ["x86", "onednn"])
+def test_a_kernel_that_never_returns_is_never_run(name_of_engine: str, engine: Callable[[str], None]) -> None:
+    """The same kernel hangs in a model that FX lowered."""
+    engine(name_of_engine)
+    torch.manual_seed(0)
+    conv = nn.Conv1d(16, 16, 128, padding=64, groups=16)
+    model, x = nn.Sequential(conv, nn.ReLU()).eval(), torch.randn(2, 16, 70)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping(name_of_engine), (x,))
+    calibrate(prepared, [(x,)])
+    lowered = tc.convert_fx(prepared)
+    (decision,) = [d for d in tc.explain(lowered) if d.kind == "aten.conv1d.default"]
+    assert decision.reason.startswith("runs as quantized.conv1d_relu.default, packed for fbgemm: oneDNN's")
+    assert sqnr(lowered.reference(x), lowered(x)) > 30
+    check_explained(lowered, x)
+
+
+@pytest.mark.parametrize(
+    ("weight", "stride", "groups", "hangs"),
+    [
+        ((16, 1, 14), 1, 16, True),
+        ((16, 1, 3, 15), 1, 16, True),
+        ((8, 1, 20), 1, 8, True),
+        ((16, 1, 13), 1, 16, False),
+        ((16, 1, 15, 3), 1, 16, False),
+        ((16, 1, 15), 2, 16, False),
+        ((32, 1, 15), 1, 32, False),
+        ((16, 4, 15), 1, 4, False),
+        ((16, 16), 1, 1, False),
+    ],
+)
+def test_shapes_that_may_never_return(
+    weight: tuple[int, ...], stride: int, groups: int, hangs: bool, engine: Callable[[str], None]
+) -> None:
+    settings = ([stride] * (len(weight) - 2), [0], [1], groups)
+    for name in ("x86", "onednn"):
+        engine(name)
+        assert may_never_return(weight, settings) is hangs
+    engine("fbgemm")
+    assert not may_never_return(weight, settings)
+
+
+def test_saturating_sums_of_fbgemm_are_found(engine: Callable[[str], None]) -> None:
+    """fbgemm's depthwise convolution adds products of 8 and 8 bits up in 16. FX's model is wrong there."""
+    engine("fbgemm")
+    torch.manual_seed(0)
+    conv = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False)
+    conv.weight.data = conv.weight.data.abs()
+    model, data = nn.Sequential(conv).eval(), [(5 * torch.rand(2, 16, 9, 9),)]
+    prepared = tc.prepare_fx(model, EIGHT_BITS, data[0])
+    theirs = fx.prepare_fx(copy.deepcopy(model), EIGHT_BITS, data[0])
+    for each in (prepared, theirs):
+        calibrate(each, data)
+    with pytest.warns(QuantizationWarning, match="steps off its q-dq op"):
+        lowered = tc.convert_fx(prepared)
+    theirs = fx.convert_fx(theirs)
+    expected = model(*data[0])
+    assert sqnr(expected, theirs(*data[0])) < 30
+    assert 45 < sqnr(expected, lowered(*data[0])) < 60
+    check_explained(lowered, *data[0])
+
+
+def test_a_reduced_range_keeps_the_kernel(engine: Callable[[str], None]) -> None:
+    """7 bits, the default for fbgemm, leave the 16-bit sums room: the kernel is FX's, and right."""
+    engine("fbgemm")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16)).eval()
+    data = [(torch.rand(2, 16, 9, 9),)]
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("fbgemm"), data[0])
+    calibrate(prepared, data)
+    lowered = tc.convert_fx(prepared)
+    (decision,) = [d for d in tc.explain(lowered) if d.kind == "aten.conv2d.default"]
+    assert decision.reason.startswith("runs as quantized.conv2d.new")
+    assert sqnr(lowered.reference(*data[0]), lowered(*data[0])) > 40
+
+
+def test_equal_trials_run_once() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.Sigmoid(), copy.deepcopy(layer)).eval()
+    x = torch.randn(4, 8)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    calibrate(prepared, [(x,)])
+    lowered = lower(tc.convert_to_reference_fx(prepared), decide_engine("x86"))
+    trials = vars(lowered)["_torchq_compat_lowering"].trials
+    assert isinstance(trials, Trials)
+    before = dict(trials.seen)
+    assert len(before) == 3
+    lowered.load_state_dict(lowered.state_dict())
+    assert vars(lowered)["_torchq_compat_lowering"].trials.seen == before
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    lower(lowered.reference, decide_engine("x86"))
+    assert torch.equal(torch.rand(1), expected)

@@ -1,0 +1,392 @@
+"""convert_fx on x86: every kernel against the reference graph, whatever batch and size, for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    QConfigMapping,
+    default_dynamic_qconfig,
+    float16_dynamic_qconfig,
+    float_qparams_weight_only_qconfig,
+    float_qparams_weight_only_qconfig_4bit,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
+
+import torchq_compat as tc
+from tests.helpers.oracle import calibrate, sqnr
+from torchq_compat.lower.x86.engines import decide_engine
+from torchq_compat.lower.x86.lowered_module import LoweredGraphModule, lower
+
+ENGINES = ("x86", "fbgemm", "onednn")
+DEFAULT = get_default_qconfig_mapping("x86")
+DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
+HALF = QConfigMapping().set_global(float16_dynamic_qconfig)
+
+
+class Calls(nn.Module):
+    """Calls ``function(module, x)``."""
+
+    def __init__(self, function: Callable[..., Tensor], module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.module, x)
+
+
+def behind(layer: Callable[[], nn.Module], *modules: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Modules behind a layer whose result is quantized."""
+    return lambda: nn.Sequential(layer(), *(module() for module in modules))
+
+
+def rows(count: int = 6) -> Tensor:
+    return torch.randn(count, 16)
+
+
+def signals(count: int = 4, length: int = 15) -> Tensor:
+    return torch.randn(count, 8, length)
+
+
+def images(count: int = 4, height: int = 9, width: int = 11) -> Tensor:
+    return torch.randn(count, 8, height, width)
+
+
+def volumes(count: int = 2, depth: int = 5) -> Tensor:
+    return torch.randn(count, 4, depth, 6, 7)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(16, 16)
+
+
+def conv() -> nn.Module:
+    return nn.Conv2d(8, 8, 3)
+
+
+class Case(NamedTuple):
+    """A model, what it is called with (any batch), and the ops of its lowered graph between the quantize of
+    its input and the dequantize of its result."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[..., Tensor]
+    kernels: tuple[str, ...]
+
+
+CONV2D, LINEAR = "quantized.conv2d.new", "quantized.linear.default"
+STATIC = {
+    "linear": Case(linear, rows, (LINEAR,)),
+    "linear, no bias": Case(lambda: nn.Linear(15, 4, bias=False), signals, (LINEAR,)),
+    "linear relu": Case(behind(linear, nn.ReLU), rows, ("quantized.linear_relu.default",)),
+    "conv1d": Case(lambda: nn.Conv1d(8, 6, 3, stride=2), signals, ("quantized.conv1d.default",)),
+    "conv1d relu": Case(
+        behind(lambda: nn.Conv1d(8, 6, 3), nn.ReLU), signals, ("quantized.conv1d_relu.default",)
+    ),
+    "conv2d, groups": Case(lambda: nn.Conv2d(8, 16, 3, dilation=2, groups=4), images, (CONV2D,)),
+    "conv2d, padding by name": Case(lambda: nn.Conv2d(8, 6, 3, padding="same"), images, (CONV2D,)),
+    "conv2d, reflecting": Case(
+        behind(conv, lambda: nn.Conv2d(8, 6, 3, padding=1, padding_mode="reflect")),
+        images,
+        (CONV2D, "aten.pad.default", CONV2D),
+    ),
+    "conv2d bn relu": Case(
+        behind(conv, lambda: nn.BatchNorm2d(8), nn.ReLU), images, ("quantized.conv2d_relu.new",)
+    ),
+    "conv3d relu": Case(behind(lambda: nn.Conv3d(4, 6, 3), nn.ReLU), volumes, ("quantized.conv3d_relu.new",)),
+    "conv_transpose1d": Case(
+        lambda: nn.ConvTranspose1d(8, 6, 3, stride=2), signals, ("quantized.conv_transpose1d.default",)
+    ),
+    "conv_transpose2d": Case(
+        lambda: nn.ConvTranspose2d(8, 6, 3, stride=2), images, ("quantized.conv_transpose2d.default",)
+    ),
+    "conv_transpose3d": Case(
+        lambda: nn.ConvTranspose3d(4, 6, 3), volumes, ("quantized.conv_transpose3d.default",)
+    ),
+    "add": Case(lambda: Calls(lambda m, x: x + m(x), linear()), rows, (LINEAR, "quantized.add.default")),
+    "add relu": Case(
+        lambda: Calls(lambda m, x: F.relu(m(x) + x), linear()), rows, (LINEAR, "quantized.add_relu.default")
+    ),
+    "mul": Case(lambda: Calls(lambda m, x: x * m(x), linear()), rows, (LINEAR, "quantized.mul.default")),
+    "mul relu": Case(
+        lambda: Calls(lambda m, x: F.relu(x * m(x)), linear()), rows, (LINEAR, "quantized.mul_relu.default")
+    ),
+    "matmul": Case(
+        lambda: Calls(lambda m, x: torch.matmul(x, x.transpose(1, 2))),
+        signals,
+        ("aten.transpose.int", "quantized.matmul.default"),
+    ),
+    "cat": Case(
+        lambda: Calls(lambda m, x: torch.cat([x, m(x)], 1), linear()), rows, (LINEAR, "quantized.cat.default")
+    ),
+    "hardswish": Case(behind(linear, nn.Hardswish), rows, (LINEAR, "quantized.hardswish.default")),
+    "elu": Case(behind(linear, nn.ELU), rows, (LINEAR, "quantized.elu.default")),
+    "leaky relu": Case(behind(linear, nn.LeakyReLU), rows, (LINEAR, "quantized.leaky_relu.default")),
+    "sigmoid": Case(behind(linear, nn.Sigmoid), rows, (LINEAR, "quantized.sigmoid.default")),
+    "tanh": Case(behind(linear, nn.Tanh), rows, (LINEAR, "aten.tanh.default")),
+    "hardsigmoid": Case(behind(linear, nn.Hardsigmoid), rows, (LINEAR, "aten.hardsigmoid.default")),
+    "softmax": Case(behind(linear, lambda: nn.Softmax(1)), rows, (LINEAR, "quantized.softmax.default")),
+    "layer norm": Case(
+        behind(linear, lambda: nn.LayerNorm(16)), rows, (LINEAR, "quantized.layer_norm.default")
+    ),
+    "instance norm": Case(
+        behind(conv, lambda: nn.InstanceNorm2d(8, affine=True)),
+        images,
+        (CONV2D, "quantized.instance_norm.default"),
+    ),
+    "batch norm relu": Case(
+        behind(nn.ReLU, lambda: nn.BatchNorm2d(8), nn.ReLU),
+        images,
+        ("aten.relu.default", "quantized.batch_norm2d_relu.default"),
+    ),
+    "batch norm 3d": Case(
+        behind(nn.ReLU, lambda: nn.BatchNorm3d(4)),
+        volumes,
+        ("aten.relu.default", "quantized.batch_norm3d.default"),
+    ),
+    "pools": Case(
+        behind(conv, lambda: nn.MaxPool2d(2), lambda: nn.AvgPool2d(2, 1), lambda: nn.AdaptiveAvgPool2d(2)),
+        images,
+        (
+            CONV2D,
+            "aten.max_pool2d.default",
+            "aten.avg_pool2d.default",
+            "aten.adaptive_avg_pool2d.default",
+        ),
+    ),
+    "relu6, mean, flatten": Case(
+        lambda: Calls(lambda m, x: F.relu6(m(x)).mean((2, 3), keepdim=True).flatten(1), conv()),
+        images,
+        (CONV2D, "aten.relu6.default", "aten.mean.dim", "aten.flatten.using_ints"),
+    ),
+    # Convolutions give channels-last activations, which have no view of other sizes.
+    "view by size": Case(
+        lambda: Calls(lambda m, x: m(x).view(x.size(0), -1), conv()), images, (CONV2D, "aten.reshape.default")
+    ),
+    "interpolate": Case(
+        lambda: Calls(lambda m, x: F.interpolate(m(x), scale_factor=2.0), conv()),
+        images,
+        (CONV2D, "aten.upsample_nearest2d.vec"),
+    ),
+    "dropout": Case(behind(linear, nn.Dropout), rows, (LINEAR, "aten.dropout.default")),
+}
+
+
+def converted_by_us(model: nn.Module, data: list[Any], mapping: Any = DEFAULT) -> Any:
+    prepared = tc.prepare_fx(model, mapping, data[0])
+    calibrate(prepared, data)
+    converted = tc.convert_fx(prepared)
+    assert isinstance(converted, LoweredGraphModule)
+    return converted
+
+
+def computing(lowered: Any) -> list[str]:
+    """The targets of the lowered graph without sizes."""
+    targets = [str(n.target) for n in lowered.graph.nodes if n.op == "call_function"]
+    return [target for target in targets if not target.startswith("aten.sym_")]
+
+
+def result_scale(lowered: Any) -> float:
+    dequantize = lowered.reference.graph.output_node().all_input_nodes[0]
+    return float(dequantize.args[1])
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_every_kernel_is_within_a_step_of_the_reference(name: str) -> None:
+    torch.manual_seed(0)
+    case = STATIC[name]
+    model = case.build().eval()
+    lowered = converted_by_us(model, [(case.inputs(),) for _ in range(3)])
+    for engine in ENGINES:
+        again = lower(lowered.reference, decide_engine(engine))
+        first, *kernels, last = computing(again)
+        assert (first, last) == ("aten.quantize_per_tensor.default", "aten.dequantize.self")
+        assert tuple(kernels) == case.kernels
+        for count in (1, 4, 7):
+            x = 1.5 * case.inputs(count)
+            expected, found = lowered.reference(x), again(x)
+            steps = (found - expected) / result_scale(lowered)
+            assert steps.abs().max() < 1.001
+        assert expected.unique().numel() > 7
+    x = case.inputs()
+    assert 20 < sqnr(model(x), lowered(x)) < 60
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [("conv2d bn relu", images(2, 13, 17)), ("conv1d", signals(3, 40)), ("pools", images(1, 20, 8))],
+)
+def test_any_spatial_size(name: str, inputs: Tensor) -> None:
+    torch.manual_seed(0)
+    case = STATIC[name]
+    lowered = converted_by_us(case.build().eval(), [(case.inputs(),)])
+    steps = (lowered(inputs) - lowered.reference(inputs)) / result_scale(lowered)
+    assert steps.abs().max() < 1.001
+
+
+def tokens(count: int = 5) -> Tensor:
+    return torch.randint(0, 10, (count, 3))
+
+
+def of_embeddings(qconfig: Any) -> QConfigMapping:
+    mapping = QConfigMapping().set_object_type(nn.Embedding, qconfig)
+    return mapping.set_object_type(nn.EmbeddingBag, qconfig)
+
+
+BYTES, NIBBLES = map(
+    of_embeddings, (float_qparams_weight_only_qconfig, float_qparams_weight_only_qconfig_4bit)
+)
+#: Kernels that give floats: (model, its input, mapping, kernel, dB against the float model).
+FLOATING = {
+    "embedding": (lambda: nn.Embedding(10, 6), tokens, BYTES, "quantized.embedding_byte.default", 40),
+    "embedding, 4 bits": (
+        lambda: nn.Embedding(10, 6),
+        tokens,
+        NIBBLES,
+        "quantized.embedding_byte.default",
+        18,
+    ),
+    "embedding bag": (
+        lambda: nn.EmbeddingBag(10, 6, mode="sum"),
+        tokens,
+        BYTES,
+        "quantized.embedding_bag_byte.default",
+        40,
+    ),
+    "dynamic": (linear, rows, DYNAMIC, "quantized.linear_dynamic.default", 30),
+    "dynamic relu": (
+        behind(linear, nn.ReLU),
+        rows,
+        DYNAMIC,
+        "quantized.linear_relu_dynamic.default",
+        30,
+    ),
+    "half": (linear, rows, HALF, "quantized.linear_dynamic_fp16.default", 60),
+}
+
+
+@pytest.mark.parametrize("name", FLOATING)
+def test_kernels_that_give_floats(name: str) -> None:
+    """The integers are those of the reference graph; what is left is the order of float additions."""
+    torch.manual_seed(0)
+    build, inputs, mapping, kernel, quality = FLOATING[name]
+    model = nn.Sequential(build()).eval()
+    lowered = converted_by_us(model, [(inputs(),)], mapping)
+    assert kernel in computing(lowered)
+    assert not any("dequantize" in target for target in computing(lowered))
+    for count in (1, 3, 64):
+        x = inputs(count)
+        torch.testing.assert_close(lowered(x), lowered.reference(x), rtol=1e-5, atol=1e-6)
+    assert quality < sqnr(model(x), lowered(x)) < quality + 25
+
+
+def test_an_index_beyond_the_table_is_an_error() -> None:
+    lowered = converted_by_us(nn.Sequential(nn.Embedding(10, 6)).eval(), [(tokens(),)], BYTES)
+    for index in (-1, 10):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            lowered(torch.tensor([[index]]))
+
+
+#: What stays in floats between its q-dq: (model, inputs, mapping, op, why).
+LEFT = {
+    "a number": (
+        lambda: Calls(lambda m, x: m(x) + 1.5, linear()),
+        rows,
+        DEFAULT,
+        "aten.add.Tensor",
+        "one of its arguments is a number",
+    ),
+    "no batch": (linear, lambda: torch.randn(16), DEFAULT, "aten.linear.default", "batched inputs only"),
+    "mean of a bag": (
+        lambda: nn.EmbeddingBag(10, 6, mode="mean"),
+        tokens,
+        BYTES,
+        "aten.embedding_bag.padding_idx",
+        "the kernel sums",
+    ),
+    "prelu": (behind(linear, nn.PReLU), rows, DEFAULT, "aten.prelu.default", "no integer kernel"),
+    "uneven padding": (
+        lambda: nn.Conv2d(8, 6, 2, padding="same"),
+        images,
+        DEFAULT,
+        "aten.conv2d.padding",
+        "pads one side more",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_explain_says_what_was_not_lowered_and_why(name: str) -> None:
+    torch.manual_seed(0)
+    build, inputs, mapping, op, reason = LEFT[name]
+    x = inputs()
+    lowered = converted_by_us(nn.Sequential(build()).eval(), [(x,)], mapping)
+    (decision,) = [d for d in tc.explain(lowered) if d.action == "reference"]
+    assert decision.kind == op
+    assert reason in decision.reason
+    torch.testing.assert_close(lowered(x), lowered.reference(x), rtol=0, atol=1e-5)
+
+
+def test_explain_names_the_kernels() -> None:
+    lowered = converted_by_us(nn.Sequential(linear(), nn.ReLU()).eval(), [(rows(),)])
+    (decision,) = tc.explain(lowered).find("0/linear")
+    assert (decision.action, decision.kind) == ("lowered", "aten.linear.default")
+    assert decision.reason == "runs as quantized.linear_relu.default"
+
+
+def test_trained_ranges_saturate_as_in_training() -> None:
+    """A reduced range is trained to, and the kernels know the dtype's own only."""
+    torch.manual_seed(0)
+    prepared = tc.prepare_qat_fx(
+        nn.Sequential(linear(), nn.ReLU(), linear()), get_default_qat_qconfig_mapping("x86"), (rows(),)
+    )
+    calibrate(prepared, [(rows(),)])
+    lowered = tc.convert_fx(prepared.eval())
+    assert computing(lowered).count("aten.clamp.default") == 3
+    x = 10 * rows(64)
+    steps = (lowered(x) - lowered.reference(x)) / result_scale(lowered)
+    assert steps.abs().max() < 1.001
+    assert lowered(x).unique().numel() <= 128
+
+
+def test_a_kernel_that_would_keep_its_input_grid_does_not_where_the_grids_differ() -> None:
+    """FX's lowering drops the quantize behind a max pool, and its qparams."""
+    torch.manual_seed(0)
+    model = Calls(lambda m, x: torch.cat([F.max_pool2d(m(x), 2), 3 * x[:, :, :3, :4]], 1), conv()).eval()
+    lowered = converted_by_us(model, [(images(),)])
+    x = images()
+    steps = (lowered(x) - lowered.reference(x)) / result_scale(lowered)
+    assert steps.abs().max() < 1.001
+    pooled, again = (
+        computing(lowered).index(f"aten.{op}") for op in ("max_pool2d.default", "dequantize.self")
+    )
+    assert pooled < again < computing(lowered).index("quantized.cat.default")
+
+
+def test_bit_equal_with_fx_lowered() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.Hardswish(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    ).eval()
+    data = [(torch.randn(4, 3, 16, 16),) for _ in range(3)]
+    lowered = converted_by_us(model, data)
+    prepared = fx.prepare_fx(model, DEFAULT, data[0])
+    calibrate(prepared, data)
+    theirs = fx.convert_fx(prepared)
+    (x,) = data[0]
+    assert torch.equal(lowered(x), theirs(x))
+    assert 20 < sqnr(model(x), lowered(x)) < 50

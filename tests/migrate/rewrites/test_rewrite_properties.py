@@ -1,0 +1,108 @@
+"""Whatever the code: rewriting keeps it valid, twice is once, and without FX names nothing changes.
+
+Programs are put together from the statements of the standard library, whose functions and classes are code
+that nobody wrote for these tests; with FX, legacy statements are put between them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import sysconfig
+import tokenize
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchq_compat.migrate.scanning.rewriter import find_sites, rewrite_text
+from torchq_compat.migrate.scanning.scanner import LEGACY_WORD
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+
+MAX_STATEMENT = 1500
+LEGACY = (
+    "from torch.ao.quantization.quantize_fx import prepare_fx, convert_fx",
+    "from torch.ao.quantization.quantize_fx import PrepareCustomConfig, prepare_fx as prep, Scope",
+    "import torch.ao.quantization.quantize_fx as qfx",
+    "import torch.ao.quantization.quantize_fx",
+    "import torch, torch.quantization.quantize_fx as old",
+    "from torch.ao.quantization import quantize_fx, default_qconfig",
+    "from torch.ao.quantization.quantize_fx import *",
+    "from torch.ao.quantization.fx.lstm_utils import _get_lstm_with_individually_observed_parts",
+    "qconfig_dict = {'': q, 'object_type': [(a, b)]}  # all",
+    "prepared = prepare_fx(model, qconfig_dict, (x,), {'preserved_attributes': []})",
+    "prepared = qfx.prepare_qat_fx(model, qconfig_dict={'': None}, example_inputs=(x,))",
+    "prepared = quantize_fx.prepare_fx(m, {\n    'object_type': [\n        (a, b),  # one\n    ],\n}, x)",
+    "quantized = convert_fx(prepared, is_reference=True)",
+    "quantized = torch.ao.quantization.quantize_fx.convert_fx(prepared)",
+    "torch.jit.save(torch.jit.script(quantized), path)",
+    "lstm = _get_lstm_with_individually_observed_parts(lstm, tanh_obs_ctr=torch.quantization.QConfig)",
+    "x = torch.randn(2)",
+    "quantized = convert_fx(\n    prepared,  # all\n    is_reference=(True),\n)",
+    "prepared = prepare_fx((m), ({'': (q)}), (x,), {  # no\n    'preserved_attributes': (['a']),  # b\n})",
+    "scripted = torch.jit.script(quantized)  # one\nscripted.save(path)  # two",
+    "def f(prepare_fx, x):\n    return prepare_fx(x, {'': 1}, x)",
+    "for prepared in prepared:\n    quantized = convert_fx(prepared)\n "
+    "   torch.jit.script(quantized).save('q')",
+    "class C:\n\tqfx = 1\n\tdef prepare_fx(self):\n\t\treturn prepare_fx(self, {'': q}, ())",
+)
+
+
+@functools.cache
+def library_statements() -> tuple[str, ...]:
+    """Top-level statements of the standard library, as they are written."""
+    statements = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))[::4]:
+        text = path.read_text(encoding="utf-8")
+        for node in ast.parse(text).body:
+            is_future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+            code = ast.get_source_segment(text, node)
+            if code is not None and len(code) < MAX_STATEMENT and not is_future:
+                statements.append(code)
+    return tuple(statements)
+
+
+def programs(*more: str) -> st.SearchStrategy[str]:
+    ordinary = st.deferred(lambda: st.sampled_from(library_statements()))
+    statement = st.one_of(st.sampled_from(more), ordinary) if more else ordinary
+    newline = st.sampled_from(["\n", "\r\n"])
+    lines = st.tuples(st.lists(statement, min_size=1, max_size=8), newline, st.booleans())
+    return lines.map(lambda parts: _join(*parts))
+
+
+def _join(statements: list[str], newline: str, ends: bool) -> str:
+    text = "\n".join(statements) + ("\n" if ends else "")
+    return text.replace("\n", newline)
+
+
+def comments(program: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(program, newline="").readline)
+    return sorted(token.string for token in tokens if token.type == tokenize.COMMENT)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs())
+def test_without_fx_names_nothing_changes(program: str) -> None:
+    assert not LEGACY_WORD.search(program.encode())
+    assert rewrite_text(program) == program
+    assert find_sites(ParsedSource(program)) == []
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(*LEGACY))
+def test_the_result_parses_and_rewriting_it_changes_nothing(program: str) -> None:
+    once = rewrite_text(program)
+    ast.parse(once)
+    assert rewrite_text(once) == once
+    assert not any(site.edits for site in find_sites(ParsedSource(once)))
+    # Comments are not lost, and lines keep their ends.
+    assert comments(once) == comments(program)
+    assert ("\r\n" in once) == ("\r\n" in program) or "\n" not in program
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(*LEGACY))
+def test_what_scan_announces_rewrite_does(program: str) -> None:
+    announced = any(site.edits for site in find_sites(ParsedSource(program)))
+    assert (rewrite_text(program) != program) == announced

@@ -1,0 +1,119 @@
+"""``migration/ported`` is what ``rewrite`` makes of ``migration/legacy``, and runs with the same results.
+
+The legacy script on FX is the oracle. Every script prints the outputs of the float and of the quantized
+model, or the scores of each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchq_compat
+from tests.helpers.oracle import sqnr
+from torchq_compat.migrate.scanning.rewriter import rewrite_text
+from torchq_compat.migrate.scanning.scanner import scan_paths
+
+ROOT = Path(torchq_compat.__file__).parents[1]
+LEGACY, PORTED = ROOT / "migration" / "legacy", ROOT / "migration" / "ported"
+NAMES = sorted(path.name for path in LEGACY.glob("*.py"))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+#: Scripts that train and print scores, in a short run; FX beside them: test_run_command, test_digits_qat.
+SCORES = {
+    "char_lm.py": ("--steps", "30", "--hidden", "16", "--eval-chars", "4000", "--batch", "8"),
+    "digits_qat.py": ("--epochs", "1", "--qat-epochs", "2", "--observer-epochs", "1", "--hidden", "8"),
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the two engines have in common.
+
+    Attributes:
+        difference: between their outputs, at most. A quantized output lies on FX's grid: one step of it.
+        sqnr: against the float model, in dB, from and to, for both.
+    """
+
+    difference: float
+    sqnr: tuple[float, float]
+
+
+#: The printed digits.
+EQUAL = 1.5e-6
+OUTPUTS = {
+    "cnn_torchscript.py": Expected(EQUAL, (34, 42)),
+    "dict_configs.py": Expected(EQUAL, (32, 40)),
+    # FX requantizes every gate to 8 bits before it multiplies; see test_parts_where_fx_is_wrong.
+    "lstm_16bit_parts.py": Expected(2**-7 + EQUAL, (28, 34)),
+    "standalone_modules.py": Expected(EQUAL, (28, 36)),
+    "user_custom_module.py": Expected(EQUAL, (27, 35)),
+    "word_lm_dynamic.py": Expected(EQUAL, (42, 50)),
+}
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def outputs(result: subprocess.CompletedProcess[str]) -> dict[str, Tensor]:
+    lines = re.findall(r"^(float|quantized) (.*)$", result.stdout, re.MULTILINE)
+    return {name: torch.tensor([float(value) for value in values.split()]) for name, values in lines}
+
+
+def test_eight_pairs() -> None:
+    assert len(NAMES) >= 8
+    assert sorted(path.name for path in PORTED.glob("*.py")) == NAMES
+    assert sorted({*SCORES, *OUTPUTS}) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ported_is_what_rewrite_makes_of_legacy(name: str) -> None:
+    legacy = (LEGACY / name).read_bytes().decode()
+    assert rewrite_text(legacy).encode() == (PORTED / name).read_bytes()
+
+
+def test_nothing_is_left_in_the_ported_scripts() -> None:
+    legacy, ported = scan_paths([LEGACY]), scan_paths([PORTED])
+    assert {finding.path.name for finding in legacy.findings} == set(NAMES)
+    assert [finding for finding in legacy.findings if finding.by == "person"] == []
+    assert ported.findings == []
+    assert ported.problems == []
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_are_those_of_fx(name: str) -> None:
+    expected = OUTPUTS[name]
+    fx = outputs(run(LEGACY / name))
+    result = run(PORTED / name)
+    assert "QuantizationWarning" not in result.stderr
+    ours = outputs(result)
+    assert torch.equal(ours["float"], fx["float"])
+    assert (ours["quantized"] - fx["quantized"]).abs().max() <= expected.difference
+    low, high = expected.sqnr
+    for engine in (fx, ours):
+        assert low < sqnr(engine["float"], engine["quantized"]) < high
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_those_of_the_legacy_script_under_run(name: str) -> None:
+    by_run = run("-m", "torchq_compat", "run", LEGACY / name, *SCORES[name])
+    ported = run(PORTED / name, *SCORES[name])
+    assert ported.stdout == by_run.stdout
+    assert re.search(r"^float .*\d", ported.stdout, re.MULTILINE)

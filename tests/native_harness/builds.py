@@ -1,0 +1,75 @@
+"""The cell loop built with ``replay``: for several instruction sets, and under the sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchq_compat.custom_modules.recurrent.native.build import FLAGS, SOURCE, WIDE_VECTORS
+
+__all__ = ["BUILDS", "EMULATED", "SANITIZED", "Build", "compile_replay", "run_replay"]
+
+REPLAY = Path(__file__).with_name("replay.cpp")
+#: As a library has them, but for the instruction set.
+COMMON = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-march=native")]
+STD_THREADS = "-DTORCHQ_COMPAT_STD_THREADS"
+DEBUG = ("-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
+
+
+@dataclass(frozen=True)
+class Build:
+    """One way to build; ``emulator``: what runs it on this machine."""
+
+    flags: tuple[str, ...]
+    compiler: str = "g++"
+    emulator: tuple[str, ...] = ()
+
+    def is_possible(self) -> bool:
+        return all(shutil.which(each) for each in (self.compiler, *self.emulator[:1]))
+
+
+BUILDS = {
+    "native": Build(("-march=native", WIDE_VECTORS)),
+    "no VNNI": Build(("-march=native", "-mno-avx512vnni")),
+    "AVX2": Build(("-march=x86-64-v3",)),
+    "SSE2": Build(("-march=x86-64",)),
+    "threads of the standard library": Build(("-march=native", STD_THREADS)),
+}
+SANITIZED = {
+    "address and undefined": Build(("-march=native", *DEBUG, "-fsanitize=address,undefined", STD_THREADS)),
+    "address and undefined, plain loops": Build((*DEBUG, "-fsanitize=address,undefined", STD_THREADS)),
+    "threads": Build(("-march=native", *DEBUG, "-fsanitize=thread", STD_THREADS)),
+}
+EMULATED = {
+    "aarch64": Build(("-static", STD_THREADS), "aarch64-linux-gnu-g++", ("qemu-aarch64",)),
+    "aarch64 with dot products": Build(
+        ("-static", "-march=armv8.2-a+dotprod", STD_THREADS), "aarch64-linux-gnu-g++", ("qemu-aarch64",)
+    ),
+}
+
+
+def compile_replay(build: Build, into: Path, source: Path = SOURCE) -> Path:
+    """The program, in the directory ``into``."""
+    program = into / "replay"
+    flags = [*COMMON, "-pthread", *build.flags]
+    command = [build.compiler, *flags, str(source), str(REPLAY), "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
+    return program
+
+
+def run_replay(
+    build: Build, program: Path, calls: Path, threads: Sequence[int], *, seconds: int = 3600
+) -> tuple[bytes, str]:
+    """The results, and what was found wrong; sanitizers end the program at the first finding."""
+    results = program.with_name("results")
+    command = [*build.emulator, str(program), str(calls), str(results), *map(str, threads)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(threads)), "OMP_DYNAMIC": "false"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=seconds, env=environment
+    )
+    problem = f"exit {ended.returncode}: {ended.stderr[:4000]}" if ended.returncode else ""
+    return results.read_bytes() if not problem else b"", problem

@@ -1,0 +1,244 @@
+"""Calls of the cell loop: of random programs, and of converted modules; written to a file for ``replay``."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.cell_loop_shared import attribute, inputs_of
+from tests.helpers.converted_cells import KINDS, cells_of, converted
+from torchq_compat.custom_modules.recurrent.native.cell_reader import _Reader, _Value
+from torchq_compat.custom_modules.recurrent.native.columns import as_numbers
+from torchq_compat.custom_modules.recurrent.native.instruction_set import (
+    INSTRUCTION_COLUMNS,
+    SLOT_COLUMNS,
+    Op,
+)
+from torchq_compat.custom_modules.recurrent.native.program import CellProgram, DynamicGrid, WeightNames
+from torchq_compat.qspecs.qparams import PerTensorGrid
+
+__all__ = ["Call", "calls_of_modules", "random_call", "write_calls"]
+
+DTYPES = {8: (torch.uint8, torch.int8), 16: (torch.int16, torch.int32), 32: (torch.int32,)}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of ``cell_loop``."""
+
+    x: Tensor
+    states: list[Tensor]
+    weights: list[Tensor | None]
+    table: Tensor
+    constants: Tensor
+    input_grids: list[float]
+    backward: bool
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (
+            self.x,
+            self.states,
+            self.weights,
+            self.table,
+            self.constants,
+            self.input_grids,
+            self.backward,
+        )
+
+
+class _Cell:
+    """A random cell: the structure of an LSTM, GRU or RNN, every part on a random grid."""
+
+    def __init__(self, dice: random.Random, hidden: int, inputs: int) -> None:
+        self.dice, self.hidden, self.inputs = dice, hidden, inputs
+        self.bits = dice.choice([8, 16, 32])
+        self.split = dice.random() < 0.3
+        self.dynamic = dice.random() < 0.2
+        self.reader = _Reader()
+        self.weights: list[Tensor | None] = []
+        self.state_grids: list[PerTensorGrid | None] = []
+        getattr(self, dice.choice(["_lstm", "_gru", "_rnn"]))()
+
+    def grid(self, reach: float, bits: int | None = None) -> PerTensorGrid | None:
+        if self.dynamic:
+            return None
+        bits = self.dice.choice([8, self.bits]) if bits is None else bits
+        dtype = self.dice.choice(DTYPES[bits])
+        low = 0 if dtype is torch.uint8 else -(2 ** (bits - 1))
+        high = low + 2**bits - 1
+        zero_point = self.dice.randint(low // 4, high // 4) if self.dice.random() < 0.5 else 0
+        scale = 2 * reach / 2 ** min(bits, 20)
+        return PerTensorGrid(scale, zero_point, low, high, dtype)
+
+    def linear(self, source: _Value, width: int) -> _Value:
+        dice, count = self.dice, source.width
+        values = torch.randint(-128, 128, (width, count), dtype=torch.int8)
+        scale, qparams = 1 / (60 * math.sqrt(count)), (1.0, 0)
+        scales = zero_points = None
+        if dice.random() < 0.5:
+            scales = scale * (0.5 + torch.rand(width))
+            zero_points = (
+                torch.randint(-9, 10, (width,)) if dice.random() < 0.5 else torch.zeros(width).long()
+            )
+        else:
+            qparams = (scale, dice.choice([0, 0, -7, 100]))
+        bias = torch.randn(width) if dice.random() < 0.7 else None
+        self.weights += [values, scales, zero_points, bias]
+        self.reader.weights.append(WeightNames("w", None, None, None))
+        read_on = source.grid if source.grid and source.grid.dtype in DTYPES[8] else None
+        if self.dynamic:
+            read_on = DynamicGrid(1e-7, dice.choice([127, 255]), 0, 255, torch.uint8)
+        return self.reader._instruct(
+            Op.LINEAR,
+            (source,),
+            width,
+            weight=len(self.weights) // 4 - 1,
+            input=read_on,
+            weight_qparams=qparams,
+            output=self.grid(4.0),
+        )
+
+    def gates(self, source: _Value, count: int) -> list[_Value]:
+        if self.split:
+            return [self.linear(source, self.hidden) for _ in range(count)]
+        whole, width = self.linear(source, count * self.hidden), self.hidden
+        return [replace(whole, offset=gate * width, width=width) for gate in range(count)]
+
+    def op(self, op: Op, *sources: _Value, reach: float = 2.0) -> _Value:
+        grid = self.grid(reach) if self.dice.random() < 0.9 else None
+        return self.reader._instruct(op, sources, self.hidden, output=grid)
+
+    def state(self, width: int) -> _Value:
+        # The integers of a state are not in the program before its new value is known.
+        value = self.reader.new_slot(width, once=False)
+        return value
+
+    def new_state(self, value: _Value, bits: int | None = None) -> _Value:
+        grid = self.grid(1.5, bits)
+        self.state_grids.append(grid)
+        return self.reader._instruct(Op.COPY, (value,), value.width, output=grid)
+
+    def _lstm(self) -> None:
+        x = self.reader.new_slot(self.inputs, once=True)
+        projected = self.dice.choice([0, 0, max(1, self.hidden // 2)])
+        h, c = self.state(projected or self.hidden), self.state(self.hidden)
+        pairs = zip(self.gates(x, 4), self.gates(h, 4), strict=True)
+        i, f, g, o = [self.op(Op.ADD, *pair, reach=6.0) for pair in pairs]
+        i, f, o = (self.op(Op.SIGMOID, gate, reach=1.0) for gate in (i, f, o))
+        kept = self.op(Op.MUL, f, c)
+        cell = self.new_state(self.op(Op.ADD, kept, self.op(Op.MUL, i, self.op(Op.TANH, g, reach=1.0))))
+        hidden = self.op(Op.MUL, o, self.op(Op.TANH, cell, reach=1.0), reach=1.0)
+        hidden = self.new_state(self.linear(hidden, projected) if projected else hidden)
+        self.state_grids.reverse()
+        self.program = self.reader.program((h, c), (hidden, cell))
+
+    def _gru(self) -> None:
+        x = self.reader.new_slot(self.inputs, once=True)
+        h = self.state(self.hidden)
+        (ri, zi, ni), (rh, zh, nh) = self.gates(x, 3), self.gates(h, 3)
+        r = self.op(Op.SIGMOID, self.op(Op.ADD, ri, rh, reach=6.0), reach=1.0)
+        z = self.op(Op.SIGMOID, self.op(Op.ADD, zi, zh, reach=6.0), reach=1.0)
+        n = self.op(Op.TANH, self.op(Op.ADD, ni, self.op(Op.MUL, r, nh)), reach=1.0)
+        fresh = self.op(Op.MUL, self.op(Op.COMPLEMENT, z, reach=1.0), n)
+        hidden = self.new_state(self.op(Op.ADD, fresh, self.op(Op.MUL, z, h)))
+        self.program = self.reader.program((h,), (hidden,))
+
+    def _rnn(self) -> None:
+        x = self.reader.new_slot(self.inputs, once=True)
+        h = self.state(self.hidden)
+        (a,), (b,) = self.gates(x, 1), self.gates(h, 1)
+        hidden = self.new_state(self.op(self.dice.choice([Op.RELU, Op.TANH]), self.op(Op.ADD, a, b)))
+        self.program = self.reader.program((h,), (hidden,))
+
+
+def random_call(seed: int, *, largest_hidden: int = 65, largest_batch: int = 130) -> Call:
+    """A random cell with random inputs; states, and an input, may lie on no grid, values may be NaN."""
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    cell = _Cell(dice, dice.randint(1, largest_hidden), dice.randint(1, 80))
+    program = cell.program
+    batch = dice.choice([0, 1, 2, 3, 8, dice.randint(0, largest_batch)])
+    steps = dice.choice([0, 1, 2, 3, dice.randint(1, 80)]) if batch < 20 else dice.randint(1, 4)
+    x, columns = torch.randn(steps, batch, cell.inputs), []
+    if dice.random() < 0.7:
+        first = dice.randint(1, cell.inputs)
+        grids = [cell.grid(2.5, 8) or PerTensorGrid(0.02, 0, -128, 127, torch.int8) for _ in range(2)]
+        columns = [(first, grids[0]), (cell.inputs - first, grids[1])][: 1 + (first < cell.inputs)]
+        pieces = torch.split(x, [width for width, _ in columns], -1)
+        on_grids = [g.dequantize(g.quantize(p)) for p, (_, g) in zip(pieces, columns, strict=True)]
+        x = torch.cat(on_grids, -1)
+    else:
+        columns = [(cell.inputs, None)]
+    states = []
+    for slot, grid in zip(program.slots[1:], cell.state_grids, strict=False):
+        state = torch.rand(batch, slot.width) * 2 - 1
+        states.append(state if grid is None or dice.random() < 0.3 else grid.dequantize(grid.quantize(state)))
+    if x.numel() and dice.random() < 0.1:
+        x.view(-1)[dice.randrange(x.numel())] = dice.choice([math.nan, math.inf, -math.inf])
+    return Call(
+        x, states, cell.weights, program.table, program.constants, as_numbers(columns), dice.random() < 0.5
+    )
+
+
+def calls_of_modules() -> Iterator[Call]:
+    """Of every kind of converted cell."""
+    for name in KINDS:
+        for cell in cells_of(converted(name)):
+            program: CellProgram | None = cell.program()
+            assert program is not None
+            names = [name for of_linear in program.weights for name in of_linear]
+            weights = [None if name is None else attribute(cell, name).detach() for name in names]
+            for steps, batch in ((1, 1), (70, 3), (3, 19)):
+                x, states = inputs_of(cell, steps, batch)
+                grids = as_numbers(((x.shape[-1], None),))
+                yield Call(x, list(states), weights, program.table, program.constants, grids, False)
+
+
+def write_calls(calls: list[Call], path: Path) -> None:
+    """As ``replay`` reads them."""
+    with path.open("wb") as file:
+        file.write(struct.pack("<q", len(calls)))
+        for call in calls:
+            for block in _blocks(call):
+                file.write(struct.pack("<q", -1 if block is None else len(block)) + (block or b""))
+
+
+def _blocks(call: Call) -> Iterator[bytes | None]:
+    instructions, slots, states = call.table[:3].tolist()
+    rows, end = call.table[3:], INSTRUCTION_COLUMNS * instructions
+    steps, batch, _ = call.x.shape
+    inputs = [values.shape[1] for values in call.weights[::4] if values is not None]
+    sizes = [
+        instructions,
+        slots,
+        states,
+        len(inputs),
+        len(call.input_grids) // 6,
+        steps,
+        batch,
+        call.backward,
+    ]
+    yield struct.pack("<8q", *sizes)
+    yield _bytes(rows[:end])
+    yield _bytes(call.constants)
+    yield _bytes(rows[end : end + SLOT_COLUMNS * slots])
+    yield _bytes(rows[end + SLOT_COLUMNS * slots :])
+    yield struct.pack(f"<{len(inputs)}q", *inputs)
+    yield struct.pack(f"<{len(call.input_grids)}d", *call.input_grids)
+    yield _bytes(call.x)
+    for index, weight in enumerate(call.weights):
+        dtype = (torch.int8, torch.float32, torch.int64, torch.float32)[index % 4]
+        yield None if weight is None else _bytes(weight.to(dtype))
+    yield from map(_bytes, call.states)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()

@@ -1,0 +1,485 @@
+"""Prepared and converted models behave like the model they came from."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_weight_observer,
+    get_default_qconfig_mapping,
+)
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, calibrate, leaves, sqnr
+from torchq_compat.graph.graph_module import QuantizationGraphModule
+
+INPUTS, HIDDEN = 8, 16
+MAPPING = QConfigMapping().set_global(QConfig(MinMaxObserver, default_weight_observer))
+
+
+class Tagger(nn.Module):
+    """Batch first, state omitted, a classifier behind it: what most scripts have."""
+
+    def __init__(self, *, dropout: float = 0.0, **lstm: Any) -> None:
+        super().__init__()
+        self.inp = nn.Linear(INPUTS, INPUTS)
+        self.lstm = nn.LSTM(INPUTS, HIDDEN, batch_first=True, **lstm)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(HIDDEN * (2 if self.lstm.bidirectional else 1), 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.lstm(torch.relu(self.inp(x)))
+        return self.out(self.dropout(y))
+
+
+def batches(count: int = 3, size: int = 8, steps: int = 6) -> list[tuple[Tensor]]:
+    return [(torch.randn(size, steps, INPUTS),) for _ in range(count)]
+
+
+def quantized(
+    model: nn.Module, data: list[Any], mapping: QConfigMapping = MAPPING
+) -> tuple[GraphModule, GraphModule]:
+    return by_us(model.eval(), mapping, data, MAP_LSTM)
+
+
+def assert_equal_bits(a: Tensor, b: Tensor) -> None:
+    differing = int((a != b).sum())
+    assert a.shape == b.shape
+    assert differing == 0
+
+
+def is_close(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) < 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tagger() -> tuple[nn.Module, GraphModule, GraphModule]:
+    """(float, prepared, converted)."""
+    model = Tagger(bidirectional=True)
+    return model, *quantized(model, batches())
+
+
+def saved(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` through a file, as a script would keep it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(("size", "steps"), [(1, 1), (1, 9), (5, 1), (8, 6), (13, 40)])
+@pytest.mark.parametrize("example", [(1, 1), (1, 6), (4, 1), (3, 6), (4, 4), (INPUTS, INPUTS)])
+def test_any_batch_and_length_whatever_the_example_was(
+    example: tuple[int, int], size: int, steps: int
+) -> None:
+    """An exported graph fixes sizes 0 and 1, and joins equal ones, unless it is told not to."""
+    model = Tagger().eval()
+    prepared = tc.prepare_fx(model, MAPPING, (torch.randn(*example, INPUTS),), MAP_LSTM)
+    calibrate(prepared, batches())
+    converted = tc.convert_fx(prepared)
+    x = torch.randn(size, steps, INPUTS)
+    assert is_close(prepared(x), model(x))
+    assert converted(x).shape == (size, steps, 5)
+    assert 22 < sqnr(model(x), converted(x)) < 60
+
+
+@pytest.mark.parametrize(
+    "lstm",
+    [
+        {},
+        {"num_layers": 2},
+        {"bidirectional": True},
+        {"num_layers": 2, "bidirectional": True, "bias": False},
+        {"num_layers": 2, "dropout": 0.5},
+        {"proj_size": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["x86", "qnnpack"])
+def test_prepared_computes_what_the_float_model_computes(lstm: dict[str, Any], backend: str) -> None:
+    class Everything(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(INPUTS, HIDDEN, **lstm)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.lstm(x)
+
+    model = Everything().eval()
+    mapping = get_default_qconfig_mapping(backend)
+    prepared = tc.prepare_fx(model, mapping, (torch.randn(2, 3, INPUTS),), MAP_LSTM)
+    for x in (torch.randn(7, 4, INPUTS), torch.randn(1, 1, INPUTS)):
+        for mine, exact in zip(leaves(prepared(x)), leaves(model(x)), strict=True):
+            assert float((mine - exact).abs().max()) < 1e-5
+            assert float(exact.detach().abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("example_steps", [1, 6])
+def test_unbatched_input(example_steps: int) -> None:
+    """FX gives (T, T, H) for (T, H)."""
+
+    class Unbatched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(INPUTS, HIDDEN)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            return self.lstm(x)
+
+    model = Unbatched()
+    prepared = tc.prepare_fx(model.eval(), MAPPING, (torch.randn(example_steps, INPUTS),), MAP_LSTM)
+    calibrate(prepared, [(torch.randn(40, INPUTS),)])
+    converted = tc.convert_fx(prepared)
+    x = torch.randn(9, INPUTS)
+    for exact, mine, result in zip(leaves(model(x)), leaves(prepared(x)), leaves(converted(x)), strict=True):
+        assert mine.shape == result.shape == exact.shape
+        assert is_close(mine, exact)
+        assert 22 < sqnr(exact, result) < 60
+
+
+# train() and eval()
+
+
+def spread(model: nn.Module, x: Tensor) -> float:
+    """How far two runs on the same input lie apart."""
+    return float((model(x) - model(x)).abs().max())
+
+
+@pytest.mark.parametrize("stage", ["prepared", "converted"])
+@pytest.mark.parametrize(
+    "dropout", [{"dropout": 0.5}, {"dropout": 0.0, "lstm_dropout": 0.5}], ids=["module", "between layers"]
+)
+def test_dropout_follows_train_and_eval(stage: str, dropout: dict[str, float]) -> None:
+    """Between the layers FX drops it, with a warning."""
+    model = Tagger(num_layers=2, dropout=dropout["dropout"])
+    model.lstm.dropout = dropout.get("lstm_dropout", 0.0)
+    graph_module = quantized(model, batches())[stage == "converted"]
+    x = torch.randn(4, 7, INPUTS)
+    expected = graph_module(x)
+    for _ in range(2):
+        assert graph_module.train() is graph_module
+        assert graph_module.training
+        assert all(m.training for m in graph_module.modules())
+        assert spread(graph_module, x) > 0.01
+        assert graph_module.eval() is graph_module
+        assert not any(m.training for m in graph_module.modules())
+        assert_equal_bits(graph_module(x), expected)
+    graph_module.train(False)
+    assert_equal_bits(graph_module(x), expected)
+
+
+def test_a_model_in_training_mode_is_observed_in_evaluation_mode() -> None:
+    model = Tagger(dropout=0.5).train()
+    x = torch.randn(4, 7, INPUTS)
+    prepared = tc.prepare_fx(model, MAPPING, (x,), MAP_LSTM)
+    assert model.training
+    assert spread(prepared, x) == 0
+    assert is_close(prepared(x), model.eval()(x))
+
+
+def test_prepared_and_converted_say_they_are_in_evaluation_mode(
+    tagger: tuple[nn.Module, GraphModule, GraphModule],
+) -> None:
+    for graph_module in tagger[1:]:
+        assert {path: m.training for path, m in graph_module.named_modules() if m.training} == {}
+
+
+# deepcopy
+
+
+def test_a_copy_gives_the_same_results(tagger: tuple[nn.Module, GraphModule, GraphModule]) -> None:
+    x = torch.randn(3, 9, INPUTS)
+    for original in tagger[1:]:
+        twin = copy.deepcopy(original)
+        assert isinstance(twin, QuantizationGraphModule)
+        assert_equal_bits(twin(x), original(x))
+        assert_equal_bits(copy.deepcopy(twin)(x), original(x))
+
+
+def test_a_copy_shares_nothing_with_its_original(tagger: tuple[nn.Module, GraphModule, GraphModule]) -> None:
+    _, prepared, converted = tagger
+    x = torch.randn(3, 9, INPUTS)
+    before = copy.deepcopy(prepared.state_dict())
+    twin = copy.deepcopy(prepared)
+    calibrate(twin, [(10 * x,)])
+    assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
+    assert any(not torch.equal(value, before[name]) for name, value in twin.state_dict().items())
+    assert_equal_bits(tc.convert_fx(prepared)(x), converted(x))
+    assert not torch.equal(tc.convert_fx(twin)(x), converted(x))
+
+
+def test_a_copy_of_prepared_converts_to_the_same(tagger: tuple[nn.Module, GraphModule, GraphModule]) -> None:
+    _, prepared, converted = tagger
+    x = torch.randn(3, 9, INPUTS)
+    assert_equal_bits(tc.convert_fx(copy.deepcopy(prepared))(x), converted(x))
+
+
+def test_a_copy_keeps_call_forms_train_and_explain(
+    tagger: tuple[nn.Module, GraphModule, GraphModule],
+) -> None:
+    x = torch.randn(3, 9, INPUTS)
+    for original in tagger[1:]:
+        twin = copy.deepcopy(original)
+        assert_equal_bits(twin(x=x), original(x))
+        assert tc.explain(twin).as_dicts() == tc.explain(original).as_dicts()
+        assert twin.train().eval() is twin
+
+
+# state_dict
+
+
+@pytest.mark.parametrize("backend", ["x86", "qnnpack", "minmax"])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_prepared_state_loads_into_a_second_prepared_model(backend: str, calibrated: bool) -> None:
+    """What is loaded replaces what the second one observed; x86 has per-channel weight observers."""
+    mapping = MAPPING if backend == "minmax" else get_default_qconfig_mapping(backend)
+    prepared, converted = quantized(Tagger(), batches(size=4, steps=3), mapping)
+    torch.manual_seed(1)
+    second = tc.prepare_fx(Tagger().eval(), mapping, batches(1)[0], MAP_LSTM)
+    if calibrated:
+        calibrate(second, [(5 * x,) for (x,) in batches(1)])
+    x = torch.randn(3, 9, INPUTS)
+    missing, unexpected = second.load_state_dict(saved(prepared.state_dict()))
+    assert (missing, unexpected) == ([], [])
+    assert_equal_bits(tc.convert_fx(second)(x), converted(x))
+    # From here on both observe x as well.
+    assert_equal_bits(second(x), prepared(x))
+    assert_equal_bits(tc.convert_fx(second)(x), tc.convert_fx(prepared)(x))
+
+
+class StateGiven(nn.Module):
+    """The only form FX takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(INPUTS, HIDDEN)
+        self.out = nn.Linear(HIDDEN, 5)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        return self.out(self.lstm(x, (h, c))[0])
+
+
+@pytest.mark.parametrize("quantize", [by_fx, by_us], ids=["FX", "ours"])
+def test_converted_state_loads_into_a_second_converted_model(quantize: Callable[..., Any]) -> None:
+    """How FX models were deployed: prepare and convert the same code again, then load what was saved. In FX
+    the scales are buffers, so they come with the state."""
+    data = [(steps(), *states()) for _ in range(3)]
+    _, converted = quantize(StateGiven().eval(), MAPPING, data, MAP_LSTM)
+    torch.manual_seed(1)
+    _, second = quantize(StateGiven().eval(), MAPPING, [(3 * x, h, c) for x, h, c in data], MAP_LSTM)
+    args = data[0]
+    assert sqnr(converted(*args), second(*args)) < 10
+    second.load_state_dict(copy.deepcopy(converted.state_dict()))
+    assert_equal_bits(second(*args), converted(*args))
+
+
+def test_a_second_converted_model_of_the_same_float_model_is_equal() -> None:
+    model, data = Tagger(), batches()
+    x = torch.randn(3, 9, INPUTS)
+    first, second = quantized(model, data)[1], quantized(model, data)[1]
+    assert_equal_bits(first(x), second(x))
+    assert first.state_dict().keys() == second.state_dict().keys()
+
+
+# Structure of arguments and results
+
+
+class Pair(NamedTuple):
+    tokens: Tensor
+    state: tuple[Tensor, Tensor]
+
+
+class Result(NamedTuple):
+    logits: Tensor
+    rest: dict[str, Any]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(INPUTS, HIDDEN)
+        self.out = nn.Linear(HIDDEN, 5)
+
+
+class FromDict(Recurrent):
+    def forward(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        y, (h, c) = self.lstm(inputs["x"], inputs["state"])
+        return {"logits": self.out(y), "h": h, "c": c}
+
+
+class FromNamedTuple(Recurrent):
+    def forward(self, pair: Pair) -> Result:
+        y, state = self.lstm(pair.tokens, pair.state)
+        return Result(self.out(y), {"state": state, "none": None, "list": [y, 3]})
+
+
+class FromNested(Recurrent):
+    def forward(self, x: Tensor, state: list[Any]) -> tuple[Any, ...]:
+        y, last = self.lstm(x, (state[0]["h"], state[1]))
+        return [y, (last,)], self.out(y)
+
+
+def states(size: int = 4) -> tuple[Tensor, Tensor]:
+    return 0.3 * torch.randn(1, size, HIDDEN), 0.3 * torch.randn(1, size, HIDDEN)
+
+
+def steps() -> Tensor:
+    return torch.randn(6, 4, INPUTS)
+
+
+def nested_arguments() -> tuple[Tensor, list[Any]]:
+    h, c = states()
+    return steps(), [{"h": h}, c]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (FromDict, lambda: ({"x": steps(), "state": states()},)),
+        (FromNamedTuple, lambda: (Pair(steps(), states()),)),
+        (FromNested, nested_arguments),
+    ],
+)
+def test_structures_of_arguments_and_results(
+    make: Callable[[], nn.Module], arguments: Callable[[], Any]
+) -> None:
+    model = make()
+    args = arguments()
+    expected = model(*args)
+    for graph_module in quantized(model, [arguments() for _ in range(3)]):
+        result = graph_module(*args)
+        assert same_structure(result, expected)
+        for mine, exact in zip(leaves(result), leaves(expected), strict=True):
+            assert sqnr(exact, mine) > 22
+
+
+def same_structure(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same_structure(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same_structure, a, b))
+    return bool(a == b)
+
+
+class Defaults(Recurrent):
+    def forward(
+        self,
+        x: Tensor,
+        h: Tensor | None = None,
+        c: Tensor | None = None,
+        scale: float = 2.5,
+        *,
+        shift: float = 1.5,
+    ) -> Tensor:
+        y, _ = self.lstm(x, None if h is None or c is None else (h, c))
+        return self.out(y) * scale + shift
+
+
+def test_called_by_name() -> None:
+    x, (h, c) = steps(), states()
+    data = [(steps(), *states()) for _ in range(3)]
+    for graph_module in quantized(Defaults(), data):
+        expected = graph_module(x, h, c)
+        assert_equal_bits(graph_module(x, c=c, h=h), expected)
+        assert_equal_bits(graph_module(c=c, x=x, h=h), expected)
+
+
+def test_arguments_left_at_their_default() -> None:
+    """The example leaves them out, so do the calls; the same value given explicitly changes nothing."""
+    model = Defaults()
+    x = steps()
+    for graph_module in quantized(model, [(steps(),) for _ in range(3)]):
+        expected = graph_module(x)
+        assert sqnr(model(x), expected) > 25
+        assert_equal_bits(graph_module(x, None, None), expected)
+        assert_equal_bits(graph_module(x=x, scale=float("2.5")), expected)
+        assert_equal_bits(graph_module(x, shift=float("1.5")), expected)
+
+
+class Star(Recurrent):
+    def forward(self, x: Tensor, *state: Tensor) -> Tensor:
+        return self.out(self.lstm(x, (state[0], state[1]))[0])
+
+
+def test_arguments_taken_by_a_star() -> None:
+    model = Star().eval()
+    prepared = tc.prepare_fx(model, MAPPING, (steps(), *states()), MAP_LSTM)
+    args = (torch.randn(9, 2, INPUTS), *states(2))
+    assert is_close(prepared(*args), model(*args))
+
+
+def test_one_tensor_given_twice_in_the_example() -> None:
+    """torch.export takes it for one input. Here h0 and c0 are."""
+    model, zeros = StateGiven().eval(), torch.zeros(1, 4, HIDDEN)
+    args = steps(), *states()
+    prepared = tc.prepare_fx(model, MAPPING, (steps(), zeros, zeros), MAP_LSTM)
+    assert is_close(prepared(*args), model(*args))
+    assert not is_close(prepared(*args), model(args[0], args[2], args[2]))
+
+
+@pytest.mark.parametrize("kwargs", [{"scale": 3.0}, {"shift": 0.0}, {"unknown": 1}, {"x": 1}], ids=str)
+def test_an_argument_that_capture_fixed_is_refused(kwargs: dict[str, Any]) -> None:
+    (name,) = kwargs
+    for graph_module in quantized(Defaults(), [(steps(),)]):
+        with pytest.raises(tc.TorchQCompatError, match=f"(?s)'{name}'.*Hint:"):
+            graph_module(steps(), **kwargs)
+
+
+def test_a_missing_argument_is_refused() -> None:
+    for graph_module in quantized(Defaults(), [(steps(), *states())]):
+        with pytest.raises(tc.TorchQCompatError, match=r"(?s)missing argument 'c'.*Hint:"):
+            graph_module(steps(), states()[0])
+
+
+# Calibration
+
+
+@pytest.mark.parametrize("backend", ["minmax", "qnnpack"])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_calibration_in_every_grad_mode(
+    context: Callable[[], AbstractContextManager[None]], backend: str
+) -> None:
+    """The second half runs under no_grad: observers must not be left with inference tensors."""
+    mapping = MAPPING if backend == "minmax" else get_default_qconfig_mapping(backend)
+    model, data = Tagger().eval(), batches(size=4, steps=3)
+    _, expected = quantized(model, data, mapping)
+    prepared = tc.prepare_fx(model, mapping, data[0], MAP_LSTM)
+    with context():
+        for batch in data[:2]:
+            prepared(*batch)
+    calibrate(prepared, data[2:])
+    x = torch.randn(3, 9, INPUTS)
+    assert_equal_bits(tc.convert_fx(prepared)(x), expected(x))
+    assert_equal_bits(tc.convert_fx(copy.deepcopy(prepared))(x), expected(x))
+
+
+def test_converted_in_inference_mode(tagger: tuple[nn.Module, GraphModule, GraphModule]) -> None:
+    _, _, converted = tagger
+    x = torch.randn(3, 9, INPUTS)
+    with torch.no_grad():
+        expected = converted(x)
+    with torch.inference_mode():
+        assert_equal_bits(converted(x), expected)

@@ -1,0 +1,312 @@
+"""What stays float, or means nothing, is said: with a warning at the user's line and in ``explain``."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_weight_observer,
+    float_qparams_weight_only_qconfig,
+)
+from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.helpers.oracle import MAP_LSTM, by_us, calibrate, op_decisions
+from torchq_compat.errors import QuantizationWarning
+from torchq_compat.support.decisions import Decision
+
+INPUTS, HIDDEN = 8, 16
+QCONFIG = QConfig(MinMaxObserver, default_weight_observer)
+MAPPING = QConfigMapping().set_global(QCONFIG)
+
+
+class OwnLSTM(nn.LSTM):
+    """FX's mapping is by exact class, so a mapping of nn.LSTM is not about this one."""
+
+
+class Model(nn.Module):
+    """A recurrent module one level down, between two Linears."""
+
+    def __init__(self, recurrent: type[nn.Module]) -> None:
+        super().__init__()
+        self.inp = nn.Linear(INPUTS, INPUTS)
+        self.encoder = nn.ModuleDict({"rnn": recurrent(INPUTS, HIDDEN)})
+        self.out = nn.Linear(HIDDEN, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.encoder["rnn"](self.inp(x))
+        return self.out(result[0] if isinstance(result, tuple) else result)
+
+
+def example(recurrent: type[nn.Module] = nn.LSTM) -> tuple[Tensor]:
+    is_cell = issubclass(recurrent, nn.RNNCellBase)
+    return (torch.randn(3, INPUTS) if is_cell else torch.randn(5, 3, INPUTS),)
+
+
+def prepare_and_listen(
+    recurrent: type[nn.Module], mapping: QConfigMapping, config: PrepareCustomConfig | None = None
+) -> tuple[GraphModule, list[warnings.WarningMessage]]:
+    """The prepared model and what this package warned about."""
+    return listen(lambda: tc.prepare_fx(Model(recurrent).eval(), mapping, example(recurrent), config))
+
+
+def listen(action: Callable[[], Any]) -> tuple[Any, list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        result = action()
+    return result, [record for record in records if issubclass(record.category, QuantizationWarning)]
+
+
+def decision_about(model: nn.Module, path: str) -> Decision:
+    return next(d for d in tc.explain(model) if d.path == path)
+
+
+MAP_IT = "set_float_to_observed_mapping(torch.nn.{0}, torch.ao.nn.quantizable.{0})"
+UNMAPPED = [
+    (nn.LSTM, MAP_IT.format("LSTM")),
+    (nn.LSTMCell, MAP_IT.format("LSTMCell")),
+    (OwnLSTM, "set_float_to_observed_mapping"),
+    (nn.GRU, "torchq_compat.nn.quantizable.GRU"),
+    (nn.RNN, "torchq_compat.nn.quantizable.RNN"),
+    (nn.GRUCell, "torchq_compat.nn.quantizable.GRUCell"),
+    (nn.RNNCell, "torchq_compat.nn.quantizable.RNNCell"),
+]
+
+
+@pytest.mark.parametrize(("recurrent", "remedy"), UNMAPPED)
+def test_a_recurrent_module_nothing_maps(recurrent: type[nn.Module], remedy: str) -> None:
+    """FX leaves it float without a word."""
+    prepared, (record,) = prepare_and_listen(recurrent, MAPPING)
+    assert record.filename == __file__
+    message = str(record.message)
+    assert f"{recurrent.__name__} at 'encoder.rnn' stays float" in message
+    assert "no custom-module mapping" in message
+    assert remedy in message
+    decision = decision_about(prepared, "encoder.rnn")
+    assert (decision.kind, decision.action.value) == (recurrent.__name__, "float")
+    assert remedy in decision.reason
+
+
+@pytest.mark.parametrize(("recurrent", "remedy"), UNMAPPED)
+def test_it_stays_float_and_its_neighbours_do_not(recurrent: type[nn.Module], remedy: str) -> None:
+    torch.manual_seed(0)
+    model = Model(recurrent).eval()
+    (prepared, converted), records = listen(lambda: by_us(model, MAPPING, [example(recurrent)]))
+    assert len(records) == 1
+    x = example(recurrent)[0]
+    assert float((prepared(x) - model(x)).abs().max()) < 1e-5
+    assert decision_about(converted, "encoder.rnn").action.value == "float"
+    assert {d.path for d in tc.explain(converted) if d.action.value == "quantized"} == {"inp", "out"}
+    assert remedy in decision_about(converted, "encoder.rnn").reason
+    weights = [b for b in converted.buffers() if b.dtype is torch.int8]
+    assert [tuple(w.shape) for w in weights] == [(INPUTS, INPUTS), (4, HIDDEN)]
+
+
+@pytest.mark.parametrize("mapping", [MAPPING, QConfigMapping()], ids=["quantized", "none"])
+@pytest.mark.parametrize("recurrent", [recurrent for recurrent, _ in UNMAPPED])
+def test_there_is_one_decision_about_a_module(recurrent: type[nn.Module], mapping: QConfigMapping) -> None:
+    prepared, _ = prepare_and_listen(recurrent, mapping)
+    paths = [decision.path for decision in op_decisions(prepared)]
+    assert sorted(paths) == ["encoder.rnn", "inp", "out"]
+
+
+def test_a_subclass_is_not_what_the_mapping_names() -> None:
+    _, records = prepare_and_listen(OwnLSTM, MAPPING, MAP_LSTM)
+    told = sorted(str(record.message) for record in records)
+    assert len(told) == 2
+    assert "OwnLSTM at 'encoder.rnn' stays float" in told[0]
+    assert "'float_to_observed_mapping LSTM' is dropped" in told[1]
+
+
+def test_a_mapped_lstm_whose_qconfig_is_weight_only() -> None:
+    """FX leaves it float without a word."""
+    mapping = QConfigMapping().set_global(QCONFIG)
+    mapping.set_object_type(nn.LSTM, float_qparams_weight_only_qconfig)
+    prepared, (record,) = prepare_and_listen(nn.LSTM, mapping, MAP_LSTM)
+    assert record.filename == __file__
+    assert "LSTM at 'encoder.rnn' stays float" in str(record.message)
+    assert "its qconfig is weight_only and its class is mapped for static qconfigs" in str(record.message)
+    assert "map it" not in str(record.message)
+    assert decision_about(prepared, "encoder.rnn").action.value == "float"
+
+
+def test_a_mapped_lstm_whose_qconfig_is_dynamic() -> None:
+    """As FX does, it is quantized dynamically."""
+    mapping = QConfigMapping().set_global(QCONFIG).set_object_type(nn.LSTM, default_dynamic_qconfig)
+    prepared, records = prepare_and_listen(nn.LSTM, mapping, MAP_LSTM)
+    assert not records
+    decision = decision_about(prepared, "encoder.rnn")
+    assert decision.action.value == "quantized"
+    assert "dynamically" in decision.reason
+
+
+@pytest.mark.parametrize("config", [None, MAP_LSTM], ids=["unmapped", "mapped"])
+@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU, nn.GRUCell])
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        QConfigMapping(),
+        QConfigMapping().set_global(QCONFIG).set_module_name("encoder.rnn", None),
+        QConfigMapping().set_global(QCONFIG).set_module_name("encoder", None),
+        QConfigMapping().set_global(QCONFIG).set_module_name_regex("enc.*rnn", None),
+        QConfigMapping()
+        .set_global(QCONFIG)
+        .set_object_type(nn.LSTM, None)
+        .set_object_type(nn.GRU, None)
+        .set_object_type(nn.GRUCell, None),
+        QConfigMapping().set_object_type(nn.Linear, QCONFIG),
+    ],
+    ids=["empty", "name", "parent", "regex", "type", "others only"],
+)
+def test_qconfig_none_is_a_decision_and_no_warning(
+    mapping: QConfigMapping, recurrent: type[nn.Module], config: PrepareCustomConfig | None
+) -> None:
+    prepared, records = prepare_and_listen(recurrent, mapping, config)
+    assert records == []
+    decision = decision_about(prepared, "encoder.rnn")
+    assert decision.action.value == "float"
+    assert "its qconfig is None" in decision.reason
+
+
+def test_every_one_of_several_is_named() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.LSTM(INPUTS, INPUTS), nn.GRU(INPUTS, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)[0])[0]
+
+    _, records = listen(lambda: tc.prepare_fx(Two().eval(), MAPPING, example()))
+    assert [str(r.message).split(" stays")[0] for r in records] == ["LSTM at 'a'", "GRU at 'b'"]
+
+
+def test_a_mapped_lstm_is_not_warned_about() -> None:
+    prepared, records = prepare_and_listen(nn.LSTM, MAPPING, MAP_LSTM)
+    assert records == []
+    assert decision_about(prepared, "encoder.rnn").action.value == "quantized"
+
+
+# Converting before calibration
+
+
+@pytest.mark.parametrize("convert", [tc.convert_fx, tc.convert_to_reference_fx])
+def test_converting_what_has_seen_no_data(convert: Callable[[GraphModule], GraphModule]) -> None:
+    prepared = tc.prepare_fx(Model(nn.LSTM).eval(), MAPPING, example(), MAP_LSTM)
+    _, (record,) = listen(lambda: convert(prepared))
+    assert record.filename == __file__
+    message = str(record.message)
+    # x, inp, out and seven parts of the cell; the zeros of the omitted state are no inputs of the graph.
+    assert message.startswith("10 observers have seen no data")
+    assert "x (activation_post_process_0), inp" in message
+    assert "and 5 more" in message
+    assert "Run the prepared model on calibration data" in message
+
+
+def test_parts_of_cells_are_named() -> None:
+    prepared = tc.prepare_fx(nn.Sequential(nn.LSTM(INPUTS, HIDDEN)).eval(), MAPPING, example(), MAP_LSTM)
+    _, (record,) = listen(lambda: tc.convert_fx(prepared))
+    assert "0.layers.0.layer_fw.cell.igates (activation_post_process_" in str(record.message)
+
+
+def test_converting_what_was_calibrated_says_nothing() -> None:
+    (_, converted), records = listen(lambda: by_us(Model(nn.LSTM).eval(), MAPPING, [example()], MAP_LSTM))
+    assert records == []
+    assert isinstance(converted, GraphModule)
+
+
+def test_the_warning_comes_again_for_every_model_and_call() -> None:
+    """Python shows a warning of one line once; that must not hide the second model's."""
+    prepared = tc.prepare_fx(Model(nn.LSTM).eval(), MAPPING, example(), MAP_LSTM)
+    for _ in range(2):
+        assert len(listen(lambda: tc.convert_fx(prepared))[1]) == 1
+    calibrate(prepared, [example()])
+    assert listen(lambda: tc.convert_fx(prepared))[1] == []
+
+
+# explain
+
+
+def test_explain_a_float_model() -> None:
+    report = tc.explain(Model(nn.LSTM))
+    assert [(d.path, d.kind, d.action.value) for d in report] == [
+        ("inp", "Linear", "float"),
+        ("encoder.rnn", "LSTM", "float"),
+        ("out", "Linear", "float"),
+    ]
+    assert all("has not been prepared" in d.reason for d in report)
+
+
+STAGES = ("float", "prepared", "converted")
+
+
+@pytest.fixture(scope="module")
+def stages() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    model = Model(nn.LSTM).eval()
+    prepared, converted = by_us(model, MAPPING, [example()], MAP_LSTM)
+    return dict(zip(STAGES, (model, prepared, converted), strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_explain_is_printable(stages: dict[str, nn.Module], stage: str) -> None:
+    report = tc.explain(stages[stage])
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["path", "kind", "action", "why"]
+    assert len(lines) == len(report) + 1
+    for line, decision in zip(lines[1:], report, strict=True):
+        assert line.startswith(decision.path)
+        assert decision.reason in line
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_explain_is_data(stages: dict[str, nn.Module], stage: str) -> None:
+    report = tc.explain(stages[stage])
+    rows = json.loads(report.to_json())
+    assert [row["path"] for row in rows] == [d.path for d in report]
+    assert [row["path"] for row in report.as_dicts()] == [d.path for d in report]
+    assert {"path", "kind", "action", "reason", "details", "node", "warn"} == set(rows[0])
+    assert "encoder.rnn" in {row["path"] for row in rows}
+
+
+def test_explain_has_no_qparams_before_conversion_and_all_of_them_after(stages: dict[str, nn.Module]) -> None:
+    quantized = {"inp", "out", *(f"encoder.rnn.layers.0.layer_fw.cell.{part}" for part in PARTS)}
+    for stage in ("prepared", "converted"):
+        decisions = [d for d in tc.explain(stages[stage]) if d.action.value == "quantized"]
+        assert {d.path for d in decisions} == {*quantized, "encoder.rnn"}
+        with_scale = {d.path for d in decisions if "scale" in d.details}
+        assert with_scale == (quantized if stage == "converted" else set())
+
+
+PARTS = (
+    *("igates", "hgates", "gates", "input_gate", "forget_gate", "cell_gate", "output_gate"),
+    *("fgate_cx", "igate_cgate", "fgate_cx_igate_cgate", "tanh_cy", "ogate_cy"),
+)
+
+
+def test_explain_finds_below_a_path(stages: dict[str, nn.Module]) -> None:
+    report = tc.explain(stages["converted"])
+    assert len(report.find("encoder")) == 1 + len(PARTS)
+    assert report.find("enc") == ()
+    assert report.left_float() == ()
+
+
+def test_explain_changes_nothing(stages: dict[str, nn.Module]) -> None:
+    for model in stages.values():
+        before, code = copy.deepcopy(model.state_dict()), getattr(model, "code", "")
+        tc.explain(model)
+        assert model.state_dict().keys() == before.keys()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert getattr(model, "code", "") == code

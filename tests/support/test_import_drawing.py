@@ -1,0 +1,111 @@
+"""A drawing of the package's imports: no circles, and few rooms at the top."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import torchq_compat
+from torchq_compat.graph.metadata import KEYS
+
+ROOT = Path(torchq_compat.__file__).parent
+PACKAGE = ROOT.name
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports of a module that run, those in functions too; not those for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        yield from statements(node)
+
+
+def drawing() -> dict[str, set[str]]:
+    """Module -> the modules of the package that it imports."""
+    files = {module_name(path): path for path in ROOT.rglob("*.py")}
+    drawn: dict[str, set[str]] = {}
+    for name, path in files.items():
+        found: set[str] = set()
+        for statement in statements(ast.parse(path.read_text())):
+            if isinstance(statement, ast.Import):
+                found.update(alias.name for alias in statement.names)
+            else:
+                assert statement.level == 0, f"{name}: imports are absolute"
+                base = statement.module or ""
+                inside = {f"{base}.{alias.name}" for alias in statement.names}
+                found.update(inside & files.keys())
+                if not inside <= files.keys():
+                    found.add(base)
+        drawn[name] = {other for other in found if other in files and other != name}
+    return drawn
+
+
+def test_no_circles() -> None:
+    TopologicalSorter(drawing()).prepare()
+
+
+def test_circles_are_found() -> None:
+    drawn = drawing()
+    drawn["torchq_compat.errors"] = {"torchq_compat.pipeline.prepare"}
+    with pytest.raises(CycleError):
+        TopologicalSorter(drawn).prepare()
+
+
+def test_rooms_at_the_top() -> None:
+    rooms = {name.split(".")[1] for name in drawing() if "." in name}
+    assert len(rooms) < 30, sorted(rooms)
+
+
+def test_handlers_do_not_know_the_pipeline() -> None:
+    below = (
+        "annotate",
+        "batch_norm",
+        "capture",
+        "config",
+        "custom_modules",
+        "graph",
+        "opaque_calls",
+        "qspecs",
+    )
+    climbing = {
+        (name, other)
+        for name, others in drawing().items()
+        for other in others
+        if name.startswith(tuple(f"{PACKAGE}.{room}" for room in below))
+        and other.startswith(f"{PACKAGE}.pipeline")
+    }
+    assert not climbing
+
+
+def test_batch_norm_is_behind_its_verbs() -> None:
+    inside = f"{PACKAGE}.batch_norm."
+    callers = {
+        (name, other)
+        for name, others in drawing().items()
+        for other in others
+        if other.startswith(inside) and not name.startswith(f"{PACKAGE}.batch_norm")
+    }
+    assert not callers
+
+
+def test_metadata_keys_are_in_one_table() -> None:
+    names = [key.name for key in KEYS]
+    assert len(set(names)) == len(names) > 15
+    assert {key.on for key in KEYS} == {"node", "graph"}
+    for path in ROOT.rglob("*.py"):
+        if path.name != "metadata.py":
+            quoted = {name for name in names if f'"{name}"' in path.read_text() and name != PACKAGE}
+            assert not quoted, f"{path}: {quoted}"
+    for key in KEYS:
+        assert (ROOT / key.written_by.replace(".", "/")).with_suffix(".py").is_file(), key.written_by

@@ -1,0 +1,72 @@
+"""The public names, all of them: one that comes or goes is a decision, and a line of the changelog."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+ERRORS = """
+    AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
+    CheckpointError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
+    InputError LeftFloatError PartConfigError PathError QuantizationWarning RecurrentModuleError
+    ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
+"""
+QUANTIZE_FX = """
+    convert_fx convert_to_reference_fx fuse_fx get_default_convert_custom_config
+    get_default_prepare_custom_config prepare_fx prepare_qat_fx
+"""
+PUBLIC = {
+    "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
+        Output annotate_outputs check_sharing compare explain export quantizer_from
+        reroute_tuples to_executorch
+    """,
+    "torchq_compat.errors": ERRORS,
+    "torchq_compat.quantize_fx": QUANTIZE_FX,
+    "torchq_compat.custom_modules": "CustomModuleHandler UserModuleHandler register",
+    "torchq_compat.checkpoints": "load_checkpoint save_checkpoint",
+    "torchq_compat.custom_config": """
+        ConvertCustomConfig FuseCustomConfig PrepareCustomConfig StandaloneModuleConfigEntry
+    """,
+    "torchq_compat.lstm_utils": """
+        convert_decomposed_lstm decompose_lstm get_lstm_with_individually_observed_parts
+        get_reference_quantized_lstm_module prepare_decomposed_lstm whole_op_lstm_quantizer
+    """,
+    "torchq_compat.nn.intrinsic.qat": "freeze_bn_stats update_bn_stats",
+    "torchq_compat.nn.quantizable": "GRU GRUCell LSTM LSTMCell MultiheadAttention RNN RNNCell",
+    "torchq_compat.nn.quantized": "GRU GRUCell LSTM LSTMCell MultiheadAttention RNN RNNCell",
+    "torchq_compat.profiles": "int16_parts int8_parts int8_with_int16_cell",
+    "torchq_compat.recurrent_parts": "get_individually_observed_parts",
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names(module: str) -> None:
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == sorted(PUBLIC[module].split())
+    for name in found.__all__:
+        assert getattr(found, name).__doc__, f"{module}.{name} has no docstring"
+
+
+def test_every_error_is_one_of_ours_and_reached_from_the_top() -> None:
+    import torchq_compat
+    from torchq_compat import errors
+
+    for name in errors.__all__:
+        found = getattr(torchq_compat, name)
+        assert found is getattr(errors, name)
+        assert issubclass(found, (errors.TorchQCompatError, errors.QuantizationWarning))
+
+
+def test_errors_are_declared_in_one_file() -> None:
+    from pathlib import Path
+
+    import torchq_compat
+
+    package = Path(torchq_compat.__file__).parent
+    elsewhere = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if path.name != "errors.py" and "(TorchQCompatError" in path.read_text().replace("isinstance(", "")
+    ]
+    assert elsewhere == []

@@ -1,0 +1,139 @@
+"""The private names of torch and torchao we lean on: one test for each, of what is relied on."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import FixedQParamsObserver
+
+import torchq_compat
+from torchq_compat.support import upstream
+
+PACKAGE = Path(torchq_compat.__file__).parent
+HOME = PACKAGE / "support" / "upstream.py"
+
+
+@torch.fx.wrap
+def wrapped(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def test_private_modules_are_imported_in_one_place() -> None:
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            private = [name for name in names if name.startswith("torch") and "._" in name]
+            private = [name for name in private if not name.startswith("torchq_compat")]
+            found += [(path.relative_to(PACKAGE).as_posix(), name) for name in private if path != HOME]
+    assert found == []
+
+
+def test_fixed_qparams_ops() -> None:
+    observers = upstream.FIXED_QPARAMS_OP_TO_OBSERVER
+    assert {nn.Sigmoid, nn.Tanh, torch.sigmoid, "tanh"} <= observers.keys()
+    assert all(isinstance(make(), FixedQParamsObserver) for make in observers.values())
+
+
+def test_preserved_attributes_survive_a_copy() -> None:
+    graph_module = torch.fx.symbolic_trace(nn.ReLU())
+    graph_module.meta[upstream.USER_PRESERVED_ATTRIBUTES_KEY] = {"kept": 3}
+    assert torch.fx.GraphModule.__deepcopy__(graph_module, {}).kept == 3
+
+
+def test_wrapped_functions_are_known_by_name_and_namespace() -> None:
+    key = next(key for key in upstream.WRAPPED_FUNCTIONS if key[1] == "wrapped")
+    assert upstream.WRAPPED_FUNCTIONS[key] is globals()
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_base_of_batch_norms(kind: type[nn.Module]) -> None:
+    assert issubclass(kind, upstream.BatchNormBase)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_base_of_dropouts(kind: type[nn.Module]) -> None:
+    assert issubclass(kind, upstream.DropoutBase)
+    assert kind(0.25).p == 0.25
+
+
+def test_fake_tensors() -> None:
+    with upstream.FakeTensorMode() as mode:
+        fake = torch.empty(2, 3)
+        assert isinstance(fake, upstream.FakeTensor)
+        assert upstream.detect_fake_mode([fake]) is mode
+        with upstream.disable_current_modes():
+            assert not isinstance(torch.empty(2), upstream.FakeTensor)
+
+
+def test_op_overloads() -> None:
+    assert isinstance(torch.ops.aten.add.Tensor, upstream.OpOverload)
+    assert isinstance(torch.ops.aten.add, upstream.OpOverloadPacket)
+    assert torch.ops.aten.add.Tensor.namespace == "aten"
+
+
+def test_printer_writes_sizes_as_python() -> None:
+    import sympy
+
+    s = sympy.Symbol("s", integer=True)
+    assert eval(upstream.PythonPrinter().doprint(2 * s + 1), {"s": 5}) == 11
+
+
+def test_observers_are_recognised() -> None:
+    from torchao.quantization.pt2e.observer import MinMaxObserver
+
+    assert upstream.is_activation_post_process(MinMaxObserver())
+    assert not upstream.is_activation_post_process(nn.ReLU())
+
+
+def test_quantized_tensors_from_integers() -> None:
+    integers = torch.tensor([[0, 10], [20, 30]], dtype=torch.uint8)
+    whole = upstream.make_per_tensor_quantized_tensor(integers, 0.5, 10)
+    assert torch.equal(whole.dequantize(), torch.tensor([[-5.0, 0.0], [5.0, 10.0]]))
+    scales, zero_points = torch.tensor([0.5, 1.0], dtype=torch.double), torch.tensor([0, 20])
+    rows = upstream.make_per_channel_quantized_tensor(integers, scales, zero_points, 0)
+    assert torch.equal(rows.dequantize(), torch.tensor([[0.0, 5.0], [0.0, 10.0]]))
+
+
+def test_pytree_flattens_and_rebuilds() -> None:
+    leaves, spec = upstream.pytree.tree_flatten({"a": (1, [2]), "b": 3})
+    assert leaves == [1, 2, 3]
+    assert upstream.pytree.tree_unflatten(leaves, spec) == {"a": (1, [2]), "b": 3}
+
+
+def test_sizes_of_one_stay_free() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + x
+
+    with upstream.symbolic_shapes_config.patch(backed_size_oblivious=True):
+        free = ({0: torch.export.Dim.DYNAMIC},)
+        program = torch.export.export(Twice(), (torch.ones(1, 2),), dynamic_shapes=free)
+    assert program.module()(torch.ones(4, 2)).shape == (4, 2)
+
+
+def test_caches_of_devices_can_be_cleared() -> None:
+    for module, name in upstream.DEVICE_CACHES:
+        function = getattr(module, name)
+        assert callable(function)
+        assert hasattr(function, "cache_clear"), name
+
+
+def test_decomposed_operators_are_registered() -> None:
+    schema = torch.ops.quantized_decomposed.quantize_per_tensor.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names == ["input", "scale", "zero_point", "quant_min", "quant_max", "dtype"]
+
+
+def test_every_name_is_tested_here() -> None:
+    text = inspect.getsource(inspect.getmodule(test_every_name_is_tested_here))  # type: ignore[arg-type]
+    assert [name for name in upstream.__all__ if f"upstream.{name}" not in text] == []

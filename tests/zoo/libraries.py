@@ -1,0 +1,20 @@
+"""torchvision without its C++ operators, which do not load beside the CPU build of torch.
+
+Its models only need Python; of its own operators it wants schemas when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+__all__ = ["prepare_imports"]
+
+
+def prepare_imports() -> None:
+    """Make ``import torchvision`` work, and let nothing be downloaded."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    name = "torchvision._meta_registrations"
+    if "torchvision" not in sys.modules:
+        sys.modules.setdefault(name, types.ModuleType(name))

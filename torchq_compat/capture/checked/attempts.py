@@ -1,0 +1,188 @@
+"""One capture, and how it compares with the float model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from torchq_compat.capture.checked.same_results import CAPTURED, CAST, DOUBTFUL, difference, sqnr
+from torchq_compat.capture.checked.trial_inputs import (
+    Group,
+    SizeGroups,
+    group_of,
+    resized,
+    symbol_values,
+    trial_sizes,
+)
+from torchq_compat.capture.checked.trial_runs import FloatRun, Runs
+from torchq_compat.capture.inlined_blocks import Block, inline_blocks
+from torchq_compat.capture.sizes.input_sizes import InputSizes
+from torchq_compat.capture.sizes.size_guards import GuardLog
+from torchq_compat.capture.torch_export import Statics, capture
+from torchq_compat.capture.wrapped_functions import marked_functions
+
+__all__ = ["Attempt", "CaptureCase", "Trial", "attempt", "least_sqnr"]
+
+
+@dataclass(frozen=True)
+class CaptureCase:
+    """What is captured.
+
+    Attributes:
+        model: with opaque calls where the custom modules were.
+        inputs: the leaves of ``args`` by label.
+        runs: of the float model.
+        example: what the float model makes of ``args``.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    inputs: Mapping[str, Any]
+    dynamic_shapes: Any
+    runs: Runs
+    example: FloatRun
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Float model and captured graph at other sizes.
+
+    Attributes:
+        groups: the sizes.
+        run: what the float model made of them.
+        problem: what the graph made otherwise; None if the results are equal.
+    """
+
+    groups: SizeGroups
+    run: FloatRun
+    problem: str | None
+
+
+@dataclass
+class Attempt:
+    """A captured graph.
+
+    Attributes:
+        problem: what it makes of the example otherwise than the float model.
+        trials: at sizes the float model takes.
+        unknown: groups of sizes the float model took none other of, with its error.
+    """
+
+    graph_module: GraphModule
+    sizes: InputSizes
+    blocks: tuple[Block, ...]
+    statics: Statics
+    problem: str | None
+    trials: list[Trial] = field(default_factory=list)
+    unknown: dict[Group, Exception] = field(default_factory=dict)
+
+    @property
+    def is_right(self) -> bool:
+        """At the example and at every other size that was tried."""
+        return self.problem is None and all(trial.problem is None for trial in self.trials)
+
+
+def attempt(case: CaptureCase, statics: Statics) -> Attempt:
+    """Capture ``case`` with the dimensions ``statics`` fixed, and try the graph.
+
+    Raises:
+        Exception: whatever torch.export or the model raises.
+    """
+    for leaf in case.runs.stubs.leaves.values():
+        leaf.layouts.clear()
+    log = GuardLog()
+    watching = log.watch(case.model)
+    try:
+        with case.runs.stubs.active(), marked_functions():
+            graph_module = capture(case.model, case.args, case.dynamic_shapes, statics)
+            blocks = inline_blocks(graph_module)
+    finally:
+        watching.remove()
+    sizes = InputSizes.of(graph_module, case.inputs, log.guards())
+    made = Attempt(graph_module, sizes, blocks, statics, None)
+    made.problem = _compare(case, made, case.example)
+    if made.problem is None:
+        drop_needless_rules(case, made)
+        for groups in trial_sizes(made.sizes):
+            if not any(groups.items() <= trial.groups.items() for trial in made.trials):
+                try_sizes(case, made, groups)
+    return made
+
+
+def drop_needless_rules(case: CaptureCase, made: Attempt) -> None:
+    """Drop the rules of operators that are broken at sizes where graph and float model agree all the same:
+    the kernels of torch ask more than they need, above all of a batch of one."""
+    for rule in made.sizes.rules:
+        if rule.excludes_one:
+            _without_rules(case, made, made.sizes, {group_of(rule.dimension): 1})
+    hard = replace(made.sizes, rules=tuple(rule for rule in made.sizes.rules if not rule.is_soft))
+    if len(hard.rules) == len(made.sizes.rules):
+        return
+    for groups in trial_sizes(hard):
+        together = _without_rules(case, made, hard, groups)
+        for group, size in groups.items() if together is None and len(groups) > 1 else ():
+            _without_rules(case, made, hard, {group: size})
+
+
+def _without_rules(case: CaptureCase, made: Attempt, hard: InputSizes, groups: SizeGroups) -> Trial | None:
+    """The trial at ``groups``, where rules are broken that then proved needless; None where they did not."""
+    values = symbol_values(hard, groups)
+    broken = [rule for rule in made.sizes.rules if not rule.holds(values)]
+    if not broken:
+        return None
+    run = case.runs.of_float_model(resized(case.args, case.inputs, hard, groups))
+    if run.error is not None or _compare(case, made, run) is not None:
+        return None
+    made.sizes = replace(made.sizes, rules=tuple(rule for rule in made.sizes.rules if rule not in broken))
+    trial = Trial(groups, run, None)
+    made.trials.append(trial)
+    return trial
+
+
+def try_sizes(case: CaptureCase, made: Attempt, groups: SizeGroups) -> None:
+    """Add the trial at the sizes ``groups`` to ``made``; or, where the float model does not take them all at
+    once, that of each alone."""
+    run = case.runs.of_float_model(resized(case.args, case.inputs, made.sizes, groups))
+    if run.error is None:
+        made.trials.append(Trial(groups, run, _compare(case, made, run)))
+        for group in groups:
+            made.unknown.pop(group, None)
+    elif len(groups) > 1:
+        for group, size in groups.items():
+            try_sizes(case, made, {group: size})
+    elif not any(set(groups) <= set(trial.groups) for trial in made.trials):
+        made.unknown.update(dict.fromkeys(groups, run.error))
+
+
+def least_sqnr(blocks: tuple[Block, ...], least: float = CAPTURED) -> float:
+    """The dB that count as equal for a graph with ``blocks`` inlined."""
+    return CAST if any(block.casts for block in blocks) else least
+
+
+def _compare(case: CaptureCase, made: Attempt, run: FloatRun) -> str | None:
+    def run_again(*, double: bool) -> Any:
+        return case.runs.of_graph(made.graph_module, run.args, double=double)
+
+    return compare_runs(case.runs, run, run_again, least_sqnr(made.blocks))
+
+
+def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: float) -> str | None:
+    """What ``other`` makes of the inputs of ``run`` otherwise; where it may be rounding, both in float64."""
+    try:
+        result = other(double=False)
+    except Exception as cause:
+        return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause) else ''}"
+    problem = difference(run.value, result, least)
+    if problem is None or not problem.endswith("dB") or sqnr(run.value, result) < DOUBTFUL:
+        return problem
+    wide = runs.of_float_model(run.args, double=True)
+    if wide.error is not None:
+        return problem
+    try:
+        return difference(wide.value, other(double=True), least)
+    except Exception:
+        return problem

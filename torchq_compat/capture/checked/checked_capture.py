@@ -1,0 +1,172 @@
+"""Capture that is checked: a graph that computes what the float model computes, or an error.
+
+``backed_size_oblivious`` traces a size of 1 as "some number, not 1", which is wrong where the model's Python
+looks at it: after ``squeeze(1)``, or where a (N, 1, 1, T) mask broadcasts. So what was captured runs beside
+the float model, at the example's sizes and at two others, and where it differs other sizes are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import sympy  # type: ignore[import-untyped]
+from torch import Tensor
+
+from torchq_compat.capture.checked.attempts import Attempt, CaptureCase, attempt, try_sizes
+from torchq_compat.capture.checked.trial_inputs import Group, group_of
+from torchq_compat.capture.sizes.input_sizes import Dimension, SizeRule
+from torchq_compat.capture.torch_export import Statics
+from torchq_compat.errors import CaptureError, TorchQCompatError
+
+__all__ = ["capture_checked"]
+
+#: Captures tried at most.
+ATTEMPTS = 5
+DIFFERS = "with that size free the captured graph differs from the float model"
+
+
+def capture_checked(case: CaptureCase) -> Attempt:
+    """The graph of ``case`` with as many sizes free as it is right with.
+
+    Raises:
+        CaptureError: every graph computes something else than the float model.
+        Exception: what torch.export raised at the first attempt.
+    """
+    search = _Search(case)
+    found = search.run()
+    if found is None:
+        raise search.failure()
+    return _fix_wrong_sizes(case, found)
+
+
+@dataclass
+class _Search:
+    case: CaptureCase
+    made: list[Attempt] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+
+    def run(self) -> Attempt | None:
+        first = self._try(())
+        if (first is not None and first.is_right) or self.case.dynamic_shapes is not None:
+            return first if first is not None and first.problem is None else None
+        if self.errors and not _may_be_about_sizes(self.errors[0]):
+            return None
+        ones = self._sizes_of_one(first)
+        for statics in _strategies(ones):
+            found = self._try(statics)
+            if found is not None and found.is_right:
+                return self._set_free(found)
+        equal = next((made for made in self.made if made.problem is None), None)
+        if equal is not None:
+            return equal
+        for statics in self._fixed_sizes():
+            found = self._try(statics)
+            if found is not None and found.problem is None:
+                return found
+        return None
+
+    def failure(self) -> Exception:
+        if self.errors and not self.made:
+            return self.errors[0]
+        problem = self.made[0].problem if self.made else ""
+        model = type(self.case.runs.model).__name__
+        return CaptureError.differs(model, "the captured graph", str(problem))
+
+    def _try(self, statics: Statics) -> Attempt | None:
+        if len(self.made) + len(self.errors) >= ATTEMPTS:
+            return None
+        try:
+            self.made.append(attempt(self.case, statics))
+        except TorchQCompatError:
+            raise
+        except Exception as cause:
+            self.errors.append(cause)
+            return None
+        return self.made[-1]
+
+    def _sizes_of_one(self, first: Attempt | None) -> Statics:
+        if first is None:
+            return tuple(place for place in self._places() if self._size(place) == 1)
+        return tuple((d.label, d.index) for d in first.sizes.dimensions if d.example == 1 and not d.is_fixed)
+
+    def _fixed_sizes(self) -> Iterator[Statics]:
+        places = self._places()
+        if any(index == 0 for _, index in places):
+            yield tuple(place for place in places if place[1] != 0)
+        yield places
+
+    def _places(self) -> Statics:
+        tensors = [(label, leaf) for label, leaf in self.case.inputs.items() if isinstance(leaf, Tensor)]
+        return tuple((label, index) for label, leaf in tensors for index in range(leaf.dim()))
+
+    def _size(self, place: tuple[str, int]) -> int:
+        return int(self.case.inputs[place[0]].shape[place[1]])
+
+    def _set_free(self, found: Attempt) -> Attempt:
+        """``found``, with as many of its fixed dimensions free as it stays right with."""
+        for place in found.statics if len(found.statics) > 1 else ():
+            fewer = tuple(other for other in found.statics if other != place)
+            if any(set(made.statics) == set(fewer) for made in self.made):
+                continue
+            freer = self._try(fewer)
+            if freer is not None and freer.is_right:
+                found = freer
+        return found
+
+
+def _strategies(ones: Statics) -> Iterator[Statics]:
+    """Which sizes of 1 to take as 1: first all but leading ones, which are batches, then all."""
+    inner = tuple(place for place in ones if place[1] != 0)
+    if inner and inner != ones:
+        yield inner
+    if ones:
+        yield ones
+
+
+def _may_be_about_sizes(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error}"
+    return not any(
+        word in text for word in ("DataDependent", "data-dependent", "pytree", "Unsupported input")
+    )
+
+
+def _fix_wrong_sizes(case: CaptureCase, found: Attempt) -> Attempt:
+    """Fix the sizes at which ``found`` differs from the float model."""
+    wrong = [trial for trial in found.trials if trial.problem is not None]
+    if not wrong:
+        return found
+    rules: dict[Group, list[SizeRule]] = {}
+    for trial in wrong:
+        alone = replace_trials(found)
+        for group, size in trial.groups.items():
+            try_sizes(case, alone, {group: size})
+        differing = [next(iter(other.groups.items())) for other in alone.trials if other.problem is not None]
+        for group, size in differing or trial.groups.items():
+            rules[group] = list(_rules(found, group, only_one=size == 1 and group not in rules))
+    sizes = found.sizes.with_rules([rule for group in rules.values() for rule in group])
+    kept = [trial for trial in found.trials if trial.problem is None]
+    fixed = replace_trials(found)
+    fixed.sizes, fixed.trials = sizes, kept
+    return fixed
+
+
+def replace_trials(found: Attempt) -> Attempt:
+    """A copy without trials."""
+    return replace(found, trials=[], unknown=dict(found.unknown))
+
+
+def _rules(found: Attempt, group: Group, *, only_one: bool) -> Iterator[SizeRule]:
+    for dimension in found.sizes.symbols.values():
+        if group_of(dimension) == group:
+            yield _not_one(dimension) if only_one else _as_in_example(dimension)
+
+
+def _not_one(dimension: Dimension) -> SizeRule:
+    condition = sympy.Ne(dimension.expression, 1, evaluate=False)
+    return SizeRule(condition, dimension, "more than 1", DIFFERS, by_python=True)
+
+
+def _as_in_example(dimension: Dimension) -> SizeRule:
+    condition = sympy.Eq(dimension.expression, dimension.example, evaluate=False)
+    return SizeRule(condition, dimension, str(dimension.example), DIFFERS, by_python=True)

@@ -1,0 +1,51 @@
+"""A prepared model is checked: with its observers off it computes what the float model does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from torchq_compat.capture.checked.attempts import Attempt, CaptureCase, compare_runs, least_sqnr
+from torchq_compat.capture.checked.same_results import CAPTURED, FOLDED
+from torchq_compat.capture.checked.trial_runs import run_prepared
+from torchq_compat.errors import CaptureError
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
+
+__all__ = ["check_prepared"]
+
+
+def check_prepared(
+    prepared: nn.Module, case: CaptureCase, found: Attempt, users_own: Sequence[str]
+) -> tuple[Decision, ...]:
+    """Run ``prepared`` beside the float model, at the example's sizes and at another one.
+
+    Args:
+        users_own: paths of modules whose observed class the user wrote, which may compute something else.
+
+    Returns:
+        A decision to warn about, where the user's own classes may be why results differ.
+
+    Raises:
+        CaptureError: the results differ.
+    """
+    has_batch_norm = any(isinstance(m, BatchNormBase) for m in case.runs.model.modules())
+    least = least_sqnr(found.blocks, FOLDED if has_batch_norm else CAPTURED)
+    others = [trial.run for trial in found.trials if trial.problem is None]
+    for run in (case.example, *others[-1:]):
+        args = run.args
+
+        def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:
+            model = copy.deepcopy(prepared).double() if double else prepared
+            return run_prepared(model, args, is_activation_post_process)
+
+        problem = compare_runs(case.runs, run, again, least)
+        if problem is not None and users_own:
+            reason = f"without observers it computes something else than the float model ({problem})"
+            return (Decision(", ".join(users_own), "observed class", Action.QUANTIZED, reason, warn=True),)
+        if problem is not None:
+            raise CaptureError.differs(type(case.runs.model).__name__, "the prepared model", problem)
+    return ()

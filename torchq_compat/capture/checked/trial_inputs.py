@@ -1,0 +1,149 @@
+"""Inputs of other sizes than the example's, made of the example's own values.
+
+Sizes that are equal in the example change together: they may be the batch of all inputs, or the length of all
+sequences, whether torch.export found that out or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["Group", "SizeGroups", "group_of", "resized", "symbol_values", "trial_sizes", "with_sizes"]
+
+#: Sizes up to this one grow in trials, those above shrink.
+SMALL = 8
+#: Sizes of 1 are equal by chance more often than not: they belong together where they are the same dimension.
+Group = tuple[int, int]
+#: The sizes that change, and what they become.
+SizeGroups = Mapping[Group, int]
+
+
+def group_of(dimension: Dimension) -> Group:
+    """What changes together with ``dimension``."""
+    return dimension.example, dimension.index if dimension.example == 1 else -1
+
+
+def trial_sizes(sizes: InputSizes) -> Iterator[SizeGroups]:
+    """Two sets of sizes other than the example's that ``sizes`` allows; none where nothing is free."""
+    known = dict.fromkeys(group_of(d) for d in sizes.symbols.values() if d.example > 0)
+    if not known:
+        return
+    leading = next(iter(known))
+    first = _choose(sizes, {group: _first(group[0]) for group in known})
+    second = _choose(sizes, {group: _second(group[0], is_batch=group == leading) for group in known})
+    seen: list[SizeGroups] = []
+    for groups in (first, second):
+        if groups and groups not in seen:
+            seen.append(groups)
+            yield groups
+
+
+def _first(size: int) -> list[int]:
+    if size <= SMALL:
+        return [2 * size, size + 1, 3 * size, size - 1]
+    return [-(-size // 2), size - size // 4, 2 * size, size + 1]
+
+
+def _second(size: int, *, is_batch: bool) -> list[int]:
+    if is_batch:
+        return [1, size - 1] if size > 1 else [3]
+    return [size + 1, size + 2, size - 1] if size <= SMALL else [size - size // 4, size + 1, size - 1]
+
+
+def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> SizeGroups:
+    """For each group the first candidate that breaks no rule."""
+    chosen: dict[Group, int] = {}
+    for group, others in candidates.items():
+        for other in others:
+            trial = {**chosen, group: other}
+            if other > 0 and sizes.broken_rule(symbol_values(sizes, trial)) is None:
+                chosen = trial
+                break
+    return chosen
+
+
+def symbol_values(sizes: InputSizes, groups: SizeGroups) -> dict[str, int]:
+    """The value of each symbol when sizes change as ``groups`` say, and what depends on them follows."""
+    values = _changed(sizes, groups)
+    found = {str(symbol): value for symbol, value in values.items()}
+    for dimension in sizes.dimensions:
+        found[str(dimension.symbol)] = _evaluate(dimension, values)
+    return found
+
+
+def resized(
+    args: tuple[Any, ...], inputs: Mapping[str, Any], sizes: InputSizes, groups: SizeGroups
+) -> tuple[Any, ...]:
+    """``args``, whose leaves by label are ``inputs``, with the sizes that ``groups`` say."""
+    values = _changed(sizes, groups)
+    wanted = {(d.label, d.index): _evaluate(d, values) for d in sizes.dimensions}
+    return with_sizes(args, inputs, wanted)
+
+
+def _changed(sizes: InputSizes, groups: SizeGroups) -> dict[Any, int]:
+    return {d.expression: groups.get(group_of(d), d.example) for d in sizes.symbols.values()}
+
+
+def with_sizes(
+    args: tuple[Any, ...], inputs: Mapping[str, Any], wanted: Mapping[tuple[str, int], int]
+) -> tuple[Any, ...]:
+    """``args`` with the sizes that ``wanted`` gives by label and dimension."""
+    labels = iter(inputs)
+
+    def other(leaf: Any) -> Any:
+        label = next(labels)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for index, size in enumerate(leaf.shape):
+            new = wanted.get((label, index), size)
+            if new != size and size > 0:
+                leaf = leaf.index_select(index, torch.arange(new, device=leaf.device) % size)
+        return _as_offsets(leaf, inputs[label], label, inputs, wanted)
+
+    changed: tuple[Any, ...] = pytree.tree_map(other, args)
+    return changed
+
+
+def _as_offsets(
+    leaf: Tensor,
+    example: Tensor,
+    label: str,
+    inputs: Mapping[str, Any],
+    wanted: Mapping[tuple[str, int], int],
+) -> Tensor:
+    """``leaf``, made of ``example``; where that are the offsets of an EmbeddingBag into another input, valid
+    ones: the kernel reads beyond its indices otherwise, and the float model returns what stood there."""
+    if not _are_offsets(example):
+        return leaf
+    last = int(example[-1])
+    for other, value in inputs.items():
+        if other != label and isinstance(value, Tensor) and value.dim() and value.shape[0] >= last:
+            size = wanted.get((other, 0), int(value.shape[0]))
+            offsets = leaf.clamp(max=size).sort().values
+            if last == value.shape[0] and offsets.numel():
+                offsets[-1] = size
+            return offsets
+    return leaf
+
+
+def _are_offsets(example: Tensor) -> bool:
+    """Whether it starts at 0, never falls, and does not just count."""
+    if example.dim() != 1 or example.numel() < 2 or example.dtype not in (torch.int32, torch.int64):
+        return False
+    steps = example.diff()
+    return bool((example[0] == 0) & (steps >= 0).all() & (steps != 1).any())
+
+
+def _evaluate(dimension: Dimension, values: Mapping[Any, int]) -> int:
+    expression = dimension.expression
+    if dimension.expression.free_symbols - set(values):
+        return dimension.example
+    return int(sympy.sympify(expression).xreplace({k: sympy.Integer(v) for k, v in values.items()}))

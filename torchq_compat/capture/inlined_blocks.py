@@ -1,0 +1,150 @@
+"""Blocks under ``torch.no_grad()`` or autocast, made part of the graph around them, as FX traced them.
+
+torch.export puts such a block into a submodule behind a higher-order op. No pass looks into it, so nothing in
+it would be quantized, and torchao after 0.18 refuses graphs that hold one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from torchq_compat.support.upstream import FakeTensor
+
+__all__ = ["Block", "inline_blocks"]
+
+HIGHER_ORDER = torch.ops.higher_order
+#: Higher-order op -> how many settings stand before the submodule.
+SETTINGS = {HIGHER_ORDER.wrap_with_set_grad_enabled: 1, HIGHER_ORDER.wrap_with_autocast: 4}
+#: Says which dtype a value has under autocast.
+ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that was inlined.
+
+    Attributes:
+        path: of the module whose code opens it.
+        context: the legacy name of the context: ``torch.no_grad`` or ``torch.autocast``.
+        casts: whether its ops ran in another dtype.
+    """
+
+    path: str
+    context: str
+    casts: bool
+
+
+def inline_blocks(graph_module: GraphModule) -> tuple[Block, ...]:
+    """Inline every block of ``graph_module``, nested ones included. Autocast is gone then, as in FX: the ops
+    run in the dtype they are given."""
+    blocks: list[Block] = []
+    inlined: list[Node] = []
+    while (call := _next_call(graph_module.graph)) is not None:
+        body, nodes = _inline(graph_module, call)
+        inlined.extend(nodes)
+        if nodes:
+            blocks.append(_describe(call, nodes))
+        graph_module.graph.erase_node(call)
+        if not body.users:
+            graph_module.graph.erase_node(body)
+    for name in [name for name, _ in graph_module.named_children() if not _is_read(graph_module.graph, name)]:
+        if isinstance(getattr(graph_module, name), GraphModule):
+            delattr(graph_module, name)
+    if any(block.casts for block in blocks):
+        _forget_autocast(graph_module, inlined)
+    if blocks:
+        graph_module.graph.lint()
+        graph_module.recompile()
+    return tuple(dict.fromkeys(blocks))
+
+
+def _next_call(graph: Graph) -> Node | None:
+    return next((node for node in graph.nodes if node.target in SETTINGS), None)
+
+
+def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:
+    """Copy the nodes of the submodule before ``call``; returns the node that read it, and the copies."""
+    body_node, *operands = call.args[SETTINGS[call.target] :]  # type: ignore[index]
+    assert isinstance(body_node, Node)
+    body = graph_module.get_submodule(str(body_node.target))
+    assert isinstance(body, GraphModule)
+    copies: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    made: list[Node] = []
+    with graph_module.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            copy = graph_module.graph.node_copy(node, lambda inner: copies[inner])
+            if node.op == "get_attr":
+                copy.target = f"{body_node.target}.{node.target}"
+            copies[node] = copy
+            made.append(copy)
+    results = torch.fx.node.map_arg(body.graph.output_node().args[0], lambda inner: copies[inner])
+    _replace_results(call, results)
+    return body_node, [node for node in made if node.op == "call_function"]
+
+
+def _replace_results(call: Node, results: Any) -> None:
+    if not isinstance(results, (tuple, list)):
+        call.replace_all_uses_with(results)
+        return
+    for user in list(call.users):
+        assert user.target is operator.getitem
+        index: Any = user.args[1]
+        user.replace_all_uses_with(results[index])
+        call.graph.erase_node(user)
+
+
+def _describe(call: Node, nodes: list[Node]) -> Block:
+    stacks = [node.meta.get("nn_module_stack") or {} for node in nodes]
+    paths = [[str(fqn) for fqn, _ in stack.values()] for stack in stacks if stack]
+    common = [path for path in paths[0] if all(path in other for other in paths)] if paths else [""]
+    path = common[-1] if common else ""
+    if call.target is HIGHER_ORDER.wrap_with_autocast:
+        return Block(path, "torch.autocast", bool(call.args[2]))
+    return Block(path, "torch.enable_grad" if call.args[0] else "torch.no_grad", casts=False)
+
+
+def _is_read(graph: Graph, name: str) -> bool:
+    return any(
+        node.op in ("get_attr", "call_module") and str(node.target).split(".")[0] == name
+        for node in graph.nodes
+    )
+
+
+def _forget_autocast(graph_module: GraphModule, inlined: Iterable[Node]) -> None:
+    """Give the values that autocast had cast the dtypes they have without it."""
+    graph, changed = graph_module.graph, set(inlined)
+    for node in list(graph.nodes):
+        if node.target is ASSERT_METADATA:
+            graph.erase_node(node)
+            continue
+        before = node.meta.get("val")
+        reached = node in changed or any(source in changed for source in node.all_input_nodes)
+        if node.op != "call_function" or not reached or before is None:
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value_of(graph_module))
+        with _fake_mode(before), torch.no_grad():
+            node.meta["val"] = node.target(*args, **kwargs)
+        changed.add(node)
+
+
+def _value_of(graph_module: GraphModule) -> Any:
+    def value(node: Node) -> Any:
+        return node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(graph_module)
+
+    return value
+
+
+def _fake_mode(value: Any) -> Any:
+    leaves = value if isinstance(value, (tuple, list)) else [value]
+    fakes = (leaf for leaf in leaves if isinstance(leaf, Tensor) and isinstance(leaf, FakeTensor))
+    return next((fake.fake_mode for fake in fakes), nullcontext())

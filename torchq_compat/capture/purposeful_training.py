@@ -1,0 +1,145 @@
+"""Ops that train on purpose: what does not follow ``train()`` and ``eval()`` in the float model.
+
+``F.dropout(x, training=True)``, a batch norm without running statistics, a dropout that a script put into
+training mode in a model in evaluation (Monte Carlo dropout), a batch norm that the model's own ``train()``
+keeps in evaluation. torch.export writes the flag of each call into the graph as a literal, and nothing there
+says which of them follow the mode.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+
+from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.graph.training_modes import fix_mode, training_flag
+from torchq_compat.support.graph_nodes import module_path_of
+
+__all__ = ["FlagsInEvaluation", "fix_modes", "flags_in_evaluation"]
+
+#: (module path, op) -> the training flag of each call, in order.
+FlagsInEvaluation = Mapping[tuple[str, str], list[bool]]
+#: Python function -> aten operator, and where the function has its flag: name, position, default.
+FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
+    "dropout": ("dropout", "training", 2, True),
+    "dropout1d": ("feature_dropout", "training", 2, True),
+    "dropout2d": ("feature_dropout", "training", 2, True),
+    "dropout3d": ("feature_dropout", "training", 2, True),
+    "alpha_dropout": ("alpha_dropout", "training", 2, False),
+    "feature_alpha_dropout": ("feature_alpha_dropout", "training", 2, False),
+    "rrelu": ("rrelu", "training", 3, False),
+    "batch_norm": ("batch_norm", "training", 5, False),
+    "instance_norm": ("instance_norm", "use_input_stats", 5, True),
+}
+TORCH_FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
+    **{
+        f"{kind}dropout": (f"{kind}dropout", "train", 2, True)
+        for kind in ("", "feature_", "alpha_", "feature_alpha_")
+    },
+    "rrelu": ("rrelu", "training", 3, False),
+    "batch_norm": ("batch_norm", "training", 5, True),
+    "instance_norm": ("instance_norm", "use_input_stats", 5, True),
+}
+
+
+def flags_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> FlagsInEvaluation:
+    """The training flags in a run of a copy of ``working`` in evaluation; none if it does not run."""
+    model = copy.deepcopy(working).eval()
+    recorder = _Recorder()
+    try:
+        with _following(model, recorder), recorder, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(*copied_inputs(args))
+    except Exception:
+        return {}
+    return recorder.flags
+
+
+def fix_modes(
+    graph_module: GraphModule, working: nn.Module, in_evaluation: FlagsInEvaluation, *, is_qat: bool
+) -> None:
+    """Let every op keep its flag that the float model does not switch.
+
+    Args:
+        graph_module: captured in training mode for QAT, else in evaluation.
+        working: what was captured.
+        in_evaluation: its ``flags_in_evaluation``; wanted for QAT only.
+    """
+    first_path = _first_paths(working)
+    position: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for node in graph_module.graph.nodes:
+        flag = training_flag(node)
+        if flag is None:
+            continue
+        path = _module_path(node)
+        call = (first_path.get(path, path), _operator(node))
+        flags = in_evaluation.get(call, [])
+        trains_in_evaluation = position[call] < len(flags) and flags[position[call]]
+        position[call] += 1
+        if flag is not is_qat or trains_in_evaluation:
+            fix_mode(node)
+
+
+def _first_paths(model: nn.Module) -> dict[str, str]:
+    """Every path of ``model`` -> the first path of the module there."""
+    first: dict[nn.Module, str] = {}
+    return {
+        path: first.setdefault(module, path) for path, module in model.named_modules(remove_duplicate=False)
+    }
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes the flags of calls, by the module whose code makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = [""]
+        self.flags: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        known = FUNCTIONS if getattr(func, "__module__", "") == "torch.nn.functional" else TORCH_FUNCTIONS
+        if name in known:
+            operator, keyword, position, default = known[name]
+            flag = args[position] if position < len(args) else kwargs.get(keyword, default)
+            self.flags[self.path[-1], operator].append(bool(flag))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _following(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Tell ``recorder`` which module of ``model`` runs."""
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda *_: recorder.path.append(path)
+
+    def leave(*_: Any) -> None:
+        recorder.path.pop()
+
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(enter(path)))
+        hooks.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _module_path(node: Node) -> str:
+    return module_path_of(node).partition("@")[0]
+
+
+def _operator(node: Node) -> str:
+    return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2].removesuffix("_")

@@ -1,0 +1,258 @@
+"""The sizes a captured model may be called with: free, fixed, or bound to each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import SymInt, Tensor
+from torch.fx import GraphModule
+
+from torchq_compat.capture.sizes.size_guards import Guard
+from torchq_compat.errors import InputError
+from torchq_compat.support.upstream import PythonPrinter
+
+__all__ = ["Dimension", "InputSizes", "SizeRule"]
+
+NAMESPACE: dict[str, Any] = {"math": math, "torch": torch, "sympy": sympy}
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of an input.
+
+    Attributes:
+        label: of the input, ``x`` or ``states[0]``.
+        index: of the dimension.
+        example: its size in the example inputs.
+        symbol: what torch.export called it before it knew better.
+        expression: what it is in the captured graph.
+    """
+
+    label: str
+    index: int
+    example: int
+    symbol: Any
+    expression: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}.size({self.index})"
+
+    @property
+    def is_fixed(self) -> bool:
+        return not self.expression.free_symbols
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """What has to hold of the sizes of a call.
+
+    Attributes:
+        condition: of the symbols.
+        dimension: the dimension to name when it does not hold.
+        expected: what the size has to be, or what has to hold of it, for people.
+        line: the line of the user's code it comes from.
+        by_python: see ``Guard``.
+        is_soft: a guard of an operator, which may ask more than the kernel needs.
+    """
+
+    condition: Any
+    dimension: Dimension
+    expected: str
+    line: str | None = None
+    by_python: bool = False
+    is_soft: bool = False
+
+    @property
+    def excludes_one(self) -> bool:
+        """Whether any size but 1 will do: what layouts ask, and seldom a result."""
+        return isinstance(self.condition, sympy.Ne) and 1 in self.condition.args
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(str(symbol) for symbol in self.condition.free_symbols))
+
+    @cached_property
+    def _test(self) -> Callable[..., Any]:
+        code = PythonPrinter().doprint(self.condition)
+        test: Callable[..., Any] = eval(f"lambda {', '.join(self.names)}: {code}", NAMESPACE)
+        return test
+
+    def holds(self, sizes: Mapping[str, Any]) -> bool:
+        """Whether it holds of ``sizes``, by symbol; a rule about a size that is not known holds."""
+        if any(name not in sizes for name in self.names):
+            return True
+        try:
+            return bool(self._test(*[sizes[name] for name in self.names]))
+        except ZeroDivisionError:
+            return True  # of an empty batch no such rule means anything
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """The inputs of a captured model, as their sizes are concerned.
+
+    Attributes:
+        dimensions: of every tensor, in order.
+        constants: label -> value of the inputs that are no tensors; capture fixed them.
+        rules: what has to hold of the sizes.
+    """
+
+    dimensions: tuple[Dimension, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    rules: tuple[SizeRule, ...] = ()
+
+    @classmethod
+    def of(cls, graph_module: GraphModule, inputs: Mapping[str, Any], guards: Iterable[Guard]) -> InputSizes:
+        """Read from the placeholders of ``graph_module``, captured with ``inputs``, by label."""
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        dimensions: list[Dimension] = []
+        constants: dict[str, Any] = {}
+        for node, (label, example) in zip(placeholders, inputs.items(), strict=True):
+            value = node.meta.get("val")
+            if isinstance(example, Tensor) and isinstance(value, Tensor):
+                pairs = enumerate(zip(value.shape, example.shape, strict=True))
+                dimensions.extend(_dimension(label, i, size, known) for i, (size, known) in pairs)
+            elif not isinstance(example, Tensor):
+                constants[label] = example
+        return cls(tuple(dimensions), constants, tuple(_rules(dimensions, tuple(guards))))
+
+    @property
+    def symbols(self) -> dict[str, Dimension]:
+        """The first dimension each free symbol is the size of."""
+        found: dict[str, Dimension] = {}
+        for dimension in self.dimensions:
+            if dimension.expression.is_Symbol:
+                found.setdefault(str(dimension.expression), dimension)
+        return found
+
+    def sizes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of each symbol in a call with ``inputs``."""
+        sizes: dict[str, Any] = {}
+        for name, dimension in self._places:
+            shape = inputs[dimension.label].shape
+            if dimension.index < len(shape):
+                sizes[name] = shape[dimension.index]
+        return sizes
+
+    @cached_property
+    def _places(self) -> tuple[tuple[str, Dimension], ...]:
+        own = ((str(dimension.symbol), dimension) for dimension in self.dimensions)
+        return (*own, *self.symbols.items())
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        ranks: dict[str, int] = {}
+        for dimension in self.dimensions:
+            ranks[dimension.label] = dimension.index + 1
+        return ranks
+
+    def with_rules(self, rules: Sequence[SizeRule]) -> InputSizes:
+        return replace(self, rules=(*self.rules, *rules))
+
+    def broken_rule(self, sizes: Mapping[str, Any]) -> SizeRule | None:
+        """The first rule that ``sizes`` break."""
+        return next((rule for rule in self.rules if not rule.holds(sizes)), None)
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse a call with ``inputs``, by label, that the captured model would answer wrongly.
+
+        Raises:
+            InputError: a size, rank or constant other than the captured ones.
+        """
+        for label, rank in self._ranks.items():
+            value = inputs.get(label)
+            if isinstance(value, Tensor) and value.dim() != rank and self.rules:
+                raise InputError(
+                    f"argument {label!r} has {value.dim()} dimensions, and {rank} in the example it was "
+                    "captured with.",
+                    hint="capture the model with an example of that rank.",
+                )
+        for label, constant in self.constants.items():
+            given = inputs.get(label, constant)
+            if type(given) is not type(constant) or isinstance(constant, (int, float, str)):
+                if isinstance(given, SymInt) or given == constant:
+                    continue
+                raise InputError(
+                    f"argument {label!r} is {given!r}, but the captured model is fixed to {constant!r}, its "
+                    "value in example_inputs.",
+                    hint="capture the model once for each value; only tensors stay free.",
+                )
+        if not self.rules or any(not isinstance(inputs.get(label), Tensor) for label in self._ranks):
+            return
+        sizes = self.sizes(inputs)
+        rule = self.broken_rule(sizes)
+        if rule is not None:
+            place = rule.dimension
+            found = inputs[place.label].shape[place.index]
+            raise _fixed_size(place.label, place.index, rule.expected, found, rule.line)
+
+
+def _dimension(label: str, index: int, size: Any, example: int) -> Dimension:
+    # node._expr is what the size was called before torch.export replaced it by what it found out.
+    symbol = size.node._expr if isinstance(size, SymInt) else None
+    if symbol is None or not symbol.is_Symbol:
+        symbol = sympy.Symbol(f"{re.sub('[^0-9A-Za-z]', '_', label)}_{index}", integer=True)
+    expression = size.node.expr if isinstance(size, SymInt) else sympy.Integer(int(size))
+    return Dimension(label, index, int(example), symbol, expression)
+
+
+def _rules(dimensions: list[Dimension], guards: tuple[Guard, ...]) -> Iterable[SizeRule]:
+    yield from _rules_of_dimensions(dimensions, guards)
+    replaced = {d.symbol: d.expression for d in dimensions}
+    known = {symbol for d in dimensions for symbol in d.expression.free_symbols}
+    for guard in guards:
+        condition = guard.condition.xreplace(replaced)
+        if condition in (sympy.true, True) or not condition.free_symbols or condition.free_symbols - known:
+            continue
+        place = next(d for d in dimensions if d.expression.free_symbols & condition.free_symbols)
+        labels = {d.label for d in dimensions if d.expression.free_symbols & condition.free_symbols}
+        # What binds two inputs to each other is kept: one trial says too little about it.
+        words, soft = _words(condition, dimensions), not guard.by_python and len(labels) == 1
+        yield SizeRule(condition, place, words, guard.line, guard.by_python, is_soft=soft)
+
+
+def _rules_of_dimensions(dimensions: list[Dimension], guards: tuple[Guard, ...]) -> Iterable[SizeRule]:
+    """What follows from the expression of each dimension: a number, or another one's size."""
+    first: dict[Any, Dimension] = {}
+    for dimension in dimensions:
+        symbol, expression = dimension.symbol, dimension.expression
+        if expression.is_Symbol and expression not in first:
+            first[expression] = dimension
+            continue
+        words = _words(expression, dimensions)
+        guard = next((g for g in guards if dimension.symbol in g.condition.free_symbols), None)
+        yield SizeRule(
+            sympy.Eq(symbol, expression, evaluate=False),
+            dimension,
+            words if dimension.is_fixed else f"{dimension.name} == {words}",
+            guard.line if guard else None,
+            guard.by_python if guard else False,
+        )
+
+
+def _words(expression: Any, dimensions: list[Dimension]) -> str:
+    """``expression`` with its symbols as people write them: ``x.size(0)``."""
+    names = {d.expression: d.name for d in reversed(dimensions) if d.expression.is_Symbol}
+    named = expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()})
+    return str(PythonPrinter().doprint(named))
+
+
+def _fixed_size(
+    name: str, dimension: int, expected: str, found: object, line: str | None = None
+) -> InputError:
+    where = f", because of {line}" if line else ""
+    needs = f"is fixed to {expected} there" if expected.isdigit() else f"needs {expected}"
+    return InputError(
+        f"argument {name!r} has size {found} in dimension {dimension}, "
+        f"but the captured model {needs}{where}.",
+        hint="the model's own code depends on that size; capture it with the size you need, "
+        "or pass dynamic_shapes= to prepare_fx.",
+    )

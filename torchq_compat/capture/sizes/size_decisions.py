@@ -1,0 +1,84 @@
+"""What ``explain`` says about a capture: every dimension of every input, and the blocks that were inlined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchq_compat.capture.checked.attempts import Attempt, CaptureCase
+from torchq_compat.capture.checked.trial_inputs import group_of, with_sizes
+from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, SizeRule
+from torchq_compat.support.decisions import Action, Decision
+
+__all__ = ["decide_blocks", "decide_sizes"]
+
+TAKEN_AS_ONE = "taken as 1: with that size free the captured graph differs from the float model"
+
+
+def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
+    """A decision about every dimension of ``found``; a warning where Python fixed one that the float model
+    itself takes at other sizes."""
+    rules: dict[tuple[str, int], list[SizeRule]] = {}
+    for rule in found.sizes.rules:
+        rules.setdefault((rule.dimension.label, rule.dimension.index), []).append(rule)
+    for dimension in found.sizes.dimensions:
+        own = rules.get((dimension.label, dimension.index), [])
+        yield _decide(case, found, dimension, own)
+
+
+def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
+    """A decision about every block under ``torch.no_grad`` or autocast."""
+    for block in found.blocks:
+        if block.casts:
+            reason = (
+                "its ops are quantized and run in the dtype they are given, as in FX, which traced through"
+            )
+            yield Decision(block.path, block.context, Action.DROPPED, reason)
+        else:
+            reason = "its ops are quantized like the others, and gradients flow through them, as in FX"
+            yield Decision(block.path, block.context, Action.DROPPED, reason, warn=is_qat)
+
+
+def _decide(case: CaptureCase, found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> Decision:
+    path, kind = f"input {dimension.label}", f"dimension {dimension.index}"
+    is_static = (dimension.label, dimension.index) in found.statics
+    if is_static:
+        warn = dimension.index == 0 and _runs_elsewhere(case, found.sizes, dimension)
+        reason = f"{TAKEN_AS_ONE}" if dimension.example == 1 else "torch.export could not leave it free"
+        return Decision(path, kind, Action.FIXED, f"at {dimension.example}, {reason}", warn=warn)
+    if dimension.is_fixed:
+        rule = rules[0] if rules else None
+        at = f"at {dimension.example}"
+        line = f" by {rule.line}" if rule is not None and rule.line else ""
+        warn = rule is not None and rule.by_python and _runs_elsewhere(case, found.sizes, dimension)
+        return Decision(path, kind, Action.FIXED, f"{at}{line}", warn=warn)
+    by_python = any(rule.by_python for rule in rules)
+    warn = by_python and _runs_elsewhere(case, found.sizes, dimension)
+    constant = f"{dimension.name} == {dimension.example}"
+    is_constant = any(rule.expected in (constant, str(dimension.example)) for rule in rules)
+    action = Action.FIXED if is_constant else Action.FREE
+    return Decision(path, kind, action, _conditions(found, dimension, rules), warn=warn)
+
+
+def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
+    # What an operator cannot do is the float model's own affair.
+    told = [rule for rule in rules if rule.by_python or "==" in rule.expected]
+    texts = [f"{rule.expected} ({rule.line})" if rule.line else rule.expected for rule in told]
+    if group_of(dimension) in found.unknown:
+        error = str(found.unknown[group_of(dimension)]).strip().split("\n", 1)[0]
+        texts.append(f"not checked, the float model itself fails at other sizes: {error[:120]}")
+    return "as long as " + "; ".join(texts) if texts else "checked against the float model"
+
+
+def _runs_elsewhere(case: CaptureCase, sizes: InputSizes, dimension: Dimension) -> bool:
+    """Whether the float model takes another size there, alone or with all that are equal in the example."""
+    alike = {(d.label, d.index) for d in sizes.dimensions if d.example == dimension.example}
+    inputs: Mapping[str, Any] = case.inputs
+    for places in ({(dimension.label, dimension.index)}, alike):
+        for size in (2 * dimension.example + 1, dimension.example - 1):
+            if size < 1:
+                continue
+            args = with_sizes(case.args, inputs, dict.fromkeys(places, size))
+            if case.runs.of_float_model(args).error is None:
+                return True
+    return False

@@ -1,0 +1,126 @@
+"""What torch.export assumed about sizes, and which line of the user's code made it.
+
+With ``Dim.AUTO`` torch.export fixes a size, or takes one branch, without a word: ``range(x.size(0))``,
+``if n > 6``. Each assumption is a guard of the ShapeEnv, and no captured model checks it by itself.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from torchq_compat.support.upstream import FakeTensor, OpOverload, pytree
+
+__all__ = ["Guard", "GuardLog"]
+
+TORCH = Path(torch.__file__).parent
+PACKAGE = Path(__file__).parents[2]
+#: Where an op of a size is evaluated, and not why.
+EVALUATING = (
+    str(TORCH / "fx" / "experimental"),
+    str(TORCH / "utils" / "_sympy"),
+    str(TORCH / "__init__.py"),
+    str(Path(sympy.__file__).parent),
+    __file__,
+)
+#: Ops with as many results as the size says: to call one is to fix the size in Python.
+COUNTING_OPS = ("aten.unbind.int", "aten.split.Tensor", "aten.chunk.default", "aten.tensor_split.sections")
+#: File names of code nobody wrote.
+GENERATED = ("<frozen", "<eval_with_key", "<string>")
+EXPORT = str(Path(__file__).parents[1] / "torch_export.py")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One assumption.
+
+    Attributes:
+        condition: a boolean expression of the sizes' symbols.
+        line: file, line and text of the user's code; None if it is unknown.
+        by_python: whether the user's own Python asked, and not an operator that can do no other.
+    """
+
+    condition: Any
+    line: str | None
+    by_python: bool
+
+
+@dataclass
+class GuardLog:
+    """The guards of one capture."""
+
+    _guards: list[Any] = field(default_factory=list)
+
+    def watch(self, model: nn.Module) -> RemovableHandle:
+        """Note where each guard comes from while ``model`` is captured."""
+
+        def start(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                shape_env = leaf.fake_mode.shape_env if isinstance(leaf, FakeTensor) else None
+                if shape_env is not None and not isinstance(shape_env.guards, _LocatedGuards):
+                    shape_env.guards = _LocatedGuards(shape_env.guards)
+                    self._guards = shape_env.guards
+
+        return model.register_forward_pre_hook(start, with_kwargs=True)
+
+    def guards(self) -> tuple[Guard, ...]:
+        """What was noted, in order."""
+        places = getattr(self._guards, "places", {})
+        found = []
+        for guard in self._guards:
+            line, by_python = places.get(id(guard), (None, False))
+            found.append(Guard(guard.expr, line, by_python))
+        return tuple(found)
+
+
+class _LocatedGuards(list[Any]):
+    """The list of a ShapeEnv's guards; it notes who appended each."""
+
+    def __init__(self, guards: Iterable[Any]) -> None:
+        super().__init__(guards)
+        self.places: dict[int, tuple[str | None, bool]] = {}
+
+    def append(self, guard: Any) -> None:
+        self.places[id(guard)] = _place(sys._getframe(1))
+        super().append(guard)
+
+
+def _place(frame: FrameType | None) -> tuple[str | None, bool]:
+    """The user's line that led to ``frame``, and whether it asked by itself."""
+    by_python: bool | None = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path == EXPORT:
+            return None, False
+        inside_library = _is_inside(path, TORCH) or _is_inside(path, PACKAGE)
+        if by_python is None and not path.startswith(EVALUATING):
+            by_python = not inside_library or _counts(frame)
+        if not inside_library and not path.startswith(GENERATED):
+            return _line(path, frame.f_lineno), bool(by_python)
+        frame = frame.f_back
+    return None, False
+
+
+def _counts(frame: FrameType) -> bool:
+    op = frame.f_locals.get("self")
+    if frame.f_code.co_filename == str(TORCH / "_tensor.py"):
+        return True
+    return isinstance(op, OpOverload) and str(op) in COUNTING_OPS
+
+
+def _is_inside(path: str, root: Path) -> bool:
+    return path.startswith(f"{root}/")
+
+
+def _line(path: str, number: int) -> str:
+    return f"{Path(path).name}:{number} ({linecache.getline(path, number).strip()})"

@@ -1,0 +1,215 @@
+"""torch.export, called so that a legacy model stays as free in its sizes as an FX graph was."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from torchq_compat.capture.call_signature import CallSignature
+from torchq_compat.capture.inplace import make_out_of_place
+from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
+from torchq_compat.support.upstream import pytree, symbolic_shapes_config
+from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
+
+__all__ = ["Statics", "capture", "capture_flat", "copied_inputs", "explain_failure", "export_with_free_sizes"]
+
+# A config module whose functions torch installs at run time.
+LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+
+
+#: (label of an input, dimension): taken as fixed to its size in the example.
+Statics = tuple[tuple[str, int], ...]
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None, statics: Statics = ()
+) -> GraphModule:
+    """``model`` as an aten graph that keeps its input and output structure.
+
+    Args:
+        model: captured as it is, its training flags included.
+        args: example positional arguments.
+        dynamic_shapes: as torch.export takes it; None makes every dimension dynamic that the model allows.
+        statics: without ``dynamic_shapes``, the dimensions that are fixed all the same.
+
+    Raises:
+        Exception: whatever torch.export or the model raises; see ``explain_failure``.
+    """
+    try:
+        program = export_with_free_sizes(model, args, dynamic_shapes, statics)
+    except RuntimeError as cause:
+        if "Inference tensors" not in str(cause):
+            raise
+        # A block under torch.inference_mode can be captured only where no gradients are.
+        with torch.no_grad():
+            program = export_with_free_sizes(model, args, dynamic_shapes, statics)
+    options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
+    graph_module = program.module(**options)
+    assert isinstance(graph_module, GraphModule)
+    graph_module.graph.eliminate_dead_code()
+    make_out_of_place(graph_module)
+    return graph_module
+
+
+def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
+    """``capture`` of a module with tensor arguments and a tuple of tensors as result, without pytree in
+    its calling code: it is called once per time step."""
+    captured = capture(model, args)
+    flat = GraphModule(captured, captured.graph)
+    flat.graph.set_codegen(torch.fx.graph.CodeGen())
+    flat.recompile()
+    return flat
+
+
+def copied_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` for a trial run: a model may write into them, and they may hang on an autograd graph."""
+    copies = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, args)
+    assert isinstance(copies, tuple)
+    return copies
+
+
+def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError:
+    """The error of ours for a failed capture of ``model`` (the float one): do the inputs fit at all?"""
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model)(*copied_inputs(args))
+    except Exception as problem:
+        reason = cause if isinstance(cause, TorchQCompatError) else problem
+        return InputError.does_not_fit(type(model).__name__, reason)
+    if isinstance(cause, TorchQCompatError):
+        return cause
+    return _capture_refused(type(model).__name__, _user_line(cause), cause)
+
+
+def export_with_free_sizes(
+    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any, statics: Statics = ()
+) -> torch.export.ExportedProgram:
+    """``torch.export.export``; without ``dynamic_shapes`` every dimension is free that ``model`` allows."""
+    args = _distinct(args)
+    if dynamic_shapes is not None:
+        return torch.export.export(model, args, dynamic_shapes=dynamic_shapes, strict=False)
+    shapes = _every_dimension(model, args, statics)
+    # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
+    with symbolic_shapes_config.patch(backed_size_oblivious=True):
+        return torch.export.export(model, args, dynamic_shapes=shapes, strict=False)
+
+
+def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` with a copy of each tensor that is there twice, say as h0 and c0: torch.export would take both
+    for one input, and the captured model would read one of its arguments for both."""
+    seen: set[int] = set()
+
+    def once(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in seen:
+            return leaf.clone()
+        seen.add(id(leaf))
+        return leaf
+
+    distinct: tuple[Any, ...] = pytree.tree_map(once, args)
+    return distinct
+
+
+def _every_dimension(model: nn.Module, args: tuple[Any, ...], statics: Statics) -> Any:
+    labels = iter(CallSignature.of(model, args).labelled(args)) if statics else itertools.repeat("")
+
+    def dimensions(leaf: Any) -> Any:
+        label = next(labels)
+        if isinstance(leaf, Tensor):
+            return {
+                index: torch.export.Dim.STATIC if (label, index) in statics else torch.export.Dim.AUTO
+                for index in range(leaf.dim())
+            }
+        return None
+
+    shapes = _map_as_export_wants(dimensions, args)
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds[: len(args)]:
+        # torch.export sees what *args takes as one argument.
+        first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+        return (*shapes[:first], shapes[first:])
+    return shapes
+
+
+def _map_as_export_wants(function: Callable[[Any], Any], value: Any) -> Any:
+    """``pytree.tree_map``; but torch.export wants a list where a dataclass, or another container registered
+    with pytree, stands in the arguments."""
+
+    def inside(each: Any) -> Any:
+        if not _is_other_container(each):
+            return function(each)
+        return [_map_as_export_wants(function, child) for child in _children(each)]
+
+    return pytree.tree_map(inside, value, is_leaf=_is_other_container)
+
+
+def _is_other_container(value: Any) -> bool:
+    if isinstance(value, (Tensor, tuple, list, dict)):
+        return False
+    children = _children(value)
+    return len(children) != 1 or children[0] is not value
+
+
+def _children(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value, is_leaf=lambda each: each is not value)
+
+
+def _user_line(cause: BaseException) -> str | None:
+    """File and line of the last frame that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+        path = Path(frame.filename)
+        if path.exists() and not any(path.is_relative_to(root) for root in LIBRARY_ROOTS):
+            return f"{path.name}:{frame.lineno} ({(frame.line or '').strip()})"
+    return None
+
+
+def _capture_refused(model: str, location: str | None, cause: BaseException) -> CaptureError:
+    where = f" at {location}" if location else ""
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return CaptureError(
+        f"torch.export cannot capture {model}{where}: {type(cause).__name__}: {first_line}",
+        hint=f"{_capture_hint(cause, first_line)} The model was not changed.",
+    )
+
+
+def _capture_hint(cause: BaseException, first_line: str) -> str:
+    """What the user can do about ``cause``, the error of torch.export."""
+    text, kind = str(cause), type(cause)
+    if "register a pytree" in first_line or "Unsupported input type" in first_line:
+        return (
+            "register what the model takes or returns: torch.export.register_dataclass for a dataclass, "
+            "torch.utils._pytree.register_pytree_node for another container."
+        )
+    if "dynamic_shapes" in text or "`inputs`" in text:
+        return (
+            "dynamic_shapes has to be nested as the arguments are; that of forward(self, *x) is one "
+            "argument, so its entries are nested once more: dynamic_shapes=((shape_of_x0, shape_of_x1),)."
+        )
+    if "DataDependent" in kind.__name__ or "data-dependent" in text or "Could not guard" in text:
+        return (
+            "control flow on tensor values has to become torch.where or torch.cond; "
+            "see the torch.export programming model."
+        )
+    about_sizes = "sympy" in kind.__module__ or "symbolic" in text or "Constraint" in kind.__name__
+    if about_sizes or any(
+        word in text for word in ("SymInt", "SymFloat", "SymBool", "Dim", "size of tensor")
+    ):
+        return (
+            "the model computes with a size in a way that no free size can follow; give dynamic_shapes= in "
+            "which that size is torch.export.Dim.STATIC, or write the computation with integers."
+        )
+    return (
+        "look at that line: what it calls has to be traceable with tensors that have shapes and no values; "
+        "see the torch.export programming model. Control flow on tensor values has to become torch.where or "
+        "torch.cond."
+    )

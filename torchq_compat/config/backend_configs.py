@@ -1,0 +1,225 @@
+"""BackendConfig, object or dict -> ``BackendTable``: pattern -> how it is observed and which dtypes it takes.
+
+The patterns are torch.ao's own objects; nothing is typed again here. A fused pattern is written in the order
+the ops run: ``(nn.Linear, nn.ReLU)``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+# BackendConfig reads a sub-module of its package that the package does not import by itself.
+import torch.ao.quantization.backend_config.backend_config as torch_ao_backend_config
+import torch.ao.quantization.backend_config.utils  # noqa: F401
+from torch import nn
+from torch.ao.quantization.backend_config import (
+    BackendConfig,
+    BackendPatternConfig,
+    DTypeConfig,
+    ObservationType,
+    get_native_backend_config,
+)
+from torch.ao.quantization.utils import MatchAllNode
+
+from torchq_compat.config.legacy_dicts import check_keys, read_dict_form
+from torchq_compat.config.qconfig_mappings import ObjectType
+from torchq_compat.errors import ConfigError
+from torchq_compat.support.argument_checks import (
+    ANYTHING,
+    INDEX,
+    check_settings,
+    instance_of,
+    mapping_of,
+    names_of,
+)
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = ["BackendTable", "Join", "PatternEntry", "read_backend_config"]
+
+#: The keys that torch.ao's own dict form of a pattern uses.
+PATTERN_KEYS = tuple(
+    value for name, value in vars(torch_ao_backend_config).items() if name.endswith("_DICT_KEY")
+)
+
+#: What torch.ao's setters take without a look.
+ENTRIES = {
+    "name": instance_of(str),
+    "_pattern_complex_format_to_config": mapping_of(ANYTHING, instance_of(BackendPatternConfig)),
+}
+DICT_ENTRIES = {"configs": names_of(ANYTHING)}
+PATTERN_ENTRIES = {
+    "observation_type": instance_of(ObservationType),
+    "dtype_configs": names_of(instance_of(DTypeConfig)),
+    "_num_tensor_args_to_observation_type": mapping_of(INDEX, instance_of(ObservationType)),
+    "_input_type_to_index": mapping_of(instance_of(str), INDEX),
+}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class Join:
+    """An op of a fused pattern with a second input from outside, like the add of conv + add.
+
+    Attributes:
+        side: which argument of the op is the one from inside the pattern.
+    """
+
+    object_type: ObjectType
+    side: int
+
+
+PatternPart = ObjectType | Join
+Pattern = PatternPart | tuple[PatternPart, ...]
+
+
+@dataclass(frozen=True)
+class PatternEntry:
+    """One row of a BackendConfig.
+
+    Attributes:
+        input_type_to_index: where a function has its "weight" and its "bias"; one that is not named here is
+            an activation.
+        is_fused_module: FX replaces the modules of the pattern by one before it looks at QConfigs.
+    """
+
+    pattern: Pattern
+    observation_type: ObservationType
+    observation_type_by_tensor_count: Mapping[int, ObservationType]
+    dtype_configs: tuple[DTypeConfig, ...]
+    input_type_to_index: Mapping[str, int]
+    is_fused_module: bool
+
+    def observation_for(self, tensor_count: int) -> ObservationType:
+        """``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
+
+        Args:
+            tensor_count: how many positional arguments of the op are tensors, repeated ones included.
+        """
+        return self.observation_type_by_tensor_count.get(tensor_count, self.observation_type)
+
+
+@dataclass(frozen=True)
+class BackendTable:
+    """The patterns of a BackendConfig by the object types they name."""
+
+    name: str
+    entries: Mapping[Pattern, PatternEntry]
+
+    @cached_property
+    def beginnings(self) -> frozenset[Pattern]:
+        """What fused patterns start with, themselves included."""
+        chains = [pattern for pattern in self.entries if isinstance(pattern, tuple)]
+        return frozenset(chain[:end] for chain in chains for end in range(2, len(chain) + 1))
+
+    def may_start(self, *chain: tuple[PatternPart, ...]) -> bool:
+        """Whether a fused pattern starts with ``chain``, each op given by all its object types."""
+        return any(pattern in self.beginnings for pattern in itertools.product(*chain))
+
+    def find(self, *chain: tuple[PatternPart, ...]) -> PatternEntry | None:
+        """The entry of one op (one argument) or of a fused chain, each op given by all its object types."""
+        patterns = chain[0] if len(chain) == 1 else itertools.product(*chain)
+        return next((self.entries[pattern] for pattern in patterns if pattern in self.entries), None)
+
+
+def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> BackendTable:
+    """Read the config once; None is FX's default, the native backend.
+
+    Raises:
+        ConfigError: wrong type, unknown dict key.
+    """
+    if value is None:
+        value = get_native_backend_config()
+    if isinstance(value, dict):
+        _check_keys_of_patterns(value.get("configs", ()))
+        value = read_dict_form("backend_config", value, ("name", "configs"), BackendConfig)
+    if not isinstance(value, BackendConfig):
+        raise ConfigError.wrong_type("backend_config", "a BackendConfig", value)
+    check_settings("backend_config", ENTRIES, vars(value))
+    configs = dict(_configs_by_pattern(value))
+    entries = {pattern: _entry(pattern, config, configs) for pattern, config in configs.items()}
+    return BackendTable(name=value.name, entries=MappingProxyType(entries))
+
+
+def _configs_by_pattern(value: BackendConfig) -> Iterator[tuple[Any, BackendPatternConfig]]:
+    for config in value.configs:
+        if config.pattern is not None:
+            yield config.pattern, config
+            continue
+        nested = config._pattern_complex_format
+        pattern = _in_order(nested)
+        if pattern is None:
+            warn_user(
+                f"backend_config {value.name!r}: the pattern {_in_words(nested)} is not used: two of its ops "
+                "meet in one, and an exported graph is matched for chains of ops. They are quantized one by "
+                "one, as far as the config has patterns for them."
+            )
+        else:
+            yield pattern, config
+
+
+def _check_keys_of_patterns(configs: Any) -> None:
+    check_settings("backend_config", DICT_ENTRIES, {"configs": configs})
+    for position, config in enumerate(configs):
+        if isinstance(config, dict):
+            check_keys(f"backend_config: configs[{position}]", config, PATTERN_KEYS)
+
+
+def _in_order(nested: Any) -> Any:
+    """A pattern in the complex format, ``(last op, its arguments)``, in the order the ops run; None for one
+    in which two ops of the pattern meet."""
+    if not isinstance(nested, tuple):
+        return nested
+    op, *arguments = nested
+    inside = [i for i, argument in enumerate(arguments) if argument is not MatchAllNode]
+    if not inside:
+        return op
+    before = _in_order(arguments[inside[0]]) if len(inside) == 1 else None
+    if before is None:
+        return None
+    last = op if len(arguments) == 1 else Join(op, inside[0])
+    return (*before, last) if isinstance(before, tuple) else (before, last)
+
+
+def _in_words(nested: Any) -> str:
+    """``ReLU(add(Linear, MatchAllNode))``."""
+    if not isinstance(nested, tuple):
+        return getattr(nested, "__name__", str(nested))
+    op, *arguments = nested
+    return f"{_in_words(op)}({', '.join(map(_in_words, arguments))})"
+
+
+def _entry(
+    pattern: Any, config: BackendPatternConfig, configs: Mapping[Any, BackendPatternConfig]
+) -> PatternEntry:
+    check_settings(f"backend_config: the pattern {pattern}", PATTERN_ENTRIES, vars(config))
+    is_fused_module = config.fuser_method is not None
+    observed_as = _after_fusing(pattern, config, configs) if is_fused_module else config
+    return PatternEntry(
+        pattern=pattern,
+        observation_type=observed_as.observation_type,
+        observation_type_by_tensor_count=MappingProxyType(
+            dict(observed_as._num_tensor_args_to_observation_type)
+        ),
+        dtype_configs=tuple(observed_as.dtype_configs),
+        input_type_to_index=MappingProxyType(dict(config._input_type_to_index)),
+        is_fused_module=is_fused_module,
+    )
+
+
+def _after_fusing(
+    pattern: Any, config: BackendPatternConfig, configs: Mapping[Any, BackendPatternConfig]
+) -> BackendPatternConfig:
+    """The row that counts for a pattern whose modules FX replaces by one before it looks at the rows again:
+    that of the module. A batch norm behind another module is folded and does not count."""
+    first, *rest = pattern if isinstance(pattern, tuple) else (pattern,)
+    kept = (first, *(part for part in rest if part not in BATCH_NORMS))
+    unfolded = configs.get(kept, config) if len(kept) <= len(rest) else config
+    module = first if len(kept) == 1 else unfolded.fused_module
+    if module is None:
+        return config
+    return configs.get(module) or BackendPatternConfig(module)

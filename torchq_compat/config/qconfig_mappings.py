@@ -1,0 +1,174 @@
+"""QConfigMapping or its dict form -> ``QConfigRules``, the same rules as a frozen value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch.ao.quantization import QConfig, QConfigMapping
+from torch.ao.quantization.qconfig import qconfig_equals
+
+from torchq_compat.config.legacy_dicts import read_dict_form
+from torchq_compat.errors import ConfigError
+from torchq_compat.support.argument_checks import (
+    ANYTHING,
+    INDEX,
+    Expected,
+    check_settings,
+    instance_of,
+    mapping_of,
+)
+
+__all__ = [
+    "ObjectType",
+    "OrderRule",
+    "QConfigRules",
+    "check_convert_rules",
+    "read_qconfig_mapping",
+    "same_qconfig",
+]
+
+#: What FX calls an object type: a module class, a function, or the name of a tensor method.
+ObjectType = type | Callable[..., Any] | str
+
+SETTING = "qconfig_mapping"
+DICT_KEYS = ("", "object_type", "module_name_regex", "module_name", "module_name_object_type_order")
+
+OBJECT_TYPE = Expected(
+    "a class, a function or a name", lambda value: isinstance(value, str) or callable(value)
+)
+ORDER = Expected(
+    "(module name, object type, index)",
+    lambda value: (
+        isinstance(value, tuple)
+        and len(value) == 3
+        and isinstance(value[0], str)
+        and OBJECT_TYPE.accepts(value[1])
+        and INDEX.accepts(value[2])
+    ),
+)
+#: What torch.ao's setters take without a look. Values are checked one by one, by their names.
+ENTRIES = {
+    "object_type_qconfigs": mapping_of(OBJECT_TYPE, ANYTHING),
+    "module_name_regex_qconfigs": mapping_of(instance_of(str), ANYTHING),
+    "module_name_qconfigs": mapping_of(instance_of(str), ANYTHING),
+    "module_name_object_type_order_qconfigs": mapping_of(ORDER, ANYTHING),
+}
+
+
+@dataclass(frozen=True)
+class OrderRule:
+    """One ``module_name_object_type_order`` entry: the ``index``-th call of a type inside a module."""
+
+    module_name: str
+    object_type: ObjectType
+    index: int
+    qconfig: QConfig | None
+
+
+@dataclass(frozen=True)
+class QConfigRules:
+    """The five levels of a QConfigMapping. A value of None anywhere means "keep float"."""
+
+    global_qconfig: QConfig | None
+    object_types: Mapping[ObjectType, QConfig | None]
+    module_name_regexes: tuple[tuple[re.Pattern[str], QConfig | None], ...]
+    module_names: Mapping[str, QConfig | None]
+    orders: tuple[OrderRule, ...]
+
+    @classmethod
+    def of_global(cls, qconfig: QConfig) -> QConfigRules:
+        """One QConfig for everything."""
+        return read_qconfig_mapping(QConfigMapping().set_global(qconfig))
+
+
+def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules:
+    """Read the mapping once.
+
+    Raises:
+        ConfigError: neither a QConfigMapping nor a dict; an unknown key; a regular expression that does
+            not compile; a value that is not a QConfig.
+    """
+    if isinstance(value, dict):
+        value = read_dict_form(SETTING, value, DICT_KEYS, QConfigMapping)
+    if not isinstance(value, QConfigMapping):
+        raise ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
+    check_settings(SETTING, ENTRIES, vars(value))
+    rules = QConfigRules(
+        global_qconfig=value.global_qconfig,
+        object_types=MappingProxyType(dict(value.object_type_qconfigs)),
+        module_name_regexes=tuple(
+            (_compile(pattern), qconfig) for pattern, qconfig in value.module_name_regex_qconfigs.items()
+        ),
+        module_names=MappingProxyType(dict(value.module_name_qconfigs)),
+        orders=tuple(
+            OrderRule(*key, qconfig) for key, qconfig in value.module_name_object_type_order_qconfigs.items()
+        ),
+    )
+    _check_values(rules)
+    return rules
+
+
+def same_qconfig(a: QConfig | None, b: QConfig | None) -> bool:
+    """Whether two QConfigs make the same observers."""
+    return bool(qconfig_equals(a, b))
+
+
+def check_convert_rules(prepare: QConfigRules, convert: QConfigRules) -> None:
+    """Refuse a mapping for convert that says more than None to what the one for prepare names.
+
+    Raises:
+        ConfigError: as FX does, for another global QConfig, for a key that is missing, and for a key with
+            another QConfig.
+    """
+    if not same_qconfig(prepare.global_qconfig, convert.global_qconfig):
+        raise _other_mapping_at_convert("the global qconfig is another")
+    levels: dict[str, tuple[Mapping[Any, QConfig | None], Mapping[Any, QConfig | None]]] = {
+        "object_type": (prepare.object_types, convert.object_types),
+        "module_name": (prepare.module_names, convert.module_names),
+        "module_name_regex": (_by_pattern(prepare), _by_pattern(convert)),
+    }
+    for level, (before, after) in levels.items():
+        for key, qconfig in before.items():
+            if key not in after:
+                raise _other_mapping_at_convert(f"{level} {key!r} is missing")
+            if after[key] is not None and not same_qconfig(qconfig, after[key]):
+                raise _other_mapping_at_convert(f"{level} {key!r} has another qconfig")
+
+
+def _by_pattern(rules: QConfigRules) -> Mapping[Any, QConfig | None]:
+    return {pattern.pattern: qconfig for pattern, qconfig in rules.module_name_regexes}
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as cause:
+        raise ConfigError(
+            f"module_name_regex {pattern!r} does not compile: {cause}",
+            hint="it is matched with re.match against the module path, e.g. r'encoder\\.layers\\.\\d+'.",
+        ) from cause
+
+
+def _check_values(rules: QConfigRules) -> None:
+    named = [
+        ("the global entry", rules.global_qconfig),
+        *((f"object_type {key!r}", qconfig) for key, qconfig in rules.object_types.items()),
+        *((f"module_name_regex {key.pattern!r}", qconfig) for key, qconfig in rules.module_name_regexes),
+        *((f"module_name {key!r}", qconfig) for key, qconfig in rules.module_names.items()),
+        *((f"module_name_object_type_order {rule.module_name!r}", rule.qconfig) for rule in rules.orders),
+    ]
+    for name, qconfig in named:
+        if qconfig is not None and not isinstance(qconfig, QConfig):
+            raise ConfigError.wrong_type(f"{SETTING}: {name}", "a QConfig or None", qconfig)
+
+
+def _other_mapping_at_convert(difference: str) -> ConfigError:
+    return ConfigError(
+        f"convert_fx: qconfig_mapping is not the one given to prepare_fx: {difference}.",
+        hint="copy the mapping given to prepare_fx and set qconfigs in the copy to None; "
+        "convert can switch quantization off, and nothing else.",
+    )

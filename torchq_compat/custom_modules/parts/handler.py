@@ -1,0 +1,147 @@
+"""The handler of the package's own kinds: a float class, its observed and its converted class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.custom_modules.parts.part_graph import part_nodes, part_of, saturated_parts
+from torchq_compat.custom_modules.parts.part_owner import PartOwner
+from torchq_compat.custom_modules.registry import (
+    ConvertRequest,
+    CustomModuleHandler,
+    ExplainModel,
+    ObserveRequest,
+)
+from torchq_compat.graph.observed_graph import ObserverFault, observer_faults
+from torchq_compat.opaque_calls.layouts import CallLayout
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = [
+    "PartOwnerHandler",
+    "converted_by_its_class",
+    "map_it",
+    "observed_by_its_class",
+    "tell_of_lost_forward",
+]
+
+#: The classes of a kind: the package's own, and torch.ao's where it has one.
+Standard = tuple[type[nn.Module] | None, ...]
+QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
+
+
+class PartOwnerHandler(CustomModuleHandler):
+    """What handlers of modules made of graphs of parts have in common."""
+
+    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+        """Every float input is quantized once, by the QConfig; results lie on grids of the parts."""
+        assert isinstance(leaf, PartOwner)
+        count = layout.outputs.count()
+        dtypes = leaf.result_dtypes(count)
+        return LeafBoundary(
+            input_specs=(request.specs.activation,) * layout.inputs.count(),
+            output_dtypes=dtypes,
+            output_specs=(None,) * count,
+            accepted=frozenset(dtype for dtype in dtypes if dtype is not None),
+        )
+
+    def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
+        assert isinstance(leaf, PartOwner)
+        return [
+            (f"{path}.{name}", fault)
+            for path, graph in leaf.graphs()
+            for name, fault in observer_faults(graph)
+        ]
+
+    def explain(self, leaf: LeafModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
+        assert isinstance(leaf, PartOwner)
+        for graph_path, graph in leaf.graphs():
+            saturated = dict(saturated_parts(graph))
+            for name, node in part_nodes(graph):
+                details = _observation(graph, node)
+                if name in saturated:
+                    details["saturated"] = saturated[name]
+                where, formula = f"{path}.{graph_path}.{name}", part_of(node).formula
+                yield Decision(where, formula, Action.QUANTIZED, "part of the custom module", details)
+
+
+def tell_of_lost_forward(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
+    """Warn if ``module``, a ``float_class``, computes something else than a ``float_class`` does: what is
+    observed here are the parts of the latter."""
+    if "forward" in vars(module) or type(module).forward is not float_class.forward:
+        name = type(module).__name__
+        warn_user(
+            f"{name} at {path!r} has a forward of its own, which is not called once it is mapped: what is "
+            f"observed is nn.{float_class.__name__} with its parameters. Map {name} to an observed class of "
+            f"yours, or move the code into a module around an nn.{float_class.__name__}."
+        )
+
+
+def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Callable[[], Any]) -> Any:
+    """``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else what its own
+    makes."""
+    if _inherits(request.observed_class, "from_float", standard):
+        made = build()
+    else:
+        request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
+        made = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
+    _tell_of_lost_observed_class(request, standard, made)
+    return made
+
+
+def _tell_of_lost_observed_class(request: ObserveRequest, standard: Standard, made: object) -> None:
+    """Warn if the user's observed class computes something of its own and ``made`` does not."""
+    observed = request.observed_class
+    is_standard = any(_computes_alike(observed, each) for each in standard if each is not None)
+    if is_standard or (type(made) is observed and not issubclass(observed, LeafModule)):
+        return
+    warn_user(
+        f"{observed.__name__} at {request.path!r} has a forward of its own, which is not called: what is "
+        "observed is the class it inherits from. Move the code into a module around the float one."
+    )
+
+
+def _computes_alike(observed: type[nn.Module], standard: type[nn.Module]) -> bool:
+    return issubclass(observed, standard) and all(
+        getattr(observed, method, None) is getattr(standard, method, None)
+        for method in ("forward", "leaf_call")
+    )
+
+
+def converted_by_its_class(request: ConvertRequest, standard: Standard, build: Callable[[], Any]) -> Any:
+    """``build()`` if the script names no quantized class, or one with the ``from_observed`` of a ``standard``
+    class; else what its own makes."""
+    if request.quantized_class is None or _inherits(request.quantized_class, "from_observed", standard):
+        return build()
+    return request.quantized_class.from_observed(request.leaf)  # type: ignore[attr-defined]
+
+
+def map_it(float_class: type[nn.Module], observed: str) -> str:
+    """The remedy for a module of torch.nn that nothing maps."""
+    setter = "PrepareCustomConfig().set_float_to_observed_mapping"
+    return f"map it: {setter}(torch.nn.{float_class.__name__}, {observed})"
+
+
+def _inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:
+    """Whether ``cls`` uses the ``method`` of one of the ``standard`` classes as it is."""
+    own = getattr(cls, method).__func__
+    return any(getattr(known, method).__func__ is own for known in standard if known is not None)
+
+
+def _observation(graph: GraphModule, node: Node) -> dict[str, Any]:
+    """dtype, and scale and zero point once they are fixed, of what observes ``node``."""
+    for user in node.users:
+        if user.op == "call_module":
+            observer = graph.get_submodule(str(user.target))
+            return {"observer": type(observer).__name__, "dtype": observer.dtype}
+        if user.target is QUANTIZE:
+            _, scale, zero_point, _, _, dtype = user.args
+            return {"dtype": dtype, "scale": scale, "zero_point": zero_point}
+    return {}

@@ -1,0 +1,167 @@
+"""A graph of parts: a module exported once, its nodes named after the parts, prepared by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec
+
+from torchq_compat.annotate.annotation import NodeSpecs
+from torchq_compat.capture.torch_export import capture_flat
+from torchq_compat.custom_modules.parts.part import Part, PartKind
+from torchq_compat.custom_modules.parts.part_specs import PartSpecs
+from torchq_compat.graph import metadata
+from torchq_compat.graph.observed_graph import convert_graph, prepare_graph
+from torchq_compat.graph.qparams_state import PerTensorQParamsState
+from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.saturation import saturated_share
+from torchq_compat.support.graph_nodes import module_path_of
+
+__all__ = [
+    "ConvertedPartGraphModule",
+    "PartGraphModule",
+    "convert_parts",
+    "converted_grids",
+    "part_nodes",
+    "part_of",
+    "prepare_parts",
+    "saturated_parts",
+]
+
+DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
+#: meta key under which a node carries its part.
+
+
+def prepare_parts(
+    module: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    parts: Sequence[Part],
+    specs: PartSpecs,
+    arriving: Mapping[str, torch.dtype],
+    *,
+    prefix: str = "",
+) -> GraphModule:
+    """Export ``module`` with dynamic sizes and put the observers of ``parts`` in.
+
+    ``arriving`` says in which quantized dtype each input comes, by its name in ``forward``; ``prefix`` leads
+    from ``module`` to the module the part names are paths in.
+    """
+    graph_module = capture_flat(module, example_inputs)
+    _name_nodes_after_parts(graph_module, {f"{prefix}{part.name}": part for part in parts})
+
+    def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
+        return _decide(captured, specs, arriving)
+
+    return prepare_graph(graph_module, decide, is_qat=False)
+
+
+class PartGraphModule(GraphModule):
+    """A prepared graph of parts."""
+
+    @classmethod
+    def wrap(cls, graph_module: GraphModule) -> Self:
+        wrapped = cls(graph_module, graph_module.graph)
+        wrapped.meta.update(graph_module.meta)
+        return wrapped
+
+
+class ConvertedPartGraphModule(PerTensorQParamsState, PartGraphModule):
+    """A q-dq graph of parts: its state_dict carries all qparams."""
+
+
+def convert_parts(prepared: GraphModule) -> GraphModule:
+    """The q-dq form of a prepared graph, int8 weights folded. Changes ``prepared``: hand in a copy."""
+    saturation = dict(saturated_parts(prepared))
+    converted = convert_graph(prepared)
+    metadata.SATURATION.write(converted, saturation)
+    return converted
+
+
+def saturated_parts(graph_module: GraphModule) -> Iterator[tuple[str, float]]:
+    """(part name, share of its calibration values outside its observer's range), where that is counted."""
+    saturation = metadata.SATURATION.of(graph_module)
+    if saturation is not None:
+        yield from saturation.items()
+        return
+    for name, node in part_nodes(graph_module):
+        for user in node.users:
+            if user.op == "call_module":
+                share = saturated_share(graph_module.get_submodule(str(user.target)))
+                if share is not None:
+                    yield name, share
+
+
+def part_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
+    """(part name, node) in the order of computation, of a prepared or converted graph."""
+    for node in graph_module.graph.nodes:
+        if metadata.PART.is_on(node) and node.op == "call_function":
+            yield part_of(node).name, node
+
+
+def part_of(node: Node) -> Part:
+    """The part a node computes."""
+    return metadata.PART.required(node)
+
+
+def converted_grids(graph_module: GraphModule) -> tuple[PerTensorGrid | None, ...]:
+    """The grid of each output of a converted graph: the last dequantize before it."""
+    output = graph_module.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, (tuple, list))
+    return tuple(_grid_of(node) for node in results if isinstance(node, Node))
+
+
+def _grid_of(node: Node) -> PerTensorGrid | None:
+    if node.target is not DEQUANTIZE:
+        return None
+    return PerTensorGrid.of_node(node)
+
+
+def _name_nodes_after_parts(graph_module: GraphModule, by_path: Mapping[str, Part]) -> None:
+    last_of: dict[str, Node] = {}
+    for node in graph_module.graph.nodes:
+        path = module_path_of(node)
+        if node.op == "call_function" and path in by_path:
+            last_of[path] = node
+    for path, node in last_of.items():
+        metadata.PART.write(node, by_path[path])
+        node._rename(by_path[path].name.replace(".", "_"))
+    graph_module.recompile()
+
+
+def _decide(
+    graph_module: GraphModule, specs: PartSpecs, arriving: Mapping[str, torch.dtype]
+) -> dict[Node, NodeSpecs]:
+    first_reader: dict[Node, Node] = {}
+    decided: dict[Node, NodeSpecs] = {}
+    for _, node in part_nodes(graph_module):
+        part = part_of(node)
+        node_specs = NodeSpecs(output=specs.output_spec(part))
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if part.kind is PartKind.LINEAR:
+            input_spec = specs.linear_input_spec(_dtype_of(source, specs, arriving))
+            weight, weight_spec = node.args[1], specs.weight_spec()
+            assert isinstance(weight, Node)
+            if weight_spec is not None:
+                node_specs.inputs[weight] = weight_spec
+        else:
+            input_spec = specs.input_spec(part)
+        if input_spec is not None:
+            reader = first_reader.setdefault(source, node)
+            node_specs.inputs[source] = (
+                input_spec if reader is node else SharedQuantizationSpec((source, reader))
+            )
+        decided[node] = node_specs
+    return decided
+
+
+def _dtype_of(node: Node, specs: PartSpecs, arriving: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    """The quantized dtype of what a linear reads, an input of the graph or another part; None: floats."""
+    if node.op == "placeholder":
+        return arriving.get(str(node.target))
+    return specs.output_constructor(part_of(node)).settings.dtype if metadata.PART.is_on(node) else None

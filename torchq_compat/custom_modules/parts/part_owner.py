@@ -1,0 +1,67 @@
+"""Custom modules made of graphs of parts: what the package's own kinds have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from torchq_compat.custom_modules.parts.part_specs import PartSpecs
+from torchq_compat.opaque_calls.layouts import CallLayout
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["PartOwner"]
+
+
+class PartOwner(LeafModule, ABC):
+    """An observed or converted module made of prepared or converted graphs.
+
+    Attributes:
+        specs: what the parts are observed with.
+        module_path: where it stands in the model, for messages.
+    """
+
+    specs: PartSpecs
+    qconfig: Any
+    module_path: str
+
+    def __init__(self) -> None:
+        # Not super().__init__: the legacy classes would make float layers with random weights.
+        nn.Module.__init__(self)
+        self.module_path = ""
+        self.leaf_layouts: list[CallLayout] = []
+
+    def forward(self, *args: Any, leaf_layout: int | None = None, **kwargs: Any) -> Any:
+        """Called by a user's quantized module it may get torch.ao's quantized tensors."""
+        if leaf_layout is None:
+            args, kwargs = pytree.tree_map_only(Tensor, _float_values, (args, kwargs))
+        return super().forward(*args, leaf_layout=leaf_layout, **kwargs)
+
+    @abstractmethod
+    def graphs(self) -> Iterator[tuple[str, GraphModule]]:
+        """(path inside the module, graph of parts)."""
+
+    @abstractmethod
+    def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
+        """The quantized dtype of each of the ``count`` flat results of a call; None for floats."""
+
+    def arriving_grids(self) -> dict[str, PerTensorGrid]:
+        """Input of the graphs, by its name -> the grid its values lie on in every call, where it is known."""
+        return {}
+
+    def take_over(self, other: PartOwner) -> None:
+        """Stand where ``other`` stood."""
+        self.specs = other.specs
+        self.module_path = other.module_path
+        self.leaf_layouts = list(other.leaf_layouts)
+        self.train(other.training)
+
+
+def _float_values(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if tensor.is_quantized else tensor

@@ -1,0 +1,119 @@
+"""Which constructor observes which part of a module, and what takes its place where none is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
+
+from torchq_compat.custom_modules.parts.part import Part, PartKind
+from torchq_compat.qspecs.dtypes import dtype_range, is_integer
+from torchq_compat.qspecs.observers import (
+    ObserverConstructor,
+    fixed_qparams_constructor,
+    translate_constructor,
+)
+from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
+from torchq_compat.qspecs.weight_observers import WeightConstructor
+
+__all__ = ["DynamicPartSpecs", "PartConstructors", "PartSpecs"]
+
+
+@dataclass(frozen=True)
+class PartConstructors:
+    """Observer or fake-quantize constructors by group of parts; a group left out follows the QConfig."""
+
+    by_group: dict[str, ObserverConstructor] = field(default_factory=dict)
+
+    @classmethod
+    def from_legacy(cls, **legacy: Any) -> PartConstructors:
+        """Translate ``group=constructor`` pairs; None is a group left out.
+
+        Raises:
+            ConfigError: a value that is no constructor, named by its group.
+        """
+        return cls(
+            {
+                group: translate_constructor(constructor, f"{group}_obs_ctr")
+                for group, constructor in legacy.items()
+                if constructor is not None
+            }
+        )
+
+
+@dataclass(frozen=True)
+class PartSpecs:
+    """The specs of every edge of a graph of parts, from one QConfig and the constructors given by hand.
+
+    Attributes:
+        op_specs: the module's QConfig.
+        constructors: what the user gave for groups of parts.
+    """
+
+    op_specs: OpSpecs
+    constructors: PartConstructors = PartConstructors()
+
+    def output_constructor(self, part: Part) -> ObserverConstructor:
+        """What observes the output of ``part``.
+
+        Default: the QConfig's activation; for sigmoid and tanh FX's fixed qparams, one step per value of
+        the dtype over [0, 1) and [-1, 1): 1/256 and 2/256 for 8 bits.
+        """
+        given = self.constructors.by_group.get(part.group)
+        if given is not None:
+            return given
+        if part.kind in (PartKind.SIGMOID, PartKind.COMPLEMENT, PartKind.TANH):
+            return self._fixed_constructor(part.kind)
+        return self.op_specs.activation_constructor
+
+    def output_spec(self, part: Part) -> QuantizationSpec | None:
+        return make_spec(self.output_constructor(part))
+
+    def input_spec(self, part: Part) -> QuantizationSpec | None:
+        """What observes the input of ``part`` apart from its producer's output; None: nothing."""
+        given = self.constructors.by_group.get(part.input_group or "")
+        return None if given is None else make_spec(given)
+
+    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
+        """A linear takes the QConfig's activation dtype; a tensor of another dtype is quantized again."""
+        if arriving == self.op_specs.activation_dtype:
+            return None
+        return self.op_specs.activation
+
+    def group_dtype(self, group: str) -> torch.dtype:
+        """The quantized dtype of the parts of ``group``."""
+        given = self.constructors.by_group.get(group)
+        return given.settings.dtype if given is not None else self.op_specs.activation_dtype
+
+    def weight_spec(self) -> QuantizationSpec | None:
+        given = self.constructors.by_group.get("weight")
+        if given is None:
+            return self.op_specs.weight
+        return make_spec(given if given.settings.is_fake_quantize else WeightConstructor(given))
+
+    def _fixed_constructor(self, kind: PartKind) -> ObserverConstructor:
+        activation = self.op_specs.activation_constructor.settings
+        low, high = dtype_range(activation.dtype)
+        levels = high - low + 1
+        scale, zero_point = (2 / levels, low + levels // 2) if kind is PartKind.TANH else (1 / levels, low)
+        return fixed_qparams_constructor(
+            scale, zero_point, activation.dtype, fake_quantize=activation.is_fake_quantize
+        )
+
+
+class DynamicPartSpecs(PartSpecs):
+    """Of a dynamic QConfig: linears quantize what they read on the fly, and nothing else is quantized.
+
+    As ``torch.ao.nn.quantized.dynamic``, whose float16 has half-precision weights and float activations.
+    """
+
+    def output_spec(self, part: Part) -> QuantizationSpec | None:
+        return None
+
+    def input_spec(self, part: Part) -> QuantizationSpec | None:
+        return None
+
+    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
+        return self.op_specs.activation if is_integer(self.op_specs.activation_dtype) else None

@@ -1,0 +1,140 @@
+"""A cell as a graph of parts, with the initial state it may start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from torchq_compat.custom_modules.parts.part_graph import (
+    ConvertedPartGraphModule,
+    PartGraphModule,
+    convert_parts,
+    converted_grids,
+)
+from torchq_compat.custom_modules.recurrent.cell.input_projection import CellFunctions
+from torchq_compat.custom_modules.recurrent.native.cell_reader import program_or_problem
+from torchq_compat.custom_modules.recurrent.native.program import CellProgram
+from torchq_compat.graph import metadata
+from torchq_compat.qspecs.qparams import PerTensorGrid
+
+__all__ = ["CellGraphModule", "ConvertedCellGraphModule", "reference_cell"]
+
+DEFAULT_INITIAL = (1.0, 0)
+
+
+class CellGraphModule(PartGraphModule):
+    """A prepared or converted cell. Keeps the initial-state qparams of ``torch.ao.nn.quantizable.LSTMCell``.
+
+    An omitted state is zeros, quantized with these (scale, zero point) when the cell is converted. FX has the
+    attributes and never reads them.
+    """
+
+    @property
+    def initial_hidden_state_qparams(self) -> tuple[float, int]:
+        return self._initial_qparams(0)
+
+    @initial_hidden_state_qparams.setter
+    def initial_hidden_state_qparams(self, qparams: tuple[float, int]) -> None:
+        self._set_initial_qparams(0, qparams)
+
+    @property
+    def initial_cell_state_qparams(self) -> tuple[float, int]:
+        return self._initial_qparams(1)
+
+    @initial_cell_state_qparams.setter
+    def initial_cell_state_qparams(self, qparams: tuple[float, int]) -> None:
+        self._set_initial_qparams(1, qparams)
+
+    # In meta, because GraphModule.__deepcopy__ drops other attributes.
+    def _initial_qparams(self, index: int) -> tuple[float, int]:
+        return (metadata.INITIAL_STATES.of(self) or {}).get(index, DEFAULT_INITIAL)
+
+    def _set_initial_qparams(self, index: int, qparams: tuple[float, int]) -> None:
+        metadata.INITIAL_STATES.write(self, {**(metadata.INITIAL_STATES.of(self) or {}), index: qparams})
+
+    def state_grids(self) -> tuple[PerTensorGrid | None, ...]:
+        """The grid of every new state in a converted cell."""
+        return converted_grids(self)
+
+    def program(self) -> CellProgram | None:
+        """This cell as a program for the cell loop; None if the loop cannot run it."""
+        return None
+
+    def program_problem(self) -> str | None:
+        """Why the cell loop cannot run this cell; None if it can."""
+        return "it is not converted"
+
+    def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
+        """Zeros (B, width) for every state that is left out, on its own grid in a converted cell."""
+        return tuple(
+            _on_initial_grid(x.new_zeros(x.shape[0], width), grid, self._initial_qparams(index))
+            for index, (width, grid) in enumerate(zip(widths, self.state_grids(), strict=True))
+        )
+
+
+def _on_initial_grid(zeros: Tensor, grid: PerTensorGrid | None, qparams: tuple[float, int]) -> Tensor:
+    if grid is None or qparams == DEFAULT_INITIAL:
+        return zeros
+    initial = replace(grid, scale=qparams[0], zero_point=qparams[1])
+    return initial.dequantize(initial.quantize(zeros))
+
+
+class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
+    """A q-dq cell: its state_dict carries all qparams.
+
+    ``cell(x, *states)`` is ``cell.step(*cell.project(x), *states)``, but for the order in which a linear sums
+    up when it gets more rows.
+    """
+
+    def recompile(self) -> Any:
+        """Also what is made of the graph: it is to be as new as ``forward``."""
+        self._state_grids = converted_grids(self)
+        self._functions = CellFunctions.of(self, self.graph)
+        self._program = program_or_problem(("", self))
+        return super().recompile()
+
+    def program(self) -> CellProgram | None:
+        """See ``CellGraphModule``; None also where hooks want calls."""
+        if self._forward_hooks or self._forward_pre_hooks or isinstance(self._program, str):
+            return None
+        return self._program
+
+    def program_problem(self) -> str | None:
+        return self._program if isinstance(self._program, str) else None
+
+    def state_grids(self) -> tuple[PerTensorGrid | None, ...]:
+        return self._state_grids
+
+    def projection_graph(self) -> Graph:
+        """x -> projected: what of the cell depends on x alone. Attributes are those of the cell."""
+        return self._functions.graphs.first
+
+    def step_graph(self) -> Graph:
+        """(*projected, *states) -> the new states. Attributes are those of the cell."""
+        return self._functions.graphs.rest
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``x`` (..., I), of all steps at once -> what ``step`` takes of it, each (..., width)."""
+        return self._functions.project(self, x)
+
+    def step(self, *projected_and_states: Tensor) -> tuple[Tensor, ...]:
+        """What ``project`` gave for one step, (B, width) each, and the states -> the new states."""
+        return self._functions.step(self, *projected_and_states)
+
+    def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
+        """``step`` for many steps in a row: the weights are dequantized once, now."""
+        return partial(self._functions.step_of_constants, self, *self._functions.constants(self))
+
+    def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """``step`` as a function of (*weights, *projected, *states), and its weights as they are stored."""
+        return partial(self._functions.step_of_weights, self), self._functions.weights(self)
+
+
+def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:
+    """The q-dq form of a prepared cell, int8 weights folded. Changes ``prepared``: hand in a copy."""
+    return ConvertedCellGraphModule.wrap(convert_parts(prepared))

@@ -1,0 +1,53 @@
+"""Float recurrent module -> one prepared cell for each layer and direction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.custom_modules.parts.part_graph import prepare_parts
+from torchq_compat.custom_modules.parts.part_specs import PartSpecs
+from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
+from torchq_compat.custom_modules.recurrent.cell.float_cell import FloatCell
+from torchq_compat.custom_modules.recurrent.cell.kinds import kind_of
+
+__all__ = ["float_cell", "prepared_cell"]
+
+WEIGHT_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+
+
+def prepared_cell(
+    module: nn.Module,
+    specs: PartSpecs,
+    *,
+    split_gates: bool,
+    suffix: str = "",
+    arriving: torch.dtype | None = None,
+) -> CellGraphModule:
+    """The prepared cell with copies of the parameters of ``module`` whose names end in ``suffix``.
+
+    ``arriving`` is the quantized dtype of the cell's input; default: what the QConfig says.
+    """
+    kind = kind_of(module)
+    cell, weights = float_cell(module, suffix, split_gates=split_gates), _weights(module, suffix)
+    prepared = prepare_parts(
+        cell,
+        cell.example_inputs(),
+        kind.parts(split_gates=split_gates, projected="weight_hr" in weights),
+        specs,
+        {
+            "x": arriving or specs.op_specs.activation_dtype,
+            "hx": specs.group_dtype(kind.states[0].group),
+        },
+    )
+    return CellGraphModule.wrap(prepared)
+
+
+def float_cell(module: nn.Module, suffix: str, *, split_gates: bool) -> FloatCell:
+    """The float cell with copies of the parameters of ``module`` whose names end in ``suffix``."""
+    return kind_of(module).float_cell(_weights(module, suffix), split_gates=split_gates)
+
+
+def _weights(module: nn.Module, suffix: str) -> dict[str, Tensor]:
+    found = {name: getattr(module, f"{name}{suffix}", None) for name in WEIGHT_NAMES}
+    return {name: value for name, value in found.items() if value is not None}

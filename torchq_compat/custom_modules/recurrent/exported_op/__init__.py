@@ -1,0 +1,1 @@
+"""Converted recurrent modules as one operator of an exported program."""

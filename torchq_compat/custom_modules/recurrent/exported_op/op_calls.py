@@ -1,0 +1,69 @@
+"""Converted cells handed to the opaque operator, in an export that asks for it."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
+from torchq_compat.custom_modules.recurrent.exported_op.graph_text import graph_to_data
+from torchq_compat.custom_modules.recurrent.exported_op.recurrent_op import QUANTIZED_RECURRENT
+from torchq_compat.custom_modules.recurrent.modules.over_time import State
+from torchq_compat.qspecs.qparams import q_dq
+
+__all__ = ["OpaqueDirection", "call_opaque"]
+
+
+@dataclass(frozen=True)
+class OpaqueDirection:
+    """One direction of one layer.
+
+    Attributes:
+        cell: (x, *states) -> the new states.
+        before: x of all steps -> what the cell gets for it; None: x itself.
+        batch_first: whether x is a view (T, B, I) of what was given as (B, T, I).
+    """
+
+    cell: CellGraphModule
+    before: GraphModule | None = None
+    batch_first: bool = False
+
+    def graphs(self) -> list[GraphModule]:
+        return [self.cell] if self.before is None else [self.before, self.cell]
+
+
+def call_opaque(
+    layers: Sequence[Sequence[OpaqueDirection]], x: Tensor, states: Sequence[State]
+) -> tuple[Tensor, list[State]]:
+    """``x`` (T, B, I) and the states of every direction, (B, width) each -> (T, B, D*P) and the last states.
+    Behind the results stand q-dq of their own grids, which change no value."""
+    directions = list(chain.from_iterable(layers))
+    cells = [
+        [[graph_to_data(each.graph) for each in direction.graphs()] for direction in layer]
+        for layer in layers
+    ]
+    weights = [
+        weight for direction in directions for graph in direction.graphs() for weight in _weights(graph)
+    ]
+    flat = list(chain.from_iterable(states))
+    results = QUANTIZED_RECURRENT(x, flat, weights, json.dumps(cells), directions[0].batch_first)
+    grids = [direction.cell.state_grids() for direction in directions]
+    count = len(layers[-1])
+    outputs = [
+        q_dq(output, hidden) for output, (hidden, *_) in zip(results[:count], grids[-count:], strict=True)
+    ]
+    new = iter(results[count:])
+    last = [tuple(q_dq(next(new), grid) for grid in of_cell) for of_cell in grids]
+    return (outputs[0] if count == 1 else torch.cat(outputs, -1)), last
+
+
+def _weights(graph_module: GraphModule) -> list[Tensor]:
+    nodes = graph_module.graph.find_nodes(op="get_attr")
+    return [operator.attrgetter(str(node.target))(graph_module) for node in nodes]

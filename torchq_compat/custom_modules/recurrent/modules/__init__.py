@@ -1,0 +1,1 @@
+"""The recurrent modules themselves: the contract of torch.nn around layers of cells."""

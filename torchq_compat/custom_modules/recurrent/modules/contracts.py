@@ -1,0 +1,338 @@
+"""Contracts of recurrent modules: how each is called, which cells it holds, how a runner goes through them.
+
+``SequenceContract`` is that of LSTM, GRU and RNN, ``CellContract`` that of their cells.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from torchq_compat.custom_modules.parts.part_graph import converted_grids
+from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
+from torchq_compat.custom_modules.recurrent.cell.kinds import CellKind, kind_of
+from torchq_compat.custom_modules.recurrent.modules.contract import (
+    RecurrentStructure,
+    State,
+    as_given,
+    bound_arguments,
+    call_recurrent,
+    check_is_float,
+    check_state_count,
+    fake_layers,
+    shown,
+)
+from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
+from torchq_compat.custom_modules.recurrent.modules.runners import Runner, Sequences
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids, column_grids
+from torchq_compat.errors import CustomModuleError
+from torchq_compat.opaque_calls.capture_stub import FakeCall
+from torchq_compat.qspecs.dtypes import as_dtype
+from torchq_compat.qspecs.qparams import Grid, PerTensorGrid, combine_along
+
+__all__ = ["CellContract", "RecurrentContract", "SequenceContract", "contract_of"]
+
+#: The grid of the input, in the form in which a call gives the input; None where it is not known.
+InputGrid = Any
+
+
+class RecurrentContract(ABC):
+    """How a recurrent module is called, and what it holds."""
+
+    kind: CellKind
+    #: Whether an exported program shows the grids of a converted module's results.
+    shows_grids_in_export = False
+
+    @abstractmethod
+    def attributes(self) -> dict[str, Any]:
+        """The public attributes of the float module."""
+
+    @abstractmethod
+    def suffixes(self) -> Sequence[Sequence[str]]:
+        """What the float module's parameter names end in, for every layer and direction."""
+
+    @abstractmethod
+    def place(self, module: nn.Module, layers: list[RecurrentLayer]) -> None:
+        """Register ``layers`` in ``module``, under the paths of torch.ao."""
+
+    @abstractmethod
+    def layers(self, module: nn.Module) -> list[RecurrentLayer]:
+        """The layers of ``module``; those of a cell are made for the asking."""
+
+    @abstractmethod
+    def cells(self, module: nn.Module) -> Iterator[tuple[str, CellGraphModule]]:
+        """(path inside the module, cell) of every layer and direction."""
+
+    @abstractmethod
+    def call(
+        self,
+        module: Any,
+        runner: Runner,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grid: InputGrid = None,
+    ) -> Any:
+        """Run ``module(*args, **kwargs)`` in every form torch.nn accepts.
+
+        Raises:
+            CustomModuleError: arguments the float module would refuse; the message names the module's path.
+        """
+
+    @abstractmethod
+    def arguments_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """What a call, or anything of its structure, gives as the input and as the state."""
+
+    def input_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call, or anything of its structure, gives as the input."""
+        return self.arguments_of(path, args, kwargs)[0]
+
+    @abstractmethod
+    def output_grids(self, module: nn.Module, results: list[Tensor]) -> tuple[Grid | None, ...]:
+        """The grids the flat ``results`` of a converted module lie on."""
+
+    @abstractmethod
+    def result_groups(self) -> tuple[str, ...]:
+        """The group of parts each flat result takes its dtype from."""
+
+    @abstractmethod
+    def fake_call(self, path: str) -> FakeCall:
+        """Compute the shapes of a call's results."""
+
+
+@dataclass(frozen=True)
+class SequenceContract(RecurrentContract):
+    """LSTM, GRU and RNN: layers over time. They compute in float32; other float dtypes are cast on the way in
+    and out."""
+
+    structure: RecurrentStructure
+    shows_grids_in_export = True
+
+    @property
+    def kind(self) -> CellKind:  # type: ignore[override]
+        return self.structure.kind
+
+    def attributes(self) -> dict[str, Any]:
+        names = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout")
+        return {name: getattr(self.structure, name) for name in (*names, "bidirectional", "proj_size")}
+
+    def suffixes(self) -> Sequence[Sequence[str]]:
+        directions = ("", "_reverse")[: self.structure.num_directions]
+        return [[f"_l{layer}{suffix}" for suffix in directions] for layer in range(self.structure.num_layers)]
+
+    def place(self, module: nn.Module, layers: list[RecurrentLayer]) -> None:
+        module.layers = nn.ModuleList(layers)
+        for direction in layers[0].directions():
+            direction.batch_first = self.structure.batch_first
+
+    def layers(self, module: nn.Module) -> list[RecurrentLayer]:
+        return [layer for layer in module.layers if isinstance(layer, RecurrentLayer)]  # type: ignore[union-attr]
+
+    def cells(self, module: nn.Module) -> Iterator[tuple[str, CellGraphModule]]:
+        for index, layer in enumerate(self.layers(module)):
+            for name, direction in zip(("layer_fw", "layer_bw"), layer.directions(), strict=False):
+                yield f"layers.{index}.{name}.cell", direction.cell
+
+    def call(
+        self,
+        module: Any,
+        runner: Runner,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grid: InputGrid = None,
+    ) -> tuple[Any, Any]:
+        x = self.input_of(module.module_path, args, kwargs)
+        columns = None
+        if runner.reads_columns:
+            if isinstance(x, PackedSequence):
+                x, grid = x.data, None if grid is None else grid.data
+            columns = column_grids(grid, self.structure.input_size, x.dim() if isinstance(x, Tensor) else 0)
+        run_layers = partial(self._run_layers, module, runner, columns)
+        return call_recurrent(self.structure, module.module_path, run_layers, args, kwargs)
+
+    def arguments_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return bound_arguments(path, args, kwargs)
+
+    def _run_layers(
+        self,
+        module: Any,
+        runner: Runner,
+        columns: ColumnGrids | None,
+        x: Tensor,
+        state: State | None,
+        batch_sizes: list[int] | None = None,
+    ) -> tuple[Tensor, State]:
+        dtype = x.dtype
+        x = as_dtype(x, torch.float32)
+        states = self._states(module, x, state, batch_sizes)
+        if has_no_rows(x):
+            width = self.structure.num_directions * self.structure.output_size
+            x, last = x.new_empty(*x.shape[:-1], width), states
+        else:
+            dropout = self.structure.dropout if module.training else 0.0
+            given = Sequences(x, batch_sizes, columns)
+            x, last = runner.run_layers(self.layers(module), given, states, dropout)
+        return as_dtype(x, dtype), tuple(
+            as_dtype(torch.stack(rows), dtype) for rows in zip(*last, strict=True)
+        )
+
+    def _states(
+        self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | None
+    ) -> list[State]:
+        """The initial state of every layer and direction."""
+        if state is not None:
+            return list(zip(*(as_dtype(each, torch.float32).unbind(0) for each in state), strict=True))
+        widths = self.structure.state_widths
+        first_step = x[0] if batch_sizes is None else x[: batch_sizes[0]]
+        return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
+
+    def output_grids(self, module: nn.Module, results: list[Tensor]) -> tuple[Grid | None, ...]:
+        """Of output and last states; per-channel where layers or directions have different ones."""
+        by_state = list(zip(*(converted_grids(cell) for _, cell in self.cells(module)), strict=True))
+        last_layer = by_state[0][-self.structure.num_directions :]
+        return (
+            _combine(results[0].dim() - 1, last_layer, self.structure.output_size),
+            *(_combine(0, grids, 1) for grids in by_state),
+        )
+
+    def result_groups(self) -> tuple[str, ...]:
+        states = tuple(state.group for state in self.kind.states)
+        return states[0], *states
+
+    def fake_call(self, path: str) -> FakeCall:
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            return call_recurrent(self.structure, path, fake_layers(self.structure), args, kwargs)
+
+        return fake
+
+
+@dataclass(frozen=True)
+class CellContract(RecurrentContract):
+    """LSTMCell, GRUCell and RNNCell: one cell, called once. It computes in float32."""
+
+    kind: CellKind
+    input_size: int
+    hidden_size: int
+    bias: bool
+
+    def attributes(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "input_size": self.input_size,
+            "hidden_size": self.hidden_size,
+            "bias": self.bias,
+        }
+
+    def suffixes(self) -> Sequence[Sequence[str]]:
+        return [[""]]
+
+    def place(self, module: nn.Module, layers: list[RecurrentLayer]) -> None:
+        module.cell = layers[0].layer_fw.cell
+
+    def layers(self, module: nn.Module) -> list[RecurrentLayer]:
+        return [RecurrentLayer([RecurrentDirection(self._cell(module))])]
+
+    def cells(self, module: nn.Module) -> Iterator[tuple[str, CellGraphModule]]:
+        yield "cell", self._cell(module)
+
+    @staticmethod
+    def _cell(module: nn.Module) -> CellGraphModule:
+        cell = module.cell
+        assert isinstance(cell, CellGraphModule)
+        return cell
+
+    def call(
+        self,
+        module: Any,
+        runner: Runner,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grid: InputGrid = None,
+    ) -> Any:
+        input, hx = self._bind(*args, **kwargs)
+        states = self.check_call(module.module_path, input, hx)
+        batched = input.dim() == 2
+        x = as_dtype(input if batched else input.unsqueeze(0), torch.float32)
+        cell = self._cell(module)
+        if states is None:
+            states = cell.initial_state((self.hidden_size,) * len(self.kind.states), x)
+        elif not batched:
+            states = tuple(state.unsqueeze(0) for state in states)
+        states = tuple(as_dtype(state, torch.float32) for state in states)
+        if has_no_rows(x):
+            new = tuple(state.clone() for state in states)
+        else:
+            columns = column_grids(grid, self.input_size, rank=2) if runner.reads_columns else None
+            new = runner.run_step(cell, x, states, columns)
+        new = tuple(as_dtype(state, input.dtype) for state in new)
+        return as_given(new if batched else tuple(state.squeeze(0) for state in new))
+
+    @staticmethod
+    def _bind(input: Any, hx: Any = None) -> tuple[Any, Any]:
+        return input, hx
+
+    def arguments_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return self._bind(*args, **kwargs)
+
+    def check_call(self, path: str, input: Any, hx: Any) -> tuple[Tensor, ...] | None:
+        """The states in ``hx``.
+
+        Raises:
+            CustomModuleError: what the float cell refuses.
+        """
+        size = self.input_size
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2) or input.shape[-1] != size:
+            raise CustomModuleError.call_failed(path, f"the input must be (batch, {size}) or ({size},)")
+        check_is_float(path, "the input", input)
+        if hx is None:
+            return None
+        states = check_state_count(self.kind, path, hx)
+        expected = (*input.shape[:-1], self.hidden_size)
+        for state, value in zip(self.kind.states, states, strict=True):
+            if not isinstance(value, Tensor) or tuple(value.shape) != expected:
+                found = str(shown(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+                raise CustomModuleError.call_failed(
+                    path, f"{state.name} must have shape {shown(expected)}, got {found}"
+                )
+            check_is_float(path, state.name, value)
+        return states
+
+    def output_grids(self, module: nn.Module, results: list[Tensor]) -> tuple[Grid | None, ...]:
+        return converted_grids(self._cell(module))
+
+    def result_groups(self) -> tuple[str, ...]:
+        return tuple(state.group for state in self.kind.states)
+
+    def fake_call(self, path: str) -> FakeCall:
+        def fake(input: Tensor, hx: Any = None) -> Any:
+            self.check_call(path, input, hx)
+            shape = (*input.shape[:-1], self.hidden_size)
+            return as_given(tuple(input.new_empty(shape) for _ in self.kind.states))
+
+        return fake
+
+
+def contract_of(module: nn.Module) -> RecurrentContract:
+    """The contract of a float recurrent module of torch.nn."""
+    if isinstance(module, nn.RNNBase):
+        return SequenceContract(RecurrentStructure.of(module))
+    assert isinstance(module, nn.RNNCellBase)
+    return CellContract(kind_of(module), module.input_size, module.hidden_size, module.bias)
+
+
+def has_no_rows(x: Tensor) -> bool:
+    """Whether an eager ``x`` is empty: there is nothing to choose dynamic qparams from."""
+    return not torch.compiler.is_compiling() and not x.numel()
+
+
+def _combine(axis: int, grids: tuple[PerTensorGrid | None, ...], size: int) -> Grid | None:
+    known = [grid for grid in grids if grid is not None]
+    if len(known) != len(grids):
+        return None
+    return combine_along(axis, [(grid, size) for grid in known])

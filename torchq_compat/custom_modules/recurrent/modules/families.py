@@ -1,0 +1,169 @@
+"""The recurrent modules of torch.nn, each with what it becomes: the one table.
+
+Legacy: ``torch.ao.nn.quantizable.LSTM`` and ``LSTMCell`` (observed; FX cannot map the cell, whose result is a
+tuple) and ``torch.ao.nn.quantized.LSTM`` (converted). Our classes pass for them. GRU and RNN are new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchq_compat.custom_modules.recurrent.modules.contracts import contract_of
+from torchq_compat.custom_modules.recurrent.modules.recurrent_module import (
+    ConvertedRecurrent,
+    ObservedRecurrent,
+)
+from torchq_compat.opaque_calls.capture_stub import FakeCall
+
+__all__ = [
+    "FAMILIES",
+    "ConvertedGRU",
+    "ConvertedGRUCell",
+    "ConvertedLSTM",
+    "ConvertedLSTMCell",
+    "ConvertedRNN",
+    "ConvertedRNNCell",
+    "ObservedGRU",
+    "ObservedGRUCell",
+    "ObservedLSTM",
+    "ObservedLSTMCell",
+    "ObservedRNN",
+    "ObservedRNNCell",
+    "RecurrentFamily",
+    "fake_call",
+    "family_of",
+]
+
+#: Of the names of constructors, behind the group of parts.
+SUFFIX = "_obs_ctr"
+
+
+class ObservedLSTM(ObservedRecurrent, torch.ao.nn.quantizable.LSTM):
+    """An LSTM whose parts are observed, or fake-quantized, one by one."""
+
+    float_class = nn.LSTM
+
+    def _get_name(self) -> str:
+        return "QuantizableLSTM"
+
+
+class ConvertedLSTM(ConvertedRecurrent, torch.ao.nn.quantized.LSTM):
+    """An LSTM of q-dq cells with folded integer weights."""
+
+    observed = ObservedLSTM
+
+    def _get_name(self) -> str:
+        return "QuantizedLSTM"
+
+
+class ObservedLSTMCell(ObservedRecurrent, torch.ao.nn.quantizable.LSTMCell):
+    """An LSTMCell whose parts are observed, or fake-quantized, one by one."""
+
+    float_class = nn.LSTMCell
+
+
+class ConvertedLSTMCell(ConvertedRecurrent):
+    """A q-dq LSTMCell with folded integer weights."""
+
+    observed = ObservedLSTMCell
+
+
+class ObservedGRU(ObservedRecurrent):
+    """A GRU whose parts are observed, or fake-quantized, one by one."""
+
+    float_class = nn.GRU
+
+
+class ConvertedGRU(ConvertedRecurrent):
+    """A GRU of q-dq cells with folded integer weights."""
+
+    observed = ObservedGRU
+
+
+class ObservedGRUCell(ObservedRecurrent):
+    """A GRUCell whose parts are observed, or fake-quantized, one by one."""
+
+    float_class = nn.GRUCell
+
+
+class ConvertedGRUCell(ConvertedRecurrent):
+    """A q-dq GRUCell with folded integer weights."""
+
+    observed = ObservedGRUCell
+
+
+class ObservedRNN(ObservedRecurrent):
+    """An RNN, with tanh or ReLU, whose parts are observed, or fake-quantized, one by one."""
+
+    float_class = nn.RNN
+
+
+class ConvertedRNN(ConvertedRecurrent):
+    """An RNN of q-dq cells with folded integer weights."""
+
+    observed = ObservedRNN
+
+
+class ObservedRNNCell(ObservedRecurrent):
+    """An RNNCell whose parts are observed, or fake-quantized, one by one."""
+
+    float_class = nn.RNNCell
+
+
+class ConvertedRNNCell(ConvertedRecurrent):
+    """A q-dq RNNCell with folded integer weights."""
+
+    observed = ObservedRNNCell
+
+
+@dataclass(frozen=True)
+class RecurrentFamily:
+    """A float class of torch.nn and the classes it goes through.
+
+    Attributes:
+        observed: what takes its place in a prepared model.
+        converted: what takes its place in a converted model.
+        legacy_observed: the class of torch.ao a script maps to, if there is one.
+        legacy_converted: the class of torch.ao it converts to, if there is one.
+    """
+
+    observed: type[ObservedRecurrent]
+    converted: type[ConvertedRecurrent]
+    legacy_observed: type[nn.Module] | None = None
+    legacy_converted: type[nn.Module] | None = None
+
+    @property
+    def float_class(self) -> type[nn.Module]:
+        """The class of torch.nn."""
+        return self.observed.float_class
+
+    @property
+    def map_to(self) -> str:
+        """The name to map the float class to, for people."""
+        name = self.float_class.__name__
+        if self.legacy_observed is not None:
+            return f"torch.ao.nn.quantizable.{name}"
+        return f"torchq_compat.nn.quantizable.{name}"
+
+
+FAMILIES = (
+    RecurrentFamily(ObservedLSTM, ConvertedLSTM, torch.ao.nn.quantizable.LSTM, torch.ao.nn.quantized.LSTM),
+    RecurrentFamily(ObservedGRU, ConvertedGRU),
+    RecurrentFamily(ObservedRNN, ConvertedRNN),
+    RecurrentFamily(ObservedLSTMCell, ConvertedLSTMCell, torch.ao.nn.quantizable.LSTMCell),
+    RecurrentFamily(ObservedGRUCell, ConvertedGRUCell),
+    RecurrentFamily(ObservedRNNCell, ConvertedRNNCell),
+)
+
+
+def family_of(module: object) -> RecurrentFamily | None:
+    """The family of a float module; None if it is not recurrent."""
+    return next((family for family in FAMILIES if isinstance(module, family.float_class)), None)
+
+
+def fake_call(module: nn.Module, path: str) -> FakeCall:
+    """Compute the shapes of the results of a float recurrent module that stands at ``path``."""
+    return contract_of(module).fake_call(path)

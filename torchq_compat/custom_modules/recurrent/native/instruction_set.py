@@ -1,0 +1,76 @@
+"""The instruction set of the cell loop: its operations, and the rows of numbers a program is handed over as.
+
+``cell_loop.cpp`` declares the same: ``Op``, ``Instruction``, ``Slot`` and ``Grid``, each with its members in
+this order. ``test_instruction_set`` holds the two together.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = [
+    "GRID_COLUMNS",
+    "INSTRUCTION_COLUMNS",
+    "SLOT_COLUMNS",
+    "GridRow",
+    "InstructionRow",
+    "Op",
+    "SlotRow",
+]
+
+
+class Op(IntEnum):
+    """What an instruction computes."""
+
+    LINEAR = 0
+    ADD = 1
+    MUL = 2
+    COMPLEMENT = 3
+    SIGMOID = 4
+    TANH = 5
+    RELU = 6
+    COPY = 7
+
+
+class InstructionRow(NamedTuple):
+    """An instruction in ``CellProgram.table``. ``b`` is -1 where there is no second operand, ``weight`` where
+    there is no weight."""
+
+    op: int
+    target: int
+    a: int
+    a_offset: int
+    b: int
+    b_offset: int
+    segments: int
+    units: int
+    weight: int
+    once: int
+    quantized: int
+
+
+class SlotRow(NamedTuple):
+    """A slot in ``CellProgram.table``."""
+
+    width: int
+    units: int
+    once: int
+
+
+class GridRow(NamedTuple):
+    """Qparams in ``CellProgram.constants``.
+
+    A scale of 0 stands for none, a negative one for dynamic qparams: -scale is the smallest scale, and values
+    are spread over the integers from ``quant_min`` to ``zero_point``. ``nan`` is the integer NaN becomes.
+    """
+
+    scale: float
+    zero_point: float
+    quant_min: float
+    quant_max: float
+    nan: float
+
+
+INSTRUCTION_COLUMNS, SLOT_COLUMNS = len(InstructionRow._fields), len(SlotRow._fields)
+GRID_COLUMNS = len(GridRow._fields)

@@ -1,0 +1,68 @@
+"""The kernel on disk: written whole or not at all, read only if it is whole and nobody else could write it.
+
+A shared library that is cut short kills the process that loads it, so its digest stands at its end, where no
+loader looks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["cache_directory", "fault_of", "keep"]
+
+MARK = b"\0torchq_compat sha256\0"
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def cache_directory() -> Path:
+    """``TORCHQ_COMPAT_CACHE_DIR``, or ``torchq_compat`` in the user's cache directory; made if it is missing.
+
+    Raises:
+        OSError: it cannot be made, or other users may replace what is in it.
+        RuntimeError: there is no home directory.
+    """
+    named = os.environ.get("TORCHQ_COMPAT_CACHE_DIR")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    directory = Path(named or Path(caches) / "torchq_compat").expanduser().absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    mode = directory.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise PermissionError(f"everybody may replace files in the cache directory {directory}")
+    return directory
+
+
+def keep(made: Path, path: Path) -> None:
+    """Move the library ``made``, in a directory beside ``path``, to ``path``, with its digest."""
+    content = made.read_bytes()
+    with made.open("ab") as file:
+        file.write(MARK + hashlib.sha256(content).digest())
+        file.flush()
+        os.fchmod(file.fileno(), 0o755)
+        os.fsync(file.fileno())
+    made.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def fault_of(path: Path) -> str | None:
+    """Why the library at ``path`` must not be loaded; None if it may."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid():
+            return "another user owns it"
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return "other users may write it"
+        stored = file.read()
+    content, mark, digest = stored[: -DIGEST_BYTES - len(MARK)], *_end(stored)
+    whole = mark == MARK and digest == hashlib.sha256(content).digest()
+    return None if whole else "it is not whole"
+
+
+def _end(stored: bytes) -> tuple[bytes, bytes]:
+    return stored[-DIGEST_BYTES - len(MARK) : -DIGEST_BYTES], stored[-DIGEST_BYTES:]

@@ -1,0 +1,54 @@
+"""A model that is a custom module itself: it gets a parent, for the graph has to have something to call.
+
+In the prepared and converted model it stands at ``module``; what is inside is reachable without that name
+too, at ``layers.0.layer_fw.cell``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+
+from torchq_compat.config.custom_configs import PrepareSettings
+from torchq_compat.custom_modules.registry import handlers
+
+__all__ = ["ROOT", "with_parent"]
+
+#: Where the model stands in its parent.
+ROOT = "module"
+
+
+class _Parent(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.add_module(ROOT, model)
+        self.training = model.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(ROOT), name)
+
+
+def with_parent(model: nn.Module, settings: PrepareSettings) -> nn.Module:
+    """``model``, or a parent of it with the same class name and signature if it is a custom module."""
+    if not _is_custom_module(model, settings):
+        return model
+
+    @functools.wraps(type(model).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule(ROOT)(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
+    parent: nn.Module = type(type(model).__name__, (_Parent,), {"forward": forward})(model)
+    return parent
+
+
+def _is_custom_module(model: nn.Module, settings: PrepareSettings) -> bool:
+    if any(type(model) in classes for classes in settings.float_to_observed.values()):
+        return True
+    return any(handler.is_opaque(model) or handler.remedy(model) is not None for handler in handlers())

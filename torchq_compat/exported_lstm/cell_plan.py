@@ -1,0 +1,101 @@
+"""What a quantizer wants of one cell: its observed points, and which of them share an observer.
+
+Asked of torchao: the cell is prepared with the quantizer, and torchao's callback tells which point got which
+observer. So its rules of sharing hold, whatever the quantizer writes, and what stands round the cell plays no
+part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, Quantizer, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat.annotate.wrapping_quantizer import QuantizerAround
+from torchq_compat.support.torchao_flow import prepare_pt2e
+
+__all__ = ["CellPlan", "Place", "plan_cell"]
+
+
+class Place(NamedTuple):
+    """A point of a cell, by names, so that it can be found in a copy of the cell.
+
+    ``position`` counts the input nodes of ``node``; None stands for its output.
+    """
+
+    node: str
+    position: int | None
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """The observed places in the order torchao makes observers.
+
+    Attributes:
+        leader: the first place with the same observer; itself for the first.
+        specs: of the leaders. A derived spec refers to places.
+    """
+
+    leader: dict[Place, Place]
+    specs: dict[Place, Any]
+
+    def spec(self, place: Place, point: Callable[[Place], Any], *, first: bool) -> Any:
+        """The spec of ``place`` in a copy of the cell, where ``point`` finds the points of the first copy."""
+        leader = self.leader[place]
+        if not first or leader != place:
+            return SharedQuantizationSpec(point(leader))
+        spec = self.specs[place]
+        if isinstance(spec, DerivedQuantizationSpec):
+            return replace(spec, derived_from=[point(source) for source in spec.derived_from])
+        return spec
+
+
+def plan_cell(cell: GraphModule, quantizer: Quantizer) -> CellPlan:
+    """What ``quantizer`` wants of ``cell``, which stays as it is."""
+    recorder = _Recorder(quantizer)
+    prepare_pt2e(copy.deepcopy(cell), recorder)
+    return recorder.plan
+
+
+class _Recorder(QuantizerAround):
+    """Annotates as ``quantizer`` does, and reads what torchao makes of it."""
+
+    plan: CellPlan
+
+    def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
+        first_with: dict[int, Place] = {}
+        leader: dict[Place, Place] = {}
+        specs: dict[Place, Any] = {}
+        for point, observer in observers.items():
+            if observer is None:
+                continue
+            place = _place(point)
+            leader[place] = first_with.setdefault(id(observer), place)
+            if leader[place] == place:
+                specs[place] = _by_place(_spec(point))
+        self.plan = CellPlan(leader, specs)
+
+
+def _place(point: Node | tuple[Node, Node]) -> Place:
+    if isinstance(point, Node):
+        return Place(point.name, None)
+    source, node = point
+    return Place(node.name, node.all_input_nodes.index(source))
+
+
+def _spec(point: Node | tuple[Node, Node]) -> Any:
+    if isinstance(point, Node):
+        return point.meta[Q_ANNOTATION_KEY].output_qspec
+    source, node = point
+    return node.meta[Q_ANNOTATION_KEY].input_qspec_map[source]
+
+
+def _by_place(spec: Any) -> Any:
+    if isinstance(spec, DerivedQuantizationSpec):
+        return replace(spec, derived_from=[_place(point) for point in spec.derived_from])
+    return spec

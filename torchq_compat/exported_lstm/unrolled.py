@@ -1,0 +1,108 @@
+"""Unrolled: the cell's nodes once for every time step, over one set of weights.
+
+A node of a step knows which node of the cell it is a copy of, so that all steps can share the observers of
+the first one.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from torchq_compat.errors import AtenLSTMError
+from torchq_compat.exported_lstm.aten_lstm import AtenLSTM, Direction
+from torchq_compat.exported_lstm.write_layers import write_layers
+from torchq_compat.exported_lstm.writer import ATEN, NodeWriter, free_name
+from torchq_compat.graph import metadata
+
+__all__ = ["Copy", "unrolled_cells", "write_unrolled"]
+
+
+class Copy(NamedTuple):
+    """Which copy a node is: of which direction's cell, of which of its nodes, in the order of the steps."""
+
+    cell: str
+    node: str
+    step: int
+
+
+def unrolled_cells(graph_module: GraphModule) -> dict[str, GraphModule]:
+    """The cells that are written out in ``graph_module``, by path."""
+    return metadata.UNROLLED_CELLS.of(graph_module) or {}
+
+
+def write_unrolled(
+    writer: NodeWriter, lstm: AtenLSTM, cells: dict[str, GraphModule]
+) -> tuple[Node, Node, Node]:
+    """Nodes for the three results of ``lstm``.
+
+    Raises:
+        AtenLSTMError: the sequence length is dynamic.
+    """
+    base = free_name(writer.graph_module, f"{lstm.node.name}_decomposed")
+    length = lstm.x.meta["val"].shape[1 if lstm.batch_first else 0]
+    if isinstance(length, torch.SymInt):
+        raise AtenLSTMError(
+            f"the sequence length of {lstm.node.name!r} is dynamic, so its steps cannot be written out.",
+            hint="use shape='rolled' or shape='opaque', or export with a fixed length.",
+        )
+    _assert_length(writer, lstm, length)
+
+    def write_direction(direction: Direction, x: Node, h: Node, c: Node) -> tuple[Node, Node, Node]:
+        path, cell = f"{base}.{direction.path}", cells[direction.path]
+        weights = _weights(writer, path, cell)
+        outputs = []
+        order = reversed(range(length)) if direction.backward else range(length)
+        for step, time in enumerate(order):
+            at_time = writer.glue(ATEN.select.int, x, 0, time)
+            h, c = _write_step(writer, cell, path, step, weights, (at_time, h, c))
+            outputs.append(h)
+        if direction.backward:
+            outputs.reverse()
+        return writer.glue(ATEN.stack.default, outputs), h, c
+
+    return write_layers(writer, lstm, write_direction)
+
+
+def _assert_length(writer: NodeWriter, lstm: AtenLSTM, length: int) -> None:
+    """Of a longer sequence the steps written out would be the first ones, without a word."""
+    size = writer.glue(ATEN.sym_size.int, lstm.x, 1 if lstm.batch_first else 0, value=length)
+    same = writer.glue(operator.eq, size, length, value=True)
+    message = f"{lstm.node.name} was unrolled for sequences of {length} steps"
+    writer.glue(ATEN._assert_scalar.default, same, message, value=())
+
+
+def _weights(writer: NodeWriter, path: str, cell: GraphModule) -> dict[Node, Node]:
+    writer.graph_module.add_submodule(path, cell)
+    others = unrolled_cells(writer.graph_module)
+    metadata.UNROLLED_CELLS.write(writer.graph_module, {**others, path: cell})
+    return {
+        node: writer.attribute(f"{path}.{node.target}", cell.get_parameter(str(node.target)))
+        for node in cell.graph.nodes
+        if node.op == "get_attr"
+    }
+
+
+def _write_step(
+    writer: NodeWriter,
+    cell: GraphModule,
+    path: str,
+    step: int,
+    weights: dict[Node, Node],
+    inputs: tuple[Node, ...],
+) -> tuple[Node, Node]:
+    placeholders = (node for node in cell.graph.nodes if node.op == "placeholder")
+    written = {**weights, **dict(zip(placeholders, inputs, strict=True))}
+    for node in cell.graph.nodes:
+        if node.op == "call_function":
+            args: Any = map_arg(node.args, lambda argument: written[argument])
+            written[node] = writer.call(
+                node.target, *args, **{metadata.COPY.name: Copy(path, node.name, step)}
+            )
+    results: Any = cell.graph.output_node().args[0]
+    h, c = (written[result] for result in results)
+    return h, c

@@ -1,0 +1,123 @@
+"""A call of a captured model that failed: which argument differs from the example, and where it failed."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.errors import CallError
+from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["FAILURES", "check_structure", "explain_failed_call"]
+
+#: What kernels and generated code raise on arguments they cannot take; a MemoryError is another matter.
+FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def explain_failed_call(
+    model: GraphModule, stage: str, args: tuple[Any, ...], cause: BaseException
+) -> CallError | None:
+    """The error for a user; None where ``cause`` does not come from the arguments.
+
+    Args:
+        model: whose graph has the example's values on its placeholders.
+        stage: what the model is, "prepared" or "converted".
+    """
+    if isinstance(cause, (RecursionError, torch.OutOfMemoryError)):
+        return None
+    expected = [
+        (str(node.target), node.meta.get("val")) for node in model.graph.nodes if node.op == "placeholder"
+    ]
+    given = pytree.tree_leaves(args)
+    problem = next(_differences(expected, given), "")
+    wanted = ", ".join(f"{name}: {_described(value)}" for name, value in expected)
+    return _call_failed(stage, _place(cause), problem, cause, wanted)
+
+
+def check_structure(model: GraphModule, args: tuple[Any, ...]) -> None:
+    """Refuse elements and keys that the example did not have: the generated code takes those it knows.
+
+    Raises:
+        CallError: another number of values than ``model`` was captured with.
+    """
+    info = getattr(model.graph._codegen, "pytree_info", None)
+    count = len(pytree.tree_leaves(args))
+    if info is not None and count != info.in_spec.num_leaves:
+        raise CallError(
+            f"the arguments hold {count} values where those of the example held {info.in_spec.num_leaves}.",
+            hint="pass tuples, lists and dicts of the structure of example_inputs, with the same keys.",
+        )
+
+
+def _differences(expected: list[tuple[str, Any]], given: list[Any]) -> Iterator[str]:
+    """What of ``given`` is not as the example was, argument by argument."""
+    if len(expected) != len(given):
+        yield f"its arguments hold {len(given)} values where the example held {len(expected)}"
+        return
+    for (name, example), value in zip(expected, given, strict=True):
+        if not isinstance(example, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            yield f"argument {name!r} must be a tensor, got {shown(value)}"
+        elif value.dim() != example.dim():
+            yield f"argument {name!r} has {value.dim()} dimensions where the example had {example.dim()}"
+        elif value.dtype != example.dtype:
+            yield f"argument {name!r} is {value.dtype} where the example was {example.dtype}"
+        elif value.device != example.device:
+            yield f"argument {name!r} is on {value.device} where the example was on {example.device}"
+        else:
+            for dimension, (size, fixed) in enumerate(zip(value.shape, example.shape, strict=True)):
+                if isinstance(fixed, int) and size != fixed:
+                    yield f"argument {name!r} has size {size} in dimension {dimension}, the example {fixed}"
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return "None" if value is None else type(value).__name__
+    sizes = ", ".join(str(size) if isinstance(size, int) else "any" for size in value.shape)
+    return f"{str(value.dtype).removeprefix('torch.')} ({sizes})"
+
+
+def _place(cause: BaseException) -> str:
+    """The node that failed, by the modules around it: "'encoder.fc' (linear)"."""
+    paths: list[str] = []
+    operation = ""
+    for frame, line in traceback.walk_tb(cause.__traceback__):
+        owner = frame.f_locals.get("self")
+        if not isinstance(owner, GraphModule) or "eval_with_key" not in frame.f_code.co_filename:
+            continue
+        node = _node_of_line(owner, linecache.getline(frame.f_code.co_filename, line))
+        if node is not None:
+            operation = node.name
+            paths.append(_path(node))
+    path = ".".join(filter(None, paths))
+    return f"{path!r} ({operation})" if path else operation
+
+
+def _node_of_line(module: GraphModule, line: str) -> Node | None:
+    """The node that ``line`` of the generated code computes."""
+    name = line.partition("=")[0].partition(":")[0].strip()
+    return next((node for node in module.graph.nodes if node.name == name), None)
+
+
+def _path(node: Node) -> str:
+    return str(node.target) if node.op == "call_module" else module_path_of(node)
+
+
+def _call_failed(stage: str, place: str, problem: str, cause: BaseException, wanted: str) -> CallError:
+    lines = str(cause).strip().splitlines() or [""]
+    where = f" at {place}" if place else ""
+    reason = f"{type(cause).__name__}: {lines[0]}"
+    return CallError(
+        f"the call of the {stage} model failed{where}: {f'{problem}; ' if problem else ''}{reason}",
+        hint=f"it was prepared for ({wanted}); compare the arguments in number, structure, shape, dtype "
+        "and device.",
+    )

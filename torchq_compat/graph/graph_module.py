@@ -1,0 +1,268 @@
+"""What prepare_fx and convert_fx return: a GraphModule that behaves like the model it came from."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from torchq_compat import batch_norm
+from torchq_compat.capture.call_signature import CallSignature
+from torchq_compat.config.qconfig_mappings import QConfigRules
+from torchq_compat.custom_modules.root import ROOT
+from torchq_compat.errors import CalibrationError, CheckpointError, TorchQCompatError
+from torchq_compat.graph import metadata
+from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
+from torchq_compat.graph.observed_graph import observer_label, observer_nodes
+from torchq_compat.graph.other_engines import guard, refuse_fx_tracer
+from torchq_compat.graph.qparams_state import PerTensorQParamsState
+from torchq_compat.graph.quantized_interface import (
+    QuantizedInterface,
+    input_grids,
+    output_grids,
+    take_integers,
+)
+from torchq_compat.graph.state_checks import check_state
+from torchq_compat.graph.training_modes import set_training
+from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
+from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.support.decisions import Decision
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
+
+__all__ = [
+    "ConvertedGraphModule",
+    "ModelRecord",
+    "QuantizationGraphModule",
+    "Stage",
+    "preserved_of",
+    "record_of",
+]
+
+_CALIBRATION = threading.RLock()
+#: Legacy switch -> whether batch norms are frozen.
+BATCH_NORM_SWITCHES = {
+    torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
+    torch.ao.nn.intrinsic.qat.update_bn_stats: False,
+}
+
+
+class Stage(Enum):
+    PREPARED = "prepared"
+    CONVERTED = "converted"
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """What the package knows of a model it made; frozen, so that copies of the model share it. It travels in
+    ``GraphModule.meta``.
+
+    Attributes:
+        rules: the QConfigMapping it was prepared with; None where a torchao Quantizer was given instead.
+        is_custom_module: whether the float model is a custom module itself; see ``custom_modules.root``.
+    """
+
+    stage: Stage
+    signature: CallSignature
+    decisions: tuple[Decision, ...]
+    is_qat: bool
+    rules: QConfigRules | None
+    interface: QuantizedInterface = field(default_factory=QuantizedInterface)
+    is_custom_module: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class QuantizationGraphModule(GraphModule):
+    """A captured model that takes the float model's call forms, ``train()`` and ``eval()``."""
+
+    @classmethod
+    def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
+        """``graph_module`` as this class, with the ``preserved`` attributes of the float model."""
+        wrapped = cls(graph_module, graph_module.graph)
+        wrapped.meta.update(graph_module.meta)
+        metadata.RECORD.write(wrapped, record)
+        # GraphModule.__deepcopy__ carries what stands under this key, and only that.
+        wrapped.meta[USER_PRESERVED_ATTRIBUTES_KEY] = dict(preserved)
+        guard(wrapped, record.stage.value)
+        for name, value in preserved.items():
+            setattr(wrapped, name, value)
+        wrapped.train(record.stage is Stage.PREPARED and record.is_qat)
+        return wrapped
+
+    @property
+    def reference(self) -> QuantizationGraphModule:
+        """The graph that the decisions of ``record`` are about: this one, unless it was lowered."""
+        return self
+
+    @property
+    def lowering(self) -> tuple[Decision, ...]:
+        """What was decided after conversion."""
+        return ()
+
+    @property
+    def record(self) -> ModelRecord:
+        return metadata.RECORD.required(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.record.signature.bind(args, kwargs)
+        # Dynamo cannot look at the graph, and compares structures itself.
+        if not torch.compiler.is_compiling() and not all(isinstance(arg, Tensor) for arg in bound):
+            check_structure(self.reference, bound)
+        try:
+            observes = self.record.stage is Stage.PREPARED and not self.record.is_qat
+            if not observes or torch.compiler.is_compiling():
+                return super().__call__(*bound)
+            # Observers read, compare and write back: threads that calibrate together would lose extremes.
+            with _CALIBRATION:
+                return super().__call__(*bound)
+        except FAILURES as cause:
+            error = self._explained(bound, cause)
+            if error is None:
+                raise
+            raise error from cause
+
+    def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
+        """What is told of a failed call; None: ``cause`` itself."""
+        if isinstance(cause, TorchQCompatError) or torch.compiler.is_compiling():
+            return None
+        stage = self.record.stage
+        if stage is Stage.PREPARED and not self.record.is_qat and isinstance(cause, RuntimeError):
+            place = _failing_observer(self, cause)
+            if place is not None:
+                return _observer_failed(place, cause)
+        return explain_failed_call(self.reference, stage.value, args, cause)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As ``nn.Module.load_state_dict``; a state that does not fit leaves the model as it was.
+
+        Raises:
+            CheckpointError: no state; missing or unexpected keys, or shapes that differ; qparams that are
+                none.
+        """
+        check_state(state_dict, self)
+        # torchao's observers keep the very tensors they are given, and two models would then share them.
+        state_dict = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
+        before = {name: value.clone() for name, value in self.state_dict().items()}
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except Exception as cause:
+            super().load_state_dict(before, strict=False)
+            if isinstance(cause, CheckpointError):
+                raise
+            raise CheckpointError.other_model(str(cause)) from cause
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        with warnings.catch_warnings():
+            # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            return cast("Self", super().__deepcopy__(memo))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            record = record_of(self) if "meta" in vars(self) else None
+            if record is None or not record.is_custom_module or name == ROOT:
+                raise
+            return getattr(self.get_submodule(ROOT), name)
+
+    def _get_name(self) -> str:
+        # The first that a tracer asks its root for.
+        refuse_fx_tracer(self.record.stage.value)
+        return type(self).__name__
+
+    def __reduce__(self) -> Any:
+        raise CheckpointError(
+            f"a {self.record.stage.value} model cannot be pickled: its graph would lose what it knows "
+            "of the float model.",
+            hint="save model.state_dict() and load it into a model prepared (and converted) the same way; "
+            "to ship a converted model use torch.export.export and torch.export.save.",
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch dropout and batch norm, in the graph and in every module it calls."""
+        super().train(mode)
+        set_training(self, mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """As ``nn.Module.apply``. The legacy batch norm switches look for fused QAT module classes, which a
+        captured model does not have; they switch the batch norms of the graph."""
+        if fn in BATCH_NORM_SWITCHES:
+            batch_norm.freeze(self, BATCH_NORM_SWITCHES[fn])
+            return self
+        return super().apply(fn)
+
+
+class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
+    """A q-dq graph: its state_dict carries all qparams."""
+
+    def input_grids(self) -> tuple[Grid | None, ...]:
+        """The grid of the integers each flat input is taken as; None where the input is taken as it is."""
+        return input_grids(self, self.record.interface)
+
+    def output_grids(self) -> tuple[Grid | None, ...]:
+        """The grid of the integers each flat output is returned as; None where it is returned as it is."""
+        return output_grids(self, self.record.interface)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.record.interface.inputs:
+            return super().__call__(*args, **kwargs)
+        bound = self.record.signature.bind(args, kwargs)
+        return super().__call__(*take_integers(bound, self.input_grids()))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See ``QuantizationGraphModule``."""
+        keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        # The cells inside have new qparams now; the boundary around them follows.
+        for module in reversed(list(self.modules())):
+            if isinstance(module, ConvertedGraphModule):
+                refresh_boundaries(module)
+        return keys
+
+
+def preserved_of(model: GraphModule) -> dict[str, Any]:
+    """The preserved attributes of a model this package made."""
+    preserved: dict[str, Any] = model.meta.get(USER_PRESERVED_ATTRIBUTES_KEY, {})
+    return dict(preserved)
+
+
+def _failing_observer(model: nn.Module, cause: BaseException) -> str | None:
+    """Where in ``model`` the innermost observer on the stack of ``cause`` stands."""
+    paths = {
+        observer: ".".join(filter(None, (prefix, observer_label(node))))
+        for prefix, graph_module in model.named_modules()
+        if isinstance(graph_module, GraphModule)
+        for node, observer in observer_nodes(graph_module)
+    }
+    frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    owners = (frame.f_locals.get("self") for frame in reversed(frames))
+    return next((paths[owner] for owner in owners if isinstance(owner, nn.Module) and owner in paths), None)
+
+
+def record_of(model: object) -> ModelRecord | None:
+    """The record of a model this package made; None for any other."""
+    meta = getattr(model, "meta", None)
+    record = meta.get(metadata.RECORD.name) if isinstance(meta, dict) else None
+    return record if isinstance(record, ModelRecord) else None
+
+
+def _observer_failed(place: str, cause: BaseException) -> CalibrationError:
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return CalibrationError(
+        f"the observer at {place} failed on this batch: {type(cause).__name__}: {first_line}",
+        hint="look for NaN or infinity in the batch with torch.isfinite; earlier batches are kept.",
+    )

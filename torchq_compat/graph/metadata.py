@@ -1,0 +1,152 @@
+"""The one table of what this package keeps in ``meta`` of nodes and graph modules: who writes, who reads.
+
+State between stages travels there because torchao's prepare and convert, and copies of graph modules, keep
+``meta`` and drop other attributes. Keys of torch and torchao (``val``, ``nn_module_stack``,
+``quantization_annotation``) are theirs and not in the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from torch.fx import GraphModule, Node
+
+if TYPE_CHECKING:
+    from torchq_compat.annotate.op_records import OpRecord
+    from torchq_compat.custom_modules.parts.part import Part
+    from torchq_compat.exported_lstm.unrolled import Copy
+    from torchq_compat.graph.graph_module import ModelRecord
+    from torchq_compat.migrate.comparison.measure.script_recorder import Recording
+    from torchq_compat.opaque_calls.layouts import CallLayout
+    from torchq_compat.qspecs.qparams import Grid
+
+__all__ = ["KEYS", "MetaKey"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MetaKey(Generic[T]):
+    """One entry of ``meta``, with a value of type ``T``.
+
+    Attributes:
+        name: the key itself.
+        on: what has it, "node" or "graph".
+        written_by: the stage that writes it, as a module of this package.
+        read_by: who reads it.
+    """
+
+    name: str
+    on: str
+    written_by: str
+    read_by: str
+
+    def of(self, owner: Node | GraphModule) -> T | None:
+        """Return the value on ``owner``, or None."""
+        value: T | None = owner.meta.get(self.name)
+        return value
+
+    def required(self, owner: Node | GraphModule) -> T:
+        """Return the value on ``owner``.
+
+        Raises:
+            KeyError: ``owner`` has none.
+        """
+        value: T = owner.meta[self.name]
+        return value
+
+    def is_on(self, owner: Node | GraphModule) -> bool:
+        return self.name in owner.meta
+
+    def write(self, owner: Node | GraphModule, value: T) -> None:
+        owner.meta[self.name] = value
+
+    def drop(self, owner: Node | GraphModule) -> None:
+        owner.meta.pop(self.name, None)
+
+
+#: What the package knows of a model it made.
+RECORD: MetaKey[ModelRecord] = MetaKey("torchq_compat", "graph", "graph.graph_module", "everything")
+#: Whether the graph is in training mode.
+TRAINING: MetaKey[bool] = MetaKey(
+    "torchq_compat_training", "graph", "graph.training_modes", "graph.training_modes"
+)
+#: Whether batch norms keep their statistics in training.
+FROZEN: MetaKey[bool] = MetaKey(
+    "torchq_compat_batch_norm_frozen", "graph", "graph.training_modes", "graph.training_modes"
+)
+#: Whether an op keeps its training flag, whatever the mode of the graph.
+FIXED_MODE: MetaKey[bool] = MetaKey(
+    "torchq_compat_fixed_mode", "node", "capture.purposeful_training", "graph.training_modes"
+)
+#: What an op is to a QConfigMapping.
+OP: MetaKey[OpRecord] = MetaKey("torchq_compat_op", "node", "annotate.op_records", "pipeline.switch_off")
+#: The path of the module that an opaque call calls.
+OPAQUE_CALL: MetaKey[str] = MetaKey(
+    "torchq_compat_leaf", "node", "opaque_calls.insert_calls", "people who look at a graph"
+)
+#: The integers that a result of an opaque call is, from convert on; None for floats.
+INTEGERS: MetaKey[Grid | None] = MetaKey(
+    "torchq_compat_integers", "node", "opaque_calls.quantized_boundary", "lower, opaque_calls"
+)
+#: The qparams that a dequantize behind an opaque call undoes.
+DEQUANTIZED: MetaKey[Grid] = MetaKey(
+    "torchq_compat_grid", "node", "opaque_calls.quantized_boundary", "opaque_calls.quantized_boundary"
+)
+#: (least, largest) integer that the calibrated range takes; a reduced range leaves out half of them.
+OBSERVED_RANGE: MetaKey[tuple[int, int]] = MetaKey(
+    "torchq_compat_observed_range", "node", "graph.observed_graph", "lower.x86.qdq_operands"
+)
+#: The part of a cell that a node computes.
+PART: MetaKey[Part] = MetaKey(
+    "torchq_compat_part",
+    "node",
+    "custom_modules.parts.part_graph",
+    "custom_modules.parts, migrate.comparison",
+)
+#: Part -> the share of its calibration values outside its observer's range, from convert on.
+SATURATION: MetaKey[dict[str, float]] = MetaKey(
+    "torchq_compat_saturation", "graph", "custom_modules.parts.part_graph", "custom_modules.parts.part_graph"
+)
+#: Index of a state -> (scale, zero point) of the zeros it begins with.
+INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
+    "torchq_compat_initial_state_qparams",
+    "graph",
+    "custom_modules.recurrent.cell.cell_graph",
+    "custom_modules.recurrent",
+)
+#: The layouts of the calls of a standalone module.
+LAYOUTS: MetaKey[list[CallLayout]] = MetaKey(
+    "torchq_compat_leaf_layouts", "graph", "opaque_calls.insert_calls", "custom_modules.standalone"
+)
+#: The cells that are written out in the graph, by path.
+UNROLLED_CELLS: MetaKey[dict[str, GraphModule]] = MetaKey(
+    "torchq_compat_unrolled_cells", "graph", "exported_lstm.unrolled", "exported_lstm.shared_steps"
+)
+#: Which copy of which node of a cell a node is, where steps are written out.
+COPY: MetaKey[Copy] = MetaKey(
+    "torchq_compat_copy", "node", "exported_lstm.unrolled", "exported_lstm.shared_steps"
+)
+#: Whether a node only moves values between steps, layers and directions: no arithmetic to quantize.
+GLUE: MetaKey[bool] = MetaKey(
+    "torchq_compat_glue", "node", "exported_lstm.writer", "exported_lstm.shared_steps"
+)
+#: The name of the node of the reference graph that a lowered node was written for.
+REFERENCE_NODE: MetaKey[str] = MetaKey(
+    "torchq_compat_reference", "node", "lower.x86.lowering_pass", "lower.x86.lowering_pass"
+)
+#: What ``torchq-compat compare`` recorded of a model that FX prepared.
+RECORDING: MetaKey[Recording] = MetaKey(
+    "torchq_compat_recording",
+    "graph",
+    "migrate.comparison.measure.script_recorder",
+    "migrate.comparison.measure.script_recorder",
+)
+#: (function, which call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
+WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(
+    "torchq_compat_wrapped_call", "node", "capture.wrapped_functions", "capture.origins"
+)
+
+#: All of them.
+KEYS: tuple[MetaKey[object], ...] = tuple(value for value in globals().values() if isinstance(value, MetaKey))

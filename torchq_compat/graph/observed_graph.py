@@ -1,0 +1,274 @@
+"""One graph through torchao: prepare with given specs, and convert with FX's ranges.
+
+The outer graph and every recurrent cell go through these two functions.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
+from torchao.quantization.pt2e.observer import (
+    FixedQParamsObserver,
+    NoopObserver,
+    PlaceholderObserver,
+    RecordingObserver,
+)
+from torchao.quantization.pt2e.quantizer import Quantizer
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat import batch_norm
+from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
+from torchq_compat.graph import metadata
+from torchq_compat.qspecs.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.qspecs.dynamic_qparams import DynamicQuantization
+from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
+from torchq_compat.qspecs.weight_observers import WeightObserver
+from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
+
+__all__ = [
+    "ObserverFault",
+    "convert_graph",
+    "observer_faults",
+    "observer_label",
+    "observer_nodes",
+    "prepare_graph",
+    "prepare_with",
+]
+
+SIXTEEN_BITS = (torch.int16, torch.uint16)
+TO_DTYPE = torch.ops.aten.to.dtype
+
+
+def prepare_graph(
+    graph_module: GraphModule,
+    decide: Callable[[GraphModule], Mapping[Node, NodeSpecs]],
+    *,
+    is_qat: bool,
+    cumulative: Collection[str] = (),
+) -> GraphModule:
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
+    return prepare_with(graph_module, SpecQuantizer(decide), is_qat=is_qat, cumulative=cumulative)
+
+
+def prepare_with(
+    graph_module: GraphModule, quantizer: Quantizer, *, is_qat: bool, cumulative: Collection[str] = ()
+) -> GraphModule:
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``quantizer`` says.
+
+    Args:
+        cumulative: what ``batch_norm.before_capture`` returned.
+    """
+    prepared = batch_norm.prepare(graph_module, quantizer, is_qat=is_qat, cumulative=cumulative)
+    _call_shared_observers_by_one_name(prepared)
+    return _allow_train_eval(prepared)
+
+
+def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool = True) -> GraphModule:
+    """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy.
+
+    Args:
+        as_fx: clamp to FX's ranges and choose dynamic qparams as FX does; else as torchao does.
+        is_trained: keep the ranges that fake-quantizes clamped to in training.
+    """
+
+    def fix_observers(folded: GraphModule) -> None:
+        _observe_weights(folded)
+        if as_fx:
+            _freeze_activation_observers(folded, is_trained=is_trained)
+            _quantize_on_the_fly(folded)
+        _cast_around_observers(folded)
+        _forget_annotations(folded)
+
+    return _allow_train_eval(batch_norm.convert(prepared, fix_observers))
+
+
+def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
+    """The nodes of a prepared graph that call an observer or fake-quantize, with that module."""
+    for node in graph_module.graph.nodes:
+        if node.op == "call_module":
+            module = graph_module.get_submodule(str(node.target))
+            if is_activation_post_process(module):
+                yield node, module
+
+
+class ObserverFault(Enum):
+    """Why the qparams of an observer would mean nothing."""
+
+    UNSEEN = "has seen no data"
+    NOT_FINITE = "has seen NaN or infinity"
+    NO_QPARAMS = "computes no qparams"
+
+
+#: Observers that watch, or stand for a dtype, and never have a scale.
+WITHOUT_QPARAMS = (NoopObserver, PlaceholderObserver, RecordingObserver)
+
+
+def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]]:
+    """(where, what) of the observers in ``graph_module`` that cannot be converted."""
+    found = []
+    for node, module in observer_nodes(graph_module):
+        if not _quantizes_static(module):
+            continue
+        if isinstance(module, WeightObserver):
+            fault = ObserverFault.NO_QPARAMS if isinstance(module.observer, WITHOUT_QPARAMS) else None
+        else:
+            fault = _fault(module)
+        if fault is not None:
+            found.append((observer_label(node), fault))
+    return found
+
+
+def observer_label(node: Node) -> str:
+    """Where the observer called by ``node`` stands, for people: module path, observed op, observer."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    path = module_path_of(source)
+    if not path:
+        return f"{source.name} ({node.target})"
+    name = path if path.replace(".", "_") == source.name else f"{path}/{source.name}"
+    return f"{name} ({node.target})"
+
+
+def _call_shared_observers_by_one_name(prepared: GraphModule) -> None:
+    """torchao registers a shared observer once for each node; ``named_modules()`` has the first name only."""
+    first = {module: path for path, module in prepared.named_modules()}
+    for node, observer in observer_nodes(prepared):
+        if node.target != first[observer]:
+            prepared.delete_submodule(str(node.target))
+            node.target = first[observer]
+    prepared.recompile()
+
+
+def _allow_train_eval(graph_module: GraphModule) -> GraphModule:
+    """torchao makes train() and eval() of its graphs raise; legacy scripts call both."""
+    graph_module.__dict__.pop("train", None)
+    graph_module.__dict__.pop("eval", None)
+    return graph_module
+
+
+def _observe_weights(prepared: GraphModule) -> None:
+    for node, module in observer_nodes(prepared):
+        if isinstance(module, WeightObserver):
+            source = node.args[0]
+            assert isinstance(source, Node)
+            module.observe_attribute(prepared, str(source.target))
+
+
+def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> None:
+    """Replace each static per-tensor observer by one with its final qparams and the range FX clamps to.
+
+    A reduced-range observer has quant_max 127, and PT2E's quantize op would saturate there; FX's saturates
+    at the dtype's own 255. Inside the calibrated range both give the same integers.
+    """
+    for node, module in observer_nodes(prepared):
+        if isinstance(module, WeightObserver) or not _quantizes_static(module):
+            continue
+        with warnings.catch_warnings():
+            # The warning about an observer that saw nothing is given once, by the caller, with paths.
+            warnings.simplefilter("ignore")
+            scale, zero_point = module.calculate_qparams()  # type: ignore[operator]
+        if scale.numel() != 1:
+            continue
+        dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
+        quant_min, quant_max = _range_of_quantize_op(module, dtype, is_trained=is_trained)
+        frozen = FixedQParamsObserver(
+            scale=float(scale),
+            zero_point=int(zero_point),
+            dtype=dtype,
+            quant_min=quant_min,
+            quant_max=quant_max,
+        )
+        prepared.set_submodule(str(node.target), frozen)
+        source = node.args[0]
+        assert isinstance(source, Node)
+        metadata.OBSERVED_RANGE.write(source, _observed_range(module))
+
+
+def _observed_range(module: nn.Module) -> tuple[int, int]:
+    """The integers that the calibrated range takes; a reduced range leaves out half of them."""
+    source = getattr(module, "activation_post_process", module)
+    return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]
+
+
+def _quantize_on_the_fly(prepared: GraphModule) -> None:
+    """Replace each dynamic observer by what FX's reference conversion made of it."""
+    for node, module in observer_nodes(prepared):
+        if not isinstance(module, WeightObserver) and getattr(module, "is_dynamic", False):
+            dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
+            prepared.set_submodule(str(node.target), DynamicQuantization(dtype))
+
+
+def _forget_annotations(prepared: GraphModule) -> None:
+    """``prepared`` is a copy, and its annotations name nodes of the original; torchao's convert would look
+    for the q-dq behind those."""
+    for node in prepared.graph.nodes:
+        node.meta.pop(Q_ANNOTATION_KEY, None)
+
+
+def _cast_around_observers(prepared: GraphModule) -> None:
+    """quantized_decomposed's quantize takes float32 only: a float64 value is cast to it and back. What is
+    dequantized with qparams of its own, or from float16, is float32: it is cast back."""
+    graph = prepared.graph
+    for node, module in list(observer_nodes(prepared)):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        value = source.meta.get("val")
+        if not isinstance(value, Tensor) or not _comes_out_narrow(module, value.dtype):
+            continue
+        with graph.inserting_before(node):
+            narrow = graph.call_function(TO_DTYPE, (source, torch.float32))
+        with value.fake_mode if isinstance(value, FakeTensor) else nullcontext():
+            narrow.meta["val"] = value.float()
+        node.args = (narrow,)
+        with graph.inserting_after(node):
+            wide = graph.call_function(TO_DTYPE, (node, value.dtype))
+        wide.meta["val"] = value
+        node.replace_all_uses_with(wide, delete_user_cb=partial(operator.is_not, wide))
+    prepared.recompile()
+
+
+def _comes_out_narrow(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether the q-dq pair of ``module`` would change the ``dtype`` of its input."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return getattr(module, "is_dynamic", False) or getattr(module, "dtype", None) is torch.float16
+    return dtype is torch.float64
+
+
+def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype, *, is_trained: bool) -> tuple[int, int]:
+    """FX's quantize op clamps to the dtype's range. Kept are ranges the model was trained to (a fake-quantize
+    clamps there), ranges given with fixed qparams, and those of dtypes FX does not have."""
+    source = getattr(module, "activation_post_process", module)
+    trained_to = is_trained and isinstance(module, FakeQuantizeBase)
+    if trained_to or isinstance(source, FixedQParamsObserver) or dtype in SIXTEEN_BITS:
+        return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]
+    return dtype_range(dtype)
+
+
+def _quantizes_static(module: nn.Module) -> bool:
+    return is_integer(module.dtype) and not getattr(module, "is_dynamic", False)  # type: ignore[arg-type]
+
+
+def _fault(module: nn.Module) -> ObserverFault | None:
+    if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:
+        scale, _ = module.calculate_qparams()
+        return None if bool(scale.isfinite().all()) else ObserverFault.NOT_FINITE
+    if isinstance(module, WITHOUT_QPARAMS):
+        return ObserverFault.NO_QPARAMS
+    for part in module.modules():
+        low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)
+        if isinstance(low, Tensor) and isinstance(high, Tensor):
+            if low.numel() == 0 or bool(((low == torch.inf) & (high == -torch.inf)).any()):
+                return ObserverFault.UNSEEN
+            if not bool(low.isfinite().all() and high.isfinite().all() and (low <= high).all()):
+                return ObserverFault.NOT_FINITE
+    return None

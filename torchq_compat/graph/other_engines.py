@@ -1,0 +1,71 @@
+"""Keep other engines from converting or tracing the models of this package.
+
+FX's ``convert_fx`` and torchao's ``convert_pt2e`` take any GraphModule that carries what a prepare left in
+``meta``. Given a model prepared here they would leave custom modules observed and batch norms unfolded,
+without a word: a half-ported script would go on with a float model.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.ao.quantization.fx.tracer import QuantizationTracer
+from torch.fx import GraphModule
+
+from torchq_compat.errors import ConvertError
+
+__all__ = ["OBSERVED_KEY", "guard", "refuse_fx_tracer", "unguard"]
+
+#: What torch.ao's and torchao's prepare leave in ``GraphModule.meta``, and their convert reads first.
+OBSERVED_KEY = "_observed_graph_module_attrs"
+
+
+def guard(graph_module: GraphModule, stage: str) -> None:
+    """Let every other convert fail on ``graph_module`` with an error of ours."""
+    kept = graph_module.meta.get(OBSERVED_KEY)
+    if not isinstance(kept, _Guard):
+        graph_module.meta[OBSERVED_KEY] = _Guard(kept, stage)
+
+
+def unguard(graph_module: GraphModule) -> None:
+    """Undo ``guard``, before this package hands the model to torchao."""
+    kept = graph_module.meta.get(OBSERVED_KEY)
+    if isinstance(kept, _Guard):
+        graph_module.meta[OBSERVED_KEY] = vars(kept)["kept"]
+        if vars(kept)["kept"] is None:
+            del graph_module.meta[OBSERVED_KEY]
+
+
+def refuse_fx_tracer(stage: str) -> None:
+    """Called from what torch.fx's tracers ask a model for: raise if FX's prepare is asking.
+
+    Raises:
+        ConvertError: FX's ``prepare_fx`` was given a model of this package.
+    """
+    frame = sys._getframe(2)
+    if isinstance(frame.f_locals.get("self"), QuantizationTracer):
+        raise _other_engine(stage)
+
+
+class _Guard:
+    """Stands for what torchao's prepare left."""
+
+    #: torchao's convert asks it of every submodule; a standalone module is one, and converted before.
+    is_observed_standalone_module = False
+
+    def __init__(self, kept: Any, stage: str) -> None:
+        self.kept = kept
+        self.stage = stage
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") or name == "is_observed_standalone_module":
+            return object.__getattribute__(self, name)
+        raise _other_engine(vars(self)["stage"])
+
+
+def _other_engine(stage: str) -> ConvertError:
+    return ConvertError(
+        f"this model was {stage} by torchq_compat: torch.ao's and torchao's functions cannot take it on.",
+        hint="import prepare_fx, convert_fx and convert_to_reference_fx from torchq_compat, all of them.",
+    )

@@ -1,0 +1,202 @@
+"""The quantized interface of a graph: inputs it takes and outputs it returns as integers.
+
+Legacy: ``PrepareCustomConfig.set_input_quantized_indexes`` and ``set_output_quantized_indexes``. FX's graph
+then takes and returns torch.ao's quantized tensors, which carry their qparams. Integers carry none: those of
+an input come from calibration, and ``input_grids`` and ``output_grids`` of the converted model tell both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.errors import ConfigError, InputError
+from torchq_compat.opaque_calls.quantized_boundary import DEQUANTIZE, DEQUANTIZE_TARGETS, grid_of_integers
+from torchq_compat.qspecs.qparams import Grid, PerTensorGrid
+from torchq_compat.support.upstream import pytree
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = [
+    "QuantizedInterface",
+    "expose_integers",
+    "input_grids",
+    "output_grids",
+    "quantize_inputs",
+    "take_integers",
+]
+
+QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
+
+
+@dataclass(frozen=True)
+class QuantizedInterface:
+    """Flat positions of the inputs and outputs that are integers."""
+
+    inputs: frozenset[int] = frozenset()
+    outputs: frozenset[int] = frozenset()
+
+    @classmethod
+    def read(
+        cls,
+        input_indexes: Iterable[int],
+        output_indexes: Iterable[int],
+        example_inputs: tuple[Any, ...],
+        graph_module: GraphModule,
+        *,
+        whole_result: bool,
+    ) -> QuantizedInterface:
+        """From the indexes of arguments and results of the float model.
+
+        Args:
+            example_inputs: nested arguments count as one index each.
+            graph_module: the captured model, which knows the structure of the result.
+            whole_result: whether the model returns the result of a custom module as it is; for FX that is
+                one output, index 0, whatever is in it.
+
+        Raises:
+            ConfigError: an index that is no integer. One the model does not have is warned about.
+        """
+        arguments = [len(pytree.tree_leaves(argument)) for argument in example_inputs]
+        spec = graph_module._out_spec
+        assert isinstance(spec, pytree.TreeSpec)
+        output_indexes = tuple(output_indexes)
+        single = spec.type not in (tuple, list) or (whole_result and set(output_indexes) <= {0})
+        results = [spec.num_leaves] if single else [child.num_leaves for child in spec.children()]
+        return cls(
+            _flat("input_quantized_indexes", input_indexes, arguments),
+            _flat("output_quantized_indexes", output_indexes, results),
+        )
+
+    def input_nodes(self, graph_module: GraphModule) -> list[Node]:
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        return [placeholders[index] for index in sorted(self.inputs)]
+
+    def output_edges(self, graph_module: GraphModule) -> list[tuple[Node, Node]]:
+        """(returned node, output node) of every output that is integers."""
+        output = graph_module.graph.output_node()
+        returned = _returned(graph_module)
+        nodes = [returned[index] for index in sorted(self.outputs)]
+        return [(node, output) for node in nodes if isinstance(node, Node)]
+
+
+def expose_integers(converted: GraphModule, interface: QuantizedInterface) -> None:
+    """Let a converted graph take and return the integers behind its first and before its last q-dq."""
+    for placeholder in interface.input_nodes(converted):
+        _take_integers(placeholder)
+    returned = _returned(converted)
+    for index in interface.outputs:
+        node = returned[index]
+        if isinstance(node, Node) and node.target in DEQUANTIZE_TARGETS:
+            returned[index] = node.args[0]
+    converted.graph.output_node().args = (tuple(returned),)
+    converted.graph.eliminate_dead_code()
+    converted.recompile()
+
+
+def input_grids(converted: GraphModule, interface: QuantizedInterface) -> tuple[Grid | None, ...]:
+    """The grid of the integers each flat input is taken as; None: taken as it is."""
+    placeholders = converted.graph.find_nodes(op="placeholder")
+    return tuple(
+        _grid_behind(node) if index in interface.inputs else None for index, node in enumerate(placeholders)
+    )
+
+
+def output_grids(converted: GraphModule, interface: QuantizedInterface) -> tuple[Grid | None, ...]:
+    """The grid of the integers each flat output is returned as; None: returned as it is."""
+    return tuple(
+        grid_of_integers(node) if index in interface.outputs and isinstance(node, Node) else None
+        for index, node in enumerate(_returned(converted))
+    )
+
+
+def take_integers(args: tuple[Any, ...], grids: tuple[Grid | None, ...]) -> tuple[Any, ...]:
+    """``args`` with torch.ao's quantized tensors as the integers the graph takes.
+
+    Raises:
+        InputError: a tensor that is neither quantized nor of the integer dtype.
+    """
+    leaves, spec = pytree.tree_flatten(args)
+    taken = [
+        leaf if grid is None else _integers(index, leaf, grid)
+        for index, (leaf, grid) in enumerate(zip(leaves, grids, strict=True))
+    ]
+    result: tuple[Any, ...] = pytree.tree_unflatten(taken, spec)
+    return result
+
+
+def quantize_inputs(args: tuple[Any, ...], grids: tuple[Grid | None, ...]) -> tuple[Any, ...]:
+    """``args`` with float tensors as the integers the graph takes."""
+    leaves, spec = pytree.tree_flatten(args)
+    taken = [leaf if g is None else g.quantize(leaf) for leaf, g in zip(leaves, grids, strict=True)]
+    result: tuple[Any, ...] = pytree.tree_unflatten(taken, spec)
+    return result
+
+
+def _flat(setting: str, indexes: Iterable[int], sizes: list[int]) -> frozenset[int]:
+    found: set[int] = set()
+    for index in indexes:
+        if isinstance(index, int) and not 0 <= index < len(sizes):
+            # As in FX, where nobody is told.
+            warn_user(f"{setting} has {index}, and the model has {len(sizes)}: it is not used.")
+            continue
+        if not isinstance(index, int):
+            raise _no_such_index(setting, index, len(sizes))
+        first = sum(sizes[:index])
+        found.update(range(first, first + sizes[index]))
+    return frozenset(found)
+
+
+def _returned(graph_module: GraphModule) -> list[Any]:
+    returned = graph_module.graph.output_node().args[0]
+    assert isinstance(returned, (tuple, list))
+    return list(returned)
+
+
+def _take_integers(placeholder: Node) -> None:
+    """placeholder -> quantize -> ...: the placeholder becomes what the quantize gave. Whoever reads integers
+    still finds a quantize: behind a dequantize with the same qparams it changes nothing."""
+    quantize = next((user for user in placeholder.users if user.target is QUANTIZE), None)
+    if quantize is None:
+        return
+    graph, qparams = placeholder.graph, quantize.args[1:]
+    with graph.inserting_after(placeholder):
+        dequantize = graph.call_function(DEQUANTIZE, (placeholder, *qparams))
+    dequantize.meta = dict(placeholder.meta)
+    placeholder.replace_all_uses_with(dequantize, delete_user_cb=lambda user: user is not dequantize)
+    for user in list(quantize.users):
+        if user.target is DEQUANTIZE:
+            user.replace_all_uses_with(dequantize)
+    value, dtype = placeholder.meta["val"], qparams[-1]
+    with value.fake_mode:
+        placeholder.meta["val"] = value.to(dtype)
+
+
+def _grid_behind(placeholder: Node) -> Grid | None:
+    for user in placeholder.users:
+        if user.target is DEQUANTIZE:
+            return PerTensorGrid.of_node(user)
+    return None
+
+
+def _integers(index: int, value: Any, grid: Grid) -> Tensor:
+    if isinstance(value, Tensor) and value.is_quantized:
+        return grid.quantize(value.dequantize())
+    if isinstance(value, Tensor) and value.dtype is grid.dtype:
+        return value
+    found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+    raise InputError(
+        f"input {index} is one of input_quantized_indexes: it is taken as {grid.dtype!s}, got {found}.",
+        hint=f"pass a quantized tensor, or converted.input_grids()[{index}].quantize(x).",
+    )
+
+
+def _no_such_index(setting: str, index: object, count: int) -> ConfigError:
+    return ConfigError(
+        f"{setting} has {index!r}, and the model has {count}.",
+        hint=f"indexes are integers from 0 to {count - 1}.",
+    )

@@ -1,0 +1,54 @@
+"""A state before it is loaded: what ``nn.Module.load_state_dict`` would take without a word, or fall over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization.fake_quantize import FakeQuantizeBase as LegacyFakeQuantizeBase
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
+
+from torchq_compat.errors import CheckpointError
+from torchq_compat.support.argument_checks import shown
+
+__all__ = ["check_state"]
+
+NAMESPACE = "quantized_decomposed"
+
+
+def check_state(state: Any, model: nn.Module) -> None:
+    """Refuse what is no state, and values that copying would change in silence.
+
+    Raises:
+        CheckpointError: no mapping by names; numbers of a dtype that those of ``model`` cannot hold; a scale
+            that is no positive number.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError.not_a_state(shown(state))
+    own, scales = model.state_dict(), set(_scales(model))
+    for name, value in state.items():
+        expected = own.get(name)
+        if not isinstance(value, Tensor):
+            if isinstance(expected, Tensor):
+                raise CheckpointError.bad_value(name, f"must be a tensor, got {shown(value)}")
+            continue
+        if value.is_meta:
+            raise CheckpointError.bad_value(name, "is a meta tensor, which has no values")
+        if isinstance(expected, Tensor) and not torch.can_cast(value.dtype, expected.dtype):
+            raise CheckpointError.bad_value(name, f"is {value.dtype} where the model has {expected.dtype}")
+        if name in scales and not bool((value.isfinite() & (value > 0)).all()):
+            raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
+
+
+def _scales(model: nn.Module) -> Iterator[str]:
+    """The names of the scales that fake-quantizes and the q-dq operators of ``model`` read."""
+    for path, module in model.named_modules():
+        if isinstance(module, (FakeQuantizeBase, LegacyFakeQuantizeBase)):
+            yield f"{path}.scale"
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            scale = node.args[1] if getattr(node.target, "namespace", "") == NAMESPACE else None
+            if isinstance(scale, Node) and scale.op == "get_attr":
+                yield f"{path}.{scale.target}".removeprefix(".")

@@ -1,0 +1,51 @@
+"""Pairs of operators that cancel, dropped from an exported program: a backend finds its patterns then."""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+
+from torchq_compat.qspecs.qparams import PerTensorGrid
+
+__all__ = ["tidy"]
+
+OPS = torch.ops.quantized_decomposed
+QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
+TRANSPOSE = torch.ops.aten.transpose.int
+
+
+def tidy(program: ExportedProgram) -> None:
+    """Drop from ``program`` what changes no bit."""
+    _drop_repeated_quantization(program.graph)
+    _drop_double_transposes(program.graph)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _drop_repeated_quantization(graph: Graph) -> None:
+    """Of a quantize straight after a dequantize on its own grid, the integers are those before both."""
+    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
+        source = node.args[0]
+        if isinstance(source, Node) and _is_repeated(node, source):
+            _read_instead(node, source.args[0])
+
+
+def _is_repeated(quantize: Node, source: Node) -> bool:
+    if source.target is not DEQUANTIZE or source.kwargs:
+        return False
+    grid = PerTensorGrid.of_node(quantize)
+    return grid.is_kept_by_float32 and grid == PerTensorGrid.of_node(source)
+
+
+def _drop_double_transposes(graph: Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=TRANSPOSE):
+        source = node.args[0]
+        if isinstance(source, Node) and source.target is TRANSPOSE and source.args[1:] == node.args[1:]:
+            _read_instead(node, source.args[0])
+
+
+def _read_instead(node: Node, other: object) -> None:
+    """``other`` for whoever reads ``node``. The program's signature names its results, so they stay."""
+    assert isinstance(other, Node)
+    node.replace_all_uses_with(other, delete_user_cb=lambda user: user.op != "output")

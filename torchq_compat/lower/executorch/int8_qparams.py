@@ -1,0 +1,66 @@
+"""The q-dq graph as XNNPACK reads it rightly, with the same numbers.
+
+XNNPACK computes on int8. It takes a uint8 pattern as well, and reads its integers as int8; and a dequantize
+that it drops, because an operator takes the integers themselves, it drops for all other readers. Either gives
+other numbers, without a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from torchq_compat.lower.executorch.quantized_ops import graphs
+from torchq_compat.qspecs.qparams import PerTensorGrid
+
+__all__ = ["dequantize_for_each_reader", "shift_to_int8"]
+
+OPS = torch.ops.quantized_decomposed
+QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
+OFFSET = 128
+
+
+def shift_to_int8(program: ExportedProgram) -> None:
+    """Shift, in place, every uint8 grid whose integers only a dequantize reads: zero point and integers less
+    128."""
+    for graph_module in graphs(program.graph_module):
+        for quantize in graph_module.graph.find_nodes(op="call_function", target=QUANTIZE):
+            if _only_dequantized(quantize):
+                _shift(quantize)
+        graph_module.recompile()
+
+
+def dequantize_for_each_reader(program: ExportedProgram) -> None:
+    """Give, in place, every reader of a dequantize one of its own."""
+    graph = program.graph
+    for dequantize in graph.find_nodes(op="call_function", target=DEQUANTIZE):
+        for reader in list(dequantize.users)[1:]:
+            with graph.inserting_before(reader):
+                own = graph.node_copy(dequantize)
+            reader.replace_input_with(dequantize, own)
+    program.graph_module.recompile()
+
+
+def _only_dequantized(quantize: Node) -> bool:
+    grid = PerTensorGrid.of_node(quantize)
+    return grid.dtype is torch.uint8 and all(
+        user.target is DEQUANTIZE and PerTensorGrid.of_node(user) == grid for user in quantize.users
+    )
+
+
+def _shift(quantize: Node) -> None:
+    grid = PerTensorGrid.of_node(quantize)
+    shifted = replace(
+        grid,
+        zero_point=grid.zero_point - OFFSET,
+        quant_min=grid.quant_min - OFFSET,
+        quant_max=grid.quant_max - OFFSET,
+        dtype=torch.int8,
+    )
+    qparams = (shifted.scale, shifted.zero_point, shifted.quant_min, shifted.quant_max, shifted.dtype)
+    for node in (quantize, *quantize.users):
+        node.args = (node.args[0], *qparams)
+    quantize.meta["val"] = quantize.meta["val"].to(torch.int8)

@@ -1,0 +1,1 @@
+"""Lowering to the int8 kernels of torch on x86."""

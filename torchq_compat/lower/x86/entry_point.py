@@ -1,0 +1,45 @@
+"""What the door ``convert_fx`` does after conversion: lower, or say why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchq_compat.graph import metadata
+from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
+from torchq_compat.lower.x86.engines import Engine, decide_engine
+from torchq_compat.lower.x86.lowered_module import lower
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = ["lower_or_tell"]
+
+
+def lower_or_tell(reference: ConvertedGraphModule) -> QuantizationGraphModule:
+    """``reference`` on the integer kernels of the engine in use, or ``reference`` itself.
+
+    Raises:
+        ConfigError: an engine that torch does not have.
+    """
+    engine = decide_engine()
+    if engine.is_lowered_to:
+        lowered = lower(reference, engine)
+        _warn(lowered.lowering)
+        return lowered
+    _note(reference, engine)
+    warn_user(
+        f"convert_fx returns the reference graph, which runs in floats between its q-dq: {engine.why_not}. "
+        "Set torch.backends.quantized.engine, or call convert_to_reference_fx if the reference is wanted."
+    )
+    return reference
+
+
+def _warn(decisions: tuple[Decision, ...]) -> None:
+    for decision in decisions:
+        if decision.warn:
+            warn_user(f"{decision.kind} at {decision.path!r} {decision.reason}")
+
+
+def _note(reference: ConvertedGraphModule, engine: Engine) -> None:
+    decision = Decision("", "convert_fx", Action.REFERENCE, engine.why_not, warn=True)
+    record = reference.record
+    metadata.RECORD.write(reference, replace(record, decisions=(*record.decisions, decision)))

@@ -1,0 +1,128 @@
+"""Kernels that give floats: integer embeddings, and linear layers whose input is quantized on the fly.
+
+Legacy: ``nnq.Embedding``, ``nnq.EmbeddingBag``, ``nnqd.Linear``, ``nniqd.LinearReLU``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Refusal, Rule, Site
+from torchq_compat.lower.x86.kernels.weighted import pack
+from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, quantized_weight, rank_of
+from torchq_compat.qspecs.dtypes import dtype_range
+
+__all__ = ["FLOATING"]
+
+ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
+OPS = torch.ops.quantized_decomposed
+DYNAMIC_DEQUANTIZE = OPS.dequantize_per_tensor.tensor
+CONVERT = OPS.convert_element_type.no_fuse
+SUM = 0
+
+
+def _rows(site: Site) -> Tensor | Refusal | None:
+    """The weight of an embedding, quantized row by row."""
+    weight = quantized_weight(site.graph_module, arguments_of(site.op)["weight"])
+    if weight is None:
+        return None
+    if weight.dtype is not torch.quint8 or weight.qscheme() is not torch.per_channel_affine_float_qparams:
+        return Refusal("its weight has no float qparams for each row of uint8")
+    return weight
+
+
+def _embedding(site: Site) -> KernelCall | Refusal | None:
+    arguments, weight = arguments_of(site.op), _rows(site)
+    if not isinstance(weight, Tensor):
+        return weight
+    if rank_of(arguments["indices"]) not in (1, 2):
+        return Refusal("the kernel takes indices of one or two dimensions")
+    packed = KERNELS.embedding_bag_prepack.default(weight)
+    args = (Constant(packed), Floats(arguments["indices"]))
+    return KernelCall(KERNELS.embedding_byte.default, args, (site.op,), returns_floats=True)
+
+
+def _embedding_bag(site: Site) -> KernelCall | Refusal | None:
+    arguments, weight = arguments_of(site.op), _rows(site)
+    if not isinstance(weight, Tensor):
+        return weight
+    bag = next(iter(site.op.users), None)
+    if bag is None or len(site.op.users) > 1 or bag.args[1] != 0:
+        return Refusal("more than its bags are read")
+    if arguments["mode"] != SUM or arguments["padding_idx"] is not None:
+        return Refusal("the kernel sums, and skips no index")
+    packed = KERNELS.embedding_bag_prepack.default(weight)
+    optional = arguments["offsets"], arguments["per_sample_weights"]
+    offsets, weights = (Floats(each) if isinstance(each, Node) else None for each in optional)
+    indices, last = Floats(arguments["indices"]), arguments["include_last_offset"]
+    args = (Constant(packed), indices, offsets, False, SUM, False, weights, None, last)
+    kernel = KERNELS.embedding_bag_byte.default
+    return KernelCall(kernel, args, (site.op,), returns_floats=True, stands_for=bag)
+
+
+def _linear(site: Site) -> KernelCall | Refusal | None:
+    return _dynamic_linear(site) or _half_linear(site)
+
+
+def _half_linear(site: Site) -> KernelCall | Refusal | None:
+    """Linear whose weight was rounded to float16."""
+    arguments = arguments_of(site.op)
+    weight = constant_of(site.graph_module, _before_half(arguments["weight"]))
+    if weight is None or _before_half(arguments["input"]) is None:
+        return None
+    bias = constant_of(site.graph_module, arguments["bias"])
+    if bias is None and arguments["bias"] is not None:
+        return Refusal("its bias is no constant")
+    try:
+        packed = KERNELS.linear_prepack_fp16.default(weight, bias)
+    except RuntimeError as cause:
+        return Refusal(f"torch cannot pack its weight for this engine: {str(cause).splitlines()[0]}")
+    kernel = KERNELS.linear_dynamic_fp16 if site.relu is None else KERNELS.linear_relu_dynamic_fp16
+    args = (Floats(arguments["input"]), Constant(packed))
+    return KernelCall(kernel.default, args, site.covered, returns_floats=True)
+
+
+def _before_half(node: Any) -> Node | None:
+    """What a node rounded to float16, if it did."""
+    for dtype in (torch.float32, torch.float16):
+        if not isinstance(node, Node) or node.target is not CONVERT or node.args[1] is not dtype:
+            return None
+        node = node.args[0]
+    return node if isinstance(node, Node) else None
+
+
+def _dynamic_linear(site: Site) -> KernelCall | Refusal | None:
+    """Linear behind choose_qparams, quantize and dequantize."""
+    arguments = arguments_of(site.op)
+    dequantize = arguments["input"]
+    if not isinstance(dequantize, Node) or dequantize.target is not DYNAMIC_DEQUANTIZE:
+        return None
+    quantize = dequantize.args[0]
+    assert isinstance(quantize, Node)
+    source, scale = quantize.args[:2]
+    assert isinstance(source, Node)
+    assert isinstance(scale, Node)
+    choice = scale.args[0]
+    assert isinstance(choice, Node)
+    _, low, high, _, dtype = choice.args
+    if dtype is not torch.uint8:
+        return Refusal("the kernel takes inputs of uint8")
+    packed = pack(site, KERNELS.linear_prepack.default)
+    if isinstance(packed, Refusal):
+        return packed
+    kernel = KERNELS.linear_dynamic if site.relu is None else KERNELS.linear_relu_dynamic
+    reduce_range = (low, high) != dtype_range(dtype)
+    args = (Floats(source), Constant(packed), reduce_range)
+    return KernelCall(kernel.default, args, site.covered, returns_floats=True)
+
+
+#: Asked before the rules of static quantization.
+FLOATING: dict[Any, Rule] = {
+    ATEN.embedding.default: _embedding,
+    ATEN.embedding_bag.padding_idx: _embedding_bag,
+    ATEN.linear.default: _linear,
+}

@@ -1,0 +1,98 @@
+"""What the families say: a kernel call, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.support.upstream import OpOverload
+
+__all__ = ["Constant", "Floats", "KernelCall", "Quantized", "Refusal", "Rule", "Site"]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An argument: what ``node`` gives, as a quantized tensor."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Floats:
+    """An argument: what ``node`` gives, in floats."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An argument: a value made now, packed weights mostly."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A kernel that computes what an op and its q-dq compute.
+
+    Attributes:
+        args: its arguments; values of the graph are ``Quantized``, ``Floats`` or ``Constant``, or the results
+            of other calls.
+        covers: the nodes of the reference graph it stands for, beside the node its result stands for.
+        returns_floats: whether the result is floats; else it is a quantized tensor on the grid of the site.
+        stands_for: the node whose value a result in floats is; None: the op, or the ReLU behind it.
+        name: for people, where ``kernel`` does not say what computes.
+        note: what people should know besides.
+    """
+
+    kernel: OpOverload
+    args: tuple[Any, ...]
+    covers: tuple[Node, ...] = ()
+    returns_floats: bool = False
+    stands_for: Node | None = None
+    name: str = ""
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or str(self.kernel)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an op has no kernel here; ``warn``: whether the user could be misled by not knowing."""
+
+    reason: str
+    warn: bool = False
+
+
+@dataclass(frozen=True)
+class Site:
+    """An op of the reference graph that a rule is asked about.
+
+    Attributes:
+        op: the op.
+        relu: the ReLU behind it, if that is all that reads it.
+        follower: the op behind it that one kernel may compute with it.
+        grid: the grid its result is quantized to; None where it stays floats.
+        grid_of: the grid a node's values lie on, if they lie on one.
+    """
+
+    graph_module: GraphModule
+    op: Node
+    relu: Node | None
+    grid: PerTensorGrid | None
+    grid_of: Callable[[Any], PerTensorGrid | None]
+    follower: Node | None = None
+
+    @property
+    def covered(self) -> tuple[Node, ...]:
+        return tuple(node for node in (self.op, self.follower, self.relu) if node is not None)
+
+
+#: Looks at an op; None: it says nothing about it.
+Rule = Callable[[Site], KernelCall | Refusal | None]

@@ -1,0 +1,52 @@
+"""Ops of ATen that work on quantized tensors as they are and round to the qparams of their input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torchq_compat.lower.x86.kernels.kernel_base import KernelCall, Quantized, Refusal, Rule, Site
+from torchq_compat.support.upstream import OpOverload
+
+__all__ = ["ROUNDING"]
+
+ATEN = torch.ops.aten
+
+
+def _rule(site: Site) -> KernelCall | Refusal | None:
+    """The op itself, where its result is quantized to the grid of its input."""
+    source = site.op.args[0]
+    grid = site.grid_of(source)
+    if grid is None or site.grid is None:
+        return Refusal("its input and its result are not both quantized to 8 bits")
+    if site.relu is not None:
+        return Refusal("it has no kernel with a ReLU")
+    if site.op.kwargs:
+        return Refusal("it is called with settings the kernel does not have")
+    if grid != site.grid:
+        return Refusal("its result is quantized to another grid than its input")
+    assert isinstance(source, Node)
+    assert isinstance(site.op.target, OpOverload)
+    return KernelCall(site.op.target, (Quantized(source), *site.op.args[1:]), site.covered)
+
+
+#: Their results are rounded to the grid of the input.
+ROUNDING: dict[Any, Rule] = dict.fromkeys(
+    (
+        ATEN.adaptive_avg_pool1d.default,
+        ATEN.adaptive_avg_pool2d.default,
+        ATEN.adaptive_avg_pool3d.default,
+        ATEN.avg_pool1d.default,
+        ATEN.avg_pool2d.default,
+        ATEN.avg_pool3d.default,
+        ATEN.mean.dim,
+        ATEN.hardtanh.default,
+        ATEN.relu6.default,
+        ATEN.clamp.default,
+        ATEN.upsample_nearest2d.vec,
+        ATEN.upsample_bilinear2d.vec,
+    ),
+    _rule,
+)

@@ -1,0 +1,100 @@
+"""A linear layer whose input lies on several grids, side by side: one kernel for each, and their sum.
+
+So the halves of a bidirectional layer are read. Legacy: FX gives both halves the grid of the first, which is
+wrong; ``quantized.linear`` takes no other input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from torchq_compat.lower.x86.engines import Engine, packing_for
+from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Refusal, Site
+from torchq_compat.lower.x86.qdq_operands import (
+    DEQUANTIZE_PER_CHANNEL,
+    arguments_of,
+    constant_of,
+    quantized_weight,
+    rank_of,
+)
+from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
+
+__all__ = ["split_linear"]
+
+ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
+WITH_FLOAT_RESULT = KERNELS.linear_with_input_q_dq_qweight_dq_output_fp32.default
+#: More pieces would cost more than they save.
+MOST_PIECES = 4
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Columns ``start`` to ``stop`` of the input, which lie on one grid."""
+
+    start: int
+    stop: int
+    scale: float
+    zero_point: int
+
+
+def split_linear(site: Site) -> KernelCall | Refusal | None:
+    """Linear behind a dequantize with several grids along its last dimension; None for any other."""
+    arguments = arguments_of(site.op)
+    source = arguments["input"]
+    if not isinstance(source, Node) or source.target is not DEQUANTIZE_PER_CHANNEL or site.grid is None:
+        return None
+    pieces = _pieces(site, source)
+    if pieces is None or len(pieces) > MOST_PIECES or site.grid.dtype is not torch.uint8:
+        return Refusal("its input lies on grids that no kernels take side by side")
+    weight = quantized_weight(site.graph_module, arguments["weight"])
+    bias = constant_of(site.graph_module, arguments["bias"])
+    if weight is None or weight.dtype is not torch.qint8 or (bias is None and arguments["bias"] is not None):
+        return Refusal("its weight and bias are no constants of int8 and float32")
+    try:
+        packed = [_pack(weight, piece, None if piece.start else bias) for piece in pieces]
+    except RuntimeError as cause:
+        return Refusal(f"torch cannot pack its weight: {str(cause).splitlines()[0]}")
+    total, *others = (_product(source, *each) for each in zip(pieces, packed, strict=True))
+    for other in others:
+        total = KernelCall(ATEN.add.Tensor, (total, other))
+    if site.relu is not None:
+        total = KernelCall(ATEN.relu.default, (total,))
+    args = (total, site.grid.scale, site.grid.zero_point, torch.quint8)
+    name = f"{len(pieces)} x {WITH_FLOAT_RESULT}"
+    return KernelCall(ATEN.quantize_per_tensor.default, args, site.covered, name=name)
+
+
+def _pieces(site: Site, dequantize: Node) -> list[_Piece] | None:
+    """The grids along the last dimension; None for other dimensions and dtypes."""
+    _, scales_node, zero_points_node, axis, _, _, dtype = dequantize.args
+    scales, zero_points = (constant_of(site.graph_module, each) for each in (scales_node, zero_points_node))
+    rank = rank_of(site.op)
+    if scales is None or zero_points is None or rank is None or axis != rank - 1 or dtype is not torch.uint8:
+        return None
+    grids = enumerate(zip(scales.tolist(), zero_points.tolist(), strict=True))
+    runs = ((grid, [index for index, _ in run]) for grid, run in groupby(grids, key=lambda each: each[1]))
+    return [_Piece(run[0], run[-1] + 1, scale, int(zero_point)) for (scale, zero_point), run in runs]
+
+
+def _pack(weight: Tensor, piece: _Piece, bias: Tensor | None) -> Any:
+    """Only fbgemm has the kernel that gives floats."""
+    columns = weight.int_repr()[:, piece.start : piece.stop].contiguous()
+    if weight.qscheme() is torch.per_tensor_affine:
+        quantized = make_per_tensor_quantized_tensor(columns, weight.q_scale(), weight.q_zero_point())
+    else:
+        scales, zero_points = weight.q_per_channel_scales(), weight.q_per_channel_zero_points()
+        quantized = make_per_channel_quantized_tensor(columns, scales, zero_points, 0)
+    with packing_for(Engine("fbgemm")):
+        return KERNELS.linear_prepack.default(quantized, bias)
+
+
+def _product(source: Node, piece: _Piece, packed: Any) -> KernelCall:
+    """What the columns of ``piece`` add to the result, in floats."""
+    columns = KernelCall(ATEN.slice.Tensor, (Floats(source), -1, piece.start, piece.stop))
+    return KernelCall(WITH_FLOAT_RESULT, (columns, piece.scale, piece.zero_point, Constant(packed)))

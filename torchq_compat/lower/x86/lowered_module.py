@@ -1,0 +1,255 @@
+"""What ``convert_fx`` returns on x86: a graph of integer kernels around the reference graph it came from.
+
+Legacy: the GraphModule of ``convert_fx``, with modules of ``torch.ao.nn.quantized`` and packed weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+from torch.fx.graph import PythonCode
+
+from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule, preserved_of
+from torchq_compat.graph.quantized_interface import take_integers
+from torchq_compat.lower.x86.engines import Engine, packing_for
+from torchq_compat.lower.x86.lowered_calls import lower_leaves
+from torchq_compat.lower.x86.lowered_parts import MADE, share_state
+from torchq_compat.lower.x86.lowering_pass import emit
+from torchq_compat.lower.x86.plan import plan_graph
+from torchq_compat.lower.x86.state_versions import StateVersions
+from torchq_compat.lower.x86.trials import Trials
+from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.support.decisions import Action, Decision
+
+__all__ = ["LoweredGraphModule", "lower"]
+
+#: Attribute that holds the ``_Lowering`` of a lowered model.
+LOWERING = "_torchq_compat_lowering"
+
+
+@dataclass
+class _Lowering:
+    """What was made from ``reference``.
+
+    Attributes:
+        is_stale: whether qparams changed since.
+        versions: of the state that packed weights were made from.
+        input_grids: see ``ConvertedGraphModule``.
+        trials: of the kernels; a state loaded again needs none again.
+    """
+
+    reference: ConvertedGraphModule
+    engine: Engine
+    is_stale: bool = True
+    versions: StateVersions | None = None
+    decisions: tuple[Decision, ...] = ()
+    input_grids: tuple[Grid | None, ...] = field(default=())
+    trials: Trials = field(default_factory=Trials)
+
+
+def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule:
+    """``reference`` on the integer kernels of ``engine``; the result holds ``reference``."""
+    lowered = LoweredGraphModule(nn.Module(), Graph())
+    share_state(lowered, reference)
+    lowered.meta = reference.meta
+    vars(lowered)[LOWERING] = _Lowering(reference, engine)
+    for name, value in preserved_of(reference).items():
+        setattr(lowered, name, value)
+    lowered.training = reference.training
+    lowered._lower_again()
+    return lowered
+
+
+class LoweredGraphModule(QuantizationGraphModule):
+    """A converted model that runs on integer kernels.
+
+    The reference graph is the one source of truth: parameters, buffers, submodules and state_dict are its
+    own, and the kernels' packed weights are made from them, again whenever a state was loaded, moved or
+    written in place.
+    ``graph`` and ``code`` are what runs. torch.compile, torch.export and torch.jit.trace see the reference
+    graph, which is portable.
+    """
+
+    @property
+    def reference(self) -> ConvertedGraphModule:
+        """The q-dq graph of ``convert_to_reference_fx``; it shares its state with this model."""
+        return self._lowering.reference
+
+    @property
+    def lowering(self) -> tuple[Decision, ...]:
+        """What runs on which kernel, what does not, and why."""
+        return self._lowering.decisions
+
+    @property
+    def _lowering(self) -> _Lowering:
+        lowering: _Lowering = vars(self)[LOWERING]
+        return lowering
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        lowering = self._lowering
+        if _is_captured():
+            return lowering.reference(*args, **kwargs)
+        if lowering.is_stale or lowering.versions is None or not lowering.versions.are_current():
+            self._lower_again()
+            lowering = self._lowering
+        if self.record.interface.inputs:
+            bound = self.record.signature.bind(args, kwargs)
+            return super().__call__(*take_integers(bound, lowering.input_grids))
+        return super().__call__(*args, **kwargs)
+
+    def _lower_again(self) -> None:
+        """Make the graph and the packed weights from the reference graph as it is now."""
+        lowering, state = self._lowering, vars(self)
+        with packing_for(lowering.engine), torch.no_grad():
+            plan = plan_graph(
+                lowering.reference, left_float=_left_float(lowering.reference), trials=lowering.trials
+            )
+            lower_inside = partial(_lower_inside, engine=lowering.engine)
+            leaves = lower_leaves(lowering.reference, lower_inside) if plan.runs_here else []
+            paths = {leaf.path: f"{MADE}.{leaf.name}" for leaf in leaves if leaf.module is not None}
+            in_floats = {
+                leaf.path for leaf in leaves if leaf.module is not None and leaf.module.leaf_in_floats
+            }
+            lowered = emit(lowering.reference, plan, paths, in_floats, MADE)
+        modules = {leaf.name: leaf.module for leaf in leaves if leaf.module is not None}
+        state[MADE] = _Made({**lowered.constants, **modules})
+        state[LOWERING] = _Lowering(
+            lowering.reference,
+            lowering.engine,
+            is_stale=False,
+            versions=StateVersions(lowering.reference),
+            decisions=(*plan.decisions, *(decision for leaf in leaves for decision in leaf.decisions)),
+            input_grids=lowering.reference.input_grids(),
+            trials=lowering.trials,
+        )
+        self.graph = lowered.graph
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """See ``nn.Module``; what the graph calls is among them."""
+        memo = set() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        for name, module in vars(self).get(MADE, _Made({})).made_modules():
+            path = ".".join(filter(None, (prefix, MADE, name)))
+            yield from module.named_modules(memo, path, remove_duplicate)
+
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        # Parameters and buffers are those of the reference, not what was packed from them.
+        yield from self.reference._named_members(*args, **kwargs)
+
+    def delete_all_unused_submodules(self) -> None:
+        """Delete what the reference graph does not use; it keeps the state of what was lowered."""
+        self.reference.delete_all_unused_submodules()
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that runs; for torch.export, which interprets it, that of the reference."""
+        return self.reference.graph if _is_captured() else self._graph
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        self._graph = graph
+        graph.owning_module = self
+        self.recompile()
+
+    def recompile(self) -> PythonCode:
+        """See ``torch.fx.GraphModule``. Dynamo does not go through ``__call__``."""
+        code = super().recompile()
+        compiled = type(self).forward
+
+        @wraps(compiled)
+        def forward(self: LoweredGraphModule, *args: Any) -> Any:
+            return self.reference.forward(*args) if _is_captured() else compiled(self, *args)
+
+        type(self).forward = forward
+        return code
+
+    def input_grids(self) -> tuple[Grid | None, ...]:
+        """See ``ConvertedGraphModule``."""
+        return self.reference.input_grids()
+
+    def output_grids(self) -> tuple[Grid | None, ...]:
+        """See ``ConvertedGraphModule``."""
+        return self.reference.output_grids()
+
+    def get_extra_state(self) -> Tensor:
+        return self.reference.get_extra_state()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Called while a model that holds this one loads a state; this one's parts load theirs afterwards."""
+        self.reference.set_extra_state(state)
+        self._lowering.is_stale = True
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See ``QuantizationGraphModule``; the kernels then have the loaded weights and qparams."""
+        keys = self.reference.load_state_dict(state_dict, strict=strict, assign=assign)
+        self._lower_again()
+        return keys
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoweredGraphModule:
+        copied = lower(copy.deepcopy(self.reference, memo), self._lowering.engine)
+        memo[id(self)] = copied
+        return copied
+
+    def __copy__(self) -> LoweredGraphModule:
+        """A deep copy: with the weights of one model and the qparams of another a model computes nonsense."""
+        return copy.deepcopy(self)
+
+    def train(self, mode: bool = True) -> Self:
+        """See ``QuantizationGraphModule``."""
+        changes = mode != self.training
+        self.reference.train(mode)
+        self.training = mode
+        if changes:
+            self._lower_again()
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """See ``QuantizationGraphModule``."""
+        self.reference.apply(fn)
+        self._lower_again()
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self.reference._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._lower_again()
+        return self
+
+
+class _Made(nn.Module):
+    """Packed weights and lowered modules, reachable for the graph, and no part of any state."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        super().__init__()
+        vars(self).update(attributes)
+
+    def made_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return ((name, value) for name, value in vars(self).items() if isinstance(value, nn.Module))
+
+
+def _is_captured() -> bool:
+    """Whether torch.compile, torch.export or torch.jit is looking: none of them can take packed weights."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
+
+
+def _left_float(reference: ConvertedGraphModule) -> dict[str, str]:
+    """Op, by its name -> why the configuration leaves it float."""
+    decisions = reference.record.decisions
+    return {each.node: each.reason for each in decisions if each.action is Action.FLOAT and each.node}
+
+
+def _lower_inside(
+    reference: ConvertedGraphModule, engine: Engine
+) -> tuple[LoweredGraphModule, tuple[Decision, ...]]:
+    lowered = lower(reference, engine)
+    return lowered, lowered.lowering

@@ -1,0 +1,43 @@
+"""Graphs inside a leaf, lowered one by one: the leaf calls them as it called its q-dq graphs."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from torchq_compat.custom_modules.parts.part_owner import PartOwner
+from torchq_compat.lower.x86.lowering_pass import emit
+from torchq_compat.lower.x86.plan import plan_graph
+from torchq_compat.support.decisions import Decision
+
+__all__ = ["MADE", "share_state", "with_lowered_graphs"]
+
+#: Attribute that holds what a lowered graph reads beside the state of its reference graph. It is no module:
+#: modules would be registered beside the state they were made from, and torch.export cannot look at packed
+#: weights.
+MADE = "lowered"
+STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+
+
+def share_state(module: nn.Module, reference: nn.Module) -> None:
+    """Give ``module`` the very parameters, buffers and submodules of ``reference``."""
+    vars(module).update({name: vars(reference)[name] for name in STATE})
+
+
+def with_lowered_graphs(leaf: PartOwner, path: str) -> tuple[PartOwner, tuple[Decision, ...]]:
+    """A copy of ``leaf`` whose graphs are lowered, and what was decided about them."""
+    lowered, decisions = copy.deepcopy(leaf), []
+    for name, graph in list(lowered.graphs()):
+        plan = plan_graph(graph, leaf.arriving_grids())
+        decisions += [replace(each, path=f"{path}.{name}/{each.node}", node="") for each in plan.decisions]
+        written = emit(graph, plan, {}, set(), MADE)
+        module = GraphModule(nn.Module(), Graph())
+        share_state(module, graph)
+        vars(module)[MADE] = SimpleNamespace(**written.constants)
+        module.graph = written.graph
+        lowered.set_submodule(name, module)
+    return lowered, tuple(decisions)

@@ -1,0 +1,268 @@
+"""Carry out a plan: write the lowered graph beside the reference graph.
+
+Values take three forms in it: quantized tensors, their integers, and floats. A node of the reference graph
+has the forms that somebody asked for; each is made once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from torchq_compat.graph import metadata
+from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
+from torchq_compat.lower.x86.plan import Plan
+from torchq_compat.lower.x86.qdq_operands import (
+    DEQUANTIZE,
+    DEQUANTIZE_PER_CHANNEL,
+    QUANTIZE,
+    SIZE_OPS,
+    is_integers,
+    is_whole_range,
+    takes_and_returns_tensors,
+)
+from torchq_compat.qspecs.qparams import PerTensorGrid
+
+__all__ = ["LoweredGraph", "emit"]
+
+ATEN = torch.ops.aten
+DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+QUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.quantize_per_channel.default
+LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
+#: Entries of a node's meta that say where it comes from.
+#: A view of channels-last activations, which the kernels of convolutions give, may need a copy.
+COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
+
+
+class LoweredGraph:
+    """A graph and the constants it reads beside those of the reference graph."""
+
+    def __init__(self, graph: Graph, home: str) -> None:
+        self.graph = graph
+        self.home = home
+        self.constants: dict[str, Any] = {}
+
+    def constant(self, value: Any) -> Node:
+        """A node that reads ``value``."""
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        # Not graph.get_attr, which looks for the attribute on a module that does not have it yet.
+        return self.graph.create_node("get_attr", f"{self.home}.{name}")
+
+
+#: What a node of the reference graph knows of the user's code.
+ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "from_node")
+
+
+def emit(
+    reference: GraphModule, plan: Plan, leaves: dict[str, str], in_floats: set[str], home: str
+) -> LoweredGraph:
+    """The lowered graph of ``reference``.
+
+    Args:
+        leaves: path of a leaf in ``reference`` -> path of the module that is called in its place.
+        in_floats: those whose module takes and gives floats where the reference graph holds integers.
+        home: path of the namespace that will hold the constants.
+    """
+    writer = _Writer(plan, leaves, in_floats, LoweredGraph(Graph(), home))
+    graph = writer.lowered.graph
+    for node in reference.graph.nodes:
+        writer.write(node)
+        _tell_origin(graph, node)
+    if takes_and_returns_tensors(reference):
+        _return_the_tensor(graph)
+    else:
+        graph.set_codegen(reference.graph._codegen)
+    graph.eliminate_dead_code(_has_effect)
+    return writer.lowered
+
+
+def _tell_origin(graph: Graph, origin: Node) -> None:
+    """Let the newest nodes of ``graph`` say where they came from, as ``origin`` does."""
+    told = {key: origin.meta[key] for key in ORIGIN_KEYS if key in origin.meta}
+    for node in reversed(graph.nodes):
+        if metadata.REFERENCE_NODE.is_on(node):
+            break
+        node.meta = {**told, **node.meta, metadata.REFERENCE_NODE.name: origin.name}
+
+
+def _return_the_tensor(graph: Graph) -> None:
+    """Without pytree's codegen, which takes longer than a small kernel."""
+    output = graph.output_node()
+    returned = output.args[0]
+    assert isinstance(returned, (tuple, list))
+    output.args = (returned[0],)
+
+
+def _has_effect(node: Node) -> bool:
+    # Graph.eliminate_dead_code would look for called modules on a module this graph does not have yet.
+    return node.op == "call_module" or node.is_impure()
+
+
+def _name_after(written: Node, op: Node) -> None:
+    """Name ``written`` after the op it computes, and keep the user's line."""
+    written._rename(op.name)
+    written.meta.update({key: op.meta[key] for key in ORIGIN_KEYS if key in op.meta})
+
+
+class _Writer:
+    def __init__(
+        self, plan: Plan, leaves: dict[str, str], in_floats: set[str], lowered: LoweredGraph
+    ) -> None:
+        self.lowered = lowered
+        self.graph = self.lowered.graph
+        self.plan = plan
+        self.leaves = leaves
+        self.in_floats = in_floats
+        self.covered = plan.covered()
+        self.quantized: dict[Node, Node] = {}
+        self.integers: dict[Node, Node] = {}
+        self.floats: dict[Node, Node] = {}
+
+    def write(self, node: Node) -> None:
+        """Write what stands for ``node``, or leave it to those who ask for a form of it."""
+        if node in self.covered or node in self.floats:
+            return
+        if node in self.plan.kernels:
+            self._write_kernel(node, self.plan.kernels[node])
+        elif node in self.plan.carried:
+            target = COPYING.get(node.target, node.target)
+            args = map_arg(node.args, self._quantized_or_size)
+            self.quantized[node] = self.graph.call_function(target, args, dict(node.kwargs))
+            _name_after(self.quantized[node], node)
+        elif node.target is QUANTIZE and node in self.plan.grids:
+            self._write_quantize(node, self.plan.grids[node])
+        elif node.op == "call_module" and str(node.target) in self.in_floats:
+            self._write_call_in_floats(node)
+        elif node.target in DEQUANTIZES and self._was_left_in_floats(node.all_input_nodes[0]):
+            self.floats[node] = self.floats[node.all_input_nodes[0]]
+        elif node.target is not DEQUANTIZE or node not in self.plan.grids:
+            self._copy(node)
+
+    def _write_kernel(self, node: Node, call: KernelCall) -> None:
+        result = self._call(call)
+        _name_after(result, call.covers[0] if call.covers else node)
+        if call.returns_floats:
+            self.floats[node] = result
+        else:
+            self.quantized[node] = self._saturated(result, self.plan.grids[node])
+
+    def _call(self, call: KernelCall) -> Node:
+        args = tuple(self._argument(argument) for argument in call.args)
+        return self.graph.call_function(call.kernel, args)
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, KernelCall):
+            return self._call(argument)
+        if isinstance(argument, list):
+            return [self._argument(each) for each in argument]
+        if isinstance(argument, Quantized):
+            return self._as_quantized(argument.node)
+        if isinstance(argument, Floats):
+            return self._as_reference(argument.node)
+        if isinstance(argument, Constant):
+            return self.lowered.constant(argument.value)
+        return map_arg(argument, self._as_reference)
+
+    def _write_quantize(self, node: Node, grid: PerTensorGrid) -> None:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if self.plan.grids.get(source) == grid:
+            self.quantized[node] = self._as_quantized(source)
+            return
+        self.quantized[node] = self._saturated(self._quantize(self._as_reference(source), grid), grid)
+
+    def _quantize(self, floats: Node, grid: PerTensorGrid) -> Node:
+        args = (floats, grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
+        return self.graph.call_function(ATEN.quantize_per_tensor.default, args)
+
+    def _saturated(self, quantized: Node, grid: PerTensorGrid) -> Node:
+        """Kernels saturate where the dtype does; training may have narrowed that."""
+        if is_whole_range(grid):
+            return quantized
+        low, high = ((bound - grid.zero_point) * grid.scale for bound in (grid.quant_min, grid.quant_max))
+        return self.graph.call_function(ATEN.clamp.default, (quantized, low, high))
+
+    def _write_call_in_floats(self, node: Node) -> None:
+        """A leaf that takes and gives floats on its grids, which spares it quantizing and dequantizing."""
+        call = self.graph.node_copy(node, self._floats_or_reference)
+        call.target = self.leaves[str(node.target)]
+        for getitem in node.users:
+            self.floats[getitem] = self.graph.node_copy(getitem, {node: call}.__getitem__)
+
+    def _was_left_in_floats(self, node: Node) -> bool:
+        """Whether this graph has floats at ``node`` where the reference graph has integers."""
+        return is_integers(node) and node in self.floats
+
+    def _floats_or_reference(self, node: Node) -> Node:
+        if node not in self.floats and node in self.quantized:
+            self.floats[node] = self.graph.call_function(ATEN.dequantize.self, (self.quantized[node],))
+        return self.floats[node] if node in self.floats else self._as_reference(node)
+
+    def _copy(self, node: Node) -> None:
+        form = self._any_form if node.target in SIZE_OPS else self._as_reference
+        copied = self.graph.node_copy(node, form)
+        if node.op == "call_module":
+            copied.target = self.leaves.get(str(node.target), node.target)
+        else:
+            copied.target = COPYING.get(node.target, node.target)
+        (self.integers if is_integers(node) else self.floats)[node] = copied
+
+    def _as_reference(self, node: Node) -> Node:
+        """The form ``node`` has in the reference graph: integers where it has them, else floats, or what is
+        no tensor."""
+        if not is_integers(node):
+            if node not in self.floats:
+                self.floats[node] = self.graph.call_function(
+                    ATEN.dequantize.self, (self._as_quantized(node),)
+                )
+            return self.floats[node]
+        if node not in self.integers:
+            self.integers[node] = self._to_integers(node)
+        return self.integers[node]
+
+    def _to_integers(self, node: Node) -> Node:
+        if node in self.quantized:
+            return self.graph.call_function(ATEN.int_repr.default, (self.quantized[node],))
+        grid = metadata.INTEGERS.required(node)
+        assert grid is not None
+        bounds = (grid.quant_min, grid.quant_max, grid.dtype)
+        if isinstance(grid, PerTensorGrid):
+            per_tensor = (self.floats[node], grid.scale, grid.zero_point, *bounds)
+            return self.graph.call_function(QUANTIZE, per_tensor)
+        qparams = (self.lowered.constant(tensor) for tensor in grid.tensors(torch.device("cpu")))
+        args = (self.floats[node], *qparams, grid.axis, *bounds)
+        return self.graph.call_function(QUANTIZE_PER_CHANNEL, args)
+
+    def _as_quantized(self, node: Node) -> Node:
+        if node in self.quantized:
+            return self.quantized[node]
+        grid = self.plan.grids[node]
+        if node.op == "placeholder":
+            self.quantized[node] = self._quantize(self.floats[node], grid)
+            return self.quantized[node]
+        # A dequantize: the quantized tensor is that of the integers it reads.
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if source not in self.quantized:
+            self.quantized[source] = self._to_quantized(source, grid)
+        self.quantized[node] = self.quantized[source]
+        return self.quantized[node]
+
+    def _to_quantized(self, node: Node, grid: PerTensorGrid) -> Node:
+        if node not in self.integers:
+            return self._quantize(self.floats[node], grid)
+        args = (self.integers[node], grid.scale, grid.zero_point)
+        return self.graph.call_function(ATEN._make_per_tensor_quantized_tensor.default, args)
+
+    def _quantized_or_size(self, node: Node) -> Node:
+        return self._as_quantized(node) if node in self.plan.grids else self._as_reference(node)
+
+    def _any_form(self, node: Node) -> Node:
+        for forms in (self.quantized, self.floats, self.integers):
+            if node in forms:
+                return forms[node]
+        return self._quantized_or_size(node)

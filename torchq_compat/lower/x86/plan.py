@@ -1,0 +1,301 @@
+"""The plan of a lowering: what runs on which kernel, decided from the reference graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.passthrough_ops import PASSTHROUGH, preserves_values
+from torchq_compat.lower.x86.engines import Engine, packing_for
+from torchq_compat.lower.x86.kernels.binary import BINARY
+from torchq_compat.lower.x86.kernels.elementwise import ELEMENTWISE
+from torchq_compat.lower.x86.kernels.floating import FLOATING
+from torchq_compat.lower.x86.kernels.followed import followed_by
+from torchq_compat.lower.x86.kernels.kernel_base import KernelCall, Refusal, Rule, Site
+from torchq_compat.lower.x86.kernels.normalization import NORMALIZATION
+from torchq_compat.lower.x86.kernels.same_qparams import ROUNDING
+from torchq_compat.lower.x86.kernels.split_linear import split_linear
+from torchq_compat.lower.x86.kernels.weighted import WEIGHTED
+from torchq_compat.lower.x86.qdq_operands import (
+    DEQUANTIZE,
+    DEQUANTIZE_PER_CHANNEL,
+    QUANTIZE,
+    SIZE_OPS,
+    has_kernels,
+    is_dequantized,
+    is_integers,
+    tensor_inputs,
+)
+from torchq_compat.lower.x86.trials import MOST_STEPS, Trials
+from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import module_path_of
+
+__all__ = ["Plan", "plan_graph"]
+
+ATEN = torch.ops.aten
+OPS = torch.ops.quantized_decomposed
+FBGEMM = Engine("fbgemm")
+#: They compute nothing that a user wrote.
+NO_OPS = (
+    QUANTIZE,
+    DEQUANTIZE,
+    DEQUANTIZE_PER_CHANNEL,
+    OPS.quantize_per_channel.default,
+    OPS.choose_qparams.tensor,
+    OPS.quantize_per_tensor.tensor,
+    OPS.dequantize_per_tensor.tensor,
+    OPS.convert_element_type.no_fuse,
+    operator.getitem,
+    *SIZE_OPS,
+)
+DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+RULES: dict[Any, Rule] = {**WEIGHTED, **BINARY, **ELEMENTWISE, **NORMALIZATION, **ROUNDING}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of the nodes of a reference graph.
+
+    Attributes:
+        kernels: node -> the kernel call whose result stands for it.
+        grids: node -> the grid with kernels that its values lie on.
+        carried: ops that run as they are, on quantized tensors.
+        decisions: all of it, for people.
+        runs_here: whether the graph's state is where the kernels run.
+    """
+
+    kernels: dict[Node, KernelCall] = field(default_factory=dict)
+    grids: dict[Node, PerTensorGrid] = field(default_factory=dict)
+    carried: frozenset[Node] = frozenset()
+    decisions: tuple[Decision, ...] = ()
+    runs_here: bool = True
+
+    def covered(self) -> set[Node]:
+        """Nodes that kernels compute along with others."""
+        return {node for call in self.kernels.values() for node in call.covers} - set(self.kernels)
+
+
+def plan_graph(
+    graph_module: GraphModule,
+    arriving: Mapping[str, PerTensorGrid] | None = None,
+    left_float: Mapping[str, str] | None = None,
+    trials: Trials | None = None,
+) -> Plan:
+    """Decide for every op of ``graph_module``, a q-dq graph.
+
+    Args:
+        arriving: input, by its name -> the grid that the floats it is given lie on.
+        left_float: op, by its name -> why the configuration leaves it float.
+        trials: the trials that were run before.
+    """
+    elsewhere = _devices(graph_module) - {"cpu"}
+    if elsewhere:
+        reason = f"its state is on {', '.join(sorted(elsewhere))}; the kernels run on the CPU"
+        return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),), runs_here=False)
+    others = _float_dtypes(graph_module) - {torch.float32}
+    if others:
+        reason = f"it computes in {', '.join(sorted(map(str, others)))}; the kernels take torch.float32"
+        return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),), runs_here=False)
+    grids = _arriving(graph_module, arriving or {})
+    planner = _Planner(graph_module, grids, left_float or {}, trials or Trials())
+    for node in graph_module.graph.nodes:
+        planner.plan(node)
+    return Plan(planner.kernels, grids, frozenset(planner.carried), tuple(planner.decisions()))
+
+
+@dataclass
+class _Planner:
+    """What was decided about the nodes so far; see ``Plan``."""
+
+    graph_module: GraphModule
+    grids: dict[Node, PerTensorGrid]
+    left_float: Mapping[str, str]
+    trials: Trials
+    kernels: dict[Node, KernelCall] = field(default_factory=dict)
+    carried: set[Node] = field(default_factory=set)
+    refusals: dict[Node, Refusal] = field(default_factory=dict)
+
+    def plan(self, node: Node) -> None:
+        grid = _grid_of(node, self.grids)
+        if grid is not None:
+            self.grids[node] = grid
+        if node.op != "call_function":
+            return
+        if grid is not None and preserves_values(node):
+            self.carried.add(node)
+        elif node.name not in self.left_float and node.target not in NO_OPS:
+            self._plan_op(node)
+
+    def _plan_op(self, op: Node) -> None:
+        result, answer = _ask(self.graph_module, op, self.grids)
+        alone = self._covers_floats(answer)
+        if alone:
+            result, answer = _ask(self.graph_module, op, self.grids, alone=True)
+            if not isinstance(answer, KernelCall) or self._covers_floats(answer):
+                return  # Of ops fused in the backend config, the decision names the last.
+        if isinstance(answer, KernelCall):
+            answer = self._tried(op, result, answer, alone=alone)
+        if isinstance(answer, KernelCall):
+            self.kernels[result] = answer
+        elif _is_quantized(op, self.grids):
+            self.refusals[op] = answer or Refusal(_without_kernel(op))
+
+    def _covers_floats(self, answer: KernelCall | Refusal | None) -> bool:
+        """Whether a kernel computes what the configuration leaves float."""
+        if not isinstance(answer, KernelCall):
+            return False
+        return any(node.name in self.left_float for node in answer.covers)
+
+    def _tried(self, op: Node, result: Node, call: KernelCall, *, alone: bool) -> KernelCall | Refusal:
+        """``call``, the same packed for fbgemm, or neither: a wrong kernel is worse than none."""
+        verdict = self._verdict(result, call)
+        if not isinstance(verdict, Refusal) or torch.backends.quantized.engine == FBGEMM.name:
+            return verdict
+        with packing_for(FBGEMM):
+            result_again, again = _ask(self.graph_module, op, self.grids, alone=alone)
+            if isinstance(again, KernelCall) and result_again is result:
+                other = self._verdict(result, again)
+                if isinstance(other, KernelCall):
+                    notes = (other.note, f"packed for fbgemm: for the engine in use {verdict.reason}")
+                    return replace(other, note=", ".join(filter(None, notes)))
+        return replace(verdict, reason=f"{verdict.reason}; packed for fbgemm too")
+
+    def _verdict(self, result: Node, call: KernelCall) -> KernelCall | Refusal:
+        steps = self._steps_off(result, call)
+        if steps <= MOST_STEPS:
+            return call
+        within = self._steps_off(result, call, only_observed=True)
+        if within <= MOST_STEPS:
+            note = f"within the observed range; up to {_amount(steps)} off its q-dq op beyond, as FX's is"
+            return replace(call, note=note)
+        fault = (
+            f"{call.label} is {_amount(within)} off its q-dq op on this CPU, on values that fill its qparams"
+        )
+        return Refusal(fault, warn=True)
+
+    def _steps_off(self, result: Node, call: KernelCall, *, only_observed: bool = False) -> float:
+        tried = self.trials.steps_off
+        return tried(self.graph_module, self.grids, result, call, only_observed=only_observed)
+
+    def decisions(self) -> Iterator[Decision]:
+        """What runs where, in the order of the graph."""
+        by_op = {call.covers[0]: call for call in self.kernels.values()}
+        covered = {node for call in self.kernels.values() for node in call.covers}
+        for node in self.graph_module.graph.nodes:
+            if node in by_op:
+                call = by_op[node]
+                reason = f"runs as {call.label}" + (f", {call.note}" if call.note else "")
+                yield _decision(node, Action.LOWERED, reason)
+            elif node in covered:
+                yield _decision(node, Action.LOWERED, "runs in the kernel of what it follows")
+            elif node in self.carried and node.target not in NO_OPS:
+                yield _decision(node, Action.LOWERED, self._why_carried(node))
+            elif node in self.refusals:
+                refusal = self.refusals[node]
+                reason = f"runs in floats between its q-dq: {refusal.reason}"
+                yield _decision(node, Action.REFERENCE, reason, warn=refusal.warn)
+
+    def _why_carried(self, node: Node) -> str:
+        why_float = self.left_float.get(node.name)
+        if why_float is None:
+            return "runs on the integers as it is"
+        return f"runs on the integers as it is, with the values it has in floats; it has no q-dq: {why_float}"
+
+
+def _amount(steps: float) -> str:
+    return "infinitely many steps" if steps == float("inf") else f"{steps:.0f} steps"
+
+
+def _arriving(graph_module: GraphModule, by_name: Mapping[str, PerTensorGrid]) -> dict[Node, PerTensorGrid]:
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    named = {node: by_name[str(node.target)] for node in placeholders if str(node.target) in by_name}
+    return {node: grid for node, grid in named.items() if has_kernels(grid)}
+
+
+def _devices(graph_module: GraphModule) -> set[str]:
+    return {str(tensor.device) for tensor in (*graph_module.parameters(), *graph_module.buffers())}
+
+
+def _float_dtypes(graph_module: GraphModule) -> set[torch.dtype]:
+    """In which float dtypes values come into the graph, and out of integers."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in placeholders]
+    given = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    found = {node.kwargs.get("out_dtype") for node in graph_module.graph.nodes if node.target in DEQUANTIZES}
+    return {dtype for dtype in given | found if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
+
+
+def _grid_of(node: Node, grids: dict[Node, PerTensorGrid]) -> PerTensorGrid | None:
+    """The grid with kernels that the values at ``node`` lie on."""
+    if node.target is DEQUANTIZE:
+        source, grid = node.args[0], PerTensorGrid.of_node(node)
+        assert isinstance(source, Node)
+        is_plain = not node.kwargs and is_integers(source) and grids.get(source, grid) == grid
+        return grid if is_plain and has_kernels(grid) else None
+    if node.target is QUANTIZE:
+        grid = PerTensorGrid.of_node(node)
+        return grid if has_kernels(grid) else None
+    if preserves_values(node):
+        found = {grids.get(source) for source in tensor_inputs(node)}
+        return found.pop() if len(found) == 1 else None
+    return None
+
+
+def _ask(
+    graph_module: GraphModule, op: Node, grids: dict[Node, PerTensorGrid], *, alone: bool = False
+) -> tuple[Node, KernelCall | Refusal | None]:
+    """(the node a kernel's result would stand for, what the rules say) about ``op``, ``alone`` or along with
+    the activation that reads it."""
+    follower = None if alone else followed_by(op)
+    relu = None if alone else _only_reader(follower or op, ATEN.relu.default)
+    last = relu or follower or op
+    quantize = _only_reader(last, QUANTIZE)
+    grid = None if quantize is None else _grid_of(quantize, grids)
+    site = Site(graph_module, op, relu, grid, grids.get, follower)
+    if op.target in FLOATING:
+        answer = FLOATING[op.target](site)
+        if isinstance(answer, KernelCall):
+            return answer.stands_for or last, answer
+        if answer is not None:
+            return last, answer
+    result = quantize or last
+    if op.target is ATEN.linear.default:
+        answer = split_linear(site)
+        if answer is not None:
+            return result, answer
+    if op.target not in RULES or (grid is None and op.target not in WEIGHTED):
+        return result, None
+    return result, RULES[op.target](site)
+
+
+def _only_reader(node: Node, target: Any) -> Node | None:
+    """The one node that reads ``node``, if it calls ``target``."""
+    reader = next(iter(node.users), None)
+    return reader if reader is not None and len(node.users) == 1 and reader.target is target else None
+
+
+def _is_quantized(op: Node, grids: Mapping[Node, PerTensorGrid]) -> bool:
+    """Whether the reference graph quantizes an input or the result of ``op``."""
+    if any(is_dequantized(source) or source in grids for source in op.all_input_nodes):
+        return True
+    return any(user.target is QUANTIZE for user in op.users)
+
+
+def _without_kernel(op: Node) -> str:
+    if op.target in RULES:
+        return "its input or its result is not quantized"
+    return (
+        "its inputs lie on different grids" if op.target in PASSTHROUGH else "it has no integer kernel here"
+    )
+
+
+def _decision(node: Node, action: Action, reason: str, *, warn: bool = False) -> Decision:
+    path = module_path_of(node)
+    place = f"{path}/{node.name}" if path else node.name
+    return Decision(place, str(node.target), action, reason, node=node.name, warn=warn)

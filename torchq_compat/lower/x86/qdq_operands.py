@@ -1,0 +1,162 @@
+"""Reading a q-dq graph: arguments by name, grids, constants, quantized weights."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.graph import metadata
+from torchq_compat.qspecs.dtypes import dtype_range
+from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.support.upstream import (
+    OpOverload,
+    make_per_channel_quantized_tensor,
+    make_per_tensor_quantized_tensor,
+)
+
+__all__ = [
+    "DEQUANTIZE",
+    "DEQUANTIZE_PER_CHANNEL",
+    "QUANTIZE",
+    "SIZE_OPS",
+    "arguments_of",
+    "constant_of",
+    "example_value",
+    "has_kernels",
+    "is_dequantized",
+    "is_integers",
+    "is_whole_range",
+    "observed_range",
+    "quantized_weight",
+    "rank_of",
+    "takes_and_returns_tensors",
+    "tensor_inputs",
+]
+
+OPS = torch.ops.quantized_decomposed
+QUANTIZE = OPS.quantize_per_tensor.default
+DEQUANTIZE = OPS.dequantize_per_tensor.default
+DEQUANTIZE_PER_CHANNEL = OPS.dequantize_per_channel.default
+ATEN = torch.ops.aten
+#: They read shapes, never values.
+SIZE_OPS = (ATEN.sym_size.int, ATEN.sym_numel.default, ATEN.sym_stride.int)
+SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+#: Dtypes of torch's quantized tensors that integer kernels take.
+KERNEL_DTYPES = (torch.uint8, torch.int8)
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """The arguments of an operator call by name, defaults included."""
+    assert isinstance(node.target, OpOverload)
+    found: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name in node.kwargs:
+            found[argument.name] = node.kwargs[argument.name]
+        elif not argument.kwarg_only and position < len(node.args):
+            found[argument.name] = node.args[position]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def tensor_inputs(node: Node) -> list[Node]:
+    """The inputs of an operator call that are tensors; the others are sizes."""
+    return [source for source in node.all_input_nodes if not isinstance(example_value(source), SCALARS)]
+
+
+def rank_of(node: Node) -> int | None:
+    """How many dimensions the tensor ``node`` gives has; None where torchao left no example of it."""
+    value = example_value(node)
+    return value.dim() if isinstance(value, Tensor) else None
+
+
+def example_value(node: Node) -> Any:
+    """The example value at ``node``; q-dq nodes, which torchao gives none, keep shapes."""
+    while "val" not in node.meta and node.target in (QUANTIZE, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node = source
+    return node.meta.get("val")
+
+
+def observed_range(node: Node, grid: PerTensorGrid) -> tuple[int, int]:
+    """The integers that the values at ``node``, on ``grid``, had while they were observed: all, or half of
+    them under ``reduce_range``. Taken for half where the graph does not say, as one that was stored."""
+    while not metadata.OBSERVED_RANGE.is_on(node):
+        if not node.all_input_nodes or node.op != "call_function":
+            low, high = dtype_range(grid.dtype)
+            half = (low, low + (high - low) // 2) if low == 0 else (low // 2, high // 2)
+            return max(half[0], grid.quant_min), min(half[1], grid.quant_max)
+        node = node.all_input_nodes[0]
+    low, high = metadata.OBSERVED_RANGE.required(node)
+    return max(low, grid.quant_min), min(high, grid.quant_max)
+
+
+def has_kernels(grid: PerTensorGrid) -> bool:
+    """Whether torch's quantized tensors can lie on ``grid``."""
+    return grid.dtype in KERNEL_DTYPES
+
+
+def is_whole_range(grid: PerTensorGrid) -> bool:
+    """Whether ``grid`` saturates where its dtype does."""
+    return (grid.quant_min, grid.quant_max) == dtype_range(grid.dtype)
+
+
+def is_dequantized(node: Any) -> bool:
+    """Whether ``node`` is a dequantize."""
+    return isinstance(node, Node) and node.target in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+
+
+def is_integers(node: Node) -> bool:
+    """Whether the reference graph holds integers of a grid at ``node``."""
+    if node.target is QUANTIZE or metadata.INTEGERS.of(node) is not None:
+        return True
+    return node.op == "placeholder" and any(user.target is DEQUANTIZE for user in node.users)
+
+
+def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
+    """The tensor a ``get_attr`` node reads; None for any other node."""
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return None
+    value = operator.attrgetter(str(node.target))(graph_module)
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+def quantized_weight(graph_module: GraphModule, node: Any) -> Tensor | None:
+    """The torch.ao quantized tensor of a constant integer weight behind a dequantize; None if ``node`` gives
+    no such weight."""
+    if not is_dequantized(node):
+        return None
+    integers = constant_of(graph_module, node.args[0])
+    if integers is None or integers.device.type != "cpu" or integers.dtype not in KERNEL_DTYPES:
+        return None
+    if node.target is DEQUANTIZE:
+        return make_per_tensor_quantized_tensor(integers, *_per_tensor(node.args))
+    scales, zero_points = (constant_of(graph_module, arg) for arg in node.args[1:3])
+    if scales is None or zero_points is None:
+        return None
+    if not zero_points.is_floating_point():
+        scales = scales.double()
+    return make_per_channel_quantized_tensor(integers, scales, zero_points, _axis(node.args))
+
+
+def _per_tensor(args: Any) -> tuple[float, int]:
+    return float(args[1]), int(args[2])
+
+
+def _axis(args: Any) -> int:
+    return int(args[3])
+
+
+def takes_and_returns_tensors(graph_module: GraphModule) -> bool:
+    """Whether every argument of a captured model is one tensor, and so is its result."""
+    info = getattr(graph_module.graph._codegen, "pytree_info", None)
+    if info is None:
+        return False
+    args, kwargs = info.in_spec.children()
+    arguments_are_leaves = all(child.is_leaf() for child in args.children())
+    return arguments_are_leaves and kwargs.num_leaves == 0 and bool(info.out_spec.is_leaf())

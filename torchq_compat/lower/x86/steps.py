@@ -1,0 +1,46 @@
+"""How far a result in floats is from the reference, in quantization steps of what was quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from torchq_compat.lower.x86.qdq_operands import arguments_of, is_dequantized
+
+__all__ = ["steps_of_floats"]
+
+ATEN = torch.ops.aten
+DYNAMIC_DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.tensor
+#: Between two float16 numbers, relative to the larger.
+HALF = 2.0**-10
+#: Float sums in another order.
+EPSILON = 1e-5
+Evaluate = Callable[[Node], Any]
+
+
+def steps_of_floats(op: Node, evaluate: Evaluate, expected: Tensor, found: Tensor) -> float:
+    """The largest difference over what one quantization step of the inputs makes of the result."""
+    step = _step(op, evaluate) + EPSILON * (expected.abs() + expected.abs().mean()) + 1e-12
+    steps = (found.double() - expected.double()).abs() / step.double()
+    return float("inf") if bool(steps.isnan().any()) else float(steps.max())
+
+
+def _step(op: Node, evaluate: Evaluate) -> Tensor:
+    arguments = arguments_of(op)
+    if op.target is not ATEN.linear.default:
+        # A row of a table, or a sum of rows: every one is exact, so a step is the smallest number there is.
+        return torch.zeros(())
+    source, weight = arguments["input"], evaluate(arguments["weight"])
+    if isinstance(source, Node) and source.target is DYNAMIC_DEQUANTIZE:
+        scale = evaluate(source.args[1])  # type: ignore[arg-type]
+        # A step in every input, with signs that add up as those of noise do.
+        noise: Tensor = float(scale) * weight.norm(dim=1)
+        return noise
+    if is_dequantized(arguments["weight"]):
+        return torch.zeros(())
+    size: Tensor = evaluate(source).abs() @ weight.abs().t()
+    return HALF * size

@@ -1,0 +1,56 @@
+"""Values for trials: integers over the whole range of qparams, floats, indices of a table."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, is_dequantized
+from torchq_compat.qspecs.qparams import PerTensorGrid
+
+__all__ = ["fill_floats", "fill_indices", "fill_integers"]
+
+EMBEDDINGS = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx)
+
+
+def fill_integers(
+    grid: PerTensorGrid,
+    ends: tuple[int, int],
+    shape: tuple[int, ...],
+    index: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Integers of ``grid`` between ``ends``, both included: evenly, or close to the zero point for every odd
+    ``index``, so that the result does not only saturate."""
+    low, high = ends
+    if index % 2:
+        gain = (high - low) * 0.5 ** (1 + 5 * torch.rand(shape[:1], generator=generator))
+        noise = torch.randn(shape, generator=generator) * gain.reshape(-1, *[1] * (len(shape) - 1))
+        integers = noise.add_(grid.zero_point).round_().clamp_(low, high).to(grid.dtype)
+    else:
+        integers = torch.randint(low, high + 1, shape, generator=generator, dtype=grid.dtype)
+    integers.view(-1)[:1] = low
+    integers.view(-1)[-1:] = high
+    return integers
+
+
+def fill_floats(shape: tuple[int, ...], index: int, generator: torch.Generator) -> Tensor:
+    """Floats of both signs; for every odd ``index`` not around zero."""
+    return torch.randn(shape, generator=generator) + index % 2
+
+
+def fill_indices(
+    graph_module: GraphModule, op: Node, node: Node, shape: tuple[int, ...], generator: torch.Generator
+) -> Tensor | None:
+    """Indices or offsets for an embedding; None for what ``op`` reads as floats."""
+    if op.target not in EMBEDDINGS:
+        return None
+    arguments = arguments_of(op)
+    if node is arguments.get("indices"):
+        weight = arguments["weight"]
+        table = constant_of(graph_module, weight.args[0] if is_dequantized(weight) else weight)
+        assert table is not None
+        return torch.randint(0, table.shape[0], shape, generator=generator)
+    # Bags of one index each, and the last with what is left.
+    return torch.arange(shape[0]) if node is arguments.get("offsets") else None

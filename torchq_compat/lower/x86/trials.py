@@ -1,0 +1,243 @@
+"""Trials: a kernel beside the q-dq op it stands for, on values that fill its qparams.
+
+A kernel is only as good as the library, the packing and the CPU it runs on: what oneDNN packs for some conv1d
+is wrong on CPUs with AMX, in FX's lowered models too. So each is tried before it is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from torchq_compat.graph.training_modes import training_flag
+from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
+from torchq_compat.lower.x86.qdq_operands import DEQUANTIZE_PER_CHANNEL, constant_of, observed_range
+from torchq_compat.lower.x86.steps import steps_of_floats
+from torchq_compat.lower.x86.trial_sizes import Sizes, trial_sizes
+from torchq_compat.lower.x86.trial_values import fill_floats, fill_indices, fill_integers
+from torchq_compat.qspecs.qparams import PerTensorGrid
+
+__all__ = ["MOST_STEPS", "Trials"]
+
+ATEN = torch.ops.aten
+#: Kernels round where the q-dq op rounds, but not always to the same side.
+MOST_STEPS = 1.001
+LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One kernel, the node its result stands for, and what it reads."""
+
+    graph_module: GraphModule
+    grids: dict[Node, PerTensorGrid]
+    result: Node
+    call: KernelCall
+    only_observed: bool
+
+    def ends(self, node: Node) -> tuple[int, int]:
+        """The least and the largest integer at ``node`` in this trial."""
+        grid = self.grids[node]
+        return observed_range(node, grid) if self.only_observed else (grid.quant_min, grid.quant_max)
+
+    def sources(self) -> list[Quantized | Floats]:
+        """What the kernel reads of the graph's values, each once."""
+        found: dict[Node, Quantized | Floats] = {}
+        for argument in _flat(self.call):
+            if isinstance(argument, (Quantized, Floats)):
+                found.setdefault(argument.node, argument)
+        return list(found.values())
+
+    @property
+    def op(self) -> Node:
+        return self.call.covers[0]
+
+
+@dataclass
+class Trials:
+    """Runs trials; equal ones once.
+
+    Attributes:
+        seen: trial -> the steps its kernel is off at most.
+    """
+
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def steps_off(
+        self,
+        graph_module: GraphModule,
+        grids: dict[Node, PerTensorGrid],
+        result: Node,
+        call: KernelCall,
+        *,
+        only_observed: bool = False,
+    ) -> float:
+        """The most quantization steps between what ``call`` and the q-dq nodes up to ``result`` give.
+
+        Args:
+            only_observed: whether only integers are tried that the observers gave to what they measured.
+
+        Infinite where the kernel fails and the q-dq op does not; zero where nothing could be tried.
+        """
+        trial = _Trial(graph_module, grids, result, call, only_observed)
+        sources = trial.sources()
+        sizes = trial_sizes(graph_module, trial.op, [source.node for source in sources])
+        key = _key(trial, sources, sizes)
+        if key not in self.seen:
+            constants: dict[Node, Any] = {}
+            steps = (_steps_at(trial, sources, each, index, constants) for index, each in enumerate(sizes))
+            self.seen[key] = max(steps, default=0.0)
+        return self.seen[key]
+
+
+def _key(trial: _Trial, sources: list[Quantized | Floats], sizes: list[Sizes]) -> str:
+    """Equal for trials with equal outcomes: kernel, packing, settings, qparams, weights and sizes."""
+    digest = hashlib.blake2b()
+
+    def add(*values: Any) -> None:
+        digest.update(repr(values).encode())
+
+    add(trial.call.label, sizes, [type(source).__name__ for source in sources])
+    add([(trial.grids[each.node], trial.ends(each.node)) for each in sources if isinstance(each, Quantized)])
+    for argument in _flat(trial.call):
+        if isinstance(argument, Constant) and not isinstance(argument.value, Tensor):
+            add(type(argument.value).__name__, torch.backends.quantized.engine)
+    for node in _reference_nodes(trial, {source.node for source in sources}):
+        constant = constant_of(trial.graph_module, node)
+        if constant is None:
+            add(str(node.target), node.args, node.kwargs)
+        else:
+            digest.update(constant.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _reference_nodes(trial: _Trial, boundary: set[Node]) -> list[Node]:
+    """The nodes up to ``trial.result``, from ``boundary`` on."""
+    found: dict[Node, None] = {}
+    waiting = [trial.result]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node not in boundary:
+            found[node] = None
+            waiting.extend(node.all_input_nodes)
+    return list(found)
+
+
+def _steps_at(
+    trial: _Trial,
+    sources: list[Quantized | Floats],
+    sizes: Sizes,
+    index: int,
+    constants: dict[Node, Any],
+) -> float:
+    generator = torch.Generator().manual_seed(index)
+    given = {source.node: _value(trial, source, sizes, index, generator) for source in sources}
+    floats = {node: _dequantized(value) for node, value in given.items()}
+    evaluate = _Evaluation(trial.graph_module, floats, constants).at
+    try:
+        expected = evaluate(trial.result)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return 0.0  # The op itself does not take these sizes, or they come from beyond the trial.
+    try:
+        found = _run_call(trial.call, given, evaluate)
+    except RuntimeError:
+        return float("inf")
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    if not trial.call.returns_floats:
+        return _steps_of_integers(found, expected, PerTensorGrid.of_node(trial.result))
+    return steps_of_floats(trial.op, evaluate, expected, found)
+
+
+def _steps_of_integers(found: Tensor, expected: Tensor, grid: PerTensorGrid) -> float:
+    integers = found.int_repr().int().clamp(grid.quant_min, grid.quant_max)
+    return float((integers - expected.int()).abs().max())
+
+
+def _value(
+    trial: _Trial, source: Quantized | Floats, sizes: Sizes, index: int, generator: torch.Generator
+) -> Tensor:
+    node, shape = source.node, sizes[source.node]
+    if isinstance(source, Quantized):
+        grid = trial.grids[node]
+        integers = fill_integers(grid, trial.ends(node), shape, index, generator)
+        made: Tensor = ATEN._make_per_tensor_quantized_tensor.default(integers, grid.scale, grid.zero_point)
+        return made
+    if node.target is DEQUANTIZE_PER_CHANNEL:
+        low, high, dtype = node.args[4:7]
+        integers = torch.randint(low, high + 1, shape, generator=generator).to(dtype)  # type: ignore[arg-type, operator]
+        inputs = {node.args[0]: integers}
+        value: Tensor = _Evaluation(trial.graph_module, inputs, {}).at(node)  # type: ignore[arg-type]
+        return value
+    indices = fill_indices(trial.graph_module, trial.op, node, shape, generator)
+    return fill_floats(shape, index, generator) if indices is None else indices
+
+
+def _dequantized(value: Tensor) -> Tensor:
+    floats: Tensor = value.dequantize() if value.is_quantized else value
+    return floats
+
+
+def _run_call(call: KernelCall, given: dict[Node, Tensor], evaluate: Callable[[Node], Any]) -> Tensor:
+    def read(argument: Any) -> Any:
+        if isinstance(argument, KernelCall):
+            return _run_call(argument, given, evaluate)
+        if isinstance(argument, list):
+            return [read(each) for each in argument]
+        if isinstance(argument, Quantized):
+            return given[argument.node]
+        if isinstance(argument, Floats):
+            return _dequantized(given[argument.node])
+        if isinstance(argument, Constant):
+            return argument.value
+        return map_arg(argument, evaluate)
+
+    result: Tensor = call.kernel(*(read(argument) for argument in call.args))
+    return result
+
+
+def _flat(argument: Any) -> Iterator[Any]:
+    """The arguments of a call and of the calls in it."""
+    if isinstance(argument, KernelCall):
+        for each in argument.args:
+            yield from _flat(each)
+    elif isinstance(argument, list):
+        for each in argument:
+            yield from _flat(each)
+    else:
+        yield argument
+
+
+@dataclass
+class _Evaluation:
+    """Runs nodes of the reference graph from ``floats`` on; ``constants`` are kept from size to size."""
+
+    graph_module: GraphModule
+    floats: dict[Node, Any]
+    constants: dict[Node, Any]
+
+    def at(self, node: Node) -> Any:
+        for known in (self.floats, self.constants):
+            if node in known:
+                return known[node]
+        if node.op == "get_attr":
+            value = constant_of(self.graph_module, node)
+            if value is not None and any(training_flag(user) for user in node.users):
+                value = value.clone()  # A norm in training writes to its running statistics.
+        elif node.op == "call_function":
+            assert callable(node.target)
+            value = node.target(*map_arg(node.args, self.at), **map_arg(node.kwargs, self.at))
+        else:
+            raise ValueError(f"the value of {node.name} is not known to the trial")
+        is_constant = all(source in self.constants for source in node.all_input_nodes)
+        (self.constants if is_constant else self.floats)[node] = value
+        return value

@@ -1,0 +1,106 @@
+"""The process in which ``torchq-compat compare`` gets its cases and compares them.
+
+Started as ``python -P -c ... PACKAGE_PARENT TARGET RESULT`` by ``migrate.compare``. RESULT becomes a pickle
+of the comparisons, or of the error to report.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchq_compat.errors import CaseError, TorchQCompatError
+from torchq_compat.migrate.comparison.measure.targets import Target
+from torchq_compat.migrate.running.import_noise import import_noise_held_back
+from torchq_compat.migrate.running.script_process import execute_script, show_script_error
+
+if TYPE_CHECKING:
+    from torchq_compat.migrate.comparison.measure.cases import Case
+
+__all__ = ["case_of_function", "main"]
+
+
+def main() -> int:
+    _, _, target_text, result = sys.argv
+    target = Target.from_json(target_text)
+    # Its name is the parent's; a script that changes directories must not move it.
+    path = Path(result).absolute()
+    try:
+        with import_noise_held_back():
+            from torchq_compat.migrate.comparison.comparing import compare_case
+        cases = case_of_function(target) if target.is_function else _cases_of_script(target)
+        outcome: object = tuple(compare_case(case, target.fx_setting) for case in cases)
+    except TorchQCompatError as error:
+        outcome = TorchQCompatError(error.message, hint=error.hint)
+    path.write_bytes(pickle.dumps(outcome))
+    return 0
+
+
+def case_of_function(target: Target) -> tuple[Case, ...]:
+    """What the function returns, in a tuple.
+
+    Raises:
+        CaseError: there is no such function, it raises, or what it returns is no case.
+    """
+    from torchq_compat.migrate.comparison.measure.cases import read_case
+
+    module_name, _, name = target.name.partition(":")
+    sys.path[0] = os.getcwd()
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as cause:
+        raise CaseError(
+            f"the module {module_name!r} cannot be imported: {type(cause).__name__}: {cause}",
+            hint="run the command where 'import' finds it: the current directory is searched first.",
+        ) from cause
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise CaseError(
+            f"the module {module_name!r} has no function {name!r}.",
+            hint="check the name behind the colon.",
+        )
+    try:
+        value = found()
+    except Exception as cause:
+        raise CaseError(
+            f"{target.name}() raised {type(cause).__name__}: {cause}",
+            hint="call it by itself; it takes no arguments and returns the case.",
+        ) from cause
+    return (read_case(f"what {target.name}() returned", value),)
+
+
+def _cases_of_script(target: Target) -> tuple[Case, ...]:
+    from torchq_compat.migrate.comparison.measure.script_recorder import ScriptRecorder
+
+    recorder = ScriptRecorder()
+    with recorder.recording():
+        _execute(target)
+    cases = recorder.cases(target.name)
+    for model in recorder.trained:
+        print(f"torchq-compat: problem: {CaseError.trained(model).message}", file=sys.stderr)
+    return cases
+
+
+def _execute(target: Target) -> None:
+    try:
+        execute_script(target.name, list(target.args))
+    except SystemExit as ending:
+        if ending.code not in (None, 0):
+            raise _script_failed(target.name, f"exited with {ending.code!r}") from ending
+    except TorchQCompatError:
+        raise
+    except Exception as error:
+        show_script_error(error)
+        raise _script_failed(target.name, f"raised {type(error).__name__}") from error
+
+
+def _script_failed(script: str, ending: str) -> CaseError:
+    return CaseError(
+        f"{script} {ending}, so there is nothing to compare.",
+        hint="its own output stands above; make it run with 'torchq-compat run' first.",
+    )

@@ -1,0 +1,1 @@
+"""Measure: float model, this package and FX on the same batches."""

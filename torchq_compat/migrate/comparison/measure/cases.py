@@ -1,0 +1,93 @@
+"""What is compared: a float model with everything FX needs to quantize it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.errors import CaseError
+
+__all__ = ["Case", "read_case"]
+
+Batch = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of ``compare``.
+
+    Attributes:
+        model: the float model.
+        calibration_data: batches, each the tuple of the model's positional arguments.
+        evaluation_data: what both sides are measured on; default: the calibration data, or the
+            example inputs where there are none.
+    """
+
+    model: nn.Module
+    qconfig_mapping: Any
+    example_inputs: Any
+    calibration_data: Any
+    prepare_custom_config: Any = None
+    convert_custom_config: Any = None
+    backend_config: Any = None
+    evaluation_data: Any = None
+
+    def checked(self) -> Case:
+        """The same with the data as lists of tuples.
+
+        Raises:
+            CaseError: no model, or data that are no batches.
+        """
+        if not isinstance(self.model, nn.Module):
+            raise _not_a_case("this", f"the model is a {type(self.model).__name__}")
+        calibration = _batches("calibration_data", self.calibration_data)
+        given = self.evaluation_data
+        # Dynamic quantization needs no calibration.
+        measured_on = calibration or [self.example_inputs]
+        evaluation = measured_on if given is None else _batches("evaluation_data", given)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Case(**{**values, "calibration_data": calibration, "evaluation_data": evaluation})
+
+
+def read_case(what: str, value: Any) -> Case:
+    """``value``, a dict or any object with the attributes of a Case, as a checked one.
+
+    Raises:
+        CaseError: something is missing or unknown.
+    """
+    if isinstance(value, Mapping):
+        given = dict(value)
+        unknown = set(given) - {field.name for field in fields(Case)}
+        if unknown:
+            raise _not_a_case(what, f"it has an unknown {sorted(map(str, unknown))[0]!r}")
+    else:
+        given = {
+            field.name: getattr(value, field.name) for field in fields(Case) if hasattr(value, field.name)
+        }
+    for field in fields(Case):
+        if field.default is MISSING and field.name not in given:
+            raise _not_a_case(what, f"it has no {field.name!r}")
+    return Case(**given).checked()
+
+
+def _batches(name: str, data: Any) -> list[Batch]:
+    if isinstance(data, (Tensor, str, bytes, torch.Size, Mapping)) or not isinstance(data, Iterable):
+        raise CaseError.bad_data(name, f"is a {type(data).__name__} and no list of batches")
+    return [_batch(batch) for batch in data]
+
+
+def _batch(batch: Any) -> Batch:
+    # A DataLoader hands out lists.
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def _not_a_case(what: str, problem: str) -> CaseError:
+    return CaseError(
+        f"{what} is no case: {problem}.",
+        hint="a case has model, qconfig_mapping, example_inputs and calibration_data, as a dict or any "
+        "object with these attributes; the other arguments of torchq_compat.compare may be given.",
+    )

@@ -1,0 +1,47 @@
+"""The cells of a converted model as values: which part reads which, for drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch.fx import GraphModule, Node
+
+from torchq_compat.custom_modules.parts.part_graph import part_nodes, part_of
+from torchq_compat.custom_modules.parts.part_owner import PartOwner
+from torchq_compat.migrate.comparison.results import CellGraph, CellNode
+from torchq_compat.opaque_calls.insert_calls import leaf_nodes
+
+__all__ = ["cell_graphs"]
+
+#: An input of a cell, in ``CellNode.formula``.
+CELL_INPUT = "input of the cell"
+
+
+def cell_graphs(converted: GraphModule) -> Iterator[CellGraph]:
+    """Every cell of every custom module in ``converted``."""
+    for path in dict.fromkeys(str(call.target) for call in leaf_nodes(converted)):
+        leaf = converted.get_submodule(path)
+        for cell_path, cell in leaf.graphs() if isinstance(leaf, PartOwner) else ():
+            yield CellGraph(f"{path}.{cell_path}", tuple(_cell_nodes(cell)))
+
+
+def _cell_nodes(cell: GraphModule) -> Iterator[CellNode]:
+    names = {node: name for name, node in part_nodes(cell)}
+    for node in cell.graph.nodes:
+        if node.op == "placeholder":
+            names[node] = str(node.target)
+            yield CellNode(names[node], CELL_INPUT, ())
+    for node, name in names.items():
+        if node.op != "placeholder":
+            inputs = [source for arg in node.all_input_nodes if (source := _named_source(arg, names))]
+            yield CellNode(name, part_of(node).formula, tuple(dict.fromkeys(inputs)))
+
+
+def _named_source(node: Node, names: Mapping[Node, str]) -> str | None:
+    """The part or input whose value reaches ``node`` through quantizes, dequantizes and slices; None:
+    weights."""
+    while node not in names:
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+    return names[node]

@@ -1,0 +1,120 @@
+"""FX's side: the one module of this package that calls the FX engine.
+
+The library never does. ``compare`` is a tool that shows what FX made of a model, so it has to ask FX; it
+imports this module when it does, and goes on without it where FX cannot run the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.ao.quantization.quantize_fx as fx
+from torch import nn
+from torch.ao.quantization import get_default_custom_config_dict
+from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
+from torch.fx import GraphModule
+
+from torchq_compat.migrate.comparison.measure.cases import Case
+from torchq_compat.migrate.comparison.measure.fx_places import observe_places
+from torchq_compat.migrate.comparison.measure.fx_switch import calling_fx
+from torchq_compat.migrate.comparison.measure.our_side import Place
+from torchq_compat.migrate.comparison.measure.sides import Key, QuantizedModel
+
+__all__ = ["first_line", "quantize_by_fx"]
+
+OURS = "torchq_compat."
+
+
+def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
+    """Prepare, calibrate and convert a copy of ``case.model`` with FX, to be watched at ``places``.
+
+    Classes of this package in a float-to-observed mapping become torch.ao's own; torch.ao's mapping to
+    quantized classes is added where the script gives none.
+
+    Raises:
+        Exception: whatever FX raises.
+    """
+    observed, quantized = _custom_configs(case)
+    with calling_fx(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = fx.prepare_fx(
+            copy.deepcopy(case.model).eval(),
+            copy.deepcopy(case.qconfig_mapping),
+            case.example_inputs,
+            observed,
+            backend_config=case.backend_config,
+        )
+        with torch.no_grad():
+            for batch in case.calibration_data:
+                prepared(*batch)
+        reference = fx.convert_to_reference_fx(
+            copy.deepcopy(prepared), quantized, backend_config=case.backend_config
+        )
+        deployed, error = _deployed(prepared, quantized, case)
+        run, output_grids = observe_places(prepared, reference, places)
+    return QuantizedModel(run, output_grids, deployed, error)
+
+
+def _deployed(
+    prepared: GraphModule, quantized: ConvertCustomConfig | None, case: Case
+) -> tuple[nn.Module | None, str]:
+    """FX's lowered model, as the script would ship it, or what FX raised."""
+    try:
+        deployed = fx.convert_fx(copy.deepcopy(prepared), quantized)
+        with torch.no_grad():
+            deployed(*case.example_inputs)
+    except Exception as cause:
+        return None, first_line(cause)
+    return deployed, ""
+
+
+def first_line(cause: BaseException) -> str:
+    return f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}"
+
+
+def _custom_configs(case: Case) -> tuple[PrepareCustomConfig | None, ConvertCustomConfig | None]:
+    prepare = case.prepare_custom_config
+    if isinstance(prepare, dict):
+        prepare = PrepareCustomConfig.from_dict(prepare)
+    convert = case.convert_custom_config
+    if isinstance(convert, dict):
+        convert = ConvertCustomConfig.from_dict(convert)
+    if prepare is None:
+        return None, convert
+    prepare, mapped = copy.deepcopy(prepare), False
+    for classes in prepare.float_to_observed_mapping.values():
+        for float_class, observed in classes.items():
+            classes[float_class] = _of_torch(observed, "float_to_observed_custom_module_class", float_class)
+            mapped = True
+    if convert is None and mapped:
+        convert = ConvertCustomConfig()
+    if convert is not None:
+        convert = _with_torch_classes(convert)
+    return prepare, convert
+
+
+def _with_torch_classes(config: ConvertCustomConfig) -> ConvertCustomConfig:
+    """The same with torch.ao's own mapping where it names nothing, or classes of this package."""
+    known = _torch_classes("observed_to_quantized_custom_module_class")
+    result = copy.deepcopy(config)
+    for observed, quantized in known.items():
+        given = [
+            c for m in config.observed_to_quantized_mapping.values() for o, c in m.items() if o is observed
+        ]
+        if not given or given[0].__module__.startswith(OURS):
+            result.set_observed_to_quantized_mapping(observed, quantized)
+    return result
+
+
+def _torch_classes(table: str) -> dict[Any, Any]:
+    config: dict[str, dict[Any, Any]] = get_default_custom_config_dict()  # type: ignore[no-untyped-call]
+    return config[table]
+
+
+def _of_torch(cls: Any, table: str, key: Any) -> Any:
+    known = _torch_classes(table)
+    return known[key] if cls.__module__.startswith(OURS) and key in known else cls

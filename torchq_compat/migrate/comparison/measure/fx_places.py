@@ -1,0 +1,255 @@
+"""Where FX's graphs hold what a place of our graphs holds, and what passes there. Reads FX's results only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+
+from torchq_compat.custom_modules.parts.part import PartKind
+from torchq_compat.migrate.comparison.measure.our_side import Place
+from torchq_compat.migrate.comparison.measure.sides import Key, OpKey, PartKey, Reading, ResultKey
+from torchq_compat.migrate.comparison.measure.taps import Tap, tap_module, tap_nodes
+from torchq_compat.qspecs.dtypes import dtype_range, plain_dtype
+from torchq_compat.qspecs.qparams import Grid, PerTensorGrid
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["observe_places"]
+
+#: Export's name of an op -> what FX's graph calls it.
+SYNONYMS = {
+    "iadd": "add",
+    "imul": "mul",
+    "add_": "add",
+    "mul_": "mul",
+    "relu_": "relu",
+    "hardtanh_": "hardtanh",
+    "view": "reshape",
+    "truediv": "div",
+    "clip": "clamp",
+    "concat": "cat",
+    "floordiv": "floor_divide",
+    "upsample_nearest2d": "interpolate",
+    "upsample_bilinear2d": "interpolate",
+}
+PART_FUNCTIONS = {PartKind.ADD: torch.add, PartKind.MUL: torch.mul, PartKind.TANH: torch.tanh}
+
+Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
+
+
+def observe_places(
+    prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
+) -> tuple[Run, Callable[[Any], tuple[Grid | None, ...]]]:
+    """How to run ``reference`` (changed: taps are put in), and the grids of a result's tensors, after the
+    run that gave it."""
+    outputs = pytree.tree_leaves(reference.graph.output_node().args[0])
+    taps: dict[Key, Tap] = {}
+    for owner, nodes in _nodes(prepared, reference, places):
+        tapped = tap_nodes(owner, nodes.values())
+        taps.update({key: tapped[node] for key, node in nodes.items()})
+    taps.update(_module_taps(reference, places))
+    sources = [_source_of_dequantize(node) for node in outputs]
+    source_taps = tap_nodes(reference, [node for node in sources if node is not None])
+    eager = _LastCalls()
+    taps.update(eager.taps(reference, places))
+    last_grids: list[Grid | None] = []
+
+    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
+        with torch.no_grad(), eager:
+            result = reference(*batch)
+        last_grids[:] = [_last_grid(source_taps[node]) if node is not None else None for node in sources]
+        readings = {key: _reading(passes) for key, tap in taps.items() if (passes := tap.take())}
+        return pytree.tree_map_only(Tensor, _dequantized, result), readings
+
+    def output_grids(result: Any) -> tuple[Grid | None, ...]:
+        leaves = pytree.tree_leaves(result)
+        return tuple(g for g, leaf in zip(last_grids, leaves, strict=True) if isinstance(leaf, Tensor))
+
+    return run, output_grids
+
+
+def _nodes(
+    prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
+) -> Iterator[tuple[GraphModule, dict[Key, Node]]]:
+    """Every graph with the keys it answers and the nodes that hold the values."""
+    yield reference, {key: node for key, node in _op_nodes(prepared, reference).items() if key in places}
+    for cell_path, parts in _parts_by_cell(places).items():
+        cell = _submodule(reference, cell_path)
+        if isinstance(cell, GraphModule):
+            yield cell, {key: _value_node(node) for key, node in _part_nodes(cell, parts)}
+
+
+def _op_nodes(prepared: GraphModule, reference: GraphModule) -> dict[Key, Node]:
+    scopes = prepared.meta["_observed_graph_module_attrs"].node_name_to_scope
+    quantized = {node.name for node in prepared.graph.nodes if _has_quantized_output(node)}
+    seen: Counter[tuple[str, str]] = Counter()
+    found: dict[Key, Node] = {}
+    for node in reference.graph.nodes:
+        name = _function_name(node)
+        if name is None:
+            continue
+        path = str(node.target) if node.op == "call_module" else scopes.get(node.name, ("", None))[0]
+        key = OpKey(path, name, seen[path, name])
+        seen[path, name] += 1
+        found[key] = _value_node(_end_of_chain(node, quantized)) if node.name in quantized else node
+    return found
+
+
+def _has_quantized_output(node: Node) -> bool:
+    constructor = node.meta.get("target_dtype_info", {}).get("output_act_obs_or_fq_ctr")
+    return constructor is not None and constructor().dtype is not torch.float32
+
+
+def _end_of_chain(node: Node, quantized: set[str]) -> Node:
+    """Down through a fused chain of functions like add + relu, inside which nothing is quantized."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.name not in quantized or user.target is torch.quantize_per_tensor:
+            break
+        node = user
+    return node
+
+
+def _function_name(node: Node) -> str | None:
+    """The function an op node calls, empty for a module; None for what is no op of the model."""
+    if node.op == "call_module":
+        return ""
+    if node.op == "call_method" and node.target != "dequantize":
+        return SYNONYMS.get(str(node.target), str(node.target))
+    if node.op == "call_function" and node.target not in (
+        torch.quantize_per_tensor,
+        torch.quantize_per_channel,
+    ):
+        name = str(getattr(node.target, "__name__", node.target))
+        return SYNONYMS.get(name, name)
+    return None
+
+
+def _value_node(node: Node) -> Node:
+    """The quantize behind ``node``; ``node`` itself where there is none."""
+    return next((user for user in node.users if user.target is torch.quantize_per_tensor), node)
+
+
+def _parts_by_cell(places: Mapping[Key, Place]) -> dict[str, list[tuple[PartKey, PartKind]]]:
+    found: dict[str, list[tuple[PartKey, PartKind]]] = {}
+    for key, place in places.items():
+        if isinstance(key, PartKey) and place.part_kind is not None:
+            found.setdefault(key.cell, []).append((key, place.part_kind))
+    return found
+
+
+def _part_nodes(cell: GraphModule, parts: list[tuple[PartKey, PartKind]]) -> Iterator[tuple[Key, Node]]:
+    """The parts of a cell that FX traced: modules by name, functions in the order of computation."""
+    modules = {str(node.target): node for node in cell.graph.nodes if node.op == "call_module"}
+    functions = {
+        kind: iter([node for node in cell.graph.nodes if node.target is function])
+        for kind, function in PART_FUNCTIONS.items()
+    }
+    for key, kind in parts:
+        node = modules.get(key.part) or next(functions.get(kind, iter(())), None)
+        if node is not None:
+            yield key, node
+
+
+def _module_taps(reference: GraphModule, places: Mapping[Key, Place]) -> dict[Key, Tap]:
+    """Taps of cells that FX left as eager modules, and of the results of custom modules."""
+    taps: dict[Key, Tap] = {}
+    results: dict[str, list[ResultKey]] = {}
+    for key in places:
+        if isinstance(key, ResultKey):
+            results.setdefault(key.path, []).append(key)
+        elif isinstance(key, PartKey) and not isinstance(_submodule(reference, key.cell), GraphModule):
+            part = _submodule(reference, f"{key.cell}.{key.part}")
+            if part is not None:
+                # A QFunctional is never called; what it computed passes its activation_post_process.
+                taps[key] = tap_module(getattr(part, "activation_post_process", part))
+    for path, keys in results.items():
+        module = _submodule(reference, path)
+        if module is not None:
+            taps.update(_result_taps(module, keys))
+    return taps
+
+
+class _LastCalls(TorchFunctionMode):
+    """Parts that eager cells compute by calling a function, which are no modules: the last call in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[Any, Any] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in PART_FUNCTIONS.values():
+            self._last[func] = result
+        return result
+
+    def taps(self, reference: nn.Module, places: Mapping[Key, Place]) -> dict[Key, Tap]:
+        """A tap for each such part, filled whenever its cell has computed."""
+        taps: dict[Key, Tap] = {}
+        for cell_path, parts in _parts_by_cell(places).items():
+            cell = _submodule(reference, cell_path)
+            for key, kind in parts:
+                is_module = _submodule(reference, f"{cell_path}.{key.part}") is not None
+                if cell is None or isinstance(cell, GraphModule) or is_module or kind not in PART_FUNCTIONS:
+                    continue
+                taps[key] = Tap()
+                cell.register_forward_hook(partial(self._keep, taps[key], PART_FUNCTIONS[kind]))
+        return taps
+
+    def _keep(self, tap: Tap, function: Any, *_: Any) -> None:
+        tap(self._last.pop(function, None))
+
+
+def _result_taps(module: nn.Module, keys: list[ResultKey]) -> dict[Key, Tap]:
+    taps = {key.position: Tap() for key in keys}
+
+    def keep(_: nn.Module, args: Any, result: Any) -> None:
+        for position, leaf in enumerate(pytree.tree_leaves(result)):
+            if position in taps:
+                taps[position](leaf)
+
+    module.register_forward_hook(keep)
+    return {key: taps[key.position] for key in keys}
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _source_of_dequantize(node: Any) -> Node | None:
+    """What the dequantize ``node`` reads."""
+    if isinstance(node, Node) and node.op == "call_method" and node.target == "dequantize":
+        source = node.args[0]
+        return source if isinstance(source, Node) else None
+    return None
+
+
+def _last_grid(tap: Tap) -> Grid | None:
+    passes = tap.take()
+    return _reading(passes[-1:]).grid if passes else None
+
+
+def _reading(passes: list[Tensor]) -> Reading:
+    grid = _grid_of(passes[0])
+    values = [_dequantized(value) for value in passes]
+    return Reading(values[0] if len(values) == 1 else torch.stack(values), grid)
+
+
+def _dequantized(value: Tensor) -> Tensor:
+    return value.dequantize() if value.is_quantized else value
+
+
+def _grid_of(value: Tensor) -> Grid | None:
+    if not value.is_quantized or value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return None
+    dtype = plain_dtype(value.dtype)
+    return PerTensorGrid(value.q_scale(), value.q_zero_point(), *dtype_range(dtype), dtype)

@@ -1,0 +1,260 @@
+"""This package's side: the model prepared, calibrated and converted, and what can be seen in it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.ao.quantization import disable_fake_quant
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat import convert_fx, convert_to_reference_fx, explain, prepare_fx
+from torchq_compat.custom_modules.parts.part import PartKind
+from torchq_compat.custom_modules.parts.part_graph import part_nodes, part_of
+from torchq_compat.custom_modules.parts.part_owner import PartOwner
+from torchq_compat.migrate.comparison.measure.cases import Case
+from torchq_compat.migrate.comparison.measure.cell_graphs import cell_graphs
+from torchq_compat.migrate.comparison.measure.sides import (
+    Key,
+    OpKey,
+    PartKey,
+    QuantizedModel,
+    Reading,
+    ResultKey,
+)
+from torchq_compat.migrate.comparison.measure.taps import Tap, tap_nodes
+from torchq_compat.migrate.comparison.results import CellGraph, Kind, LeftFloat
+from torchq_compat.migrate.running.passthrough_decisions import computes_nothing
+from torchq_compat.opaque_calls.insert_calls import leaf_nodes
+from torchq_compat.opaque_calls.quantized_boundary import DEQUANTIZE_TARGETS, grid_of_integers
+from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["OurSide", "Place", "quantize_by_us"]
+
+QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
+Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What ``explain`` says about a key; ``part_kind`` is for parts alone."""
+
+    name: str
+    kind: Kind
+    operation: str
+    reason: str
+    part_kind: PartKind | None = None
+
+
+@dataclass(frozen=True)
+class OurSide:
+    """Both forms of the model.
+
+    Attributes:
+        exact: the observed model, which computes the float values at every place.
+        quantized: the q-dq model.
+        places: every key in graph order.
+        cells: the graphs of parts, for drawing.
+        left_float: modules that stay float as a whole.
+        quantized_count: how many modules and ops do not.
+    """
+
+    exact: QuantizedModel
+    quantized: QuantizedModel
+    places: Mapping[Key, Place]
+    cells: tuple[CellGraph, ...]
+    left_float: tuple[LeftFloat, ...]
+    quantized_count: int
+
+
+def quantize_by_us(case: Case) -> OurSide:
+    """Prepare, calibrate and convert ``case.model``, which stays as it is.
+
+    Raises:
+        TorchQCompatError: as the doors of ``torchq_compat.quantize_fx``.
+    """
+    prepared = prepare_fx(
+        case.model,
+        case.qconfig_mapping,
+        case.example_inputs,
+        case.prepare_custom_config,
+        backend_config=case.backend_config,
+    )
+    with torch.no_grad():
+        for batch in case.calibration_data:
+            prepared(*batch)
+    converted = convert_to_reference_fx(copy.deepcopy(prepared), case.convert_custom_config)
+    with warnings.catch_warnings():
+        # What it warns about, the conversion above has said.
+        warnings.simplefilter("ignore")
+        deployed = convert_fx(copy.deepcopy(prepared), case.convert_custom_config)
+    decisions = tuple(explain(converted))
+    places = dict(_places(converted, decisions))
+    observed = _names_of_observed(prepared)
+    exact = copy.deepcopy(prepared).apply(disable_fake_quant).eval()
+    return OurSide(
+        QuantizedModel(_exact_runner(exact, decisions), lambda _: (), None),
+        QuantizedModel(
+            _quantized_runner(copy.deepcopy(converted), decisions, observed),
+            partial(_output_grids, converted),
+            deployed,
+        ),
+        places,
+        tuple(cell_graphs(converted)),
+        tuple(
+            LeftFloat(d.path, d.kind, d.reason)
+            for d in decisions
+            if d.action is Action.FLOAT and (d.warn or not d.node) and not computes_nothing(converted, d)
+        ),
+        sum(d.action is Action.QUANTIZED for d in decisions),
+    )
+
+
+def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator[tuple[Key, Place]]:
+    by_path = {decision.path: decision for decision in decisions}
+    of_ops = dict(_op_keys(decisions))
+    for key, (_, node) in _nodes(converted, decisions).items():
+        if isinstance(key, OpKey):
+            decision = of_ops[key]
+            kind = Kind.OP if key.function else Kind.MODULE
+            yield key, Place(_name(key), kind, decision.kind, decision.reason)
+        elif isinstance(key, ResultKey):
+            decision = by_path[key.path]
+            yield key, Place(f"{key.path}[{key.position}]", Kind.RESULT, decision.kind, decision.reason)
+        else:
+            decision = by_path[f"{key.cell}.{key.part}"]
+            yield (
+                key,
+                Place(decision.path, Kind.PART, decision.kind, decision.reason, part_of(node).kind),
+            )
+
+
+def _name(key: OpKey) -> str:
+    place = "/".join(filter(None, (key.path, key.function)))
+    return f"{place}#{key.call + 1}" if key.call else place
+
+
+def _op_keys(decisions: tuple[Decision, ...]) -> Iterator[tuple[OpKey, Decision]]:
+    """The decisions about nodes. Where a function is called is in the path, up to the last slash."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for decision in decisions:
+        if not decision.node:
+            continue
+        operator = decision.kind.split(" + ")[0]
+        function = operator.split(".")[0] if "." in operator else ""
+        path = decision.path.rpartition("/")[0] if function else decision.path
+        yield OpKey(path, function, seen[path, function]), decision
+        seen[path, function] += 1
+
+
+def _nodes(graph_module: GraphModule, decisions: tuple[Decision, ...]) -> dict[Key, tuple[GraphModule, Node]]:
+    """Every key with the graph and the node that computes it, in graph order."""
+    found: dict[Key, tuple[GraphModule, Node]] = {}
+    by_name = {node.name: node for node in graph_module.graph.nodes}
+    keys: dict[str, OpKey] = {decision.node: key for key, decision in _op_keys(decisions)}
+    calls = {call: str(call.target) for call in leaf_nodes(graph_module)}
+    for node in by_name.values():
+        if node.name in keys:
+            found[keys[node.name]] = graph_module, node
+        elif node in calls:
+            found.update(_of_leaf(graph_module, node, calls[node]))
+    return found
+
+
+def _of_leaf(
+    graph_module: GraphModule, call: Node, path: str
+) -> Iterator[tuple[Key, tuple[GraphModule, Node]]]:
+    leaf = graph_module.get_submodule(path)
+    for cell_path, cell in leaf.graphs() if isinstance(leaf, PartOwner) else ():
+        for part, node in part_nodes(cell):
+            yield PartKey(f"{path}.{cell_path}", part), (cell, node)
+    for getitem in call.users:
+        position = getitem.args[1]
+        assert isinstance(position, int)
+        yield ResultKey(path, position), (graph_module, getitem)
+
+
+def _names_of_observed(prepared: GraphModule) -> frozenset[str]:
+    """The nodes whose output is quantized as theirs. Behind another one a quantize is its consumer's."""
+    return frozenset(
+        node.name
+        for node in prepared.graph.nodes
+        if (annotation := node.meta.get(Q_ANNOTATION_KEY)) is not None and annotation.output_qspec is not None
+    )
+
+
+def _exact_runner(model: GraphModule, decisions: tuple[Decision, ...]) -> Run:
+    """Run the observed ``model`` and read its float values."""
+    nodes = _nodes(model, decisions)
+    return _runner(model, {key: (graph, node, None) for key, (graph, node) in nodes.items()})
+
+
+def _quantized_runner(model: GraphModule, decisions: tuple[Decision, ...], observed: frozenset[str]) -> Run:
+    """Run the q-dq ``model`` and read the integers of what is ``observed``, of results and of parts."""
+    values: dict[Key, tuple[GraphModule, Node, Grid | None]] = {}
+    for key, (graph, node) in _nodes(model, decisions).items():
+        is_own = not isinstance(key, OpKey) or node.name in observed
+        values[key] = (graph, *(_integers_of(node) if is_own else (node, None)))
+    return _runner(model, values)
+
+
+def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, Grid | None]]) -> Run:
+    """Run ``model`` with taps behind the nodes of ``values``, each with the grid of what it holds."""
+    taps: dict[tuple[int, Node], Tap] = {}
+    for graph in {id(graph): graph for graph, _, _ in values.values()}.values():
+        tapped = tap_nodes(graph, [node for owner, node, _ in values.values() if owner is graph])
+        taps.update({(id(graph), node): tap for node, tap in tapped.items()})
+
+    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
+        with torch.no_grad():
+            result = model(*batch)
+        taken = {where: tap.take() for where, tap in taps.items()}
+        readings = {}
+        for key, (graph, node, grid) in values.items():
+            passes = taken[id(graph), node]
+            if passes:
+                whole = _joined(passes)
+                readings[key] = Reading(whole if grid is None else grid.dequantize(whole), grid)
+        return result, readings
+
+    return run
+
+
+def _joined(passes: list[Tensor]) -> Tensor:
+    """One tensor of what passed a node: a node of a cell is passed once for every time step."""
+    return passes[0] if len(passes) == 1 else torch.stack(passes)
+
+
+def _integers_of(node: Node) -> tuple[Node, Grid | None]:
+    """The node that holds the integers of ``node`` and their grid; ``node`` itself where it stays float."""
+    grid = grid_of_integers(node)
+    if grid is not None:
+        return node, grid
+    for user in node.users:
+        if user.target is QUANTIZE:
+            return user, grid_of_integers(user)
+    return node, None
+
+
+def _output_grids(converted: GraphModule, result: Any) -> tuple[Grid | None, ...]:
+    nodes = pytree.tree_leaves(converted.graph.output_node().args[0])
+    pairs = zip(nodes, pytree.tree_leaves(result), strict=True)
+    return tuple(_grid_behind(node) for node, leaf in pairs if isinstance(leaf, Tensor))
+
+
+def _grid_behind(node: Any) -> Grid | None:
+    if not isinstance(node, Node) or node.target not in DEQUANTIZE_TARGETS:
+        return None
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return grid_of_integers(source)

@@ -1,0 +1,183 @@
+"""What a legacy script quantizes: its models, configurations and calibration batches, as it runs.
+
+The script runs on this package, as under ``torchq-compat run``. Afterwards FX is given the same float models
+and batches; while it works, the redirected functions are FX's own again (``fx_switch``).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from torchq_compat.errors import CaseError
+from torchq_compat.graph import metadata
+from torchq_compat.migrate.comparison.measure.cases import Case
+from torchq_compat.migrate.comparison.measure.fx_switch import fx_is_called
+from torchq_compat.migrate.running.redirections import REDIRECTIONS, redirect, replace_everywhere
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["ScriptRecorder"]
+
+#: meta key of a prepared model.
+PREPARE, PREPARE_QAT = "prepare_fx", "prepare_qat_fx"
+CONVERT = ("convert_fx", "convert_to_reference_fx")
+
+Function = Callable[..., Any]
+
+
+@dataclass
+class Recording:
+    """One prepared model: what it was prepared with, and what it has been called with since.
+
+    Copies of the model share it, so that it does not matter which of them the script calibrates.
+    """
+
+    model: nn.Module
+    arguments: dict[str, Any]
+    batches: list[tuple[Any, ...]] = field(default_factory=list)
+    is_converted: bool = False
+    convert_custom_config: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class ScriptRecorder:
+    """Notes what goes through prepare_fx and convert_fx.
+
+    Attributes:
+        trained: classes of the models that went through prepare_qat_fx.
+    """
+
+    def __init__(self) -> None:
+        self.trained: list[str] = []
+        self._recordings: list[Recording] = []
+        self._originals: dict[str, Function] = {}
+        self._is_recording = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Redirect FX's functions, for good, and note calls of prepared models inside the ``with`` block.
+
+        The functions of this package are noted too: a script that was ported is compared as well.
+        """
+        self._originals = _legacy_functions()
+        redirect(self._wrap)
+        replace_everywhere({id(function): self._wrap(function) for function in _our_functions()})
+        handle = register_module_forward_pre_hook(_note_call)
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+            handle.remove()
+
+    def cases(self, script: str) -> tuple[Case, ...]:
+        """A case for every model that was prepared, calibrated and converted.
+
+        Raises:
+            CaseError: there is none.
+        """
+        converted = [recording for recording in self._recordings if recording.is_converted]
+        if not converted and self.trained:
+            raise CaseError.trained(self.trained[0])
+        if not converted:
+            raise CaseError(
+                f"{script} ended without preparing and converting a model with prepare_fx and convert_fx.",
+                hint="name the script that quantizes, or write a function that returns the case.",
+            )
+        return tuple(_case(recording) for recording in converted)
+
+    def _wrap(self, function: Function) -> Function:
+        original = self._originals.get(function.__name__, function)
+        record = getattr(self, f"_{function.__name__}", None)
+
+        @functools.wraps(function)
+        def redirected(*args: Any, **kwargs: Any) -> Any:
+            if fx_is_called():
+                return original(*args, **kwargs)
+            if record is None or not self._is_recording:
+                return function(*args, **kwargs)
+            arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+            return record(functools.partial(function, *args, **kwargs), arguments)
+
+        return redirected
+
+    def _prepare_fx(self, call: Function, arguments: dict[str, Any]) -> Any:
+        recording = Recording(copy.deepcopy(arguments["model"]), _copied(arguments))
+        prepared = call()
+        metadata.RECORDING.write(prepared, recording)
+        self._recordings.append(recording)
+        return prepared
+
+    def _prepare_qat_fx(self, call: Function, arguments: dict[str, Any]) -> Any:
+        self.trained.append(type(arguments["model"]).__name__)
+        return call()
+
+    def _convert_fx(self, call: Function, arguments: dict[str, Any]) -> Any:
+        converted = call()
+        recording = metadata.RECORDING.of(arguments["graph_module"])
+        if recording is not None and not recording.is_converted:
+            recording.is_converted = True
+            recording.convert_custom_config = arguments.get("convert_custom_config")
+        return converted
+
+    _convert_to_reference_fx = _convert_fx
+
+
+def _legacy_functions() -> dict[str, Function]:
+    """Name of our function -> the legacy function it replaces."""
+    found: dict[str, Function] = {}
+    for moved in REDIRECTIONS:
+        try:
+            legacy = importlib.import_module(moved.legacy)
+        except ModuleNotFoundError:
+            continue
+        for name, new_name in moved.names.items():
+            if hasattr(legacy, name):
+                found.setdefault(new_name, getattr(legacy, name))
+    return found
+
+
+def _our_functions() -> Iterator[Function]:
+    for moved in REDIRECTIONS:
+        ours = importlib.import_module(moved.replacement)
+        yield from (getattr(ours, name) for name in moved.names.values())
+
+
+def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if isinstance(module, GraphModule):
+        recording = metadata.RECORDING.of(module)
+        if isinstance(recording, Recording) and not recording.is_converted:
+            recording.batches.append(_kept(args))
+
+
+def _kept(values: Any) -> Any:
+    """``values`` with copies of their tensors: a script may fill the same buffers again."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), values)
+
+
+def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in arguments.items() if name != "model"}
+
+
+def _case(recording: Recording) -> Case:
+    return Case(
+        recording.model,
+        recording.arguments["qconfig_mapping"],
+        recording.arguments["example_inputs"],
+        recording.batches,
+        recording.arguments.get("prepare_custom_config"),
+        recording.convert_custom_config,
+        recording.arguments.get("backend_config"),
+    ).checked()

@@ -1,0 +1,63 @@
+"""What both sides tell about a model: the places where values can be seen, and on which grid they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from torchq_compat.qspecs.qparams import Grid
+
+__all__ = ["Key", "OpKey", "PartKey", "QuantizedModel", "Reading", "ResultKey"]
+
+
+class OpKey(NamedTuple):
+    """Call number ``call`` of a module (``function`` empty) or of a function in the code of the module at
+    ``path``."""
+
+    path: str
+    function: str
+    call: int
+
+
+class ResultKey(NamedTuple):
+    """Flat result ``position`` of the first call of the custom module at ``path``."""
+
+    path: str
+    position: int
+
+
+class PartKey(NamedTuple):
+    """A part of the cell at ``cell``."""
+
+    cell: str
+    part: str
+
+
+Key = OpKey | ResultKey | PartKey
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What passed a place in one run: dequantized values, and their grid, None where they are float."""
+
+    value: Tensor
+    grid: Grid | None
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """One side, ready to run.
+
+    Attributes:
+        run: calls the model and returns its result, and what passed at every place.
+        output_grids: for each tensor of a result the grid it lies on; None: float.
+        deployed: what the script would ship, for size and latency; None where it could not be made.
+    """
+
+    run: Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
+    output_grids: Callable[[Any], tuple[Grid | None, ...]]
+    deployed: nn.Module | None
+    deployed_error: str = ""

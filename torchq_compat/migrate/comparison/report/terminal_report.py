@@ -1,0 +1,120 @@
+"""Comparisons for people: tables on a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from torchq_compat.migrate.comparison.causes import grid_text
+from torchq_compat.migrate.comparison.results import ComparedModel, Costs, Kind, Point, Side, Status
+from torchq_compat.migrate.comparison.verdict import decibel_text
+
+__all__ = ["as_text", "cost_rows", "point_row", "print_report", "renderable", "step_text"]
+
+STYLES = {Status.WORSE: "bold red", Status.WITHOUT_FX: "bold yellow"}
+WIDTH = 200
+COLUMNS = ("where", "what", "here", "FX", "dB here", "dB FX", "differ", "steps", "saturated", "in FX")
+NONE = "-"
+
+
+def print_report(comparisons: Iterable[ComparedModel], console: Console) -> None:
+    for comparison in comparisons:
+        console.print(renderable(comparison))
+
+
+def as_text(comparisons: Iterable[ComparedModel]) -> str:
+    """The tables without colour, each row one line."""
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    print_report(comparisons, console)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def renderable(comparison: ComparedModel) -> RenderableType:
+    verdict, capture = comparison.verdict, comparison.capture
+    style = STYLES.get(verdict.status, "bold green")
+    parts: list[RenderableType] = [
+        Text(f"{capture.model}: {verdict.status.value}", style=style),
+        Text(verdict.headline),
+        Text(),
+        _points_table((*capture.outputs, *capture.points)),
+        Text(),
+        _costs_table(capture.costs),
+    ]
+    if verdict.findings:
+        parts += [Text(), Text("What differs, and why", style="bold"), *_findings(comparison)]
+    return Group(*parts)
+
+
+def _points_table(points: Iterable[Point]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if index > 3 else "left", overflow="fold")
+    for point in points:
+        table.add_row(*map(Text, point_row(point)))
+    return table
+
+
+def point_row(point: Point) -> tuple[str, ...]:
+    """The cells of ``COLUMNS``."""
+    ours, fx, steps = point.ours, point.fx, point.steps
+    same = (
+        fx is not None and fx.grid is not None and ours.grid is not None and ours.grid.same_qparams(fx.grid)
+    )
+    return (
+        point.name,
+        "" if point.kind is Kind.OUTPUT else point.operation,
+        grid_text(ours.grid),
+        NONE if fx is None else "same" if same else grid_text(fx.grid),
+        _decibels(ours),
+        NONE if fx is None else _decibels(fx),
+        NONE if steps is None else f"{steps.share:.2%}",
+        NONE if steps is None else step_text(steps.largest),
+        _saturated(ours),
+        NONE if fx is None else _saturated(fx),
+    )
+
+
+def step_text(steps: float) -> str:
+    return f"{steps:.0f}" if steps >= 10 else f"{steps:.2g}"
+
+
+def _decibels(side: Side) -> str:
+    return decibel_text(side.sqnr).removesuffix(" dB")
+
+
+def _saturated(side: Side) -> str:
+    return NONE if side.saturated is None else f"{side.saturated:.2%}"
+
+
+def cost_rows(costs: Costs) -> Iterator[tuple[str, str, str, str, str]]:
+    """(side, bytes of state, of float's, ms per call, of float's)."""
+    for side, size, time in (
+        ("float", costs.float_bytes, costs.float_ms),
+        ("here", costs.our_bytes, costs.our_ms),
+        ("FX", costs.fx_bytes, costs.fx_ms),
+    ):
+        if size is not None and time is not None:
+            of_size = f"{size / costs.float_bytes:.2f}x" if costs.float_bytes else NONE
+            yield side, f"{size:,}", of_size, f"{time:.3g}", f"{time / costs.float_ms:.2f}x"
+
+
+def _costs_table(costs: Costs) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(("model", "bytes of state", "of float", "ms per call", "of float")):
+        table.add_column(column, justify="right" if index else "left")
+    for row in cost_rows(costs):
+        table.add_row(*row)
+    return table
+
+
+def _findings(comparison: ComparedModel) -> Iterator[RenderableType]:
+    for finding in comparison.verdict.findings:
+        yield Text(f"  {finding.where}: {finding.what}")
+        yield Text(f"    {finding.why}")
+        if finding.link:
+            yield Text(f"    {finding.link}", style="dim")

@@ -1,0 +1,27 @@
+"""What the modules of a package declare: one file each, found by being there."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+from typing import TypeVar
+
+__all__ = ["declared"]
+
+Declaration = TypeVar("Declaration")
+
+
+def declared(package: ModuleType, kind: type[Declaration]) -> tuple[Declaration, ...]:
+    """Import the modules of ``package`` and collect their module-level values of ``kind``.
+
+    Args:
+        package: a package, which may be importing itself at this moment.
+        kind: the class of the values to collect.
+
+    Returns:
+        The values in the order of the module names; a module without one declares nothing.
+    """
+    names = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    return tuple(value for module in modules for value in vars(module).values() if isinstance(value, kind))

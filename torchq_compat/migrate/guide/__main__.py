@@ -1,0 +1,29 @@
+"""Write the pages that are made from code and data, or check that they are as they would be written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchq_compat.migrate.guide.pages import made_pages
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Write or check; 1 if ``--check`` found a page that is not as it would be written."""
+    parser = argparse.ArgumentParser(prog="python -m torchq_compat.migrate.guide", description=__doc__)
+    parser.add_argument("checkout", nargs="?", type=Path, default=Path(), help="default: this directory")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    stale = [(path, text) for path, text in made_pages(args.checkout) if path.read_text() != text]
+    for path, text in stale:
+        print(f"{path} {'is not as it would be made' if args.check else 'written'}", file=sys.stderr)
+        if not args.check:
+            path.write_text(text)
+    return int(bool(stale) and args.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The legacy API as source code uses it: its names, its calls, its dict forms."""

@@ -1,0 +1,121 @@
+"""Names that moved to another module: the imports that bring them and the dotted uses of them.
+
+Shared by the rewrites of imports. A local name never changes its meaning for other files: only where it comes
+from does, except that a private name whose public successor has another name is renamed in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from torchq_compat.migrate.legacy_api.legacy_names import Moved
+from torchq_compat.migrate.source.dotted_names import dotted, imported_module
+from torchq_compat.migrate.source.import_plans import Plan, plan_module, plan_name
+from torchq_compat.migrate.source.import_statements import statement_edits
+from torchq_compat.migrate.source.imports import is_free
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import ImportRequest, Site
+from torchq_compat.migrate.source.text_edits import Edit
+
+__all__ = ["MovedNames"]
+
+
+@dataclass(frozen=True)
+class MovedNames:
+    """Finds the sites of some rows of the table of moved names.
+
+    Attributes:
+        code: of the construct.
+        rows: modules and their names.
+        guests: rows of names that a module of another rewrite only happens to have.
+    """
+
+    code: str
+    rows: tuple[Moved, ...]
+    guests: tuple[Moved, ...] = ()
+
+    @property
+    def all_rows(self) -> tuple[Moved, ...]:
+        return (*self.rows, *self.guests)
+
+    def find(self, source: ParsedSource) -> Iterator[Site]:
+        settled: set[cst.CSTNode] = set()
+        for node in source.imports():
+            for site, uses in self._import_sites(source, node):
+                settled.update(uses)
+                yield site
+        for attribute in source.nodes(cst.Attribute):
+            if attribute not in settled:
+                yield from self._attribute_site(source, attribute)
+
+    # --- imports ---
+
+    def _import_sites(
+        self, source: ParsedSource, node: cst.Import | cst.ImportFrom
+    ) -> Iterator[tuple[Site, tuple[cst.CSTNode, ...]]]:
+        """The sites of one import statement, each with the attributes it settles."""
+        if isinstance(node.names, cst.ImportStar):
+            assert isinstance(node, cst.ImportFrom)
+            if any(row.legacy == imported_module(node) for row in self.rows):
+                yield self._star(source, node), ()
+            return
+        plans = [plan for alias in node.names if (plan := self._plan(source, node, alias))]
+        movable = [plan for plan in plans if plan.new]
+        edits = statement_edits(source, node, [plan.new for plan in movable if plan.new])
+        uses = tuple(edit for plan in movable for edit in plan.use_edits)
+        for plan in plans:
+            site = Site(self.code, source.start(plan.alias), plan.what, refusal=plan.refusal)
+            if plan.new and edits:
+                site = replace(site, edits=(*edits, *uses))
+            elif plan.new:
+                site = replace(site, refusal="the import has comments between its names")
+            yield site, plan.uses
+
+    def _star(self, source: ParsedSource, node: cst.ImportFrom) -> Site:
+        refusal = "import * brings names that have not moved; import those in use by name"
+        return Site(self.code, source.start(node), f"from {imported_module(node)} import *", refusal=refusal)
+
+    def _plan(
+        self, source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias
+    ) -> Plan | None:
+        prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
+        written = prefix + dotted(alias.name)
+        full = source.follow(written)
+        module, _, name = full.rpartition(".")
+        for row in self.all_rows:
+            if module == row.legacy and name in row.names and prefix:
+                if full != written:
+                    return Plan(alias, f"{name}, handed on by another file")
+                return plan_name(source, node, alias, row, name)
+            if full == row.legacy and row in self.rows:
+                return plan_module(source, node, alias, row) if full == written else None
+        return None
+
+    # --- dotted uses ---
+
+    def _attribute_site(self, source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
+        names = source.names(node)
+        for row in self.all_rows:
+            moved = {name for name in names if name in {f"{row.legacy}.{old}" for old in row.names}}
+            if not moved or names != moved:
+                continue
+            (full,) = moved
+            new_name = row.names[full.rpartition(".")[2]]
+            yield self._replace_dotted(source, node, row, new_name)
+            return
+
+    def _replace_dotted(self, source: ParsedSource, node: cst.Attribute, row: Moved, new_name: str) -> Site:
+        start = source.start(node)
+        site = Site(self.code, start, source.code(node))
+        if source.written_names(node) != source.names(node):
+            return site
+        if source.has_comment(node):
+            return replace(site, refusal="a comment stands in the middle of the name")
+        request = ImportRequest(row.replacement, offset=start)
+        if not is_free(source, request):
+            return replace(site, refusal="the name torchq_compat means something else in this file")
+        edit = Edit(start, source.end(node), f"{row.replacement}.{new_name}")
+        return replace(site, edits=(edit,), imports=(request,))

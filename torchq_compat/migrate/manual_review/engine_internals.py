@@ -1,0 +1,50 @@
+"""FX's own engine: imports and dotted uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.legacy_names import ENGINE_INTERNALS
+from torchq_compat.migrate.manual_review.review import ManualReview
+from torchq_compat.migrate.source.dotted_names import names_in_import
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import Site
+
+__all__ = ["REVIEW"]
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    """Imports and dotted uses; what is used of an imported name is not listed again."""
+    refusal = "it is part of FX's own engine"
+    for node in source.imports():
+        for name in names_in_import(node):
+            if _is_internal(source.follow(name)):
+                yield Site("TQ203", source.start(node), name, refusal=refusal)
+    for attribute in source.nodes(cst.Attribute):
+        if _names_internal(source, attribute) and not _names_internal(source, attribute.value):
+            yield Site("TQ203", source.start(attribute), source.code(attribute), refusal=refusal)
+
+
+def _names_internal(source: ParsedSource, node: cst.CSTNode) -> bool:
+    names = source.names(node)
+    return bool(names) and all(map(_is_internal, names))
+
+
+def _is_internal(name: str) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in ENGINE_INTERNALS)
+
+
+CONSTRUCT = Construct(
+    code="TQ203",
+    title="FX engine internals",
+    becomes="nothing with the same shape; see the guide",
+    guide="""\
+Tracers, pattern matchers, graph passes, the numeric suite and the model report are FX's own engine. For
+what was quantized and why, use `explain`; to change what is quantized, use the configuration classes.
+""",
+)
+
+REVIEW = ManualReview(CONSTRUCT, find)

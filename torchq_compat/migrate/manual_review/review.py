@@ -1,0 +1,29 @@
+"""What a finding for manual review is: a construct, and a function that finds its sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import Site
+
+__all__ = ["ManualReview"]
+
+
+@dataclass(frozen=True)
+class ManualReview:
+    """One kind of finding that no rewrite settles, declared in the module that finds its sites.
+
+    Attributes:
+        construct: what it is; the guide's section about it is made from here.
+        find: all its sites, each with the reason why nothing is rewritten.
+    """
+
+    construct: Construct
+    find: Callable[[ParsedSource], Iterator[Site]]
+
+    @property
+    def code(self) -> str:
+        return self.construct.code

@@ -1,0 +1,41 @@
+"""Quantized models that are pickled whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.fx_calls import fx_call, last_value
+from torchq_compat.migrate.manual_review.review import ManualReview
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import Site
+
+__all__ = ["REVIEW"]
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    """``torch.save(model)`` of a prepared or converted model."""
+    for call in source.nodes(cst.Call):
+        if source.names(call.func) != {"torch.save"} or not call.args:
+            continue
+        model = call.args[0].value
+        value = last_value(source, model, call) if isinstance(model, cst.Name) else model
+        made = fx_call(source, value)
+        if made is not None and made.function != "fuse_fx":
+            refusal = "a quantized model cannot be pickled; where it is loaded has to change with it"
+            yield Site("TQ205", source.start(call), source.code(call), refusal=refusal)
+
+
+CONSTRUCT = Construct(
+    code="TQ205",
+    title="saving whole models",
+    becomes="model.state_dict(), or torch.export.save",
+    guide="""\
+`torch.save(model)` of a prepared or converted model raises here. Save `model.state_dict()`, or
+`torch.export.save` an exported program, and change what loads it.
+""",
+)
+
+REVIEW = ManualReview(CONSTRUCT, find)

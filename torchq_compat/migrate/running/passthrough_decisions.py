@@ -1,0 +1,38 @@
+"""Which decisions are about ops that compute nothing: they move values, or make constant ones.
+
+FX leaves them float where no quantized value comes in, and nothing is lost by it; a summary that counts them
+as "float" hides the modules that matter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.passthrough_ops import preserves_values
+from torchq_compat.graph.graph_module import QuantizationGraphModule
+from torchq_compat.support.decisions import Action, Decision
+
+__all__ = ["computes_nothing"]
+
+RELU = torch.ops.aten.relu.default
+#: Base names of aten operators.
+MAKES_CONSTANTS = ("arange", "empty", "full", "ones", "zeros")
+
+
+def computes_nothing(model: nn.Module, decision: Decision) -> bool:
+    """Whether ``decision`` leaves an op of ``model`` float that only moves values or makes constants."""
+    if decision.action is not Action.FLOAT or not isinstance(model, GraphModule):
+        return False
+    name = decision.node or decision.path.rpartition("/")[2]
+    captured = model.reference if isinstance(model, QuantizationGraphModule) else model
+    node = next((node for node in captured.graph.nodes if node.name == name), None)
+    # The values of a relu may be its input's, and yet it is a layer that people count.
+    moves = node is not None and node.target is not RELU and preserves_values(node)
+    return moves or (node is not None and _makes_constants(node))
+
+
+def _makes_constants(node: Node) -> bool:
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    return name.removeprefix("new_").removesuffix("_like") in MAKES_CONSTANTS

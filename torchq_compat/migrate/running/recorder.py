@@ -1,0 +1,170 @@
+"""Which models a script quantized, and the summary of them at its end."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchq_compat import explain
+from torchq_compat.errors import LeftFloatError
+from torchq_compat.graph.graph_module import QuantizationGraphModule
+from torchq_compat.migrate.running.passthrough_decisions import computes_nothing
+from torchq_compat.support.decisions import Action, Decision, Report
+
+__all__ = ["RecordedModel", "Recorder"]
+
+MAX_LINES = 12
+MAX_PATHS = 3
+MAX_KINDS = 6
+#: Function -> how the summary calls the model it returns; the other functions leave no trace in it.
+STAGES = {
+    "prepare_fx": "prepared",
+    "prepare_qat_fx": "prepared for training",
+    "convert_fx": "converted",
+    "convert_to_reference_fx": "converted to reference",
+}
+
+#: What decisions about input sizes and about lowering say.
+NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.LOWERED, Action.REFERENCE)
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """What became of one model.
+
+    Attributes:
+        names: classes of the float models that came out alike.
+        stage: how far it came, in words.
+        report: what ``explain`` says of it.
+        computing: the decisions about its modules and ops, without those that compute nothing.
+        moving: how many of its ops compute nothing and stay float.
+    """
+
+    names: tuple[str, ...]
+    stage: str
+    report: Report
+    computing: tuple[Decision, ...]
+    moving: int
+
+    @property
+    def title(self) -> str:
+        return f"{', '.join(self.names)}, {self.stage}"
+
+
+class Recorder:
+    """Notes every model that passes through the wrapped functions.
+
+    Only decisions are kept, not models: a script that frees its models must still free their memory. A model
+    is recognised by its decisions, so preparing, copying and converting it is one entry, and so are models
+    that differ in nothing but their weights.
+
+    Args:
+        strict: raise a LeftFloatError where a module of a prepared model stays float.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._models: dict[tuple[tuple[str, str, str], ...], RecordedModel] = {}
+
+    @property
+    def models(self) -> tuple[RecordedModel, ...]:
+        return tuple(self._models.values())
+
+    def wrap(self, function: Function) -> Function:
+        """``function``, recorded. It keeps its name, module and signature."""
+        first_parameter = next(iter(inspect.signature(function).parameters))
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            source = args[0] if args else kwargs[first_parameter]
+            self._record(function.__name__, source, result)
+            return result
+
+        return recorded
+
+    def summary(self, script: str) -> str:
+        """What was quantized and what stayed float, in a dozen lines at most."""
+        if not self._models:
+            return f"torchq-compat: {script} prepared no model with FX graph mode quantization."
+        lines = [f"torchq-compat: {script} on torch.export and torchao (PT2E)"]
+        for model in self._models.values():
+            lines += _lines(model)
+        if len(lines) > MAX_LINES:
+            hidden = len(lines) - MAX_LINES + 1
+            lines[MAX_LINES - 1 :] = [f"  ... {hidden} more lines; torchq_compat.explain(model) has them all"]
+        return "\n".join(lines)
+
+    def _record(self, function: str, source: Any, result: Any) -> None:
+        stage = STAGES.get(function)
+        if stage is None:
+            return
+        report = explain(result)
+        decisions = _own_decisions(result)
+        key = tuple((d.path, d.kind, d.action.value) for d in decisions)
+        known = self._models.get(key)
+        names = known.names if known else ()
+        is_prepared = stage.startswith("prepared")
+        if known is None or is_prepared:
+            names = tuple(dict.fromkeys((*names, type(source).__name__)))
+        computing = tuple(d for d in decisions if not computes_nothing(result, d))
+        self._models[key] = RecordedModel(names, stage, report, computing, len(decisions) - len(computing))
+        if self._strict and is_prepared:
+            _refuse_left_float(source, computing)
+
+
+def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
+    modules = {path for path, _ in model.named_modules()}
+    left = [d for d in decisions if d.action is Action.FLOAT and d.path in modules]
+    if left:
+        shown = "; ".join(f"{d.kind} {d.path!r}: {d.reason}" for d in left[:MAX_PATHS])
+        more = f"; and {len(left) - MAX_PATHS} more" if len(left) > MAX_PATHS else ""
+        raise LeftFloatError(
+            f"{len(left)} modules of {type(model).__name__} stay float: {shown}{more}.",
+            hint="quantize them through the configuration, or run without --strict.",
+        )
+
+
+def _own_decisions(model: nn.Module) -> tuple[Decision, ...]:
+    """Decisions about modules and ops of ``model``, without the parts inside a custom module, without the
+    sizes of its inputs and without what became of them in lowering: the same before and after convert."""
+    # Of a lowered op that the configuration left float, explain shows the lowering alone.
+    reference = model.reference if isinstance(model, QuantizationGraphModule) else model
+    decided = [d for d in explain(reference) if d.action not in NOT_OF_OPS]
+    paths = {decision.path for decision in decided}
+    return tuple(d for d in decided if paths.isdisjoint(_parents(d.path)))
+
+
+def _parents(path: str) -> Iterator[str]:
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _lines(model: RecordedModel) -> list[str]:
+    counts = Counter(decision.action for decision in model.computing)
+    kinds = Counter(decision.kind for decision in model.computing if decision.action is Action.QUANTIZED)
+    shown = [f"{count} {kind}" for kind, count in kinds.most_common(MAX_KINDS)]
+    which = f" ({', '.join(shown)}{', ...' if len(kinds) > MAX_KINDS else ''})" if shown else ""
+    moving = f", {model.moving} that only move values" if model.moving else ""
+    result = f"{counts[Action.QUANTIZED]} quantized{which}, {counts[Action.FLOAT]} float{moving}"
+    return [f"  {model.title}: {result}", *_float_lines(model.computing)]
+
+
+def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
+    """One line for all that stayed float for the same reason; first what the user was warned about."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    left_float = [d for d in decisions if d.action is Action.FLOAT]
+    for decision in sorted(left_float, key=lambda d: not d.warn):
+        groups.setdefault((decision.kind, decision.reason), []).append(decision.path or "(model)")
+    for (kind, reason), paths in groups.items():
+        more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
+        yield f"    float: {kind} {', '.join(paths[:MAX_PATHS])}{more}: {reason}"

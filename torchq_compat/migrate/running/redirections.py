@@ -1,0 +1,83 @@
+"""Legacy FX functions -> the functions of this package, in the process that runs a legacy script.
+
+The functions are replaced on the legacy modules themselves, so every way to import them finds the new ones:
+by name, under an alias, through importlib, or as attributes of ``torch.ao.quantization``. The modules stay,
+because torch and torchao use their other contents. ``torch.ao.quantization.fx.custom_config`` needs nothing:
+``torchq_compat.custom_config`` has the same classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchq_compat.migrate.legacy_api.legacy_names import MOVED_FUNCTIONS, Moved
+
+__all__ = ["REDIRECTIONS", "redirect", "replace_everywhere"]
+
+Function = Callable[..., Any]
+
+
+#: They act on the one module they are given, so scripts keep their names; a running process is redirected.
+BATCH_NORM_SWITCHES = Moved(
+    "torch.ao.nn.intrinsic.qat",
+    "torchq_compat.nn.intrinsic.qat",
+    {name: name for name in ("freeze_bn_stats", "update_bn_stats")},
+)
+REDIRECTIONS = (*MOVED_FUNCTIONS, BATCH_NORM_SWITCHES)
+
+
+def redirect(wrap: Callable[[Function], Function], instead: Mapping[str, str] | None = None) -> None:
+    """Put the replacements, each after ``wrap``, wherever this process already holds a legacy function.
+
+    Args:
+        wrap: what is put in place of each function of ours.
+        instead: function of ours -> the one to take in its place.
+    """
+    instead = instead or {}
+    replacements: dict[int, Function] = {}
+    for moved in REDIRECTIONS:
+        if not _exists(moved.legacy):
+            continue
+        legacy = importlib.import_module(moved.legacy)
+        ours = importlib.import_module(moved.replacement)
+        for name, new_name in moved.names.items():
+            original = getattr(legacy, name, None)
+            # The old namespace re-exports the functions of the new one, and not all of them.
+            if original is not None:
+                function = getattr(ours, instead.get(new_name, new_name))
+                replacements.setdefault(id(original), wrap(_with_parameters_of(original, function)))
+    replace_everywhere(replacements)
+
+
+def _with_parameters_of(original: Function, function: Function) -> Function:
+    """``function``, which may lack a keyword that ``original`` has and that says nothing to it."""
+    dropped = set(inspect.signature(original).parameters) - set(inspect.signature(function).parameters)
+    if not dropped:
+        return function
+
+    @functools.wraps(function)
+    def without_dropped(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{key: value for key, value in kwargs.items() if key not in dropped})
+
+    return without_dropped
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def replace_everywhere(replacements: dict[int, Function]) -> None:
+    """Put the values wherever a module of this process holds the object of that id."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in replacements:
+                setattr(module, name, replacements[id(value)])

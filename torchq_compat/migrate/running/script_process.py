@@ -1,0 +1,99 @@
+"""The process in which ``torchq-compat run`` runs a script: redirect the FX names, then be the script.
+
+Started as ``python -P -c ... PACKAGE_PARENT OPTIONS SCRIPT ARGS...`` by ``migrate.run``. What a script can
+see of how it was started (arguments, ``sys.path[0]``, ``__main__``, ``__file__``) is as
+``python SCRIPT ARGS...`` has it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import TracebackType
+
+from torchq_compat.migrate.running.import_noise import import_noise_held_back
+from torchq_compat.migrate.running.run_options import RunOptions
+
+__all__ = ["execute_script", "main", "show_script_error"]
+
+SCRIPT_RAISED = 1
+#: Where the frames above a script's own are.
+TOOL = str(Path(__file__).parents[1])
+
+
+def main() -> int:
+    """Run the script that ``sys.argv`` names; its ``SystemExit`` and ``KeyboardInterrupt`` go through."""
+    _, _, options, script, *args = sys.argv
+    # At interpreter exit, after the script's own atexit functions, however the script ends.
+    atexit.register(_finish, _redirect(RunOptions.from_json(options)), Path(script).name)
+    try:
+        execute_script(script, args)
+    except Exception as error:
+        show_script_error(error)
+        return SCRIPT_RAISED
+    return 0
+
+
+def show_script_error(error: Exception) -> None:
+    """Print the traceback that ``python SCRIPT`` would print."""
+    traceback = _from_script_on(error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+
+
+def _redirect(options: RunOptions) -> Callable[[str], str]:
+    """Redirect the FX names and return the function that reports what came through."""
+    with import_noise_held_back():
+        from torchq_compat.migrate.running.explanation_file import write_explanation
+        from torchq_compat.migrate.running.recorder import Recorder
+        from torchq_compat.migrate.running.redirections import redirect
+
+        recorder = Recorder(strict=options.strict)
+        redirect(recorder.wrap, options.replacements)
+
+    def report(script: str) -> str:
+        if options.explain:
+            write_explanation(recorder.models, Path(options.explain))
+        return recorder.summary(script)
+
+    return report
+
+
+def execute_script(script: str, args: list[str]) -> None:
+    """Execute the file as ``__main__``, which stays in place for what runs at interpreter exit."""
+    sys.argv = [script, *args]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    path = os.path.join(os.getcwd(), script)
+    namespace = sys.modules["__main__"].__dict__
+    namespace.clear()
+    namespace.update(
+        __name__="__main__",
+        __file__=path,
+        __loader__=SourceFileLoader("__main__", path),
+        __builtins__=builtins,
+        __package__=None,
+        __spec__=None,
+        __doc__=None,
+    )
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), namespace)
+
+
+def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(TOOL):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _finish(report: Callable[[str], str], script: str) -> None:
+    # A standard output that is closed or broken is the script's affair, not the summary's.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    try:
+        print(report(script), file=sys.stderr)
+    except OSError as error:
+        print(f"torchq-compat: problem: the explanation was not written: {error}", file=sys.stderr)

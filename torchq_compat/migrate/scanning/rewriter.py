@@ -1,0 +1,84 @@
+"""One text through the rewrites: every site settled that can be, in as many rounds as they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import libcst as cst
+
+from torchq_compat.migrate.manual_review import MANUAL_REVIEWS
+from torchq_compat.migrate.rewrites import REWRITES
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.source.imports import import_edits
+from torchq_compat.migrate.source.parsed_source import Follow, ParsedSource
+from torchq_compat.migrate.source.sites import Site
+from torchq_compat.migrate.source.text_edits import Edit, apply_edits, overlap
+
+__all__ = ["InvalidResultError", "Origin", "find_sites", "rewrite_text"]
+
+MAX_ROUNDS = 20
+
+
+class InvalidResultError(Exception):
+    """A rewrite would have left a text that is not Python: never written, always reported."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is known about a text beyond itself.
+
+    Attributes:
+        follow: resolves names from other files.
+        taken_by_others: top-level names other files use.
+    """
+
+    follow: Follow | None = None
+    taken_by_others: frozenset[str] = frozenset()
+
+    def parse(self, text: str) -> ParsedSource:
+        return ParsedSource(text, self.follow, self.taken_by_others)
+
+
+def find_sites(source: ParsedSource, rewrites: Iterable[Rewrite] = REWRITES) -> list[Site]:
+    """All sites in the order of the text, those for manual review included."""
+    sites = [site for rewrite in rewrites for site in rewrite.find(source)]
+    sites += [site for review in MANUAL_REVIEWS for site in review.find(source)]
+    return sorted(dict.fromkeys(sites), key=lambda site: (site.offset, site.code))
+
+
+def rewrite_text(text: str, rewrites: Iterable[Rewrite] = REWRITES, origin: Origin | None = None) -> str:
+    """``text`` with every site settled that a rewrite settles.
+
+    Raises:
+        InvalidResultError: the result does not parse.
+        cst.ParserSyntaxError: ``text`` is not valid Python.
+    """
+    origin = origin or Origin()
+    source = origin.parse(text)
+    for rewrite in rewrites:
+        for _ in range(MAX_ROUNDS):
+            sites = list(_compatible(site for site in rewrite.find(source) if site.edits))
+            if not sites:
+                break
+            source = _apply(source, sites, origin)
+    return source.text
+
+
+def _compatible(sites: Iterable[Site]) -> Iterator[Site]:
+    """The sites whose edits do not touch those of one before; the others get another round."""
+    taken: list[Edit] = []
+    for site in sites:
+        if not overlap(site.edits, taken):
+            taken += site.edits
+            yield site
+
+
+def _apply(source: ParsedSource, sites: list[Site], origin: Origin) -> ParsedSource:
+    edits = [edit for site in sites for edit in site.edits]
+    edits += import_edits(source, [request for site in sites for request in site.imports])
+    text = apply_edits(source.data, edits).decode()
+    try:
+        return origin.parse(text)
+    except cst.ParserSyntaxError as error:
+        raise InvalidResultError(f"rewriting would break it: {error.message}") from error

@@ -1,0 +1,60 @@
+"""What the commands share on a terminal: progress on standard error, tables on standard output."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from torchq_compat.migrate.source.source_files import Problem
+
+__all__ = ["print_problems", "print_table", "progress", "stopping_cleanly"]
+
+ItemT = TypeVar("ItemT")
+#: Where standard output is no terminal: wide enough that no line is folded.
+PIPE_WIDTH = 400
+
+
+def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
+    """``items``, with a bar while they are gone through, on a terminal only."""
+    console = Console(stderr=True)
+    return track(items, description, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def stopping_cleanly() -> Iterator[None]:
+    """On SIGTERM leave as on an interrupt: temporary files are removed, then the process ends."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would exit here; the command line decides about that."""
+        raise BrokenPipeError
+
+
+def print_table(table: Table) -> None:
+    _Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=False).print(table)
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        print(f"torchq-compat: problem: {problem}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Source text: files, notebooks, parsed code, and edits that keep every other byte."""

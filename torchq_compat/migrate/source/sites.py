@@ -1,0 +1,43 @@
+"""A site: one place in the source that needs attention, and the edits that settle it, if any do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchq_compat.migrate.source.text_edits import Edit
+
+__all__ = ["ImportRequest", "Site"]
+
+
+@dataclass(frozen=True, order=True)
+class ImportRequest:
+    """``import module``, or ``from module import name``, needed at a byte offset of the text."""
+
+    module: str
+    name: str = ""
+    offset: int = 0
+
+    @property
+    def statement(self) -> str:
+        return f"from {self.module} import {self.name}" if self.name else f"import {self.module}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place that needs attention.
+
+    Attributes:
+        code: of the construct.
+        offset: of its first byte.
+        what: the name or expression found.
+        edits: what ``rewrite`` would do; applied all or none.
+        imports: what the edited code needs.
+        refusal: why a person has to do it; empty if ``rewrite`` does.
+    """
+
+    code: str
+    offset: int
+    what: str
+    edits: tuple[Edit, ...] = ()
+    imports: tuple[ImportRequest, ...] = ()
+    refusal: str = ""

@@ -1,0 +1,177 @@
+"""Source files on disk: found under the paths given, read with their encoding, replaced in one step."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchq_compat.errors import PathError
+from torchq_compat.support.atomic_files import whole_file
+
+__all__ = ["Problem", "SourceFile", "UnreadableError", "find_files", "read_file", "replace_file"]
+
+SUFFIXES = (".py", ".pyw", ".ipynb")
+SKIPPED_FOLDERS = ("__pycache__", "node_modules")
+#: A notebook with pictures may be large.
+MAX_BYTES = 256 << 20
+BOM = "\ufeff"
+
+
+class UnreadableError(Exception):
+    """Why a file cannot be read as source code."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file or folder that could not be dealt with; the rest was."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """The content of a file.
+
+    Attributes:
+        path: where it is.
+        raw: the bytes on disk.
+        text: the same, decoded, without a byte order mark.
+        encoding: what ``raw`` is encoded in, ``utf-8-sig`` with a byte order mark.
+    """
+
+    path: Path
+    raw: bytes
+    text: str
+    encoding: str
+
+    def encode(self, text: str) -> bytes:
+        """``text`` in the encoding of this file."""
+        return text.encode(self.encoding)
+
+
+def find_files(paths: Iterable[Path]) -> Iterator[Path | Problem]:
+    """Python files and notebooks: those named, and all in the folders named, each once.
+
+    Folders whose name starts with a dot, caches and virtual environments are left out. Links are followed,
+    except one that leads back to a folder it lies in: that is a Problem.
+
+    Raises:
+        PathError: one of ``paths`` does not exist.
+    """
+    roots = list(paths)
+    for root in roots:
+        if not os.path.lexists(root):
+            raise PathError(
+                f"there is no {str(root)!r}.", hint="paths are relative to the current directory."
+            )
+    seen: set[Path] = set()
+    for root in roots:
+        for found in _walk(root, ()) if root.is_dir() else [root]:
+            key = found.absolute() if isinstance(found, Path) else None
+            if key is None or key not in seen:
+                yield found
+            if key is not None:
+                seen.add(key)
+
+
+def _walk(folder: Path, above: tuple[Path, ...]) -> Iterator[Path | Problem]:
+    try:
+        real = folder.resolve()
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        yield Problem(folder, f"cannot be listed: {error.strerror}")
+        return
+    if real in above:
+        yield Problem(folder, "is a link to a folder it lies in; not followed")
+        return
+    for entry in entries:
+        if entry.is_dir():
+            if not _is_skipped(entry):
+                yield from _walk(entry, (*above, real))
+        elif entry.suffix in SUFFIXES:
+            yield entry
+        elif entry.is_symlink() and _leads_nowhere(entry):
+            yield Problem(entry, "is a link that leads back to itself")
+
+
+def _leads_nowhere(link: Path) -> bool:
+    try:
+        link.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
+
+
+def _is_skipped(folder: Path) -> bool:
+    name = folder.name
+    return name.startswith(".") or name in SKIPPED_FOLDERS or (folder / "pyvenv.cfg").exists()
+
+
+def read_file(path: Path) -> SourceFile:
+    """The content of ``path``.
+
+    Raises:
+        UnreadableError: it cannot be opened or is not text in the encoding it declares.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UnreadableError("is a device, a pipe or a socket and no file")
+        if status.st_size > MAX_BYTES:
+            raise UnreadableError(f"is larger than {MAX_BYTES >> 20} MiB, which no source code is")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UnreadableError(f"cannot be read: {error.strerror or error}") from error
+    return decode(path, raw)
+
+
+def decode(path: Path, raw: bytes) -> SourceFile:
+    if b"\0" in raw:
+        raise UnreadableError("is a binary file")
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        text = raw.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        raise UnreadableError(f"cannot be decoded: {error}") from error
+    return SourceFile(path, raw, text, encoding)
+
+
+def replace_file(source: SourceFile, content: bytes) -> None:
+    """Replace the file of ``source`` by ``content``, in one step: until then the old one is whole.
+
+    The file is written beside and moved over; mode and, where allowed, owner stay. A link stays a link: the
+    file it leads to is replaced.
+
+    Raises:
+        PathError: the file is read-only or has changed since it was read.
+        OSError: the folder cannot be written, the disk is full, ...
+    """
+    target = source.path.resolve()
+    if not os.access(target, os.W_OK):
+        raise PathError(f"{source.path} is read-only; it was left as it is.")
+    if target.read_bytes() != source.raw:
+        raise PathError(f"{source.path} has changed since it was read; it was left as it is.")
+    with whole_file(target) as file:
+        file.write(content)
+        file.flush()
+        _copy_ownership(target, file.name)
+
+
+def _copy_ownership(source: Path, target: str) -> None:
+    status = source.stat()
+    if hasattr(os, "chown") and (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+        try:
+            os.chown(target, status.st_uid, status.st_gid)
+        except PermissionError as error:
+            raise PathError(f"{source} belongs to another user; it was left as it is.") from error
+    os.chmod(target, status.st_mode & 0o7777)

@@ -1,0 +1,166 @@
+"""The files of a tree together: which of them hand on legacy names under a name of their own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from torchq_compat.migrate.legacy_api.legacy_names import MOVED
+
+__all__ = ["HandedOn", "Tree"]
+
+LEGACY_MODULES = tuple({moved.legacy for moved in MOVED})
+LEGACY_NAMES = frozenset(f"{moved.legacy}.{name}" for moved in MOVED for name in moved.names)
+MAX_HOPS = 16
+
+
+class HandedOn(NamedTuple):
+    """A legacy name under a name of the tree's own, and the last part of the module that has it."""
+
+    name: str
+    module: str
+
+
+class Tree:
+    """Dotted module names -> files, and what those files bind to imported names."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files: dict[str, list[Path]] = {}
+        for path in files:
+            if path.suffix != ".ipynb":
+                self._files.setdefault(module_name(path), []).append(path)
+        self._bindings: dict[Path, Mapping[str, str]] = {}
+        self._stars: dict[Path, tuple[str, ...]] = {}
+        self._taken: dict[Path, set[str]] = {}
+
+    def add(self, path: Path, syntax: ast.Module) -> set[HandedOn]:
+        """Note what ``path`` binds; returns the legacy names it hands on under other names."""
+        bindings = dict(_bindings(syntax))
+        self._bindings[path] = bindings
+        self._stars[path] = tuple(_star_modules(syntax))
+        stem = module_name(path).rpartition(".")[2] if path.stem != "__init__" else ""
+        return {HandedOn(name, stem) for name, full in bindings.items() if self._is_news(path, name, full)}
+
+    def follow(self, importer: Path, name: str) -> str:
+        """What ``name``, as ``importer`` spells it, stands for, as an absolute name."""
+        for _ in range(MAX_HOPS):
+            target = self._one_hop(importer, name)
+            if target is None:
+                break
+            importer, name = target
+        return _absolute(importer, name)
+
+    def taken_from(self, path: Path) -> frozenset[str]:
+        """The names of ``path`` that other files use, as far as ``follow`` was asked."""
+        return frozenset(self._taken.get(path, ()))
+
+    def _is_news(self, path: Path, name: str, full: str) -> bool:
+        meaning = self.follow(path, full)
+        return meaning.rpartition(".")[2] != name and (meaning in LEGACY_NAMES or meaning in LEGACY_MODULES)
+
+    def _one_hop(self, importer: Path, name: str) -> tuple[Path, str] | None:
+        """The module that binds the first unknown part of ``name``, and what it binds it to."""
+        parts = _absolute(importer, name).split(".")
+        for cut in range(len(parts) - 1, 0, -1):
+            path = self._find(importer, ".".join(parts[:cut]))
+            if path is None or path not in self._bindings:
+                continue
+            self._taken.setdefault(path, set()).add(parts[cut])
+            bound = self._bound_to(path, parts[cut], MAX_HOPS)
+            return (bound[0], ".".join((bound[1], *parts[cut + 1 :]))) if bound else None
+        return None
+
+    def _bound_to(self, path: Path, name: str, budget: int) -> tuple[Path, str] | None:
+        """What ``name`` means in ``path``, and the file that says so: this one or one it imports all of."""
+        if name in self._bindings.get(path, {}):
+            return path, self._bindings[path][name]
+        for star in self._stars.get(path, ()) if budget else ():
+            if f"{star}.{name}" in LEGACY_NAMES:
+                return path, f"{star}.{name}"
+            behind = self._find(path, _absolute(path, star))
+            bound = self._bound_to(behind, name, budget - 1) if behind is not None else None
+            if bound is not None:
+                return bound
+        return None
+
+    def _find(self, importer: Path, module: str) -> Path | None:
+        """The file of a module: the one beside the importer, or the only one of that name."""
+        found = self._files.get(module, [])
+        beside = [path for path in found if path.parent == importer.parent]
+        if beside:
+            return beside[0]
+        return found[0] if len(found) == 1 else None
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported, those in its branches included."""
+    for statement in body:
+        yield statement
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for part in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(statement, part, ()))
+            for handler in getattr(statement, "handlers", ()):
+                yield from _statements(handler.body)
+
+
+def _bindings(syntax: ast.Module) -> Iterator[tuple[str, str]]:
+    """(name, full name) of what imports and plain assignments bind, in order; the last one counts."""
+    known: dict[str, str] = {}
+    for statement in _statements(syntax.body):
+        for name, full in _bound_by(statement, known):
+            known[name] = full
+            yield name, full
+
+
+def _bound_by(statement: ast.stmt, known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    if isinstance(statement, ast.Import):
+        for alias in statement.names:
+            top = alias.name.partition(".")[0]
+            yield (alias.asname, alias.name) if alias.asname else (top, top)
+    elif isinstance(statement, ast.ImportFrom):
+        prefix = "." * statement.level + (f"{statement.module}." if statement.module else "")
+        yield from ((a.asname or a.name, prefix + a.name) for a in statement.names if a.name != "*")
+    elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target, (base, _, rest) = statement.targets[0], _dotted(statement.value).partition(".")
+        if isinstance(target, ast.Name) and base in known:
+            yield target.id, f"{known[base]}.{rest}" if rest else known[base]
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def _star_modules(syntax: ast.Module) -> Iterator[str]:
+    for statement in _statements(syntax.body):
+        if isinstance(statement, ast.ImportFrom) and any(alias.name == "*" for alias in statement.names):
+            yield "." * statement.level + (statement.module or "")
+
+
+@cache
+def module_name(path: Path) -> str:
+    """``pkg.sub.mod`` of a file: from the outermost folder that has an ``__init__.py`` on."""
+    parts = [path.stem] if path.stem != "__init__" else []
+    folder = path.absolute().parent
+    while (folder / "__init__.py").exists() and folder.name:
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts)
+
+
+def _absolute(importer: Path, name: str) -> str:
+    """``name`` with the dots of a relative import resolved."""
+    if not name.startswith("."):
+        return name
+    dots = len(name) - len(name.lstrip("."))
+    package = module_name(importer).split(".")
+    if importer.stem != "__init__":
+        package = package[:-1]
+    package = package[: len(package) - (dots - 1)] if dots > 1 else package
+    return ".".join([*package, name[dots:]] if name[dots:] else package)

@@ -1,0 +1,1 @@
+"""Fused modules, as ``torch.ao.nn.intrinsic`` has them."""

@@ -1,0 +1,39 @@
+"""``torch.ao.nn.intrinsic.qat.freeze_bn_stats`` and ``update_bn_stats``, for captured models as well.
+
+torch.ao's functions look at the class of the one module they are given, and do nothing unless it is a fused
+convolution; ``model.apply`` knows them here, a loop over modules cannot. These act on the model itself.
+``torchq-compat run`` puts them in place of torch.ao's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from torchq_compat.graph.graph_module import BATCH_NORM_SWITCHES, QuantizationGraphModule
+from torchq_compat.graph.training_modes import freeze_batch_norm
+
+__all__ = ["freeze_bn_stats", "update_bn_stats"]
+
+LEGACY: dict[bool, Callable[[nn.Module], Any]] = {
+    frozen: function for function, frozen in BATCH_NORM_SWITCHES.items()
+}
+
+
+def freeze_bn_stats(mod: nn.Module) -> None:
+    """Keep the running statistics of every batch norm in a captured ``mod``; another one is torch.ao's."""
+    _switch(mod, frozen=True)
+
+
+def update_bn_stats(mod: nn.Module) -> None:
+    """Undo ``freeze_bn_stats``."""
+    _switch(mod, frozen=False)
+
+
+def _switch(module: nn.Module, *, frozen: bool) -> None:
+    if isinstance(module, QuantizationGraphModule):
+        freeze_batch_norm(module, frozen)
+    else:
+        LEGACY[frozen](module)

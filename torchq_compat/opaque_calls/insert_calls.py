@@ -1,0 +1,153 @@
+"""Leaf nodes: the captured leaf op becomes a call of the module that does the work."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.graph import metadata
+from torchq_compat.opaque_calls.capture_stub import LEAF_OP, ORIGINAL, StubRegistry
+from torchq_compat.opaque_calls.layouts import Field, Structure
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+
+__all__ = ["example_call", "leaf_nodes", "place_leaves", "tensor_arguments"]
+
+ATEN = torch.ops.aten
+#: Ops that take dtype and device from their first argument, and nothing else.
+NEW_TENSOR = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_empty.default, ATEN.new_full.default)
+
+
+def place_leaves(graph_module: GraphModule, stubs: StubRegistry, modules: dict[str, nn.Module]) -> list[str]:
+    """Replace every leaf op in ``graph_module`` by a call of ``modules[handle]``, placed at that path.
+
+    A float module that is never called is there for the parameters the model reads of it.
+
+    Returns:
+        The parameters of observed modules whose values the model itself reads: it has copies of them.
+    """
+    copied = [name for entry in modules.items() for name in _keep_parameters_read(graph_module, *entry)]
+    for node in list(graph_module.graph.nodes):
+        if node.target is not LEAF_OP:
+            continue
+        tensors, sizes, handle, index = node.args
+        module = modules[handle]
+        if (
+            handle not in dict(graph_module.named_modules())
+            or graph_module.get_submodule(handle) is not module
+        ):
+            graph_module.add_submodule(handle, module)
+        layouts = stubs.layouts(handle)
+        if isinstance(module, LeafModule):
+            module.leaf_layouts = layouts
+            _call_flat(graph_module, node, handle, (*tensors, *sizes), index)
+        else:
+            args, kwargs = layouts[index].inputs.put_together(tensors, sizes)
+            _call_nested(graph_module, node, handle, args, kwargs, layouts[index].outputs)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return copied
+
+
+def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Module) -> list[str]:
+    """Parameters of the float custom module at ``handle`` that the model itself reads.
+
+    They are those of ``module`` where it is the float module. Else that makes room for ``module``, and they
+    become buffers of the graph; where only dtype and device are wanted, an empty one. Returns the names of
+    those whose values were copied.
+    """
+    prefix, copied = f"{handle}.{ORIGINAL}.", []
+    for node in list(graph_module.graph.nodes):
+        if node.op != "get_attr" or not str(node.target).startswith(prefix):
+            continue
+        if not node.users:
+            graph_module.graph.erase_node(node)
+            continue
+        name = f"{handle}.{str(node.target).removeprefix(prefix)}"
+        if not isinstance(module, LeafModule):
+            graph_module.add_submodule(handle, module)
+            node.target = name
+            continue
+        value = operator.attrgetter(str(node.target))(graph_module).detach()
+        only_metadata = all(user.target in NEW_TENSOR for user in node.users)
+        kept = name.replace(".", "_") + ("_like" if only_metadata else "")
+        nn.Module.register_buffer(graph_module, kept, value.new_empty(0) if only_metadata else value.clone())
+        node.target = kept
+        if not only_metadata:
+            copied.append(name)
+    return copied
+
+
+def leaf_nodes(graph_module: GraphModule) -> list[Node]:
+    """The calls of leaf modules in ``graph_module``."""
+    return [
+        node
+        for node in graph_module.graph.nodes
+        if node.op == "call_module" and isinstance(graph_module.get_submodule(str(node.target)), LeafModule)
+    ]
+
+
+def tensor_arguments(call: Node, module: LeafModule) -> tuple[Node, ...]:
+    """The tensors a leaf call passes; behind them in its arguments stand sizes."""
+    index = call.kwargs["leaf_layout"]
+    assert isinstance(index, int)
+    tensors = call.args[: module.leaf_layouts[index].inputs.count()]
+    assert all(isinstance(tensor, Node) for tensor in tensors)
+    return tuple(tensor for tensor in tensors if isinstance(tensor, Node))
+
+
+def example_call(call: Node, module: LeafModule, tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """A leaf call with the ``tensors`` it had in the example: its arguments, sizes included, and zeros of the
+    shapes and dtypes of its results."""
+    count = len(tensor_arguments(call, module))
+    sizes = [_example_size(size) for size in call.args[count:]]
+    return [*tensors, *sizes], [_zeros(value) for value in call.meta["val"]]
+
+
+def _zeros(value: Tensor) -> Tensor:
+    shape = [_example_size(size) for size in value.shape]
+    return torch.zeros(shape, dtype=value.dtype, device=value.device)
+
+
+def _example_size(size: Any) -> int:
+    value = size.meta["val"] if isinstance(size, Node) else size
+    return value.node.hint if isinstance(value, torch.SymInt) else int(value)
+
+
+def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any, ...], index: int) -> None:
+    with graph_module.graph.inserting_before(node):
+        call = graph_module.graph.call_module(path, flat, {"leaf_layout": index})
+    call.meta = {**node.meta, metadata.OPAQUE_CALL.name: path}
+    node.replace_all_uses_with(call)
+    graph_module.graph.erase_node(node)
+    call._rename(path.replace(".", "_"))
+
+
+def _call_nested(
+    graph_module: GraphModule,
+    node: Node,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Structure,
+) -> None:
+    """A float module keeps its own calling form: nested arguments, and a chain of lookups for each result."""
+    graph = graph_module.graph
+    with graph.inserting_before(node):
+        call = graph.call_module(path, args, kwargs)
+        call.meta = {key: value for key, value in node.meta.items() if key != "val"}
+        for position, keys in enumerate(outputs.tensor_keys()):
+            for getitem in [user for user in node.users if user.args[1] == position]:
+                result = call
+                for key in keys:
+                    lookup = getattr if isinstance(key, Field) else operator.getitem
+                    result = graph.call_function(lookup, (result, key))
+                result.meta = dict(getitem.meta)
+                getitem.replace_all_uses_with(result)
+                graph.erase_node(getitem)
+    graph.erase_node(node)

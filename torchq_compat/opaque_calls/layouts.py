@@ -1,0 +1,193 @@
+"""Call layouts: how the nested arguments and results of one call lie in flat tuples of tensors.
+
+The outer graph sees only tensors. What FX did by rerouting tuples in the graph happens here, in Python:
+the nested structure of a call is taken apart before it reaches the graph and put together again behind it.
+Tuples, lists, dicts and named tuples are pytree's; dataclasses are opened here, registered or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["CallLayout", "Field", "Structure"]
+
+
+class Field(str):
+    """A key that is the name of a dataclass field, not an index."""
+
+    __slots__ = ()
+
+
+class Place(enum.Enum):
+    """What stood at a leaf and is no constant of the structure."""
+
+    TENSOR = "tensor"
+    SIZE = "size"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A dataclass instance: its class, its fields in order, and the structure of their values."""
+
+    kind: type
+    names: tuple[str, ...]
+    values: Structure
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A nested structure without its tensors.
+
+    Attributes:
+        spec: the tree.
+        leaves: per leaf of the tree a ``Place``, a ``Record``, or the constant that stands there.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def take_apart(cls, nested: Any) -> tuple[Structure, list[Tensor]]:
+        """The structure of ``nested`` and its tensors in order."""
+        structure, tensors, _ = cls.take_apart_with_sizes(nested)
+        return structure, tensors
+
+    @classmethod
+    def take_apart_with_sizes(cls, nested: Any) -> tuple[Structure, list[Tensor], list[Any]]:
+        """As ``take_apart``, with the sizes (``torch.SymInt``) that capture made symbolic."""
+        tensors: list[Tensor] = []
+        sizes: list[Any] = []
+        return cls._take_apart(nested, tensors, sizes), tensors, sizes
+
+    @classmethod
+    def _take_apart(cls, nested: Any, tensors: list[Tensor], sizes: list[Any]) -> Structure:
+        found, spec = pytree.tree_flatten(nested, is_leaf=_is_record)
+        leaves: list[Any] = []
+        for leaf in found:
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+                leaves.append(Place.TENSOR)
+            elif isinstance(leaf, torch.SymInt):
+                sizes.append(leaf)
+                leaves.append(Place.SIZE)
+            elif _is_record(leaf):
+                names = tuple(each.name for each in dataclasses.fields(leaf))
+                values = cls._take_apart([getattr(leaf, name) for name in names], tensors, sizes)
+                leaves.append(Record(type(leaf), names, values))
+            else:
+                leaves.append(leaf)
+        return cls(spec, tuple(leaves))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
+        """A frozen value; copying its TreeSpec would warn from inside torch."""
+        return self
+
+    def put_together(self, tensors: Any, sizes: Any = ()) -> Any:
+        """The nested structure around ``tensors`` and ``sizes`` (of any type: graph nodes as well)."""
+        return self._put_together(iter(tensors), iter(sizes))
+
+    def _put_together(self, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
+        values = []
+        for leaf in self.leaves:
+            if leaf is Place.TENSOR:
+                values.append(next(tensors))
+            elif leaf is Place.SIZE:
+                values.append(next(sizes))
+            elif isinstance(leaf, Record):
+                values.append(_make_record(leaf, leaf.values._put_together(tensors, sizes)))
+            else:
+                values.append(leaf)
+        return pytree.tree_unflatten(values, self.spec)
+
+    def constants(self) -> Iterator[Any]:
+        """What stands in the structure beside tensors and sizes."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Record):
+                yield from leaf.values.constants()
+            elif not isinstance(leaf, Place):
+                yield leaf
+
+    def count(self, place: Place = Place.TENSOR) -> int:
+        """How many tensors, or sizes, it holds."""
+        return sum(
+            leaf.values.count(place) if isinstance(leaf, Record) else leaf is place for leaf in self.leaves
+        )
+
+    def tensor_keys(self) -> list[tuple[Any, ...]]:
+        """For each tensor, the indices, dict keys and field names that lead to it."""
+        positions = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
+        found: list[tuple[Any, ...]] = []
+        for keys, index in _with_keys(positions):
+            leaf = self.leaves[index]
+            if leaf is Place.TENSOR:
+                found.append(keys)
+            elif isinstance(leaf, Record):
+                inner = leaf.values.tensor_keys()
+                found.extend((*keys, Field(leaf.names[first]), *rest) for first, *rest in inner)
+        return found
+
+
+def _with_keys(nested: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of ``nested`` with their keys; indices in containers registered without names."""
+    for path, leaf in pytree.tree_flatten_with_path(nested, is_leaf=_has_no_names)[0]:
+        keys = tuple(_plain_key(key) for key in path)
+        if not _has_no_names(leaf):
+            yield keys, leaf
+            continue
+        children, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+        for index, child in enumerate(children):
+            yield from (((*keys, index, *rest), inner) for rest, inner in _with_keys(child))
+
+
+def _has_no_names(value: Any) -> bool:
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    return node is not None and node.flatten_with_keys_fn is None
+
+
+def _plain_key(key: Any) -> Any:
+    if isinstance(key, pytree.SequenceKey):
+        return key.idx
+    return key.key if isinstance(key, pytree.MappingKey) else Field(key.name)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _make_record(record: Record, values: list[Any]) -> Any:
+    """An instance with these values: without ``__init__``, which may compute or refuse them."""
+    made: Any = object.__new__(record.kind)
+    for name, value in zip(record.names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """One call of a custom module.
+
+    Attributes:
+        inputs: structure of ``(args, kwargs)``.
+        outputs: structure of the result.
+        input_grids: per tensor input, the grid of the integers it arrives as, or None for floats.
+        output_grids: per tensor output, the grid of the integers it leaves as, or None for floats.
+    """
+
+    inputs: Structure
+    outputs: Structure
+    input_grids: tuple[Grid | None, ...] = field(default=())
+    output_grids: tuple[Grid | None, ...] = field(default=())
+
+    def with_grids(self, inputs: tuple[Grid | None, ...], outputs: tuple[Grid | None, ...]) -> CallLayout:
+        """The same call across a quantized boundary."""
+        return replace(self, input_grids=inputs, output_grids=outputs)

@@ -1,0 +1,1 @@
+"""Prepare and convert, from the stages; and what they decided, explained."""

@@ -1,0 +1,169 @@
+"""Convert: a calibrated or trained model -> its q-dq form."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from torch import nn
+from torch.ao.quantization.quant_type import QuantType
+from torch.fx import GraphModule
+
+from torchq_compat.config.custom_configs import ConvertSettings
+from torchq_compat.config.qconfig_mappings import QConfigRules, check_convert_rules
+from torchq_compat.custom_modules.registry import ConvertRequest, handler_of
+from torchq_compat.custom_modules.user.float_calls import convert_float_calls
+from torchq_compat.errors import ConfigError, ConvertError
+from torchq_compat.graph.graph_module import ConvertedGraphModule, Stage, record_of
+from torchq_compat.graph.observed_graph import ObserverFault, convert_graph, observer_faults, observer_nodes
+from torchq_compat.graph.other_engines import unguard
+from torchq_compat.graph.quantized_interface import expose_integers
+from torchq_compat.opaque_calls.insert_calls import leaf_nodes, tensor_arguments
+from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.quantized_boundary import quantize_boundaries
+from torchq_compat.pipeline.switch_off import decide_switched_off, remove_observers, with_switched_off
+from torchq_compat.pipeline.unmatched_at_convert import unmatched_at_convert
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = ["convert_to_reference"]
+
+
+def convert_to_reference(
+    prepared: GraphModule, settings: ConvertSettings, rules: QConfigRules | None = None
+) -> ConvertedGraphModule:
+    """The q-dq form of ``prepared``, which stays usable.
+
+    Args:
+        rules: a QConfigMapping with None for what shall stay float; None: the one of prepare.
+
+    Raises:
+        ConfigError: ``rules`` say more than None to what was prepared.
+        ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
+        CustomModuleError: a quantized class that does not do what the mapping promises.
+    """
+    record = record_of(prepared)
+    if record is None or record.stage is not Stage.PREPARED:
+        raise ConvertError(
+            f"{type(prepared).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
+            hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first and convert "
+            "what it returns.",
+        )
+    preserved = {
+        name: getattr(prepared, name)
+        for name in (*prepared.meta[USER_PRESERVED_ATTRIBUTES_KEY], *settings.preserved_attributes)
+        if hasattr(prepared, name)
+    }
+    for told in unmatched_at_convert(prepared, settings, record.rules, rules):
+        warn_user(told)
+    switched_off: dict[str, str] = {}
+    if rules is not None:
+        if record.rules is None:
+            raise ConfigError.not_supported(
+                "convert_fx: qconfig_mapping",
+                "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
+                "leave out of the Quantizer what shall stay float.",
+            )
+        check_convert_rules(record.rules, rules)
+        switched_off = decide_switched_off(prepared, record.rules, rules)
+    _check_observers(prepared)
+    working = copy.deepcopy(prepared)
+    working.eval()
+    unguard(working)
+    if switched_off:
+        remove_observers(working, switched_off)
+    _convert_leaves(working, settings)
+    converted = convert_graph(working, as_fx=record.rules is not None, is_trained=record.is_qat)
+    quantize_boundaries(converted)
+    expose_integers(converted, record.interface)
+    replaced = convert_float_calls(converted, settings.observed_to_quantized.get(QuantType.STATIC, {}))
+    decisions = tuple(
+        _with_quantized_class(decision, replaced)
+        for decision in with_switched_off(record.decisions, switched_off)
+    )
+    record = replace(record, stage=Stage.CONVERTED, decisions=decisions)
+    return ConvertedGraphModule.wrap(converted, record, preserved)
+
+
+def _with_quantized_class(decision: Decision, replaced: dict[str, type[nn.Module]]) -> Decision:
+    if decision.path not in replaced or decision.node:
+        return decision
+    reason = f"observed_to_quantized_mapping makes it {replaced[decision.path].__name__}"
+    return replace(decision, action=Action.QUANTIZED, reason=reason)
+
+
+def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:
+    for path in {str(node.target): None for node in leaf_nodes(working)}:
+        leaf = working.get_submodule(path)
+        handler = handler_of(leaf)
+        assert isinstance(leaf, LeafModule)
+        assert handler is not None
+        mapping = settings.observed_to_quantized.get(leaf.leaf_quant_type, {})
+        observers = _output_observers(working, path)
+        request = ConvertRequest(
+            leaf,
+            handler.quantized_class(leaf, mapping),
+            path,
+            observers,
+            input_observers=_input_observers(working, path),
+            convert_inside=lambda inner: convert_to_reference(inner, settings),
+        )
+        working.set_submodule(path, handler.convert(request))
+
+
+def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None, ...]:
+    """What observes the flat inputs of the first call of the leaf at ``path``."""
+    call = next(node for node in leaf_nodes(working) if node.target == path)
+    leaf = working.get_submodule(path)
+    assert isinstance(leaf, LeafModule)
+    observers = dict(observer_nodes(working))
+    return tuple(observers.get(argument) for argument in tensor_arguments(call, leaf))
+
+
+def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module, ...], ...]:
+    """What observes the results of the leaf at ``path``, in flat order, one observer for each call."""
+    observers = {user.args[0]: observer for user, observer in observer_nodes(working)}
+    found: dict[int, list[nn.Module]] = {}
+    for call in leaf_nodes(working):
+        for getitem in call.users if call.target == path else ():
+            position = getitem.args[1]
+            assert isinstance(position, int)
+            if getitem in observers:
+                found.setdefault(position, []).append(observers[getitem])
+    return tuple(tuple(found[position]) for position in sorted(found))
+
+
+def _check_observers(prepared: GraphModule) -> None:
+    """Refuse qparams that are not numbers; warn about observers that saw nothing."""
+    faults = observer_faults(prepared)
+    for path in {str(node.target): None for node in leaf_nodes(prepared)}:
+        leaf = prepared.get_submodule(path)
+        handler = handler_of(leaf)
+        if handler is not None and isinstance(leaf, LeafModule):
+            faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(leaf))
+    without_qparams = [where for where, fault in faults if fault is ObserverFault.NO_QPARAMS]
+    if without_qparams:
+        raise ConvertError(
+            f"these observers compute no scale and zero point: {_shorten(without_qparams)}.",
+            hint="a RecordingObserver, NoopObserver or PlaceholderObserver cannot quantize to integers; "
+            "give the qconfig an observer with a range, like MinMaxObserver.",
+        )
+    not_finite = [where for where, fault in faults if fault is ObserverFault.NOT_FINITE]
+    if not_finite:
+        raise ConvertError(
+            "these observers have seen NaN or infinity, or hold such a state, and have no range: "
+            f"{_shorten(not_finite)}.",
+            hint="find the batch with torch.isfinite, prepare again, or load the state saved before it, "
+            "and calibrate without it.",
+        )
+    if faults:
+        warn_user(
+            f"{len(faults)} observers have seen no data, so their qparams mean nothing: "
+            f"{_shorten([where for where, _ in faults])}. "
+            "Run the prepared model on calibration data, through every branch, before converting it."
+        )
+
+
+def _shorten(places: list[str]) -> str:
+    return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")

@@ -1,0 +1,151 @@
+"""Prepare: read arguments in, observed model out; one stage after the other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from torchq_compat import batch_norm
+from torchq_compat.capture.checked.checked_prepare import check_prepared
+from torchq_compat.capture.leftovers import decide_leftovers
+from torchq_compat.capture.parametrizations import decide_parametrizations
+from torchq_compat.capture.purposeful_training import fix_modes, flags_in_evaluation
+from torchq_compat.capture.sizes.size_decisions import decide_blocks, decide_sizes
+from torchq_compat.capture.training_flags import decide_training_flags, set_training_flags
+from torchq_compat.capture.unmatched_rules import decide_unmatched_rules, decide_unmatched_settings
+from torchq_compat.config.qconfig_mappings import QConfigRules
+from torchq_compat.custom_modules.root import with_parent
+from torchq_compat.custom_modules.swap import decide_swaps
+from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule, Stage
+from torchq_compat.graph.quantized_interface import QuantizedInterface
+from torchq_compat.pipeline.capture_model import CapturedModel, capture_model, try_model
+from torchq_compat.pipeline.float_model import check_float_model, signature_of
+from torchq_compat.pipeline.insert_observers import Captured, observe_by_quantizer, observe_by_rules
+from torchq_compat.pipeline.observe_modules import (
+    boundaries_of,
+    maps_to_users_class,
+    observe_modules,
+    place_modules,
+)
+from torchq_compat.pipeline.prepare_request import PrepareRequest
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.progress import slow_stage
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = ["prepare"]
+
+
+def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
+    """Return an observed copy of ``model``, which stays as it is.
+
+    Raises:
+        TorchQCompatError: see the entry points in ``quantize_fx``.
+    """
+    check_float_model(model)
+    # torchao's prepare for QAT makes random example inputs of its own.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        return _prepare(model, request)
+
+
+def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
+    name, is_qat = type(model).__name__, request.is_qat
+
+    # Copy.
+    working = with_parent(copy.deepcopy(model), request.settings)
+    set_training_flags(working, is_qat=is_qat)
+    cumulative = batch_norm.before_capture(working)
+    signature = signature_of(working, request.example_inputs)
+
+    # Select what is a custom module, and tell what is left behind.
+    swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
+    leftovers = _decide_leftovers(model, working, request)
+
+    # Try, and capture what was tried.
+    in_evaluation = flags_in_evaluation(working, request.example_inputs) if is_qat else {}
+    with slow_stage(f"capturing {name}"):
+        tried = try_model(working, swaps, request)
+        captured = capture_model(working, model, tried, signature, swaps, request)
+    graph_module = captured.found.graph_module
+    fix_modes(graph_module, working, in_evaluation, is_qat=is_qat)
+
+    # Observe the custom modules, and place them.
+    modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
+    decisions.extend(place_modules(captured, swaps, modules, is_qat=is_qat))
+    boundaries = boundaries_of(graph_module, swaps, tried.runs.calls)
+
+    # Annotate, and insert observers.
+    interface = _read_interface(captured, request)
+    with slow_stage(f"observing {name}"):
+        prepared, decided = _insert_observers(
+            Captured(graph_module, working, boundaries, interface, cumulative), request
+        )
+
+    # Wrap, and check.
+    named = {decision.path for decision in decisions}
+    decisions.extend(decision for decision in decided if decision.path not in named)
+    decisions.extend(decide_blocks(captured.found, is_qat=is_qat))
+    decisions.extend(decide_sizes(captured.case, captured.found))
+    record = ModelRecord(
+        Stage.PREPARED,
+        signature.with_sizes(captured.found.sizes),
+        (*leftovers, *decisions),
+        is_qat,
+        request.rules if request.quantizer is None else None,
+        interface,
+        is_custom_module=type(working) is not type(model),
+    )
+    made = QuantizationGraphModule.wrap(prepared, record, _preserved(working, request))
+    with slow_stage(f"checking {name}"):
+        users_own = tuple(swap.paths[0] for swap in swaps if maps_to_users_class(swap))
+        differing = check_prepared(made, captured.case, captured.found, users_own)
+    _warn((*record.decisions, *differing))
+    return made
+
+
+def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
+    """Decisions about what is no module of the graph: flags, attributes, hooks, rules."""
+    return (
+        *decide_training_flags(model, is_qat=request.is_qat),
+        *decide_leftovers(working, request.settings.preserved_attributes),
+        *decide_unmatched_settings(working, request.settings),
+        *(_about_rules(working, request.rules) if request.quantizer is None else ()),
+    )
+
+
+def _about_rules(working: nn.Module, rules: QConfigRules) -> tuple[Decision, ...]:
+    return *decide_unmatched_rules(working, rules), *decide_parametrizations(working, rules)
+
+
+def _read_interface(captured: CapturedModel, request: PrepareRequest) -> QuantizedInterface:
+    settings = request.settings
+    return QuantizedInterface.read(
+        settings.input_quantized_indexes,
+        settings.output_quantized_indexes,
+        request.example_inputs,
+        captured.found.graph_module,
+        whole_result=captured.stubs.results.returns_whole_result,
+    )
+
+
+def _insert_observers(
+    captured: Captured, request: PrepareRequest
+) -> tuple[GraphModule, tuple[Decision, ...]]:
+    if request.quantizer is not None:
+        return observe_by_quantizer(captured, request.quantizer, is_qat=request.is_qat)
+    return observe_by_rules(captured, request.rules, request.backend, is_qat=request.is_qat)
+
+
+def _preserved(working: nn.Module, request: PrepareRequest) -> dict[str, Any]:
+    names = request.settings.preserved_attributes
+    return {name: getattr(working, name) for name in names if hasattr(working, name)}
+
+
+def _warn(decisions: tuple[Decision, ...]) -> None:
+    for decision in decisions:
+        if decision.warn:
+            outcome = "stays float" if decision.action is Action.FLOAT else f"is {decision.action.value}"
+            warn_user(f"{decision.kind} at {decision.path!r} {outcome}: {decision.reason}")

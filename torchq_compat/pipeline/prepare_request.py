@@ -1,0 +1,47 @@
+"""The arguments of prepare_fx or prepare_qat_fx, read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+from torchq_compat.config.backend_configs import BackendTable
+from torchq_compat.config.custom_configs import PrepareSettings
+from torchq_compat.config.qconfig_mappings import QConfigRules
+from torchq_compat.custom_modules.registry import ObserveRequest
+
+__all__ = ["PrepareRequest"]
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """What to prepare a model by.
+
+    Attributes:
+        rules: the QConfigMapping; the default one, for custom modules alone, where ``quantizer`` is given.
+        quantizer: annotates all that is no custom module, in place of ``rules`` and ``backend``.
+    """
+
+    rules: QConfigRules
+    quantizer: Quantizer | None
+    example_inputs: tuple[Any, ...]
+    settings: PrepareSettings
+    backend: BackendTable
+    dynamic_shapes: Any
+    is_qat: bool
+
+    def inside(self, inner: ObserveRequest) -> PrepareRequest:
+        """Return what to prepare a standalone module by."""
+        standalone = inner.standalone
+        assert standalone is not None
+        return PrepareRequest(
+            rules=standalone.rules or QConfigRules.of_global(inner.qconfig),
+            quantizer=self.quantizer if standalone.rules is None else None,
+            example_inputs=standalone.example_inputs,
+            settings=standalone.settings,
+            backend=standalone.backend or self.backend,
+            dynamic_shapes=None,
+            is_qat=self.is_qat,
+        )

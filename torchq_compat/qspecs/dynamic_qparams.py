@@ -1,0 +1,70 @@
+"""Dynamic quantization: qparams chosen from each tensor as it comes, as ``torch.quantize_per_tensor_dynamic``
+does in FX's reference graphs.
+
+FX takes nothing but the dtype from a dynamic observer. The qparams are affine over the dtype's range, or half
+of it where the quantized engine could overflow.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torchao.quantization.pt2e.observer as pt2e_observer
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from torchq_compat.qspecs.dtypes import dtype_range
+from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
+
+__all__ = ["DynamicQuantization"]
+
+OPS = torch.ops.quantized_decomposed
+#: Engines whose kernels add two products in 16 bits; FX asks for ``reduce_range`` there.
+ENGINES_OF_REDUCED_RANGE = ("fbgemm", "x86")
+#: ATen does not choose smaller scales.
+SMALLEST_SCALE = 6.1e-5
+
+
+@recognised_by_torch_ao
+class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
+    """Stands where a dynamic observer stood; torchao's convert calls ``convert``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype=dtype, is_dynamic=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the qparams are chosen from each tensor")
+
+    def convert(self, model: GraphModule, observer_node: Node) -> None:
+        """Replace ``observer_node`` by nodes that quantize its input and dequantize it again."""
+        source = observer_node.args[0]
+        assert isinstance(source, Node)
+        graph = model.graph
+        with graph.inserting_before(observer_node):
+            insert = _to_half_and_back if self.dtype is torch.float16 else self._insert_quantization
+            observer_node.replace_all_uses_with(insert(graph, source))
+        graph.erase_node(observer_node)
+
+    def _insert_quantization(self, graph: Graph, source: Node) -> Node:
+        low, high = dtype_range(self.dtype)
+        if torch.backends.quantized.engine in ENGINES_OF_REDUCED_RANGE:
+            chosen_low, chosen_high = int(low / 2), int(high / 2)
+        else:
+            chosen_low, chosen_high = low, high
+        choice = (source, chosen_low, chosen_high, SMALLEST_SCALE, self.dtype)
+        chosen = graph.call_function(OPS.choose_qparams.tensor, choice)
+        scale, zero_point = (graph.call_function(operator.getitem, (chosen, i)) for i in range(2))
+        qparams = (scale, zero_point, low, high, self.dtype)
+        integers = graph.call_function(OPS.quantize_per_tensor.tensor, (source, *qparams))
+        return graph.call_function(OPS.dequantize_per_tensor.tensor, (integers, *qparams))
+
+
+def _to_half_and_back(graph: Graph, source: Node) -> Node:
+    convert = OPS.convert_element_type.no_fuse
+    half = graph.call_function(convert, (source, torch.float16))
+    return graph.call_function(convert, (half, torch.float32))

@@ -1,0 +1,104 @@
+"""What an observer says of itself: of the quantized tensor, and of what a BackendConfig may constrain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.ao.quantization.observer as legacy_observer
+import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
+import torchao.quantization.pt2e.observer as pt2e_observer
+from torch import nn
+
+from torchq_compat.errors import ConfigError
+from torchq_compat.qspecs.dtypes import plain_dtype
+from torchq_compat.support.argument_checks import shown
+
+__all__ = ["FIXED_QPARAMS", "ObserverLimits", "ObserverSettings", "read_settings"]
+
+FIXED_QPARAMS = (legacy_observer.FixedQParamsObserver, pt2e_observer.FixedQParamsObserver)
+PER_CHANNEL = (
+    torch.per_channel_affine,
+    torch.per_channel_symmetric,
+    torch.per_channel_affine_float_qparams,
+)
+
+
+@dataclass(frozen=True)
+class ObserverLimits:
+    """What a BackendConfig may put constraints on, as the user's own observer has it; None: it has none."""
+
+    quant_min: int | None
+    quant_max: int | None
+    eps: float | None
+    fixed_scale: float | None
+    fixed_zero_point: int | None
+
+    @classmethod
+    def of(cls, made: nn.Module) -> ObserverLimits:
+        """Of an observer, or of the one inside a fake-quantize."""
+        observer: Any = getattr(made, "activation_post_process", made)
+        is_fixed = isinstance(observer, FIXED_QPARAMS)
+        eps = getattr(observer, "eps", None)
+        return cls(
+            quant_min=getattr(observer, "quant_min", None),
+            quant_max=getattr(observer, "quant_max", None),
+            eps=None if eps is None else float(eps),
+            fixed_scale=float(observer.scale) if is_fixed else None,
+            fixed_zero_point=int(observer.zero_point) if is_fixed else None,
+        )
+
+
+@dataclass(frozen=True)
+class ObserverSettings:
+    """What an observer says about the quantized tensor: plain dtype, range of the observer, scheme, axis.
+
+    Attributes:
+        declared_dtype: as the user gave it; quint4x2 where ``dtype`` is uint8.
+    """
+
+    dtype: torch.dtype
+    declared_dtype: torch.dtype
+    qscheme: torch.qscheme
+    quant_min: int | None
+    quant_max: int | None
+    ch_axis: int | None
+    is_dynamic: bool
+    is_fake_quantize: bool
+    has_fixed_qparams: bool
+    reuses_input: bool
+    observer_type: type[nn.Module]
+    limits: ObserverLimits
+
+
+def read_settings(made: nn.Module, legacy: nn.Module, setting: str = "qconfig") -> ObserverSettings:
+    """Of ``made``, the torchao observer or fake-quantize that was made for ``legacy``.
+
+    Raises:
+        ConfigError: a channel axis that is none; names ``setting``.
+    """
+    source: nn.Module = getattr(made, "activation_post_process", made)
+    observed_by: nn.Module = getattr(source, "legacy", source)
+    ch_axis = getattr(source, "ch_axis", None)
+    qscheme = getattr(source, "qscheme", None) or torch.per_tensor_affine
+    if qscheme in PER_CHANNEL and not (isinstance(ch_axis, int) and ch_axis >= 0):
+        raise ConfigError(
+            f"{setting}: the ch_axis of its per-channel observer must be an int from 0 on, got "
+            f"{shown(ch_axis)}.",
+            hint="give the dimension of the channels: 0 for the weight of a Linear or Conv.",
+        )
+    return ObserverSettings(
+        dtype=plain_dtype(made.dtype),  # type: ignore[arg-type]
+        declared_dtype=legacy.dtype,  # type: ignore[arg-type]
+        qscheme=qscheme,
+        quant_min=getattr(source, "quant_min", None),
+        quant_max=getattr(source, "quant_max", None),
+        ch_axis=int(ch_axis) if qscheme in PER_CHANNEL and ch_axis is not None else None,
+        is_dynamic=bool(getattr(made, "is_dynamic", False)),
+        is_fake_quantize=isinstance(made, pt2e_fake_quantize.FakeQuantizeBase),
+        has_fixed_qparams=isinstance(source, pt2e_observer.FixedQParamsObserver),
+        reuses_input=isinstance(source, pt2e_observer.ReuseInputObserver),
+        observer_type=type(observed_by),
+        limits=ObserverLimits.of(legacy),
+    )

@@ -1,0 +1,62 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["whole_file", "write_whole"]
+
+#: Of a name in that of the temporary file: file systems allow 255 bytes.
+KEPT_OF_NAME = 40
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write; it stands beside ``path`` and moves there in one step when it is complete and on disk.
+
+    Raises:
+        OSError: it cannot be written; a file that was there is left.
+    """
+    # A link stays a link: what it leads to is replaced.
+    path = path.resolve()
+    mode = _mode_of(path)
+    if mode is not None and not stat.S_ISREG(mode):
+        # A device or a pipe has no content to protect, and must not be replaced by a file.
+        with path.open("wb") as file:
+            yield file
+        return
+    if mode is not None and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    beside = path.with_name(f".{path.name[:KEPT_OF_NAME]}.{uuid.uuid4().hex}")
+    try:
+        with beside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if mode is not None:
+            beside.chmod(stat.S_IMODE(mode))
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _mode_of(path: Path) -> int | None:
+    """None where there is nothing."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write ``content`` to ``path`` in one step; see ``whole_file``."""
+    with whole_file(path) as file:
+        file.write(content.encode())

@@ -1,0 +1,25 @@
+"""What torch.fx and torch.export leave of a module in a graph's nodes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import nn
+from torch.fx import Node
+
+__all__ = ["attribute_of", "module_path_of"]
+
+
+def attribute_of(owner: nn.Module, node: Node) -> Any:
+    """The attribute of ``owner`` that a ``get_attr`` node reads."""
+    return operator.attrgetter(str(node.target))(owner)
+
+
+def module_path_of(node: Node) -> str:
+    """The path of the innermost module that called the op at ``node``; empty for the model itself.
+
+    A second call of a module has ``@1`` behind its path.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""

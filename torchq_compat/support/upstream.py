@@ -1,0 +1,61 @@
+"""Private names of torch and torchao that this package leans on: they are imported here and nowhere else.
+
+Each has a test of what is relied on in ``tests/support/test_upstream.py``: a release that changes one fails
+there first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.ao.quantization.fx._decomposed
+import torch.ao.quantization.fx.utils
+import torch.utils._pytree as pytree
+import torchao.utils
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.ao.quantization.qconfig_mapping import (
+    _FIXED_QPARAMS_OP_TO_OBSERVER as FIXED_QPARAMS_OP_TO_OBSERVER,
+)
+from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as USER_PRESERVED_ATTRIBUTES_KEY
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._sympy.printers import PythonPrinter
+from torchao.quantization.pt2e.observer import _is_activation_post_process as is_activation_post_process
+
+__all__ = [
+    "DEVICE_CACHES",
+    "FIXED_QPARAMS_OP_TO_OBSERVER",
+    "USER_PRESERVED_ATTRIBUTES_KEY",
+    "WRAPPED_FUNCTIONS",
+    "BatchNormBase",
+    "DropoutBase",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
+    "PythonPrinter",
+    "detect_fake_mode",
+    "disable_current_modes",
+    "is_activation_post_process",
+    "make_per_channel_quantized_tensor",
+    "make_per_tensor_quantized_tensor",
+    "pytree",
+    "symbolic_shapes_config",
+]
+
+#: Functions that make a quantized tensor of integers and qparams.
+make_per_tensor_quantized_tensor = torch._make_per_tensor_quantized_tensor
+make_per_channel_quantized_tensor = torch._make_per_channel_quantized_tensor
+#: Its ``backed_size_oblivious`` keeps sizes of 1 free.
+symbolic_shapes_config: Any = importlib.import_module("torch.fx.experimental._config")
+#: Modules and names of cached functions that keep the models they saw alive.
+DEVICE_CACHES = (
+    (torchao.utils, "_assert_and_get_unique_device"),
+    (torch.ao.quantization.fx.utils, "assert_and_get_unique_device"),
+)
