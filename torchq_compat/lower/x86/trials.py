@@ -6,6 +6,7 @@ is wrong on CPUs with AMX, in FX's lowered models too. So each is tried before i
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -114,8 +115,17 @@ def _key(trial: _Trial, sources: list[Quantized | Floats], sizes: list[Sizes]) -
         if constant is None:
             add(str(node.target), node.args, node.kwargs)
         else:
-            digest.update(constant.contiguous().view(-1).view(torch.uint8).numpy().data)
+            whole = constant.contiguous()
+            digest.update(_memory_of(whole))
     return digest.hexdigest()
+
+
+def _memory_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of a contiguous CPU tensor, read without NumPy, which torch does not require.
+
+    They are the tensor's own: whoever reads them keeps it alive.
+    """
+    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
 
 
 def _reference_nodes(trial: _Trial, boundary: set[Node]) -> list[Node]:
