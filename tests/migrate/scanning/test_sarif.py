@@ -67,6 +67,7 @@ SCHEMA = {
                                 "properties": {
                                     "name": {"type": "string"},
                                     "version": {"type": "string"},
+                                    "informationUri": {"type": "string", "format": "uri"},
                                     "rules": {
                                         "type": "array",
                                         "uniqueItems": True,
