@@ -18,7 +18,7 @@ __all__ = ["OpRecord", "module_record", "op_record", "write_op_records"]
 
 @dataclass(frozen=True)
 class OpRecord:
-    """An op, or a fused chain by the one of its ops whose QConfig counts.
+    """An op, or a fused pattern by the one of its ops whose QConfig counts.
 
     Attributes:
         label: the path of its decision.

@@ -51,4 +51,4 @@ def with_parent(model: nn.Module, settings: PrepareSettings) -> nn.Module:
 def _is_custom_module(model: nn.Module, settings: PrepareSettings) -> bool:
     if any(type(model) in classes for classes in settings.float_to_observed.values()):
         return True
-    return any(handler.is_opaque(model) or handler.remedy(model) is not None for handler in handlers())
+    return any(handler.is_opaque(model) or handler.mapping_hint(model) is not None for handler in handlers())

@@ -26,14 +26,14 @@ from torchq_compat.graph.other_engines import guard, refuse_fx_tracer
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
 from torchq_compat.graph.quantized_interface import (
     QuantizedInterface,
-    input_grids,
-    output_grids,
+    input_qparams,
+    output_qparams,
     take_integers,
 )
 from torchq_compat.graph.state_checks import check_state
 from torchq_compat.graph.training_modes import set_training
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
-from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
@@ -208,19 +208,19 @@ class QuantizationGraphModule(GraphModule):
 class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
     """A q-dq graph: its state_dict carries all qparams."""
 
-    def input_grids(self) -> tuple[Grid | None, ...]:
-        """The grid of the integers each flat input is taken as; None where the input is taken as it is."""
-        return input_grids(self, self.record.interface)
+    def input_qparams(self) -> tuple[QParams | None, ...]:
+        """The qparams of the integers each flat input is taken as; None where the input is taken as it is."""
+        return input_qparams(self, self.record.interface)
 
-    def output_grids(self) -> tuple[Grid | None, ...]:
-        """The grid of the integers each flat output is returned as; None where it is returned as it is."""
-        return output_grids(self, self.record.interface)
+    def output_qparams(self) -> tuple[QParams | None, ...]:
+        """The qparams of the integers each flat output is returned as; None where it is returned as it is."""
+        return output_qparams(self, self.record.interface)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.record.interface.inputs:
             return super().__call__(*args, **kwargs)
         bound = self.record.signature.bind(args, kwargs)
-        return super().__call__(*take_integers(bound, self.input_grids()))
+        return super().__call__(*take_integers(bound, self.input_qparams()))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

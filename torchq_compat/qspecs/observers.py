@@ -26,7 +26,7 @@ from torchq_compat.qspecs.float_qparams import FloatQParamsFakeQuantize
 from torchq_compat.qspecs.fused_fake_quantize import FusedFakeQuantize
 from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS, read_settings
 from torchq_compat.qspecs.saturation import SaturationCountingObserver
-from torchq_compat.qspecs.torch_ao_subclasses import TWO_WORLD_CLASSES, recognised_by_torch_ao
+from torchq_compat.qspecs.torch_ao_subclasses import SUBCLASSES, recognised_by_torch_ao
 
 __all__ = [
     "LegacyFakeQuantizeAdapter",
@@ -142,7 +142,7 @@ def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
     name = cls.__name__
     if all(getattr(home, name, None) is not cls for home in HOMES):
         return None
-    ours = REPLACED.get(name) or TWO_WORLD_CLASSES.get(name)
+    ours = REPLACED.get(name) or SUBCLASSES.get(name)
     mirror: Callable[..., nn.Module] | None = ours or getattr(pt2e_observer, name, None)
     return mirror
 

@@ -76,9 +76,9 @@ class PartSpecs:
         given = self.constructors.by_group.get(part.input_group or "")
         return None if given is None else make_spec(given)
 
-    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
+    def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
         """A linear takes the QConfig's activation dtype; a tensor of another dtype is quantized again."""
-        if arriving == self.op_specs.activation_dtype:
+        if input_dtype == self.op_specs.activation_dtype:
             return None
         return self.op_specs.activation
 
@@ -115,5 +115,5 @@ class DynamicPartSpecs(PartSpecs):
     def input_spec(self, part: Part) -> QuantizationSpec | None:
         return None
 
-    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
+    def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
         return self.op_specs.activation if is_integer(self.op_specs.activation_dtype) else None

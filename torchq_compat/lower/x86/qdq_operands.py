@@ -1,4 +1,4 @@
-"""Reading a q-dq graph: arguments by name, grids, constants, quantized weights."""
+"""Reading a q-dq graph: arguments by name, qparams, constants, quantized weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.graph import metadata
 from torchq_compat.qspecs.dtypes import dtype_range
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.upstream import (
     OpOverload,
     make_per_channel_quantized_tensor,
@@ -83,27 +83,27 @@ def example_value(node: Node) -> Any:
     return node.meta.get("val")
 
 
-def observed_range(node: Node, grid: PerTensorGrid) -> tuple[int, int]:
-    """The integers that the values at ``node``, on ``grid``, had while they were observed: all, or half of
-    them under ``reduce_range``. Taken for half where the graph does not say, as one that was stored."""
+def observed_range(node: Node, qparams: PerTensorQParams) -> tuple[int, int]:
+    """The integers that the values at ``node``, with ``qparams``, had while they were observed: all, or half
+    of them under ``reduce_range``. Taken for half where the graph does not say, as one that was stored."""
     while not metadata.OBSERVED_RANGE.is_on(node):
         if not node.all_input_nodes or node.op != "call_function":
-            low, high = dtype_range(grid.dtype)
+            low, high = dtype_range(qparams.dtype)
             half = (low, low + (high - low) // 2) if low == 0 else (low // 2, high // 2)
-            return max(half[0], grid.quant_min), min(half[1], grid.quant_max)
+            return max(half[0], qparams.quant_min), min(half[1], qparams.quant_max)
         node = node.all_input_nodes[0]
     low, high = metadata.OBSERVED_RANGE.required(node)
-    return max(low, grid.quant_min), min(high, grid.quant_max)
+    return max(low, qparams.quant_min), min(high, qparams.quant_max)
 
 
-def has_kernels(grid: PerTensorGrid) -> bool:
-    """Whether torch's quantized tensors can lie on ``grid``."""
-    return grid.dtype in KERNEL_DTYPES
+def has_kernels(qparams: PerTensorQParams) -> bool:
+    """Whether torch's quantized tensors can have ``qparams``."""
+    return qparams.dtype in KERNEL_DTYPES
 
 
-def is_whole_range(grid: PerTensorGrid) -> bool:
-    """Whether ``grid`` saturates where its dtype does."""
-    return (grid.quant_min, grid.quant_max) == dtype_range(grid.dtype)
+def is_whole_range(qparams: PerTensorQParams) -> bool:
+    """Whether ``qparams`` saturate where their dtype does."""
+    return (qparams.quant_min, qparams.quant_max) == dtype_range(qparams.dtype)
 
 
 def is_dequantized(node: Any) -> bool:
@@ -112,7 +112,7 @@ def is_dequantized(node: Any) -> bool:
 
 
 def is_integers(node: Node) -> bool:
-    """Whether the reference graph holds integers of a grid at ``node``."""
+    """Whether the reference graph holds quantized integers at ``node``."""
     if node.target is QUANTIZE or metadata.INTEGERS.of(node) is not None:
         return True
     return node.op == "placeholder" and any(user.target is DEQUANTIZE for user in node.users)

@@ -1,6 +1,6 @@
 """A cell's graph in two: the input projection, which all time steps can have at once, and the step itself.
 
-Exact, because a static grid does not depend on the step. What chooses its qparams from its input stays in the
+Exact, because static qparams do not depend on the step. What chooses its qparams from its input stays in the
 step, and so does what depends on the number of dimensions.
 """
 
