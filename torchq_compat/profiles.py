@@ -16,9 +16,9 @@ from torchao.quantization.pt2e.observer import FixedQParamsObserver
 
 from torchq_compat.custom_modules.recurrent.cell.kinds import LSTM, RNN_RELU, kind_of
 from torchq_compat.custom_modules.recurrent.modules.families import FAMILIES
-from torchq_compat.qspecs.dtypes import dtype_range
 from torchq_compat.qspecs.power_of_two import PowerOfTwoMinMaxObserver
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
+from torchq_compat.support.dtypes import dtype_range
 
 __all__ = ["int8_parts", "int8_with_int16_cell", "int16_parts"]
 

@@ -29,10 +29,10 @@ from torchq_compat.annotate.source_partitions import SourcePartition, find_sourc
 from torchq_compat.config.backend_configs import BackendTable, PatternEntry
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.qspecs.contradictions import check_axis
-from torchq_compat.qspecs.dtypes import is_integer
 from torchq_compat.qspecs.observers import translate_constructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
 __all__ = ["GraphDecisions", "decide_graph"]

@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.parts.part_graph import converted_qparams
 from torchq_compat.exported_lstm.opaque import OpaqueLSTM
-from torchq_compat.exported_lstm.writer import free_name
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_q_dq
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams, combine_along
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["quantize_boundary"]
 
-OPS = torch.ops.quantized_decomposed
-QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
 INPUTS, RESULTS = ("x", "h0", "c0"), ("output", "h_n", "c_n")
 
 
@@ -107,33 +103,6 @@ def _insert_after(graph_module: GraphModule, node: Node, qparams: QParams) -> No
 
 
 def _insert(graph_module: GraphModule, node: Node, qparams: QParams, *, before: Node) -> Node:
-    """q-dq of ``node`` with ``qparams``; returns the dequantize."""
-    graph = graph_module.graph
-    with graph.inserting_before(before):
-        if isinstance(qparams, PerTensorQParams):
-            arguments: tuple[Any, ...] = (
-                qparams.scale,
-                qparams.zero_point,
-                qparams.quant_min,
-                qparams.quant_max,
-                qparams.dtype,
-            )
-            quantize_op, dequantize_op = QUANTIZE, DEQUANTIZE
-        else:
-            scales, zero_points = qparams.tensors(node.meta["val"].device)
-            arguments = (
-                _constant(graph_module, free_name(graph_module, f"{node.name}_scales"), scales),
-                _constant(graph_module, free_name(graph_module, f"{node.name}_zero_points"), zero_points),
-                *(qparams.axis, qparams.quant_min, qparams.quant_max, qparams.dtype),
-            )
-            quantize_op = OPS.quantize_per_channel.default
-            dequantize_op = OPS.dequantize_per_channel.default
-        quantized = graph.call_function(quantize_op, (node, *arguments))
-        dequantized = graph.call_function(dequantize_op, (quantized, *arguments))
-    dequantized.meta = dict(node.meta)
-    return dequantized
-
-
-def _constant(graph_module: GraphModule, name: str, value: torch.Tensor) -> Node:
-    nn.Module.register_buffer(graph_module, name, value)
-    return graph_module.graph.get_attr(name)
+    """Insert q-dq of ``node``; returns the dequantize."""
+    with graph_module.graph.inserting_before(before):
+        return insert_q_dq(graph_module.graph, node, qparams, constants_in(graph_module))

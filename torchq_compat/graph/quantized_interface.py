@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import ConfigError, InputError
-from torchq_compat.opaque_calls.quantized_boundary import DEQUANTIZE, DEQUANTIZE_TARGETS, qparams_of_integers
+from torchq_compat.opaque_calls.quantized_boundary import qparams_of_integers
+from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
@@ -29,8 +29,6 @@ __all__ = [
     "quantize_inputs",
     "take_integers",
 ]
-
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def expose_integers(converted: GraphModule, interface: QuantizedInterface) -> No
     returned = _returned(converted)
     for index in interface.outputs:
         node = returned[index]
-        if isinstance(node, Node) and node.target in DEQUANTIZE_TARGETS:
+        if isinstance(node, Node) and node.target in DEQUANTIZES:
             returned[index] = node.args[0]
     converted.graph.output_node().args = (tuple(returned),)
     converted.graph.eliminate_dead_code()

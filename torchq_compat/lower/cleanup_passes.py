@@ -6,12 +6,11 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
 from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["clean_up"]
 
-OPS = torch.ops.quantized_decomposed
-QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
 TRANSPOSE = torch.ops.aten.transpose.int
 
 

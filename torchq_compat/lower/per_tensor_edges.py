@@ -2,8 +2,7 @@
 
 An opaque module whose result is put together from pieces with different qparams, say two directions, hands
 it out as integers with qparams for each channel. Where it shows the qparams of the pieces itself, it may as
-well hand out
-floats: the numbers are the same.
+well hand out floats: the numbers are the same.
 """
 
 from __future__ import annotations
@@ -12,17 +11,15 @@ import copy
 import warnings
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.graph import metadata
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes, tensor_arguments
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.qspecs.qparams import PerChannelQParams, QParams
 
 __all__ = ["with_per_tensor_edges"]
-
-DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
@@ -20,6 +19,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase a
 
 from torchq_compat.errors import AnnotationError
 from torchq_compat.multi_output.edges_and_nodes import EdgeOrNode, Output, canonical, getitems_of, shown
+from torchq_compat.support.dtypes import dtype_name
 
 __all__ = ["SpecTable", "with_nodes"]
 
@@ -180,8 +180,8 @@ class SpecTable:
 
 def described(spec: Any) -> str:
     """``spec`` for people: its kind and dtype."""
-    dtype: torch.dtype | None = getattr(spec, "dtype", None)
-    return f"a {type(spec).__name__} of {str(dtype).removeprefix('torch.')}"
+    dtype = getattr(spec, "dtype", None)
+    return f"a {type(spec).__name__}" + (f" of {dtype_name(dtype)}" if dtype is not None else "")
 
 
 def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:

@@ -9,29 +9,18 @@ call's layout.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.graph import metadata
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes, tensor_arguments
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize, integers_behind
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 
-__all__ = [
-    "DEQUANTIZE",
-    "DEQUANTIZE_TARGETS",
-    "qparams_of_integers",
-    "quantize_boundaries",
-    "refresh_boundaries",
-]
+__all__ = ["qparams_of_integers", "quantize_boundaries", "refresh_boundaries"]
 
-OPS = torch.ops.quantized_decomposed
-QUANTIZE = OPS.quantize_per_tensor.default
-DEQUANTIZE = OPS.dequantize_per_tensor.default
-DEQUANTIZE_TARGETS = (DEQUANTIZE, OPS.dequantize_per_channel.default)
 TO_DTYPE = torch.ops.aten.to.dtype
 
 
@@ -84,13 +73,9 @@ def _decide_input(arg: Node) -> _Input:
     if arg.target is TO_DTYPE and isinstance(arg.args[0], Node) and arg.args[0].target is DEQUANTIZE:
         arg = arg.args[0]
     if metadata.DEQUANTIZED.is_on(arg):
-        source = arg.args[0]
-        assert isinstance(source, Node)
-        return _Input(source, metadata.DEQUANTIZED.required(arg))
+        return _Input(integers_behind(arg), metadata.DEQUANTIZED.required(arg))
     if arg.target is DEQUANTIZE:
-        source = arg.args[0]
-        assert isinstance(source, Node)
-        return _Input(source, PerTensorQParams.of_node(arg))
+        return _Input(integers_behind(arg), PerTensorQParams.of_node(arg))
     return _Input(arg, None)
 
 
@@ -116,46 +101,10 @@ def _apply(
 def _insert_dequantize(graph_module: GraphModule, getitem: Node, qparams: QParams) -> None:
     graph = graph_module.graph
     value = getitem.meta["val"]
-    with graph.inserting_after(getitem):
-        if isinstance(qparams, PerTensorQParams):
-            arguments = (
-                qparams.scale,
-                qparams.zero_point,
-                qparams.quant_min,
-                qparams.quant_max,
-                qparams.dtype,
-            )
-            dequantize = graph.call_function(DEQUANTIZE, (getitem, *arguments), _out_dtype(value))
-        else:
-            scales, zero_points = qparams.tensors(value.device)
-            scales_node = _constant(graph_module, f"{getitem.name}_scales", scales)
-            zero_points_node = _constant(graph_module, f"{getitem.name}_zero_points", zero_points)
-            dequantize = graph.call_function(
-                OPS.dequantize_per_channel.default,
-                (
-                    getitem,
-                    scales_node,
-                    zero_points_node,
-                    qparams.axis,
-                    qparams.quant_min,
-                    qparams.quant_max,
-                    qparams.dtype,
-                ),
-                _out_dtype(value),
-            )
-            dequantize.prepend(scales_node)
-            dequantize.prepend(zero_points_node)
+    with graph.inserting_before(getitem.next):
+        dequantize = insert_dequantize(graph, getitem, qparams, constants_in(graph_module), value.dtype)
     dequantize.meta = {**getitem.meta, metadata.DEQUANTIZED.name: qparams}
     metadata.INTEGERS.write(getitem, qparams)
     with value.fake_mode:
         getitem.meta["val"] = value.to(qparams.dtype)
     getitem.replace_all_uses_with(dequantize, delete_user_cb=lambda user: user is not dequantize)
-
-
-def _out_dtype(value: Tensor) -> dict[str, Any]:
-    return {} if value.dtype is torch.float32 else {"out_dtype": value.dtype}
-
-
-def _constant(graph_module: GraphModule, name: str, value: Tensor) -> Node:
-    nn.Module.register_buffer(graph_module, name, value)
-    return graph_module.graph.get_attr(name)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -14,12 +13,11 @@ from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.graph.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qdq import QUANTIZE
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.decisions import Action, Decision, Report
 
 __all__ = ["explain"]
-
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
 @checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))

@@ -6,24 +6,26 @@ They turn floats into the integers of their dtype and back: ``q = clamp(round(x 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-import torchq_compat.support.upstream  # noqa: F401 - registers quantized_decomposed
-from torchq_compat.qspecs.dtypes import as_dtype
+from torchq_compat.qspecs import qdq
+from torchq_compat.support.dtypes import as_dtype
 
 __all__ = ["PerChannelQParams", "PerTensorQParams", "QParams", "combine_along", "covering", "q_dq"]
-
-OPS = torch.ops.quantized_decomposed
 
 
 @dataclass(frozen=True)
 class PerTensorQParams:
     """One scale and zero point for the whole tensor."""
+
+    quantize_op: ClassVar[Any] = qdq.QUANTIZE
+    dequantize_op: ClassVar[Any] = qdq.DEQUANTIZE
 
     scale: float
     zero_point: int
@@ -33,27 +35,22 @@ class PerTensorQParams:
 
     @classmethod
     def of_node(cls, node: Node) -> PerTensorQParams:
-        """The qparams of a per-tensor quantize or dequantize node."""
+        """Read the qparams of a static per-tensor quantize or dequantize node."""
         scale, zero_point, quant_min, quant_max, dtype = node.args[1:6]
         return cls(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
 
+    def arguments(self, *_: Any) -> tuple[float, int, int, int, torch.dtype]:
+        """The arguments of quantize and dequantize behind the tensor."""
+        return self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
+
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
-        q: Tensor = OPS.quantize_per_tensor(
-            as_dtype(x, torch.float32),
-            self.scale,
-            self.zero_point,
-            self.quant_min,
-            self.quant_max,
-            self.dtype,
-        )
+        q: Tensor = qdq.QUANTIZE(as_dtype(x, torch.float32), *self.arguments())
         return q
 
     def dequantize(self, q: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
         """Integers to floats of ``out_dtype``."""
-        x: Tensor = OPS.dequantize_per_tensor(
-            q, self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
-        )
+        x: Tensor = qdq.DEQUANTIZE(q, *self.arguments())
         return as_dtype(x, out_dtype)
 
     @property
@@ -77,6 +74,9 @@ class PerChannelQParams:
     Attributes:
         runs: (number of indices, their qparams), from the first index to the last.
     """
+
+    quantize_op: ClassVar[Any] = qdq.QUANTIZE_PER_CHANNEL
+    dequantize_op: ClassVar[Any] = qdq.DEQUANTIZE_PER_CHANNEL
 
     runs: tuple[tuple[int, PerTensorQParams], ...]
     axis: int
@@ -103,27 +103,29 @@ class PerChannelQParams:
         zero_points = [torch.full((n,), zero, dtype=torch.int64, device=device) for n, _, zero in runs]
         return torch.cat(scales), torch.cat(zero_points)
 
+    def arguments(
+        self, name: str, constant: Callable[[str, Tensor], Any], device: torch.device
+    ) -> tuple[Any, ...]:
+        """The arguments of quantize and dequantize behind the tensor; ``constant`` makes those that are
+        tensors on ``device`` what the call takes, given names that begin with ``name``."""
+        scales, zero_points = self.tensors(device)
+        tensors = constant(f"{name}_scales", scales), constant(f"{name}_zero_points", zero_points)
+        return *tensors, self.axis, self.quant_min, self.quant_max, self.dtype
+
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
-        scales, zero_points = self.tensors(x.device)
-        q: Tensor = OPS.quantize_per_channel(
-            as_dtype(x, torch.float32),
-            scales,
-            zero_points,
-            self.axis,
-            self.quant_min,
-            self.quant_max,
-            self.dtype,
-        )
+        arguments = self.arguments("", _itself, x.device)
+        q: Tensor = qdq.QUANTIZE_PER_CHANNEL(as_dtype(x, torch.float32), *arguments)
         return q
 
     def dequantize(self, q: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
         """Integers to floats of ``out_dtype``."""
-        scales, zero_points = self.tensors(q.device)
-        x: Tensor = OPS.dequantize_per_channel(
-            q, scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
-        )
+        x: Tensor = qdq.DEQUANTIZE_PER_CHANNEL(q, *self.arguments("", _itself, q.device))
         return as_dtype(x, out_dtype)
+
+
+def _itself(_: str, value: Tensor) -> Tensor:
+    return value
 
 
 QParams = PerTensorQParams | PerChannelQParams

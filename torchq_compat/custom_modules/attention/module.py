@@ -36,10 +36,10 @@ from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.opaque_calls.tensor_labels import input_labels
-from torchq_compat.qspecs.dtypes import as_dtype
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
+from torchq_compat.support.dtypes import as_dtype
 
 __all__ = ["AttentionModule", "ConvertedMultiheadAttention", "ObservedMultiheadAttention"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -21,6 +20,7 @@ from torchq_compat.custom_modules.registry import (
 from torchq_compat.graph.observed_graph import ObserverFault, observer_faults
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qdq import QUANTIZE
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
 
@@ -34,7 +34,6 @@ __all__ = [
 
 #: The classes of a kind: the package's own, and torch.ao's where it has one.
 Standard = tuple[type[nn.Module] | None, ...]
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
 class PartOwnerHandler(CustomModuleHandler):

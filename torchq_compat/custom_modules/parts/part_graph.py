@@ -17,6 +17,7 @@ from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.graph import metadata
 from torchq_compat.graph.observed_graph import convert_graph, prepare_graph
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
+from torchq_compat.qspecs.qdq import DEQUANTIZE
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.qspecs.saturation import saturated_share
 from torchq_compat.support.graph_nodes import module_path_of
@@ -32,7 +33,6 @@ __all__ = [
     "saturated_parts",
 ]
 
-DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
 #: meta key under which a node carries its part.
 
 

@@ -9,7 +9,6 @@ import torch
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.custom_modules.parts.part import Part, PartKind
-from torchq_compat.qspecs.dtypes import dtype_range, is_integer
 from torchq_compat.qspecs.observers import (
     ObserverConstructor,
     fixed_qparams_constructor,
@@ -17,6 +16,7 @@ from torchq_compat.qspecs.observers import (
 )
 from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.qspecs.weight_observers import WeightConstructor
+from torchq_compat.support.dtypes import dtype_range, is_integer
 
 __all__ = ["DynamicPartSpecs", "PartConstructors", "PartSpecs"]
 

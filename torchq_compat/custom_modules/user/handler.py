@@ -36,6 +36,7 @@ from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.opaque_calls.tensor_labels import input_labels, output_labels
+from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["UserModuleHandler", "made_by"]
@@ -161,7 +162,7 @@ def _all(label_lists: Any) -> list[str]:
 
 
 def _shown(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} of {dtype_name(tensor.dtype)}"
 
 
 register(UserModuleHandler())

@@ -3,15 +3,13 @@ take."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams, covering
+from torchq_compat.support.dtypes import LEGACY_DTYPES
 from torchq_compat.support.upstream import make_per_tensor_quantized_tensor
 
 __all__ = ["has_legacy_dtype", "legacy_tensor"]
-
-LEGACY_DTYPES = (torch.uint8, torch.int8, torch.int32)
 
 
 def has_legacy_dtype(qparams: QParams) -> bool:

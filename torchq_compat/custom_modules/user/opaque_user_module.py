@@ -17,6 +17,7 @@ from torchq_compat.errors import UserModuleError
 from torchq_compat.opaque_calls.layouts import CallLayout, Structure
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qparams import QParams
+from torchq_compat.support.dtypes import dtype_name
 
 __all__ = ["OpaqueUserModule", "as_opaque_module", "as_users_module"]
 
@@ -44,7 +45,7 @@ class OpaqueUserModule(OpaqueModule):
         if not has_legacy_dtype(qparams):
             raise UserModuleError(
                 f"an input of {self.opaque_users_class.__qualname__} at {self.opaque_path!r} is "
-                f"{str(qparams.dtype).removeprefix('torch.')}, which torch.ao's quantized tensors cannot "
+                f"{dtype_name(qparams.dtype)}, which torch.ao's quantized tensors cannot "
                 "hold.",
                 hint="set takes_floats = True on the quantized class: it then gets floats.",
             )

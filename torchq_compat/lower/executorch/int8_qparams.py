@@ -14,12 +14,11 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from torchq_compat.lower.executorch.quantized_ops import graphs
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
 from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["dequantize_for_each_reader", "shift_to_int8"]
 
-OPS = torch.ops.quantized_decomposed
-QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
 OFFSET = 128
 
 
@@ -60,7 +59,6 @@ def _shift(quantize: Node) -> None:
         quant_max=qparams.quant_max - OFFSET,
         dtype=torch.int8,
     )
-    arguments = (shifted.scale, shifted.zero_point, shifted.quant_min, shifted.quant_max, shifted.dtype)
     for node in (quantize, *quantize.users):
-        node.args = (node.args[0], *arguments)
+        node.args = (node.args[0], *shifted.arguments())
     quantize.meta["val"] = quantize.meta["val"].to(torch.int8)

@@ -16,22 +16,18 @@ from torchq_compat.graph import metadata
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
 from torchq_compat.lower.x86.plan import Plan
 from torchq_compat.lower.x86.qdq_operands import (
-    DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
-    QUANTIZE,
     SIZE_OPS,
     is_integers,
     is_whole_range,
     takes_and_returns_tensors,
 )
+from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, insert_quantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support.dtypes import LEGACY_DTYPES
 
 __all__ = ["LoweredGraph", "write_lowered_graph"]
 
 ATEN = torch.ops.aten
-DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
-QUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.quantize_per_channel.default
-LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
 #: Entries of a node's meta that say where it comes from.
 #: A view of channels-last activations, which the kernels of convolutions give, may need a copy.
 COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
@@ -232,13 +228,8 @@ class _Writer:
             return self.graph.call_function(ATEN.int_repr.default, (self.quantized[node],))
         qparams = metadata.INTEGERS.required(node)
         assert qparams is not None
-        bounds = (qparams.quant_min, qparams.quant_max, qparams.dtype)
-        if isinstance(qparams, PerTensorQParams):
-            per_tensor = (self.floats[node], qparams.scale, qparams.zero_point, *bounds)
-            return self.graph.call_function(QUANTIZE, per_tensor)
-        scales = (self.lowered.constant(tensor) for tensor in qparams.tensors(torch.device("cpu")))
-        args = (self.floats[node], *scales, qparams.axis, *bounds)
-        return self.graph.call_function(QUANTIZE_PER_CHANNEL, args)
+        make = self.lowered.constant
+        return insert_quantize(self.graph, self.floats[node], qparams, lambda _, tensor: make(tensor))
 
     def _as_quantized(self, node: Node) -> Node:
         if node in self.quantized:

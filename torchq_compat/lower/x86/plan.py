@@ -22,16 +22,13 @@ from torchq_compat.lower.x86.kernels.same_qparams import ROUNDING
 from torchq_compat.lower.x86.kernels.split_linear import split_linear
 from torchq_compat.lower.x86.kernels.weighted import WEIGHTED
 from torchq_compat.lower.x86.qdq_operands import (
-    DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
-    QUANTIZE,
     SIZE_OPS,
     has_kernels,
-    is_dequantized,
     is_integers,
     tensor_inputs,
 )
 from torchq_compat.lower.x86.trials import MOST_STEPS, Trials
+from torchq_compat.qspecs.qdq import ALL_OPS, DEQUANTIZE, DEQUANTIZES, QUANTIZE, is_dequantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
@@ -39,22 +36,9 @@ from torchq_compat.support.graph_nodes import module_path_of
 __all__ = ["Plan", "plan_graph"]
 
 ATEN = torch.ops.aten
-OPS = torch.ops.quantized_decomposed
 FBGEMM = Engine("fbgemm")
 #: They compute nothing that a user wrote.
-NO_OPS = (
-    QUANTIZE,
-    DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
-    OPS.quantize_per_channel.default,
-    OPS.choose_qparams.tensor,
-    OPS.quantize_per_tensor.tensor,
-    OPS.dequantize_per_tensor.tensor,
-    OPS.convert_element_type.no_fuse,
-    operator.getitem,
-    *SIZE_OPS,
-)
-DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+NO_OPS = (*ALL_OPS, operator.getitem, *SIZE_OPS)
 RULES: dict[Any, Rule] = {**WEIGHTED, **BINARY, **ELEMENTWISE, **NORMALIZATION, **ROUNDING}
 
 
@@ -284,7 +268,7 @@ def _only_reader(node: Node, target: Any) -> Node | None:
 
 def _is_quantized(op: Node, qparams_of: Mapping[Node, PerTensorQParams]) -> bool:
     """Whether the reference graph quantizes an input or the result of ``op``."""
-    if any(is_dequantized(source) or source in qparams_of for source in op.all_input_nodes):
+    if any(is_dequantize(source) or source in qparams_of for source in op.all_input_nodes):
         return True
     return any(user.target is QUANTIZE for user in op.users)
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.graph import metadata
-from torchq_compat.qspecs.dtypes import dtype_range
+from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, is_dequantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support.dtypes import KERNEL_DTYPES, dtype_range
 from torchq_compat.support.upstream import (
     OpOverload,
     make_per_channel_quantized_tensor,
@@ -19,15 +20,11 @@ from torchq_compat.support.upstream import (
 )
 
 __all__ = [
-    "DEQUANTIZE",
-    "DEQUANTIZE_PER_CHANNEL",
-    "QUANTIZE",
     "SIZE_OPS",
     "arguments_of",
     "constant_of",
     "example_value",
     "has_kernels",
-    "is_dequantized",
     "is_integers",
     "is_whole_range",
     "observed_range",
@@ -37,16 +34,10 @@ __all__ = [
     "tensor_inputs",
 ]
 
-OPS = torch.ops.quantized_decomposed
-QUANTIZE = OPS.quantize_per_tensor.default
-DEQUANTIZE = OPS.dequantize_per_tensor.default
-DEQUANTIZE_PER_CHANNEL = OPS.dequantize_per_channel.default
 ATEN = torch.ops.aten
 #: They read shapes, never values.
 SIZE_OPS = (ATEN.sym_size.int, ATEN.sym_numel.default, ATEN.sym_stride.int)
 SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-#: Dtypes of torch's quantized tensors that integer kernels take.
-KERNEL_DTYPES = (torch.uint8, torch.int8)
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
@@ -76,7 +67,7 @@ def rank_of(node: Node) -> int | None:
 
 def example_value(node: Node) -> Any:
     """The example value at ``node``; q-dq nodes, which torchao gives none, keep shapes."""
-    while "val" not in node.meta and node.target in (QUANTIZE, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL):
+    while "val" not in node.meta and node.target in (QUANTIZE, *DEQUANTIZES):
         source = node.args[0]
         assert isinstance(source, Node)
         node = source
@@ -106,11 +97,6 @@ def is_whole_range(qparams: PerTensorQParams) -> bool:
     return (qparams.quant_min, qparams.quant_max) == dtype_range(qparams.dtype)
 
 
-def is_dequantized(node: Any) -> bool:
-    """Whether ``node`` is a dequantize."""
-    return isinstance(node, Node) and node.target in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
-
-
 def is_integers(node: Node) -> bool:
     """Whether the reference graph holds quantized integers at ``node``."""
     if node.target is QUANTIZE or metadata.INTEGERS.of(node) is not None:
@@ -129,7 +115,7 @@ def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
 def quantized_weight(graph_module: GraphModule, node: Any) -> Tensor | None:
     """The torch.ao quantized tensor of a constant integer weight behind a dequantize; None if ``node`` gives
     no such weight."""
-    if not is_dequantized(node):
+    if not is_dequantize(node):
         return None
     integers = constant_of(graph_module, node.args[0])
     if integers is None or integers.device.type != "cpu" or integers.dtype not in KERNEL_DTYPES:

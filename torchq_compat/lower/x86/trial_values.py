@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, is_dequantized
+from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of
+from torchq_compat.qspecs.qdq import is_dequantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["fill_floats", "fill_indices", "fill_integers"]
@@ -49,7 +50,7 @@ def fill_indices(
     arguments = arguments_of(op)
     if node is arguments.get("indices"):
         weight = arguments["weight"]
-        table = constant_of(graph_module, weight.args[0] if is_dequantized(weight) else weight)
+        table = constant_of(graph_module, weight.args[0] if is_dequantize(weight) else weight)
         assert table is not None
         return torch.randint(0, table.shape[0], shape, generator=generator)
     # Bags of one index each, and the last with what is left.

@@ -19,10 +19,11 @@ from torch.fx.node import map_arg
 
 from torchq_compat.graph.training_modes import training_flag
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
-from torchq_compat.lower.x86.qdq_operands import DEQUANTIZE_PER_CHANNEL, constant_of, observed_range
+from torchq_compat.lower.x86.qdq_operands import constant_of, observed_range
 from torchq_compat.lower.x86.steps import steps_of_floats
 from torchq_compat.lower.x86.trial_sizes import Sizes, trial_sizes
 from torchq_compat.lower.x86.trial_values import fill_floats, fill_indices, fill_integers
+from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["MOST_STEPS", "Trials"]
@@ -30,7 +31,6 @@ __all__ = ["MOST_STEPS", "Trials"]
 ATEN = torch.ops.aten
 #: Kernels round where the q-dq op rounds, but not always to the same side.
 MOST_STEPS = 1.001
-LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
+
 __all__ = ["CellFunctions", "SplitGraph", "call_on", "split_off_constants", "split_off_projection"]
 
 Function = Callable[..., tuple[Tensor, ...]]
 #: A module, or its attributes by their paths.
 Owner = GraphModule | dict[str, Any]
 
-OPS = torch.ops.quantized_decomposed
 #: They compute the same for every leading size, and for one more dimension in front.
 RANK_AGNOSTIC = (
     torch.ops.aten.linear.default,
     torch.ops.aten.to.dtype,
-    OPS.quantize_per_tensor.default,
-    OPS.dequantize_per_tensor.default,
+    QUANTIZE,
+    DEQUANTIZE,
 )
 
 

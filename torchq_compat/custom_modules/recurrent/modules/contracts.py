@@ -34,8 +34,8 @@ from torchq_compat.custom_modules.recurrent.modules.runners import Runner, Seque
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams, column_qparams
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.opaque_calls.capture_stub import FakeCall
-from torchq_compat.qspecs.dtypes import as_dtype
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams, combine_along
+from torchq_compat.support.dtypes import as_dtype
 
 __all__ = ["CellContract", "RecurrentContract", "SequenceContract", "contract_of"]
 

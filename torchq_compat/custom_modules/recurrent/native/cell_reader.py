@@ -23,18 +23,19 @@ from torchq_compat.custom_modules.recurrent.native.program import (
     Slot,
     WeightNames,
 )
+from torchq_compat.qspecs.qdq import (
+    CHOOSE_QPARAMS,
+    DEQUANTIZE,
+    DEQUANTIZE_DYNAMIC,
+    DEQUANTIZES,
+    QUANTIZE,
+    QUANTIZE_DYNAMIC,
+)
 from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["UnsupportedCellError", "cell_program", "program_or_problem"]
 
 ATEN = torch.ops.aten
-QDQ = torch.ops.quantized_decomposed
-QUANTIZE = QDQ.quantize_per_tensor.default
-DEQUANTIZE = QDQ.dequantize_per_tensor.default
-DEQUANTIZE_CHANNELS = QDQ.dequantize_per_channel.default
-CHOOSE = QDQ.choose_qparams.tensor
-QUANTIZE_DYNAMIC = QDQ.quantize_per_tensor.tensor
-DEQUANTIZE_DYNAMIC = QDQ.dequantize_per_tensor.tensor
 UNARY = {
     ATEN.sigmoid.default: Op.SIGMOID,
     ATEN.tanh.default: Op.TANH,
@@ -150,9 +151,9 @@ class _Reader:
             return self._quantized(node)
         if target is DEQUANTIZE and args[0] in self.values:
             return self.values[args[0]]
-        if target in (DEQUANTIZE, DEQUANTIZE_CHANNELS):
+        if target in DEQUANTIZES:
             return self._weight(node)
-        if target is CHOOSE:
+        if target is CHOOSE_QPARAMS:
             return args, args
         if target is QUANTIZE_DYNAMIC:
             return self._quantized_dynamically(node)

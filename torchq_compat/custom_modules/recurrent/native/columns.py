@@ -6,18 +6,15 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from torchq_compat.custom_modules.recurrent.native.program import qparams_row
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.qspecs.qparams import PerChannelQParams, PerTensorQParams, QParams
+from torchq_compat.support.dtypes import KERNEL_DTYPES
 
 __all__ = ["ColumnQParams", "as_numbers", "column_qparams", "qparams_of_call"]
 
 #: (columns, their qparams or None) from the first column to the last.
 ColumnQParams = tuple[tuple[int, PerTensorQParams | None], ...]
-
-KERNEL_DTYPES = (torch.uint8, torch.int8)
 
 
 def column_qparams(qparams: QParams | None, width: int, rank: int) -> ColumnQParams:

@@ -15,11 +15,11 @@ from torchq_compat.custom_modules.recurrent.native.instruction_set import (
     InstructionRow,
     Op,
 )
+from torchq_compat.qspecs.qdq import CHOOSE_QPARAMS, DEQUANTIZE_DYNAMIC, QUANTIZE_DYNAMIC
 
 __all__ = ["run_interpreted"]
 
 
-QDQ = torch.ops.quantized_decomposed
 ELEMENTWISE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     Op.ADD: lambda a, b: a + b,
     Op.MUL: lambda a, b: a * b,
@@ -111,7 +111,7 @@ def _requantized(value: Tensor, constants: Sequence[float]) -> Tensor:
 def _with_chosen_qparams(value: Tensor, row: Sequence[float]) -> Tensor:
     eps, chosen_max, quant_min, quant_max = -row[0], *map(int, row[1:4])
     dtype = torch.uint8 if quant_min == 0 else torch.int8
-    qparams = QDQ.choose_qparams.tensor(value, quant_min, chosen_max, eps, dtype)
-    integers = QDQ.quantize_per_tensor.tensor(value, *qparams, quant_min, quant_max, dtype)
-    chosen: Tensor = QDQ.dequantize_per_tensor.tensor(integers, *qparams, quant_min, quant_max, dtype)
+    qparams = CHOOSE_QPARAMS(value, quant_min, chosen_max, eps, dtype)
+    integers = QUANTIZE_DYNAMIC(value, *qparams, quant_min, quant_max, dtype)
+    chosen: Tensor = DEQUANTIZE_DYNAMIC(integers, *qparams, quant_min, quant_max, dtype)
     return chosen

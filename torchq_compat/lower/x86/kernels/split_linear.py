@@ -17,12 +17,12 @@ from torch.fx import Node
 from torchq_compat.lower.x86.engines import Engine, packing_for
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Refusal, Site
 from torchq_compat.lower.x86.qdq_operands import (
-    DEQUANTIZE_PER_CHANNEL,
     arguments_of,
     constant_of,
     quantized_weight,
     rank_of,
 )
+from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
 
 __all__ = ["split_linear"]

@@ -19,10 +19,10 @@ from torchq_compat.lower.x86.kernels.kernel_base import Constant, KernelCall, Qu
 from torchq_compat.lower.x86.qdq_operands import (
     arguments_of,
     constant_of,
-    is_dequantized,
     quantized_weight,
     rank_of,
 )
+from torchq_compat.qspecs.qdq import is_dequantize
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["WEIGHTED", "pack"]
@@ -63,7 +63,7 @@ def _rule(
 ) -> Rule:
     def rule(site: Site) -> KernelCall | Refusal | None:
         arguments = arguments_of(site.op)
-        if not is_dequantized(arguments["weight"]):
+        if not is_dequantize(arguments["weight"]):
             return None
         refusal = _cannot_take(site, arguments, ranks)
         if refusal is not None:

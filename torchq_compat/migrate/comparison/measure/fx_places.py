@@ -16,8 +16,8 @@ from torchq_compat.custom_modules.parts.part import PartKind
 from torchq_compat.migrate.comparison.measure.our_side import Place
 from torchq_compat.migrate.comparison.measure.sides import Key, OpKey, PartKey, Reading, ResultKey
 from torchq_compat.migrate.comparison.measure.taps import Tap, tap_module, tap_nodes
-from torchq_compat.qspecs.dtypes import dtype_range, plain_dtype
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
+from torchq_compat.support.dtypes import dtype_range, plain_dtype
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["observe_places"]

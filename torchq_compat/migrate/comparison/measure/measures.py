@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchq_compat.migrate.comparison.measure.sides import Reading
 from torchq_compat.migrate.comparison.results import Histogram, QParamsView, Side, Steps
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
+from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["PlaceMeasures", "milliseconds", "state_bytes"]
@@ -141,7 +142,7 @@ def _step(exact: Tensor, qparams: QParams | None) -> Tensor:
 def _view(qparams: QParams | None) -> QParamsView | None:
     if qparams is None:
         return None
-    dtype = str(qparams.dtype).removeprefix("torch.")
+    dtype = dtype_name(qparams.dtype)
     if isinstance(qparams, PerTensorQParams):
         return QParamsView(
             dtype, (qparams.scale,), (qparams.zero_point,), qparams.quant_min, qparams.quant_max

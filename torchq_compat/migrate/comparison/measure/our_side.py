@@ -34,14 +34,14 @@ from torchq_compat.migrate.comparison.measure.taps import Tap, tap_nodes
 from torchq_compat.migrate.comparison.results import CellGraph, Kind, LeftFloat
 from torchq_compat.migrate.running.passthrough_decisions import computes_nothing
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
-from torchq_compat.opaque_calls.quantized_boundary import DEQUANTIZE_TARGETS, qparams_of_integers
+from torchq_compat.opaque_calls.quantized_boundary import qparams_of_integers
+from torchq_compat.qspecs.qdq import QUANTIZE, is_dequantize
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["OurSide", "Place", "quantize_by_us"]
 
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
 
 
@@ -254,7 +254,7 @@ def _output_qparams(converted: GraphModule, result: Any) -> tuple[QParams | None
 
 
 def _qparams_behind(node: Any) -> QParams | None:
-    if not isinstance(node, Node) or node.target not in DEQUANTIZE_TARGETS:
+    if not is_dequantize(node):
         return None
     source = node.args[0]
     assert isinstance(source, Node)
