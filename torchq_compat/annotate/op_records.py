@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from torchq_compat.capture.origins import Origin
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.graph import metadata
 from torchq_compat.qspecs.selectors import Selection, select_for_function, select_for_module
+from torchq_compat.support import metadata
 
 __all__ = ["OpRecord", "module_record", "op_record", "write_op_records"]
 

@@ -14,11 +14,9 @@ from torch import nn
 
 from torchq_compat.config.custom_configs import PrepareSettings
 from torchq_compat.custom_modules.registry import handlers
+from torchq_compat.graph.graph_module import ROOT
 
-__all__ = ["ROOT", "with_parent"]
-
-#: Where the model stands in its parent.
-ROOT = "module"
+__all__ = ["with_parent"]
 
 
 class _Parent(nn.Module):

@@ -16,7 +16,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchq_compat.annotate.wrapping_quantizer import WrappingQuantizer
 from torchq_compat.exported_lstm.cell_plan import CellPlan, EdgeOrNodeName, plan_cell
 from torchq_compat.exported_lstm.unrolled import unrolled_cells
-from torchq_compat.graph import metadata
+from torchq_compat.support import metadata
 
 __all__ = ["SharedStepsQuantizer"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from torchq_compat.graph import metadata
+from torchq_compat.support import metadata
 from torchq_compat.support.upstream import FakeTensorMode
 
 __all__ = ["ATEN", "NodeWriter"]

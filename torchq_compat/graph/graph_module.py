@@ -16,10 +16,9 @@ from torch.fx import GraphModule
 
 from torchq_compat import batch_norm
 from torchq_compat.capture.call_signature import CallSignature
+from torchq_compat.capture.training_modes import set_training
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.custom_modules.root import ROOT
 from torchq_compat.errors import CalibrationError, CheckpointError, TorchQCompatError
-from torchq_compat.graph import metadata
 from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer
@@ -31,13 +30,14 @@ from torchq_compat.graph.quantized_interface import (
     take_integers,
 )
 from torchq_compat.graph.state_checks import check_state
-from torchq_compat.graph.training_modes import set_training
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
 from torchq_compat.qspecs.qparams import QParams
+from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
 __all__ = [
+    "ROOT",
     "ConvertedGraphModule",
     "ModelRecord",
     "QuantizationGraphModule",
@@ -47,6 +47,8 @@ __all__ = [
 ]
 
 _CALIBRATION = threading.RLock()
+#: Where a float model that is a custom module itself stands in its parent.
+ROOT = "module"
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
     torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,

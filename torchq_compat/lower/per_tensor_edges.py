@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.graph import metadata
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes, tensor_arguments
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.qspecs.qparams import PerChannelQParams, QParams
+from torchq_compat.support import metadata
 
 __all__ = ["with_per_tensor_edges"]
 

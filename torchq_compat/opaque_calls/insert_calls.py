@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.graph import metadata
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, ORIGINAL, StubRegistry
 from torchq_compat.opaque_calls.layouts import Field, Structure
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.support import metadata
 
 __all__ = ["example_call", "insert_calls", "opaque_call_nodes", "tensor_arguments"]
 

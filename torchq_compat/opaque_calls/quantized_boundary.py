@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from torchq_compat.graph import metadata
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes, tensor_arguments
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize, integers_behind
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
+from torchq_compat.support import metadata
 
 __all__ = ["qparams_of_integers", "quantize_boundaries", "refresh_boundaries"]
 

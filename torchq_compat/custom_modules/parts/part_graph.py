@@ -14,12 +14,12 @@ from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.capture.torch_export import capture_flat
 from torchq_compat.custom_modules.parts.part import Part, PartKind
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
-from torchq_compat.graph import metadata
 from torchq_compat.graph.observed_graph import convert_graph, prepare_graph
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
 from torchq_compat.qspecs.qdq import DEQUANTIZE
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.qspecs.saturation import saturated_share
+from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import module_path_of
 
 __all__ = [

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from torchq_compat.graph import metadata
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.graph.quantized_interface import quantize_inputs
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qparams import QParams
+from torchq_compat.support import metadata
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["ConvertedStandalone", "PreparedStandalone"]

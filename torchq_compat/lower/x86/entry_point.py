@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchq_compat.graph import metadata
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.lower.x86.engines import Engine, decide_engine
 from torchq_compat.lower.x86.lowered_module import lower
+from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
 

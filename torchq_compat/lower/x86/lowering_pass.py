@@ -12,7 +12,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from torchq_compat.graph import metadata
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
 from torchq_compat.lower.x86.plan import Plan
 from torchq_compat.lower.x86.qdq_operands import (
@@ -23,6 +22,7 @@ from torchq_compat.lower.x86.qdq_operands import (
 )
 from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, insert_quantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import LEGACY_DTYPES
 
 __all__ = ["LoweredGraph", "write_lowered_graph"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchq_compat.graph import metadata
 from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, is_dequantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import KERNEL_DTYPES, dtype_range
 from torchq_compat.support.upstream import (
     OpOverload,

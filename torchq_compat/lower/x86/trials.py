@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from torchq_compat.graph.training_modes import training_flag
+from torchq_compat.capture.training_modes import training_flag
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
 from torchq_compat.lower.x86.qdq_operands import constant_of, observed_range
 from torchq_compat.lower.x86.steps import steps_of_floats

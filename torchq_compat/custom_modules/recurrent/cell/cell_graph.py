@@ -19,8 +19,8 @@ from torchq_compat.custom_modules.parts.part_graph import (
 from torchq_compat.custom_modules.recurrent.cell.input_projection import CellFunctions
 from torchq_compat.custom_modules.recurrent.native.cell_reader import program_or_problem
 from torchq_compat.custom_modules.recurrent.native.program import CellProgram
-from torchq_compat.graph import metadata
 from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support import metadata
 
 __all__ = ["CellGraphModule", "ConvertedCellGraphModule", "reference_cell"]
 

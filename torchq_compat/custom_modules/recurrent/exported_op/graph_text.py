@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torchq_compat.qspecs.qdq import NAMESPACE
-from torchq_compat.support.dtypes import dtype_name
+from torchq_compat.support.dtypes import dtype_name, dtype_named
 
 __all__ = ["graph_from_data", "graph_to_data"]
 
@@ -92,5 +92,5 @@ def _from_data(data: Any, values: Mapping[str, Node]) -> Any:
     if "value" in data:
         return values[data["value"]]
     if "dtype" in data:
-        return getattr(torch, data["dtype"])
+        return dtype_named(data["dtype"])
     return {key: _from_data(value, values) for key, value in data.items()}

@@ -70,15 +70,15 @@ class MetaKey(Generic[T]):
 RECORD: MetaKey[ModelRecord] = MetaKey("torchq_compat", "graph", "graph.graph_module", "everything")
 #: Whether the graph is in training mode.
 TRAINING: MetaKey[bool] = MetaKey(
-    "torchq_compat_training", "graph", "graph.training_modes", "graph.training_modes"
+    "torchq_compat_training", "graph", "capture.training_modes", "capture.training_modes"
 )
 #: Whether batch norms keep their statistics in training.
 FROZEN: MetaKey[bool] = MetaKey(
-    "torchq_compat_batch_norm_frozen", "graph", "graph.training_modes", "graph.training_modes"
+    "torchq_compat_batch_norm_frozen", "graph", "capture.training_modes", "capture.training_modes"
 )
 #: Whether an op keeps its training flag, whatever the mode of the graph.
 FIXED_MODE: MetaKey[bool] = MetaKey(
-    "torchq_compat_fixed_mode", "node", "capture.purposeful_training", "graph.training_modes"
+    "torchq_compat_fixed_mode", "node", "capture.purposeful_training", "capture.training_modes"
 )
 #: What an op is to a QConfigMapping.
 OP: MetaKey[OpRecord] = MetaKey("torchq_compat_op", "node", "annotate.op_records", "pipeline.switch_off")
