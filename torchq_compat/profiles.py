@@ -16,9 +16,9 @@ from torchao.quantization.pt2e.observer import FixedQParamsObserver
 
 from torchq_compat.custom_modules.recurrent.cell.kinds import LSTM, RNN_RELU, kind_of
 from torchq_compat.custom_modules.recurrent.modules.families import FAMILIES
-from torchq_compat.qspecs.dtypes import dtype_range
 from torchq_compat.qspecs.power_of_two import PowerOfTwoMinMaxObserver
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
+from torchq_compat.support.dtypes import dtype_range
 
 __all__ = ["int8_parts", "int8_with_int16_cell", "int16_parts"]
 
@@ -44,7 +44,7 @@ def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False)
     32-bit storage, as there: gate sums on 2^-11 from -16, sigmoid on 2^-16 over [0, 1), tanh on 2^-15 over
     [-1, 1), cell state on 2^-11 over [-16, 16), hidden state quint8 on 2^-7 over [-1, 1); the projections
     follow the QConfig. Source: the example flow of pytorch#96343. For a GRU or RNN ``module`` the groups it
-    has; a GRU's products of hidden state and gate are on tanh's grid; the hidden state of an RNN with ReLU,
+    has; a GRU's products of hidden state and gate have tanh's qparams; the hidden state of an RNN with ReLU,
     which has no bound, follows the QConfig.
     """
 

@@ -24,7 +24,7 @@ from torchq_compat.config.custom_configs import (
 )
 from torchq_compat.config.qconfig_mappings import QConfigRules, read_qconfig_mapping
 from torchq_compat.errors import ConfigError, InputError
-from torchq_compat.lower.x86.entry_point import lower_or_tell
+from torchq_compat.lower.x86.entry_point import lower_or_warn
 from torchq_compat.pipeline.convert import convert_to_reference
 from torchq_compat.pipeline.prepare import prepare
 from torchq_compat.pipeline.prepare_request import PrepareRequest
@@ -182,9 +182,9 @@ def convert_fx(
     """
     read_backend_config(backend_config)
     settings = read_convert_custom_config(convert_custom_config)
-    _tell_unused(remove_qconfig=_remove_qconfig, keep_original_weights=keep_original_weights)
+    _warn_unused(remove_qconfig=_remove_qconfig, keep_original_weights=keep_original_weights)
     reference = convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
-    return lower_or_tell(reference)
+    return lower_or_warn(reference)
 
 
 @checked_arguments(_remove_qconfig=FLAG)
@@ -216,7 +216,7 @@ def convert_to_reference_fx(
     """
     read_backend_config(backend_config)
     settings = read_convert_custom_config(convert_custom_config)
-    _tell_unused(remove_qconfig=_remove_qconfig)
+    _warn_unused(remove_qconfig=_remove_qconfig)
     return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
 
 
@@ -332,7 +332,7 @@ def _asks_for_something(equalization_config: Any) -> bool:
     return any(found is not None for level in levels for found in (mapping.global_qconfig, *level.values()))
 
 
-def _tell_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -> None:
+def _warn_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -> None:
     """Say of arguments that were given a value and change nothing that they do not."""
     if not remove_qconfig:
         warn_user("_remove_qconfig=False changes nothing: the modules of a converted model have no qconfig.")

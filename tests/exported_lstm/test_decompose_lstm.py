@@ -281,7 +281,7 @@ def test_the_same_with_a_quantizer_that_looks_around() -> None:
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_layers": 2}], ids=str)
 def test_one_tensor_as_both_states(kwargs: dict[str, Any]) -> None:
-    """Hidden and cell state keep grids of their own, at the boundary too."""
+    """Hidden and cell state keep qparams of their own, at the boundary too."""
 
     class Tied(Model):
         def forward(self, x: Tensor, state: Tensor) -> Any:
@@ -429,7 +429,7 @@ def call_of(module: GraphModule) -> Node:
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
-def test_the_boundary_is_quantized_on_the_cells_grids(kwargs: dict[str, Any]) -> None:
+def test_the_boundary_is_quantized_with_the_cells_qparams(kwargs: dict[str, Any]) -> None:
     module = converted(float_model(kwargs), "opaque", kwargs)
     call = call_of(module)
     per_channel = OPS.dequantize_per_channel.default
@@ -455,7 +455,7 @@ def test_the_boundary_changes_no_value() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_consumer_on_the_same_grid_does_not_quantize_again() -> None:
+def test_a_consumer_with_the_same_qparams_does_not_quantize_again() -> None:
     module = converted(float_model({}), "opaque", {})
     (linear,) = [n for n in module.graph.nodes if n.target is ATEN.linear.default]
     q_of_output = linear.args[0].args[0]

@@ -118,7 +118,7 @@ def test_bias_scales_are_those_of_the_accumulators(layers: int) -> None:
 
 
 def test_hidden_state_omitted() -> None:
-    """The zeros of h0 alone would give a scale that saturates the bias; it has the hidden state's grid."""
+    """The zeros of h0 alone would give a scale that saturates the bias; it has the hidden state's qparams."""
     torch.manual_seed(0)
     model, data = Model().eval(), [(x,) for x, _ in batches()]
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_hidden_state_omitted() -> None:
 
 
 def test_one_tensor_as_both_states() -> None:
-    """torchao has one edge for it, so hidden and cell state share their grid."""
+    """torchao has one edge for it, so hidden and cell state share their qparams."""
 
     class Tied(Model):
         def forward(self, x: Tensor, state: Tensor) -> Any:

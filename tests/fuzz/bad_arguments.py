@@ -28,7 +28,7 @@ from torchq_compat.exported_lstm.whole_op import whole_op_lstm_quantizer
 from torchq_compat.lstm_utils import decompose_lstm, prepare_decomposed_lstm
 from torchq_compat.migrate.comparison.measure.cases import Case as ComparedCase
 
-__all__ = ["Door", "cases", "doors"]
+__all__ = ["EntryPoint", "cases", "entry_points"]
 
 MODULES = (
     "torchq_compat",
@@ -223,7 +223,7 @@ GOOD: dict[str, Arguments] = {
 
 
 @dataclass(frozen=True)
-class Door:
+class EntryPoint:
     """A public function or constructor, and arguments that it takes."""
 
     name: str
@@ -231,33 +231,35 @@ class Door:
     good: Arguments | None
 
 
-def doors() -> list[Door]:
+def entry_points() -> list[EntryPoint]:
     """Everything callable in ``__all__`` of the public modules, each once."""
-    found: dict[int, Door] = {}
+    found: dict[int, EntryPoint] = {}
     for module_name in MODULES:
         module = import_module(module_name)
         for name in module.__all__:
             value = getattr(module, name)
-            for door in _of_value(module_name, name, value):
-                found.setdefault(id(door.function), door)
-    by_name = {door.name: door for door in found.values()}
+            for entry_point in _of_value(module_name, name, value):
+                found.setdefault(id(entry_point.function), entry_point)
+    by_name = {entry_point.name: entry_point for entry_point in found.values()}
     return list(by_name.values())
 
 
-def _of_value(module: str, name: str, value: Any) -> Iterator[Door]:
+def _of_value(module: str, name: str, value: Any) -> Iterator[EntryPoint]:
     if isinstance(value, type) and issubclass(value, BaseException):
         return
     if module == "torchq_compat.nn.quantizable":
-        yield Door(f"{module}.{name}.from_float", value.from_float, lambda: {"other": float_module(name)})
+        yield EntryPoint(
+            f"{module}.{name}.from_float", value.from_float, lambda: {"other": float_module(name)}
+        )
     elif module == "torchq_compat.nn.quantized":
         observed = getattr(import_module("torchq_compat.nn.quantizable"), name)
-        yield Door(
+        yield EntryPoint(
             f"{module}.{name}.from_observed",
             value.from_observed,
             lambda: {"other": observed.from_float(float_module(name))},
         )
     elif callable(value):
-        yield Door(name, value, GOOD.get(name))
+        yield EntryPoint(name, value, GOOD.get(name))
 
 
 #: Calls that may succeed: (function, parameter, kind) -> why. "*" stands for any function or kind.
@@ -283,50 +285,50 @@ ACCEPTED: dict[tuple[str, str, str], str] = {
 }
 
 
-def accepted(door: Door, parameter: inspect.Parameter, kind: Kind) -> str:
+def accepted(entry_point: EntryPoint, parameter: inspect.Parameter, kind: Kind) -> str:
     if kind.name == "None" and parameter.default is None:
         return "None is the default"
     keys = [
-        (door.name, parameter.name, kind.name),
+        (entry_point.name, parameter.name, kind.name),
         ("*", parameter.name, kind.name),
-        (door.name, parameter.name, "*"),
+        (entry_point.name, parameter.name, "*"),
     ]
     return next((ACCEPTED[key] for key in keys if key in ACCEPTED), "")
 
 
 def cases() -> Iterator[Case]:
     """Every door with every kind of argument, one parameter at a time, and with arguments swapped."""
-    for door in doors():
-        assert door.good is not None, f"{door.name} has no arguments in GOOD"
-        parameters = list(inspect.signature(door.function).parameters.values())
+    for entry_point in entry_points():
+        assert entry_point.good is not None, f"{entry_point.name} has no arguments in GOOD"
+        parameters = list(inspect.signature(entry_point.function).parameters.values())
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         for parameter in named:
             for kind in KINDS:
                 yield Case(
-                    f"{door.name}({parameter.name}={kind.name})",
-                    lambda door=door, parameter=parameter, kind=kind: door.function(
-                        **{**door.good(), parameter.name: kind.make()}
+                    f"{entry_point.name}({parameter.name}={kind.name})",
+                    lambda entry_point=entry_point, parameter=parameter, kind=kind: entry_point.function(
+                        **{**entry_point.good(), parameter.name: kind.make()}
                     ),
-                    accepted=accepted(door, parameter, kind),
+                    accepted=accepted(entry_point, parameter, kind),
                 )
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            yield from _constructors(door)
-        yield from _swapped(door)
+            yield from _constructors(entry_point)
+        yield from _swapped(entry_point)
 
 
-def _constructors(door: Door) -> Iterator[Case]:
+def _constructors(entry_point: EntryPoint) -> Iterator[Case]:
     for kind in KINDS[1:]:
         yield Case(
-            f"{door.name}(sigmoid_obs_ctr={kind.name})",
-            lambda kind=kind: door.function(**door.good(), sigmoid_obs_ctr=kind.make()),
+            f"{entry_point.name}(sigmoid_obs_ctr={kind.name})",
+            lambda kind=kind: entry_point.function(**entry_point.good(), sigmoid_obs_ctr=kind.make()),
         )
 
 
-def _swapped(door: Door) -> Iterator[Case]:
+def _swapped(entry_point: EntryPoint) -> Iterator[Case]:
     def call(first: str, second: str) -> Any:
-        given = door.good()
-        return door.function(**{**given, first: given[second], second: given[first]})
+        given = entry_point.good()
+        return entry_point.function(**{**given, first: given[second], second: given[first]})
 
-    names = list(door.good()) if door.good else []
+    names = list(entry_point.good()) if entry_point.good else []
     for first, second in pairwise(names):
-        yield Case(f"{door.name}({first} and {second} swapped)", lambda a=first, b=second: call(a, b))
+        yield Case(f"{entry_point.name}({first} and {second} swapped)", lambda a=first, b=second: call(a, b))

@@ -30,17 +30,17 @@ def some(cases: Iterable[Case], start: int, step: int) -> Iterator[Case]:
 
 
 def test_every_public_function_is_known_to_the_fuzzer() -> None:
-    doors = bad_arguments.doors()
-    assert len(doors) > 35
-    assert [door.name for door in doors if door.good is None] == []
+    entry_points = bad_arguments.entry_points()
+    assert len(entry_points) > 35
+    assert [entry_point.name for entry_point in entry_points if entry_point.good is None] == []
 
 
 def test_what_is_good_is_taken() -> None:
     """Otherwise every wrong call would be refused for the same reason."""
-    for door in bad_arguments.doors():
-        assert door.good is not None
-        if door.name not in ("compare", "compare_case", "to_executorch"):
-            door.function(**door.good())
+    for entry_point in bad_arguments.entry_points():
+        assert entry_point.good is not None
+        if entry_point.name not in ("compare", "compare_case", "to_executorch"):
+            entry_point.function(**entry_point.good())
 
 
 def test_wrong_arguments() -> None:

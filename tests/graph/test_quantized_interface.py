@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate, leaves, quantize_nodes, sqnr
 from torchq_compat.errors import QuantizationWarning
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
 MAPPING = get_default_qconfig_mapping("qnnpack")
 
@@ -75,19 +75,19 @@ def test_integers_of_fx() -> None:
     torch.manual_seed(0)
     model, data = TwoInputs().eval(), batches()
     converted = by_us(model, data, [0], [0])
-    grid = converted.input_grids()[0]
-    assert isinstance(grid, PerTensorGrid)
-    assert converted.input_grids()[1] is None
+    qparams = converted.input_qparams()[0]
+    assert isinstance(qparams, PerTensorQParams)
+    assert converted.input_qparams()[1] is None
     x, y = data[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        legacy_x = torch.quantize_per_tensor(x, grid.scale, grid.zero_point, torch.quint8)
+        legacy_x = torch.quantize_per_tensor(x, qparams.scale, qparams.zero_point, torch.quint8)
     expected = by_fx(model, data)(legacy_x, y)[0]
-    found = converted(grid.quantize(x), y)[0]
+    found = converted(qparams.quantize(x), y)[0]
     assert found.dtype is torch.uint8
     assert torch.equal(found, expected.int_repr())
-    out = converted.output_grids()[0]
-    assert isinstance(out, PerTensorGrid)
+    out = converted.output_qparams()[0]
+    assert isinstance(out, PerTensorQParams)
     assert (out.scale, out.zero_point) == (expected.q_scale(), expected.q_zero_point())
     # A legacy caller's quantized tensor is taken as well.
     assert torch.equal(converted(legacy_x, y)[0], found)
@@ -101,8 +101,8 @@ def test_the_graph_does_not_quantize_what_arrives_quantized() -> None:
     assert placeholder.meta["val"].dtype is torch.uint8
     with torch.no_grad():
         x, y = data[2]
-        grids = integer.input_grids(), integer.output_grids()
-        found = grids[1][0].dequantize(integer(grids[0][0].quantize(x), y)[0])
+        all_qparams = integer.input_qparams(), integer.output_qparams()
+        found = all_qparams[1][0].dequantize(integer(all_qparams[0][0].quantize(x), y)[0])
         assert torch.equal(found, plain(x, y)[0])
 
 
@@ -124,8 +124,8 @@ def test_the_tuple_of_an_lstm(model_class: type[nn.Module], indexes: list[int], 
     with torch.no_grad():
         exact, found = leaves(model(x)), leaves(converted(x))
     assert {index for index, tensor in enumerate(found) if tensor.dtype is torch.uint8} == integers
-    for float_value, value, grid in zip(exact, found, converted.output_grids(), strict=True):
-        restored = value if grid is None else grid.dequantize(value)
+    for float_value, value, qparams in zip(exact, found, converted.output_qparams(), strict=True):
+        restored = value if qparams is None else qparams.dequantize(value)
         assert 28 < sqnr(float_value, restored) < 60
 
 
@@ -134,10 +134,10 @@ def test_a_quantized_input_goes_straight_into_an_lstm() -> None:
     model, x = Whole().eval(), torch.randn(6, 2, 4)
     converted = by_us(model, [(x,)], [0], [])
     plain = by_us(model, [(x,)], [], [])
-    grid = converted.input_grids()[0]
-    assert grid is not None
+    qparams = converted.input_qparams()[0]
+    assert qparams is not None
     with torch.no_grad():
-        for a, b in zip(leaves(plain(x)), leaves(converted(grid.quantize(x))), strict=True):
+        for a, b in zip(leaves(plain(x)), leaves(converted(qparams.quantize(x))), strict=True):
             assert torch.equal(a, b)
 
 
@@ -146,19 +146,19 @@ def test_an_output_no_op_observes() -> None:
     model, data = TwoInputs().eval(), batches()
     converted = by_us(model, data, [], [1])
     x, y = data[0]
-    found, grid = converted(x, y)[1], converted.output_grids()[1]
-    assert grid is not None
+    found, qparams = converted(x, y)[1], converted.output_qparams()[1]
+    assert qparams is not None
     assert found.dtype is torch.uint8
-    assert float((grid.dequantize(found) - y).abs().max()) <= grid.scale / 2 + 1e-6
+    assert float((qparams.dequantize(found) - y).abs().max()) <= qparams.scale / 2 + 1e-6
 
 
-def test_grids_follow_loaded_qparams_and_copies() -> None:
+def test_qparams_follow_loaded_states_and_copies() -> None:
     model, data = TwoInputs().eval(), batches()
     trained, fresh = by_us(model, data, [0], [0]), by_us(model, [data[0]], [0], [0])
-    assert trained.input_grids() != fresh.input_grids()
+    assert trained.input_qparams() != fresh.input_qparams()
     fresh.load_state_dict(trained.state_dict())
-    assert fresh.input_grids() == trained.input_grids()
-    assert copy.deepcopy(trained).output_grids() == trained.output_grids()
+    assert fresh.input_qparams() == trained.input_qparams()
+    assert copy.deepcopy(trained).output_qparams() == trained.output_qparams()
 
 
 def test_bad_input() -> None:
@@ -166,7 +166,7 @@ def test_bad_input() -> None:
     converted = by_us(model, data, [0], [])
     with pytest.raises(tc.TorchQCompatError, match=r"input 0 .* torch.uint8, got torch.float32") as caught:
         converted(*data[0])
-    assert "input_grids()[0].quantize(x)" in str(caught.value)
+    assert "input_qparams()[0].quantize(x)" in str(caught.value)
     for inputs, outputs, setting in (([2], [], "input"), ([], [2], "output"), ([-1], [], "input")):
         message = rf"{setting}_quantized_indexes has -?\d, and the model has 2"
         with pytest.warns(QuantizationWarning, match=message):

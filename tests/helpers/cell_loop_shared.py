@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from tests.helpers.lstm_flow import uniform
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import ConvertedCellGraphModule
-from torchq_compat.custom_modules.recurrent.native.columns import column_grids
+from torchq_compat.custom_modules.recurrent.native.columns import column_qparams
 from torchq_compat.custom_modules.recurrent.native.directions import OwnedProgram, run_native_direction
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
-#: The grid ``x`` comes on, as if from a quantized layer before.
-X_GRID = PerTensorGrid(2 / 255, 128, 0, 255, torch.uint8)
+#: The qparams ``x`` comes with, as if from a quantized layer before.
+X_QPARAMS = PerTensorQParams(2 / 255, 128, 0, 255, torch.uint8)
 
 
-def on(grid: PerTensorGrid, x: Tensor) -> Tensor:
-    return grid.dequantize(grid.quantize(x))
+def on(qparams: PerTensorQParams, x: Tensor) -> Tensor:
+    return qparams.dequantize(qparams.quantize(x))
 
 
 def inputs_of(
@@ -27,20 +27,20 @@ def inputs_of(
     steps: int,
     batch: int,
     *,
-    grid: PerTensorGrid = X_GRID,
+    qparams: PerTensorQParams = X_QPARAMS,
     zeros: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x (T, B, I) on ``grid`` and states (B, width) on the grids of the cell."""
+    """x (T, B, I) with ``qparams`` and states (B, width) with the qparams of the cell."""
     widths = [int(n.meta["val"].shape[1]) for n in cell.graph.nodes if n.op == "placeholder"]
     states = (uniform(0.9, batch, width) for width in widths[1:])
-    grids = cell.state_grids()
-    return on(grid, uniform(2.0, steps, batch, widths[0])), tuple(map(on, grids, states))
+    all_qparams = cell.state_qparams()
+    return on(qparams, uniform(2.0, steps, batch, widths[0])), tuple(map(on, all_qparams, states))
 
 
 def native(
     cell: ConvertedCellGraphModule, x: Tensor, states: tuple[Tensor, ...], **options: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    columns = options.pop("columns", column_grids(X_GRID, x.shape[-1], x.dim()))
+    columns = options.pop("columns", column_qparams(X_QPARAMS, x.shape[-1], x.dim()))
     program = cell.program()
     assert program is not None
     owned = OwnedProgram(cell, program)

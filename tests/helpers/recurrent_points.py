@@ -132,10 +132,10 @@ class Point:
         x = uniform(1.0, 16, 16, self.input_size)
         with torch.no_grad():
             for layer in range(self.num_layers):
-                arriving = self._hidden_states(module, x, layer - 1) if layer else x
+                incoming = self._hidden_states(module, x, layer - 1) if layer else x
                 for direction in range(self.directions):
                     suffix = f"_l{layer}{'_reverse' * direction}"
-                    self._fill_gates(module, suffix, float(arriving.square().mean().sqrt()))
+                    self._fill_gates(module, suffix, float(incoming.square().mean().sqrt()))
                     if self.proj_size:
                         self._fill_projection(getattr(module, f"weight_hr{suffix}"))
         return Model(module).eval()
@@ -145,11 +145,11 @@ class Point:
         _, h_n, *_ = leaves(module(x))
         return h_n[layer * self.directions :][: self.directions]
 
-    def _fill_gates(self, module: nn.Module, suffix: str, arriving: float) -> None:
+    def _fill_gates(self, module: nn.Module, suffix: str, incoming: float) -> None:
         """Gate sums of standard deviation about 0.8, and a bias that opens the gates, as training gives."""
         from_x, from_h = getattr(module, f"weight_ih{suffix}"), getattr(module, f"weight_hh{suffix}")
         spread = 1.2 if self.bias else 1.4
-        from_x.copy_(uniform(spread / arriving / from_x.shape[1] ** 0.5, *from_x.shape))
+        from_x.copy_(uniform(spread / incoming / from_x.shape[1] ** 0.5, *from_x.shape))
         from_h.copy_(uniform(0.3 / from_h.shape[1] ** 0.5, *from_h.shape))
         if self.bias:
             opened = torch.tensor(self.kind.bias).repeat_interleave(self.hidden_size)

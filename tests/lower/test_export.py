@@ -228,7 +228,7 @@ def opaque_op() -> Any:
     return torch.ops.torchq_compat.quantized_recurrent.default
 
 
-def grids_in(graphs: Iterator[Graph]) -> set[tuple[Any, ...]]:
+def qparams_in(graphs: Iterator[Graph]) -> set[tuple[Any, ...]]:
     return {node.args[1:6] for graph in graphs for node in graph.nodes if node.target in Q_DQ}
 
 
@@ -236,10 +236,10 @@ def grids_in(graphs: Iterator[Graph]) -> set[tuple[Any, ...]]:
 def test_every_shape_has_the_qparams_of_the_cells(name: str) -> None:
     model = reference(name)
     cells = [graph.graph for m in model.modules() if isinstance(m, PartOwner) for _, graph in m.graphs()]
-    expected = grids_in(iter((model.graph, *cells)))
+    expected = qparams_in(iter((model.graph, *cells)))
     assert len(expected) > 10
     for shape in LoopShape:
-        assert grids_in(graphs_of(program_of(name, shape))) == expected
+        assert qparams_in(graphs_of(program_of(name, shape))) == expected
 
 
 @pytest.mark.parametrize("name", ["lstm", "projected", "gru"])
@@ -370,8 +370,8 @@ def test_integers_in_and_out() -> None:
     prepared = tc.prepare_fx(model, STATIC, (torch.randn(5, 2, 8),), config)
     calibrate(prepared, [(torch.randn(20, 6, 8),)])
     converted = tc.convert_to_reference_fx(prepared)
-    (grid,) = converted.input_grids()
-    x = grid.quantize(torch.randn(7, 4, 8))
+    (qparams,) = converted.input_qparams()
+    x = qparams.quantize(torch.randn(7, 4, 8))
     expected, found = (leaves(m(x)) for m in (converted, tc.export(converted, (x[:5, :2],)).module()))
     assert [leaf.dtype for leaf in found] == [leaf.dtype for leaf in expected]
     assert all(map(torch.equal, found, expected))

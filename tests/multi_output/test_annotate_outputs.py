@@ -91,7 +91,7 @@ def minmax_qparams(value: Tensor, dtype: torch.dtype = torch.int8) -> tuple[floa
     return float(scale), int(zero_point)
 
 
-def on_grid(value: Tensor, qparams: tuple[float, int]) -> Tensor:
+def fake_quantized(value: Tensor, qparams: tuple[float, int]) -> Tensor:
     q = OPS.quantize_per_tensor(value, *qparams, -128, 127, torch.int8)
     return OPS.dequantize_per_tensor(q, *qparams, -128, 127, torch.int8)
 
@@ -130,8 +130,10 @@ def test_every_output_has_its_own_qparams(
         None if i in integers else minmax_qparams(value.contiguous()) for i, value in enumerate(expected)
     ]
     assert result_qparams(converted) == qparams
-    for value, result, grid in zip(expected, leaves(converted(X)), qparams, strict=True):
-        assert torch.equal(result, value if grid is None else on_grid(value, grid))
+    for value, result, expected_qparams in zip(expected, leaves(converted(X)), qparams, strict=True):
+        assert torch.equal(
+            result, value if expected_qparams is None else fake_quantized(value, expected_qparams)
+        )
 
 
 @pytest.mark.parametrize(("name", "target", "function", "count", "integers"), OPERATORS, ids=IDS)
@@ -142,7 +144,9 @@ def test_none_leaves_an_output_alone(
     graph_module = export(function, X, modules=(LSTM, GRU))
     quantizer = OfOneOp(target, lambda node: annotate_outputs(node, {}, [int8(), *[None] * (count - 1)]))
     _, converted = quantized(graph_module, quantizer, X)
-    assert [grid is not None for grid in result_qparams(converted)] == [True] + [False] * (count - 1)
+    assert [expected_qparams is not None for expected_qparams in result_qparams(converted)] == [True] + [
+        False
+    ] * (count - 1)
 
 
 def test_torchao_alone_drops_the_spec() -> None:
@@ -176,7 +180,7 @@ def test_fixed_qparams_of_an_output() -> None:
     quantizer = OfOneOp(ATEN.chunk.default, lambda node: annotate_outputs(node, {}, [FIXED, int8()]))
     _, converted = quantized(export(lambda x: x.chunk(2), X), quantizer, X)
     assert result_qparams(converted) == [(1 / 64, 3), minmax_qparams(X[3:])]
-    assert torch.equal(converted(X)[0], on_grid(X[:3], (1 / 64, 3)))
+    assert torch.equal(converted(X)[0], fake_quantized(X[:3], (1 / 64, 3)))
 
 
 def test_two_outputs_share() -> None:
@@ -201,7 +205,7 @@ def test_an_output_shares_with_a_later_one() -> None:
 
 @pytest.mark.parametrize("output_leads", [False, True])
 def test_an_output_and_an_input_share(output_leads: bool) -> None:
-    """Either may carry the spec. The input is wider than the output: the output has the input's grid."""
+    """Either may carry the spec. The input is wider than the output: the output has the input's qparams."""
 
     def annotate(node: Node) -> None:
         (x,) = node.all_input_nodes
@@ -215,7 +219,7 @@ def test_an_output_and_an_input_share(output_leads: bool) -> None:
     _, converted = quantized(export(lambda x: x.topk(3), X), quantizer, X)
     assert quantizer.observers["x", "topk"] is quantizer.observers["getitem"]
     assert result_qparams(converted) == [minmax_qparams(X), None]
-    assert torch.equal(converted(X)[0], on_grid(X, minmax_qparams(X)).topk(3).values)
+    assert torch.equal(converted(X)[0], fake_quantized(X, minmax_qparams(X)).topk(3).values)
 
 
 def test_an_output_derived_from_an_input_and_another_output() -> None:
@@ -224,9 +228,9 @@ def test_an_output_derived_from_an_input_and_another_output() -> None:
         annotate_outputs(node, {x: int8()}, [UINT8, derived((x, node), Output(node, 0))])
 
     _, converted = quantized(export(lambda x: x.chunk(2), X), OfOneOp(ATEN.chunk.default, annotate), X)
-    x_grid = minmax_qparams(X)
+    x_qparams = minmax_qparams(X)
     first = minmax_qparams(X[:3], torch.uint8)
-    assert result_qparams(converted)[1] == pytest.approx((x_grid[0] * first[0], 0), rel=1e-6)
+    assert result_qparams(converted)[1] == pytest.approx((x_qparams[0] * first[0], 0), rel=1e-6)
 
 
 def test_bias_derived_from_a_shared_output() -> None:

@@ -393,7 +393,7 @@ def test_a_circle_through_a_derived_spec() -> None:
 
 
 def test_an_output_told_to_share_that_has_another_dtype() -> None:
-    """Two quantizers: the first gave the output uint8, the second wants it on the input's int8 grid."""
+    """Two quantizers: the first gave the output uint8, the second wants it with the input's int8 qparams."""
 
     def write(n: Nodes) -> None:
         chunk, x = n["chunk"], n["x"]

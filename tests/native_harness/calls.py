@@ -22,8 +22,8 @@ from torchq_compat.custom_modules.recurrent.native.instruction_set import (
     SLOT_COLUMNS,
     Op,
 )
-from torchq_compat.custom_modules.recurrent.native.program import CellProgram, DynamicGrid, WeightNames
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.custom_modules.recurrent.native.program import CellProgram, DynamicQParams, WeightNames
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["Call", "calls_of_modules", "random_call", "write_calls"]
 
@@ -39,7 +39,7 @@ class Call:
     weights: list[Tensor | None]
     table: Tensor
     constants: Tensor
-    input_grids: list[float]
+    input_qparams: list[float]
     backward: bool
 
     def arguments(self) -> tuple[Any, ...]:
@@ -49,13 +49,13 @@ class Call:
             self.weights,
             self.table,
             self.constants,
-            self.input_grids,
+            self.input_qparams,
             self.backward,
         )
 
 
 class _Cell:
-    """A random cell: the structure of an LSTM, GRU or RNN, every part on a random grid."""
+    """A random cell: the structure of an LSTM, GRU or RNN, every part with random qparams."""
 
     def __init__(self, dice: random.Random, hidden: int, inputs: int) -> None:
         self.dice, self.hidden, self.inputs = dice, hidden, inputs
@@ -64,10 +64,10 @@ class _Cell:
         self.dynamic = dice.random() < 0.2
         self.reader = _Reader()
         self.weights: list[Tensor | None] = []
-        self.state_grids: list[PerTensorGrid | None] = []
+        self.state_qparams: list[PerTensorQParams | None] = []
         getattr(self, dice.choice(["_lstm", "_gru", "_rnn"]))()
 
-    def grid(self, reach: float, bits: int | None = None) -> PerTensorGrid | None:
+    def qparams(self, reach: float, bits: int | None = None) -> PerTensorQParams | None:
         if self.dynamic:
             return None
         bits = self.dice.choice([8, self.bits]) if bits is None else bits
@@ -76,7 +76,7 @@ class _Cell:
         high = low + 2**bits - 1
         zero_point = self.dice.randint(low // 4, high // 4) if self.dice.random() < 0.5 else 0
         scale = 2 * reach / 2 ** min(bits, 20)
-        return PerTensorGrid(scale, zero_point, low, high, dtype)
+        return PerTensorQParams(scale, zero_point, low, high, dtype)
 
     def linear(self, source: _Value, width: int) -> _Value:
         dice, count = self.dice, source.width
@@ -93,9 +93,9 @@ class _Cell:
         bias = torch.randn(width) if dice.random() < 0.7 else None
         self.weights += [values, scales, zero_points, bias]
         self.reader.weights.append(WeightNames("w", None, None, None))
-        read_on = source.grid if source.grid and source.grid.dtype in DTYPES[8] else None
+        read_on = source.qparams if source.qparams and source.qparams.dtype in DTYPES[8] else None
         if self.dynamic:
-            read_on = DynamicGrid(1e-7, dice.choice([127, 255]), 0, 255, torch.uint8)
+            read_on = DynamicQParams(1e-7, dice.choice([127, 255]), 0, 255, torch.uint8)
         return self.reader._instruct(
             Op.LINEAR,
             (source,),
@@ -103,7 +103,7 @@ class _Cell:
             weight=len(self.weights) // 4 - 1,
             input=read_on,
             weight_qparams=qparams,
-            output=self.grid(4.0),
+            output=self.qparams(4.0),
         )
 
     def gates(self, source: _Value, count: int) -> list[_Value]:
@@ -113,8 +113,8 @@ class _Cell:
         return [replace(whole, offset=gate * width, width=width) for gate in range(count)]
 
     def op(self, op: Op, *sources: _Value, reach: float = 2.0) -> _Value:
-        grid = self.grid(reach) if self.dice.random() < 0.9 else None
-        return self.reader._instruct(op, sources, self.hidden, output=grid)
+        qparams = self.qparams(reach) if self.dice.random() < 0.9 else None
+        return self.reader._instruct(op, sources, self.hidden, output=qparams)
 
     def state(self, width: int) -> _Value:
         # The integers of a state are not in the program before its new value is known.
@@ -122,9 +122,9 @@ class _Cell:
         return value
 
     def new_state(self, value: _Value, bits: int | None = None) -> _Value:
-        grid = self.grid(1.5, bits)
-        self.state_grids.append(grid)
-        return self.reader._instruct(Op.COPY, (value,), value.width, output=grid)
+        qparams = self.qparams(1.5, bits)
+        self.state_qparams.append(qparams)
+        return self.reader._instruct(Op.COPY, (value,), value.width, output=qparams)
 
     def _lstm(self) -> None:
         x = self.reader.new_slot(self.inputs, once=True)
@@ -137,7 +137,7 @@ class _Cell:
         cell = self.new_state(self.op(Op.ADD, kept, self.op(Op.MUL, i, self.op(Op.TANH, g, reach=1.0))))
         hidden = self.op(Op.MUL, o, self.op(Op.TANH, cell, reach=1.0), reach=1.0)
         hidden = self.new_state(self.linear(hidden, projected) if projected else hidden)
-        self.state_grids.reverse()
+        self.state_qparams.reverse()
         self.program = self.reader.program((h, c), (hidden, cell))
 
     def _gru(self) -> None:
@@ -160,7 +160,7 @@ class _Cell:
 
 
 def random_call(seed: int, *, largest_hidden: int = 65, largest_batch: int = 130) -> Call:
-    """A random cell with random inputs; states, and an input, may lie on no grid, values may be NaN."""
+    """A random cell with random inputs; states, and an input, may have no qparams, values may be NaN."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
     cell = _Cell(dice, dice.randint(1, largest_hidden), dice.randint(1, 80))
@@ -170,17 +170,23 @@ def random_call(seed: int, *, largest_hidden: int = 65, largest_batch: int = 130
     x, columns = torch.randn(steps, batch, cell.inputs), []
     if dice.random() < 0.7:
         first = dice.randint(1, cell.inputs)
-        grids = [cell.grid(2.5, 8) or PerTensorGrid(0.02, 0, -128, 127, torch.int8) for _ in range(2)]
-        columns = [(first, grids[0]), (cell.inputs - first, grids[1])][: 1 + (first < cell.inputs)]
+        all_qparams = [
+            cell.qparams(2.5, 8) or PerTensorQParams(0.02, 0, -128, 127, torch.int8) for _ in range(2)
+        ]
+        columns = [(first, all_qparams[0]), (cell.inputs - first, all_qparams[1])][
+            : 1 + (first < cell.inputs)
+        ]
         pieces = torch.split(x, [width for width, _ in columns], -1)
-        on_grids = [g.dequantize(g.quantize(p)) for p, (_, g) in zip(pieces, columns, strict=True)]
-        x = torch.cat(on_grids, -1)
+        quantized = [g.dequantize(g.quantize(p)) for p, (_, g) in zip(pieces, columns, strict=True)]
+        x = torch.cat(quantized, -1)
     else:
         columns = [(cell.inputs, None)]
     states = []
-    for slot, grid in zip(program.slots[1:], cell.state_grids, strict=False):
+    for slot, qparams in zip(program.slots[1:], cell.state_qparams, strict=False):
         state = torch.rand(batch, slot.width) * 2 - 1
-        states.append(state if grid is None or dice.random() < 0.3 else grid.dequantize(grid.quantize(state)))
+        states.append(
+            state if qparams is None or dice.random() < 0.3 else qparams.dequantize(qparams.quantize(state))
+        )
     if x.numel() and dice.random() < 0.1:
         x.view(-1)[dice.randrange(x.numel())] = dice.choice([math.nan, math.inf, -math.inf])
     return Call(
@@ -198,8 +204,8 @@ def calls_of_modules() -> Iterator[Call]:
             weights = [None if name is None else attribute(cell, name).detach() for name in names]
             for steps, batch in ((1, 1), (70, 3), (3, 19)):
                 x, states = inputs_of(cell, steps, batch)
-                grids = as_numbers(((x.shape[-1], None),))
-                yield Call(x, list(states), weights, program.table, program.constants, grids, False)
+                all_qparams = as_numbers(((x.shape[-1], None),))
+                yield Call(x, list(states), weights, program.table, program.constants, all_qparams, False)
 
 
 def write_calls(calls: list[Call], path: Path) -> None:
@@ -221,7 +227,7 @@ def _blocks(call: Call) -> Iterator[bytes | None]:
         slots,
         states,
         len(inputs),
-        len(call.input_grids) // 6,
+        len(call.input_qparams) // 6,
         steps,
         batch,
         call.backward,
@@ -232,7 +238,7 @@ def _blocks(call: Call) -> Iterator[bytes | None]:
     yield _bytes(rows[end : end + SLOT_COLUMNS * slots])
     yield _bytes(rows[end + SLOT_COLUMNS * slots :])
     yield struct.pack(f"<{len(inputs)}q", *inputs)
-    yield struct.pack(f"<{len(call.input_grids)}d", *call.input_grids)
+    yield struct.pack(f"<{len(call.input_qparams)}d", *call.input_qparams)
     yield _bytes(call.x)
     for index, weight in enumerate(call.weights):
         dtype = (torch.int8, torch.float32, torch.int64, torch.float32)[index % 4]

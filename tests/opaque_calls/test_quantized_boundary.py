@@ -201,7 +201,7 @@ def test_an_unused_output_leaves_no_node(pick: Callable[..., Tensor], index: int
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_every_used_output_leaves_through_one_dequantize(bidirectional: bool) -> None:
-    """Layers and directions have grids of their own, so h_n and c_n of several are per-channel."""
+    """Layers and directions have qparams of their own, so h_n and c_n of several are per-channel."""
     rows = 4 if bidirectional else 1
     _, converted = quantized(OneLSTM(rows // 2 or 1, bidirectional=bidirectional), rows=rows)
     (call,) = calls(converted)
@@ -242,7 +242,7 @@ class TwoRanges(OneLSTM):
         return y, z
 
 
-def test_two_calls_have_each_their_own_input_grid() -> None:
+def test_two_calls_have_each_their_own_input_qparams() -> None:
     """FX keeps one observer for all calls of a custom module."""
     _, converted = quantized(TwoRanges())
     first, second = calls(converted)

@@ -123,8 +123,8 @@ def test_equal_qparams_and_outputs_within_one_step(make: Callable[[], nn.Module]
 
 
 def assert_within_one_step(mine: Tensor, theirs: Tensor) -> None:
-    """One step of the grid both results lie on. torch.quantize_per_tensor and its decomposed form round a few
-    values in a million differently, so that is the floor."""
+    """One step of the qparams both results have. torch.quantize_per_tensor and its decomposed form round a
+    few values in a million differently, so that is the floor."""
     levels = torch.unique(torch.cat([mine.flatten(), theirs.flatten()]))
     step = float((levels[1:] - levels[:-1]).median())
     difference = (mine - theirs).abs()

@@ -85,22 +85,22 @@ UNMAPPED = [
 ]
 
 
-@pytest.mark.parametrize(("recurrent", "remedy"), UNMAPPED)
-def test_a_recurrent_module_nothing_maps(recurrent: type[nn.Module], remedy: str) -> None:
+@pytest.mark.parametrize(("recurrent", "hint"), UNMAPPED)
+def test_a_recurrent_module_nothing_maps(recurrent: type[nn.Module], hint: str) -> None:
     """FX leaves it float without a word."""
     prepared, (record,) = prepare_and_listen(recurrent, MAPPING)
     assert record.filename == __file__
     message = str(record.message)
     assert f"{recurrent.__name__} at 'encoder.rnn' stays float" in message
     assert "no custom-module mapping" in message
-    assert remedy in message
+    assert hint in message
     decision = decision_about(prepared, "encoder.rnn")
     assert (decision.kind, decision.action.value) == (recurrent.__name__, "float")
-    assert remedy in decision.reason
+    assert hint in decision.reason
 
 
-@pytest.mark.parametrize(("recurrent", "remedy"), UNMAPPED)
-def test_it_stays_float_and_its_neighbours_do_not(recurrent: type[nn.Module], remedy: str) -> None:
+@pytest.mark.parametrize(("recurrent", "hint"), UNMAPPED)
+def test_it_stays_float_and_its_neighbours_do_not(recurrent: type[nn.Module], hint: str) -> None:
     torch.manual_seed(0)
     model = Model(recurrent).eval()
     (prepared, converted), records = listen(lambda: by_us(model, MAPPING, [example(recurrent)]))
@@ -109,7 +109,7 @@ def test_it_stays_float_and_its_neighbours_do_not(recurrent: type[nn.Module], re
     assert float((prepared(x) - model(x)).abs().max()) < 1e-5
     assert decision_about(converted, "encoder.rnn").action.value == "float"
     assert {d.path for d in tc.explain(converted) if d.action.value == "quantized"} == {"inp", "out"}
-    assert remedy in decision_about(converted, "encoder.rnn").reason
+    assert hint in decision_about(converted, "encoder.rnn").reason
     weights = [b for b in converted.buffers() if b.dtype is torch.int8]
     assert [tuple(w.shape) for w in weights] == [(INPUTS, INPUTS), (4, HIDDEN)]
 

@@ -227,7 +227,7 @@ def test_what_is_no_constructor_is_refused(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in quantize_fx.__all__ if hasattr(fx, n)])
-def test_doors_take_the_legacy_arguments(name: str) -> None:
+def test_entry_points_take_the_legacy_arguments(name: str) -> None:
     theirs = list(inspect.signature(getattr(fx, name)).parameters.values())
     ours = list(inspect.signature(getattr(tc, name)).parameters.values())
     assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]

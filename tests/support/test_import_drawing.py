@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchq_compat
-from torchq_compat.graph.metadata import KEYS
+from torchq_compat.support.metadata import KEYS
 
 ROOT = Path(torchq_compat.__file__).parent
 PACKAGE = ROOT.name
@@ -53,6 +53,16 @@ def drawing() -> dict[str, set[str]]:
 
 def test_no_circles() -> None:
     TopologicalSorter(drawing()).prepare()
+
+
+def test_no_circles_between_rooms() -> None:
+    rooms: dict[str, set[str]] = {}
+    for name, others in drawing().items():
+        room = rooms.setdefault(".".join(name.split(".")[:2]), set())
+        room.update(".".join(other.split(".")[:2]) for other in others if other != PACKAGE)
+    for room, others in rooms.items():
+        others.discard(room)
+    TopologicalSorter(rooms).prepare()
 
 
 def test_circles_are_found() -> None:
@@ -109,3 +119,16 @@ def test_metadata_keys_are_in_one_table() -> None:
             assert not quoted, f"{path}: {quoted}"
     for key in KEYS:
         assert (ROOT / key.written_by.replace(".", "/")).with_suffix(".py").is_file(), key.written_by
+
+
+@pytest.mark.parametrize(
+    ("text", "home"),
+    [
+        ("ops.quantized_decomposed", "qspecs/qdq.py"),
+        ('removeprefix("torch.")', "support/dtypes.py"),
+    ],
+)
+def test_one_module_names_them(text: str, home: str) -> None:
+    """q-dq operators, and dtypes by name; ``decisions`` shows values of every kind."""
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if text in path.read_text()}
+    assert files - {"support/decisions.py"} == {home}

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 import torch
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-__all__ = ["LeafBoundary"]
+__all__ = ["OpaqueBoundary"]
 
 
 @dataclass(frozen=True)
-class LeafBoundary:
+class OpaqueBoundary:
     """What a custom-module call wants at its inputs and yields at its outputs.
 
     Attributes:
         input_specs: observes each flat input that arrives in floats; None leaves one alone.
-        output_dtypes: the quantized dtype of each flat output that lies on a grid of the module's own; None
+        output_dtypes: the quantized dtype of each flat output that the module quantizes itself; None
             for floats.
         output_specs: observes each flat output behind the module; None leaves one alone.
         accepted: quantized dtypes an input may already have, apart from its spec's.
@@ -28,6 +28,6 @@ class LeafBoundary:
     accepted: frozenset[torch.dtype] = field(default=frozenset())
 
     @classmethod
-    def floats(cls, inputs: int, outputs: int) -> LeafBoundary:
+    def floats(cls, inputs: int, outputs: int) -> OpaqueBoundary:
         """Nothing is observed."""
         return cls((None,) * inputs, (None,) * outputs, (None,) * outputs)

@@ -11,9 +11,9 @@ import torch
 from torch.ao.quantization.backend_config import DTypeConfig, DTypeWithConstraints
 
 from torchq_compat.config.backend_configs import PatternEntry
-from torchq_compat.qspecs.dtypes import PACKED_DTYPES, plain_dtype
 from torchq_compat.qspecs.observers import ObserverConstructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_name, plain_dtype
 
 __all__ = ["find_dtype_config", "is_half_static", "refusal", "takes_weight"]
 
@@ -100,7 +100,9 @@ def _output_violation(config: DTypeConfig, specs: OpSpecs) -> str:
 
 
 def _dtype_violation(what: str, allowed: torch.dtype, asked: torch.dtype) -> str:
-    return "" if _is_same(allowed, asked) else f"{what} {_name(asked)} where it takes {_name(allowed)}"
+    if _is_same(allowed, asked):
+        return ""
+    return f"{what} {dtype_name(asked)} where it takes {dtype_name(allowed)}"
 
 
 def _constraint_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
@@ -150,7 +152,3 @@ def _is_same(allowed: torch.dtype | None, asked: torch.dtype) -> bool:
     if PACKED_DTYPES & {allowed, asked}:
         return allowed is asked
     return plain_dtype(allowed) == plain_dtype(asked)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Fused patterns of a BackendConfig: the chains of ops that run as one, with nothing observed between them.
+"""Fused patterns of a BackendConfig: the ops that run as one, with nothing observed between them.
 
 FX has two kinds. A pattern with a fuser method replaces modules by a fused one before any QConfig is looked
 at: the QConfig of the first module counts, and one by object type has to be the same for all of them. A
@@ -16,18 +16,18 @@ from torch.ao.quantization.qconfig import qconfig_equals
 from torch.fx import Node
 
 from torchq_compat.annotate.op_records import OpRecord
-from torchq_compat.annotate.source_partitions import OpGroup
+from torchq_compat.annotate.source_partitions import SourcePartition
 from torchq_compat.config.backend_configs import BackendTable, Join, PatternEntry, PatternPart
 from torchq_compat.config.qconfig_mappings import ObjectType, QConfigRules
 from torchq_compat.errors import ConfigError
 from torchq_compat.qspecs.selectors import Selection
 
-__all__ = ["Chain", "find_chains"]
+__all__ = ["FusedPattern", "match_fused_patterns"]
 
 
 @dataclass(frozen=True)
-class Chain:
-    """Ops that run as one, in the order they run; most chains have one.
+class FusedPattern:
+    """Ops that run as one, in the order they run; most patterns have one.
 
     Attributes:
         entry: the backend's row for it, None if it has none.
@@ -37,7 +37,7 @@ class Chain:
         observes_inputs: False where the first op's own QConfig is None.
     """
 
-    ops: tuple[OpGroup, ...]
+    ops: tuple[SourcePartition, ...]
     entry: PatternEntry | None
     input_type_to_index: Mapping[str, int]
     selection: Selection
@@ -45,23 +45,23 @@ class Chain:
     observes_inputs: bool
 
     @property
-    def first(self) -> OpGroup:
+    def first(self) -> SourcePartition:
         return self.ops[0]
 
     @property
-    def last(self) -> OpGroup:
+    def last(self) -> SourcePartition:
         return self.ops[-1]
 
     @property
-    def observed_group(self) -> OpGroup:
-        """The first op, with the inputs and weights of all of the chain that are observed."""
-        group = self.first.with_roles(self.input_type_to_index)
+    def observed_partition(self) -> SourcePartition:
+        """The first op, with the inputs and weights of all of the pattern that are observed."""
+        partition = self.first.with_roles(self.input_type_to_index)
         if not self.observes_inputs:
-            return replace(group, inputs=(), weights=())
+            return replace(partition, inputs=(), weights=())
         # Without a fused module FX observes what its root takes, and nothing that enters behind.
         if self.entry is None or not self.entry.is_fused_module:
-            return group
-        return replace(group, inputs=(*group.inputs, *self._joining_inputs()))
+            return partition
+        return replace(partition, inputs=(*partition.inputs, *self._joining_inputs()))
 
     def _joining_inputs(self) -> tuple[tuple[Node, Node], ...]:
         """(producer, consumer) of what enters behind the first op."""
@@ -69,46 +69,52 @@ class Chain:
         return tuple(edge for op in self.ops[1:] for edge in op.inputs if edge[0] not in inside)
 
 
-def find_chains(groups: list[OpGroup], rules: QConfigRules, backend: BackendTable) -> list[Chain]:
-    """The longest chains of the backend's fused patterns; an op in none is a chain of its own.
+def match_fused_patterns(
+    partitions: list[SourcePartition], rules: QConfigRules, backend: BackendTable
+) -> list[FusedPattern]:
+    """Match the longest fused patterns of the backend; an op in none is a pattern of its own.
 
     Raises:
         ConfigError: modules that fuse have different QConfigs by object type.
     """
-    matcher = _Matcher({node: group for group in groups for node in group.nodes}, backend)
-    # Where both inputs of an add could be the chain's, FX takes the left one.
+    matcher = _Matcher({node: partition for partition in partitions for node in partition.nodes}, backend)
+    # Where both inputs of an add could be the pattern's, FX takes the left one.
     joined_on_the_left = {
         op.nodes[-1]
-        for ops in matcher.chains(groups, lambda op, side: side == 0)
+        for ops in matcher.patterns(partitions, lambda op, side: side == 0)
         for before, op in itertools.pairwise(ops)
         if _side(before, op) == 0
     }
-    chains = matcher.chains(groups, lambda op, side: side == 0 or op.nodes[-1] not in joined_on_the_left)
-    return [_chain(ops, rules, backend) for ops in chains]
+    patterns = matcher.patterns(
+        partitions, lambda op, side: side == 0 or op.nodes[-1] not in joined_on_the_left
+    )
+    return [_fused_pattern(ops, rules, backend) for ops in patterns]
 
 
-MayJoin = Callable[[OpGroup, int], bool]
+MayJoin = Callable[[SourcePartition, int], bool]
 
 
 @dataclass(frozen=True)
 class _Matcher:
-    by_node: Mapping[Node, OpGroup]
+    by_node: Mapping[Node, SourcePartition]
     backend: BackendTable
 
-    def chains(self, groups: list[OpGroup], may_join: MayJoin) -> list[tuple[OpGroup, ...]]:
-        found: list[tuple[OpGroup, ...]] = []
+    def patterns(
+        self, partitions: list[SourcePartition], may_join: MayJoin
+    ) -> list[tuple[SourcePartition, ...]]:
+        found: list[tuple[SourcePartition, ...]] = []
         absorbed: set[Node] = set()
-        for group in groups:
-            if group.nodes[-1] in absorbed:
+        for partition in partitions:
+            if partition.nodes[-1] in absorbed:
                 continue
-            ops = self._longest(group, may_join)
+            ops = self._longest(partition, may_join)
             absorbed.update(op.nodes[-1] for op in ops[1:])
             found.append(ops)
         return [ops for ops in found if ops[0].nodes[-1] not in absorbed]
 
-    def _longest(self, group: OpGroup, may_join: MayJoin) -> tuple[OpGroup, ...]:
+    def _longest(self, partition: SourcePartition, may_join: MayJoin) -> tuple[SourcePartition, ...]:
         """The longest pattern that starts with ``group``; what a pattern starts with need be none itself."""
-        longest: tuple[OpGroup, ...] = (group,)
+        longest: tuple[SourcePartition, ...] = (partition,)
         ops = longest
         while (follower := self._follower(ops, may_join)) is not None:
             ops = (*ops, follower)
@@ -116,29 +122,29 @@ class _Matcher:
                 longest = ops
         return longest
 
-    def _follower(self, ops: tuple[OpGroup, ...], may_join: MayJoin) -> OpGroup | None:
+    def _follower(self, ops: tuple[SourcePartition, ...], may_join: MayJoin) -> SourcePartition | None:
         """The op behind ``ops`` with which a fused pattern of the backend goes on."""
         output = ops[-1].output
         if output is None or len(output.users) != 1:
             return None
         follower = self.by_node.get(next(iter(output.users)))
-        if follower is None or not self.backend.may_start(*_chain_parts((*ops, follower))):
+        if follower is None or not self.backend.may_start(*_pattern_parts((*ops, follower))):
             return None
         side = _side(ops[-1], follower)
         return follower if side is None or may_join(follower, side) else None
 
 
-def _entry(ops: tuple[OpGroup, ...], backend: BackendTable) -> PatternEntry | None:
-    return backend.find(*_chain_parts(ops))
+def _entry(ops: tuple[SourcePartition, ...], backend: BackendTable) -> PatternEntry | None:
+    return backend.find(*_pattern_parts(ops))
 
 
-def _chain_parts(ops: tuple[OpGroup, ...]) -> tuple[tuple[PatternPart, ...], ...]:
+def _pattern_parts(ops: tuple[SourcePartition, ...]) -> tuple[tuple[PatternPart, ...], ...]:
     """What a pattern may call each of ``ops``."""
     parts = [_parts(before, op) for before, op in itertools.pairwise(ops)]
     return (ops[0].origin.object_types, *parts)
 
 
-def _parts(before: OpGroup, op: OpGroup) -> tuple[PatternPart, ...]:
+def _parts(before: SourcePartition, op: SourcePartition) -> tuple[PatternPart, ...]:
     """What a pattern may call ``op`` behind ``before``."""
     side = _side(before, op)
     if side is None:
@@ -146,7 +152,7 @@ def _parts(before: OpGroup, op: OpGroup) -> tuple[PatternPart, ...]:
     return tuple(Join(kind, side) for kind in op.origin.object_types)
 
 
-def _side(before: OpGroup, op: OpGroup) -> int | None:
+def _side(before: SourcePartition, op: SourcePartition) -> int | None:
     """Which argument of ``op``, one of several tensors, is the output of ``before``; None if it is the only
     one. ``x + x`` has it twice, which no pattern means: -1."""
     if len(op.inputs) == 1 and (op.origin.is_module_call or op.tensor_count <= 1 + len(op.parameters)):
@@ -155,7 +161,9 @@ def _side(before: OpGroup, op: OpGroup) -> int | None:
     return sides[0] if len(sides) == 1 else -1
 
 
-def _chain(ops: tuple[OpGroup, ...], rules: QConfigRules, backend: BackendTable) -> Chain:
+def _fused_pattern(
+    ops: tuple[SourcePartition, ...], rules: QConfigRules, backend: BackendTable
+) -> FusedPattern:
     entry, own_entry = _entry(ops, backend), _entry(ops[:1], backend)
     roles = own_entry.input_type_to_index if own_entry else {}
     first, deciding = _record(ops[0], ops[0].label), _record(ops[-1], ops[0].label)
@@ -163,14 +171,14 @@ def _chain(ops: tuple[OpGroup, ...], rules: QConfigRules, backend: BackendTable)
         _check_one_qconfig(ops, entry, rules)
         deciding = first
     observes_inputs = first.select(rules).qconfig is not None
-    return Chain(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
+    return FusedPattern(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
 
 
-def _record(op: OpGroup, label: str) -> OpRecord:
+def _record(op: SourcePartition, label: str) -> OpRecord:
     return OpRecord(label, op.origin, op.call_index)
 
 
-def _check_one_qconfig(ops: tuple[OpGroup, ...], entry: PatternEntry, rules: QConfigRules) -> None:
+def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, rules: QConfigRules) -> None:
     pattern = entry.pattern if isinstance(entry.pattern, tuple) else (entry.pattern,)
     types = [_module_type(part) for part in pattern if not isinstance(part, Join)]
     first, *others = (rules.object_types.get(kind) for kind in types)

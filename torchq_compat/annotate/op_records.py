@@ -10,15 +10,15 @@ from torch.fx import Node
 
 from torchq_compat.capture.origins import Origin
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.graph import metadata
 from torchq_compat.qspecs.selectors import Selection, select_for_function, select_for_module
+from torchq_compat.support import metadata
 
 __all__ = ["OpRecord", "module_record", "op_record", "write_op_records"]
 
 
 @dataclass(frozen=True)
 class OpRecord:
-    """An op, or a fused chain by the one of its ops whose QConfig counts.
+    """An op, or a fused pattern by the one of its ops whose QConfig counts.
 
     Attributes:
         label: the path of its decision.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchq_compat.annotate.source_partitions import OpGroup
+from torchq_compat.annotate.source_partitions import SourcePartition
 from torchq_compat.capture.unmatched_rules import type_name
 from torchq_compat.config.qconfig_mappings import OrderRule, QConfigRules
 from torchq_compat.support.decisions import Action, Decision
@@ -12,14 +12,14 @@ from torchq_compat.support.decisions import Action, Decision
 __all__ = ["decide_order_rules"]
 
 
-def decide_order_rules(groups: list[OpGroup], rules: QConfigRules) -> Iterator[Decision]:
+def decide_order_rules(partitions: list[SourcePartition], rules: QConfigRules) -> Iterator[Decision]:
     """Decisions about the rules whose module never makes a call of that type, or not so many.
 
     A module class that is not there at all is found where the model is looked at.
     """
-    callers = {group.caller for group in groups}
+    callers = {partition.caller for partition in partitions}
     for rule in rules.orders:
-        calls = len({group.call_index for group in groups if _is_about(rule, group)})
+        calls = len({partition.call_index for partition in partitions if _is_about(rule, partition)})
         is_absent = not calls and not isinstance(rule.object_type, type) and rule.module_name in callers
         if is_absent or (calls and not 0 <= rule.index < calls):
             kind = type_name(rule.object_type)
@@ -34,5 +34,5 @@ def decide_order_rules(groups: list[OpGroup], rules: QConfigRules) -> Iterator[D
             )
 
 
-def _is_about(rule: OrderRule, group: OpGroup) -> bool:
-    return group.caller == rule.module_name and rule.object_type in group.origin.object_types
+def _is_about(rule: OrderRule, partition: SourcePartition) -> bool:
+    return partition.caller == rule.module_name and rule.object_type in partition.origin.object_types

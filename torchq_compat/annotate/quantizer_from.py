@@ -50,7 +50,7 @@ class TranslatedQuantizer(SpecQuantizer):
         return model
 
     def _decide(self, model: GraphModule) -> Mapping[Node, NodeSpecs]:
-        decided = decide_graph(model, None, self._rules, self._backend, leaves={})
+        decided = decide_graph(model, None, self._rules, self._backend, boundaries={})
         self.report = Report(decided.decisions)
         return {node: _for_any_convert(specs) for node, specs in decided.specs.items()}
 

@@ -1,4 +1,4 @@
-"""Op groups: the nodes of an exported graph that were one node in FX.
+"""Source partitions: the nodes of an exported graph that were one node in FX.
 
 A torch.nn module may export to several aten nodes; FX quantizes it as one op, at its inputs and output.
 """
@@ -16,17 +16,17 @@ from torch.fx import GraphModule, Node
 from torchq_compat.annotate.op_parameters import NORMALIZATIONS, parameter_nodes, parameters_of, weight_of
 from torchq_compat.capture.origins import Origin, find_origin
 
-__all__ = ["OpGroup", "find_groups", "is_float_tensor"]
+__all__ = ["SourcePartition", "find_source_partitions", "is_float_tensor"]
 
 
 @dataclass(frozen=True)
-class OpGroup:
+class SourcePartition:
     """One op as FX saw it.
 
     Attributes:
         nodes: its nodes in order.
         origin: where it came from.
-        inputs: (producer, consumer in the group) of every float activation that enters.
+        inputs: (producer, consumer in the partition) of every float activation that enters.
         weights: (producer, consumer) of the weights a QConfig's weight constructor is about.
         parameters: "weight", "bias" -> (producer, consumer), of a function that is given them.
         tensor_count: how many positional arguments are tensors, repeated ones included.
@@ -68,8 +68,8 @@ class OpGroup:
         target = self.nodes[-1].target
         return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
-    def with_roles(self, input_type_to_index: Mapping[str, int]) -> OpGroup:
-        """The group of a function whose arguments have the roles a BackendConfig gives them: one that it
+    def with_roles(self, input_type_to_index: Mapping[str, int]) -> SourcePartition:
+        """The partition of a function whose arguments have the roles a BackendConfig gives them: one that it
         does not call weight or bias is an activation."""
         if self.origin.is_module_call:
             return self
@@ -86,8 +86,8 @@ class OpGroup:
         return replace(self, inputs=tuple(inputs), weights=weights, parameters=parameters)
 
 
-def find_groups(graph_module: GraphModule, model: nn.Module | None) -> list[OpGroup]:
-    """The op groups of ``graph_module`` in graph order; ``model`` is what was exported, if it
+def find_source_partitions(graph_module: GraphModule, model: nn.Module | None) -> list[SourcePartition]:
+    """The source partitions of ``graph_module`` in graph order; ``model`` is what was exported, if it
     is at hand."""
     members: dict[str, list[Node]] = {}
     origins: dict[str, Origin] = {}
@@ -98,12 +98,12 @@ def find_groups(graph_module: GraphModule, model: nn.Module | None) -> list[OpGr
         members.setdefault(origin.call, []).append(node)
         origins[origin.call] = origin
     seen: Counter[tuple[str, object]] = Counter()
-    groups = []
+    partitions = []
     for call, nodes in members.items():
         caller = _caller_and_type(origins[call])
-        groups.append(_group(tuple(nodes), origins[call], seen[caller]))
+        partitions.append(_partition(tuple(nodes), origins[call], seen[caller]))
         seen[caller] += 1
-    return groups
+    return partitions
 
 
 def _caller_and_type(origin: Origin) -> tuple[str, object]:
@@ -124,7 +124,7 @@ def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _group(nodes: tuple[Node, ...], origin: Origin, call_index: int) -> OpGroup:
+def _partition(nodes: tuple[Node, ...], origin: Origin, call_index: int) -> SourcePartition:
     inside = set(nodes)
     inputs: list[tuple[Node, Node]] = []
     weights: list[tuple[Node, Node]] = []
@@ -142,7 +142,9 @@ def _group(nodes: tuple[Node, ...], origin: Origin, call_index: int) -> OpGroup:
     output = leaving[0] if len(leaving) == 1 and is_float_tensor(leaving[0]) else None
     parameters = {} if origin.is_module_call else parameters_of(nodes[0])
     count = sum(is_float_tensor(arg) for arg in nodes[0].args if isinstance(arg, Node))
-    return OpGroup(nodes, origin, tuple(inputs), tuple(weights), parameters, count, output, call_index)
+    return SourcePartition(
+        nodes, origin, tuple(inputs), tuple(weights), parameters, count, output, call_index
+    )
 
 
 def _activations(node: Node, origin: Origin) -> list[Node]:

@@ -14,50 +14,51 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from torchq_compat.annotate.call_boundary import LeafBoundary
-from torchq_compat.annotate.source_partitions import OpGroup, find_groups, is_float_tensor
-from torchq_compat.annotate.wrapping_quantizer import QuantizerAround
+from torchq_compat.annotate.call_boundary import OpaqueBoundary
+from torchq_compat.annotate.source_partitions import SourcePartition, find_source_partitions, is_float_tensor
+from torchq_compat.annotate.wrapping_quantizer import WrappingQuantizer
 from torchq_compat.support.decisions import Action, Decision
 
-__all__ = ["QuantizerAroundLeaves"]
+__all__ = ["UserQuantizer"]
 
 
-class QuantizerAroundLeaves(QuantizerAround):
-    """``quantizer`` for a graph with leaf calls.
+class UserQuantizer(WrappingQuantizer):
+    """``quantizer`` for a graph with opaque calls.
 
     Args:
-        leaves: the boundary of each leaf call of the graph.
+        leaves: the boundary of each opaque call of the graph.
         model: what was exported.
     """
 
     def __init__(
         self,
         quantizer: Quantizer,
-        leaves: Mapping[Node, LeafBoundary],
+        boundaries: Mapping[Node, OpaqueBoundary],
         model: nn.Module,
     ) -> None:
         super().__init__(quantizer)
-        self.leaves = leaves
+        self.boundaries = boundaries
         self.model = model
         self.decisions: tuple[Decision, ...] = ()
 
     def annotate(self, model: GraphModule) -> GraphModule:
         model = super().annotate(model)
-        groups = find_groups(model, self.model)
-        for leaf, boundary in self.leaves.items():
-            leaf.meta[Q_ANNOTATION_KEY] = _annotation(leaf, boundary)
-            for getitem in leaf.users:
+        partitions = find_source_partitions(model, self.model)
+        for call, boundary in self.boundaries.items():
+            call.meta[Q_ANNOTATION_KEY] = _annotation(call, boundary)
+            for getitem in call.users:
                 position = getitem.args[1]
                 assert isinstance(position, int)
                 _annotate_output(getitem, boundary.output_specs[position])
-        self.decisions = tuple(_decision(group, self.quantizer) for group in groups)
+        self.decisions = tuple(_decision(partition, self.quantizer) for partition in partitions)
         return model
 
 
-def _annotation(leaf: Node, boundary: LeafBoundary) -> QuantizationAnnotation:
-    """Each float input observed; one that its producer yields in a dtype the leaf takes, by that observer."""
+def _annotation(call: Node, boundary: OpaqueBoundary) -> QuantizationAnnotation:
+    """Each float input observed; one that its producer yields in a dtype the opaque module takes, by that
+    observer."""
     specs = {}
-    for producer, spec in zip(leaf.args, boundary.input_specs, strict=False):
+    for producer, spec in zip(call.args, boundary.input_specs, strict=False):
         assert isinstance(producer, Node)
         if spec is None or not is_float_tensor(producer):
             continue
@@ -75,12 +76,16 @@ def _annotate_output(getitem: Node, spec: QuantizationSpec | None) -> None:
         )
 
 
-def _decision(group: OpGroup, quantizer: Quantizer) -> Decision:
+def _decision(partition: SourcePartition, quantizer: Quantizer) -> Decision:
     name = type(quantizer).__name__
-    output = group.output.name if group.output else ""
-    if any(_is_annotated(node) for node in group.nodes):
-        return Decision(group.label, group.kind, Action.QUANTIZED, f"annotated by {name}", node=output)
-    return Decision(group.label, group.kind, Action.FLOAT, f"{name} does not annotate it", node=output)
+    output = partition.output.name if partition.output else ""
+    if any(_is_annotated(node) for node in partition.nodes):
+        return Decision(
+            partition.label, partition.kind, Action.QUANTIZED, f"annotated by {name}", node=output
+        )
+    return Decision(
+        partition.label, partition.kind, Action.FLOAT, f"{name} does not annotate it", node=output
+    )
 
 
 def _is_annotated(node: Node) -> bool:

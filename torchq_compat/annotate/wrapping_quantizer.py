@@ -7,10 +7,10 @@ from typing import Any
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-__all__ = ["QuantizerAround"]
+__all__ = ["WrappingQuantizer"]
 
 
-class QuantizerAround(Quantizer):  # type: ignore[misc]
+class WrappingQuantizer(Quantizer):  # type: ignore[misc]
     """Hands every question of torchao's prepare on to ``quantizer``; subclasses add to the answers."""
 
     def __init__(self, quantizer: Quantizer) -> None:

@@ -8,6 +8,6 @@
 
 from torchq_compat.batch_norm.cumulative import give_momentum as before_capture
 from torchq_compat.batch_norm.stages import convert, prepare
-from torchq_compat.graph.training_modes import freeze_batch_norm as freeze
+from torchq_compat.capture.training_modes import freeze_batch_norm as freeze
 
 __all__ = ["before_capture", "convert", "freeze", "prepare"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.batch_norm.nodes import MOMENTUM, batch_norm_nodes
-from torchq_compat.graph.training_modes import batch_counters
+from torchq_compat.capture.training_modes import batch_counters
 from torchq_compat.support.upstream import BatchNormBase
 
 __all__ = ["average_cumulatively", "averaging_factor", "fix_averaging_factors", "give_momentum"]

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
 from torchq_compat.batch_norm.nodes import EPS, GAMMA, RUNNING_VAR, batch_norm_nodes
-from torchq_compat.graph.training_modes import has_fixed_mode, training_flag
+from torchq_compat.capture.training_modes import has_fixed_mode, training_flag
 from torchq_compat.support.upstream import is_activation_post_process
 
 __all__ = ["fuse_batch_norms"]

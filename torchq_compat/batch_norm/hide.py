@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from torchq_compat.annotate.wrapping_quantizer import QuantizerAround
+from torchq_compat.annotate.wrapping_quantizer import WrappingQuantizer
 from torchq_compat.batch_norm.foldable import unfoldable_batch_norms
 
 __all__ = [
@@ -42,7 +42,7 @@ def show_batch_norms(graph_module: GraphModule) -> None:
     _replace(graph_module, kept_batch_norm, BATCH_NORM)
 
 
-class ShowingBatchNorms(QuantizerAround):
+class ShowingBatchNorms(WrappingQuantizer):
     """A Quantizer that sees the batch norms again that were hidden while torchao folded the others."""
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
@@ -50,7 +50,7 @@ class ShowingBatchNorms(QuantizerAround):
         return super().transform_for_annotation(model)
 
 
-class HidingBatchNorms(QuantizerAround):
+class HidingBatchNorms(WrappingQuantizer):
     """A Quantizer that hides the batch norms as soon as ``quantizer`` has annotated: torchao fuses them next,
     when it prepares for training, with constants of its own."""
 

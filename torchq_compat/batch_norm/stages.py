@@ -17,7 +17,7 @@ from torchq_compat.batch_norm.hide import (
     hide_unfoldable_batch_norms,
     show_batch_norms,
 )
-from torchq_compat.graph.training_modes import drop_batch_counters
+from torchq_compat.capture.training_modes import drop_batch_counters
 from torchq_compat.support.torchao_flow import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 
 __all__ = ["convert", "prepare"]

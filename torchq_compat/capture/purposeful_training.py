@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.graph.training_modes import fix_mode, training_flag
+from torchq_compat.capture.training_modes import fix_mode, training_flag
 from torchq_compat.support.graph_nodes import module_path_of
 
 __all__ = ["FlagsInEvaluation", "fix_modes", "flags_in_evaluation"]

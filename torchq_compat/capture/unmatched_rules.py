@@ -67,9 +67,9 @@ def decide_unmatched_settings(model: nn.Module, settings: PrepareSettings) -> It
     classes = {type(module) for module in modules.values()}
     for setting, wanted in _classes_named(settings):
         if wanted not in classes:
-            kin = [found for found in classes if issubclass(found, wanted)]
+            derived = [found for found in classes if issubclass(found, wanted)]
             # Mappings of torch's own classes are written for many models: told by explain alone.
-            is_standing = setting == "float_to_observed_mapping" and _is_torchs(wanted) and not kin
+            is_standing = setting == "float_to_observed_mapping" and _is_torchs(wanted) and not derived
             decision = _unmatched(
                 f"{setting} {wanted.__name__}", _no_such_class(wanted, classes), "custom config"
             )
@@ -97,10 +97,11 @@ def _is_torchs(found: type) -> bool:
 
 
 def _no_such_class(wanted: type[nn.Module], classes: set[type[nn.Module]]) -> str:
-    kin = sorted(found.__name__ for found in classes if issubclass(found, wanted))
-    if kin:
+    derived = sorted(found.__name__ for found in classes if issubclass(found, wanted))
+    if derived:
         return (
-            f"no module of the model is of that very class, as FX wants it; {', '.join(kin)} derives from it"
+            "no module of the model is of that very class, as FX wants it; "
+            f"{', '.join(derived)} derives from it"
         )
     return "no module of the model is of that class" + near(wanted.__name__, map(type_name, classes))
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from torchq_compat.graph import metadata
+from torchq_compat.support import metadata
 from torchq_compat.support.upstream import WRAPPED_FUNCTIONS
 
 __all__ = ["WrappedCall", "marked_functions", "wrapped_call_of"]

@@ -1,1 +1,1 @@
-"""Read: legacy arguments, as objects or as the deprecated dicts, become frozen values once, at the door."""
+"""Read: legacy arguments, as objects or as the deprecated dicts, become frozen values once, on entry."""

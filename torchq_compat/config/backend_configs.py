@@ -121,7 +121,7 @@ class BackendTable:
         return any(pattern in self.beginnings for pattern in itertools.product(*chain))
 
     def find(self, *chain: tuple[PatternPart, ...]) -> PatternEntry | None:
-        """The entry of one op (one argument) or of a fused chain, each op given by all its object types."""
+        """The entry of one op (one argument) or of a fused pattern, each op given by all its object types."""
         patterns = chain[0] if len(chain) == 1 else itertools.product(*chain)
         return next((self.entries[pattern] for pattern in patterns if pattern in self.entries), None)
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfig
 from torch.fx import GraphModule
 
-from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.custom_configs import StandaloneSettings
 from torchq_compat.graph.observed_graph import ObserverFault
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.decisions import Decision
 
@@ -63,7 +63,7 @@ class ConvertRequest:
     """An observed module to make a converted one from.
 
     Attributes:
-        leaf: the observed module, a copy that may be used up.
+        observed: the observed module, a copy that may be used up.
         quantized_class: what the script maps it to, if it says.
         path: where it stands in the model.
         output_observers: what observes its results in the graph, in flat order, where something does: one
@@ -72,7 +72,7 @@ class ConvertRequest:
         convert_inside: converts a prepared model that is inside.
     """
 
-    leaf: LeafModule
+    observed: OpaqueModule
     quantized_class: type[nn.Module] | None
     path: str
     output_observers: tuple[tuple[nn.Module, ...], ...]
@@ -109,7 +109,7 @@ class CustomModuleHandler(ABC):
         ``path`` is for its error messages."""
 
     @abstractmethod
-    def observe(self, request: ObserveRequest) -> LeafModule:
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
         """Make the observed module.
 
         Raises:
@@ -117,7 +117,7 @@ class CustomModuleHandler(ABC):
         """
 
     @abstractmethod
-    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """What is observed around one call of an observed module.
 
         Raises:
@@ -125,11 +125,11 @@ class CustomModuleHandler(ABC):
         """
 
     @abstractmethod
-    def owns(self, leaf: nn.Module) -> bool:
-        """Whether ``leaf`` is an observed or converted module of this kind."""
+    def owns(self, opaque: nn.Module) -> bool:
+        """Whether ``opaque`` is an observed or converted module of this kind."""
 
     @abstractmethod
-    def convert(self, request: ConvertRequest) -> LeafModule:
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
         """Make the converted module.
 
         Raises:
@@ -137,23 +137,23 @@ class CustomModuleHandler(ABC):
         """
 
     @abstractmethod
-    def remedy(self, module: nn.Module) -> str | None:
+    def mapping_hint(self, module: nn.Module) -> str | None:
         """What a user could do about a float ``module`` that a quantized qconfig leaves float because
         nothing maps it; None if this kind has nothing to say about it."""
 
     def quantized_class(
-        self, leaf: LeafModule, mapping: Mapping[type[nn.Module], type[nn.Module]]
+        self, opaque: OpaqueModule, mapping: Mapping[type[nn.Module], type[nn.Module]]
     ) -> type[nn.Module] | None:
-        """The entry of an observed-to-quantized mapping that is about ``leaf``: keyed on its class, on a
+        """The entry of an observed-to-quantized mapping that is about ``opaque``: keyed on its class, on a
         base class, or on the class the script mapped the float module to."""
-        classes = (type(leaf), leaf.leaf_observed_class or type(leaf))
+        classes = (type(opaque), opaque.opaque_observed_class or type(opaque))
         return next((to for key, to in mapping.items() if any(issubclass(c, key) for c in classes)), None)
 
     def check_call(
-        self, leaf: LeafModule, path: str, layout: int, arguments: list[Any], expected: list[Tensor]
+        self, opaque: OpaqueModule, path: str, layout: int, arguments: list[Any], expected: list[Tensor]
     ) -> None:
         """Try a captured call on ``arguments`` and compare what it returns with ``expected``, tensors of the
-        right shapes and dtypes; ``leaf`` is a copy.
+        right shapes and dtypes; ``opaque`` is a copy.
 
         Raises:
             CustomModuleError: the observed module cannot stand in for the float one.
@@ -161,20 +161,20 @@ class CustomModuleHandler(ABC):
         return None
         return None
 
-    def lower(self, leaf: LeafModule) -> LeafModule | str:
-        """A module that computes what the converted ``leaf`` does on integer kernels of an x86 CPU, packed
+    def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
+        """A module that computes what the converted ``opaque`` does on integer kernels of an x86 CPU, packed
         for ``torch.backends.quantized.engine``; or why there is none.
 
-        It is called with the layouts of ``leaf``: values cross its boundary on the same grids. ``leaf``
-        keeps the state, and must stay as it is; after its state changed it is lowered again.
+        It is called with the layouts of ``opaque``: values cross its boundary with the same qparams.
+        ``opaque`` keeps the state, and must stay as it is; after its state changed it is lowered again.
         """
         return "its kind has no integer kernels"
 
-    def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
-        """(where inside ``leaf``, what) of observers that cannot be converted."""
+    def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
+        """(where inside ``opaque``, what) of observers that cannot be converted."""
         return []
 
-    def explain(self, leaf: LeafModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
+    def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
         """The decisions inside an observed or converted module; ``explain_model`` tells those of a model of
         its own."""
         return iter(())
@@ -197,9 +197,9 @@ def handlers() -> tuple[CustomModuleHandler, ...]:
     return tuple(sorted(_HANDLERS, key=lambda handler: handler.is_fallback))
 
 
-def handler_of(leaf: Any) -> CustomModuleHandler | None:
+def handler_of(opaque: Any) -> CustomModuleHandler | None:
     """The handler of an observed or converted module."""
-    return next((handler for handler in handlers() if handler.owns(leaf)), None)
+    return next((handler for handler in handlers() if handler.owns(opaque)), None)
 
 
 def _load_built_in() -> None:

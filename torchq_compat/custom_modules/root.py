@@ -14,11 +14,9 @@ from torch import nn
 
 from torchq_compat.config.custom_configs import PrepareSettings
 from torchq_compat.custom_modules.registry import handlers
+from torchq_compat.graph.graph_module import ROOT
 
-__all__ = ["ROOT", "with_parent"]
-
-#: Where the model stands in its parent.
-ROOT = "module"
+__all__ = ["with_parent"]
 
 
 class _Parent(nn.Module):
@@ -51,4 +49,4 @@ def with_parent(model: nn.Module, settings: PrepareSettings) -> nn.Module:
 def _is_custom_module(model: nn.Module, settings: PrepareSettings) -> bool:
     if any(type(model) in classes for classes in settings.float_to_observed.values()):
         return True
-    return any(handler.is_opaque(model) or handler.remedy(model) is not None for handler in handlers())
+    return any(handler.is_opaque(model) or handler.mapping_hint(model) is not None for handler in handlers())

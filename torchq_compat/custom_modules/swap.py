@@ -1,4 +1,4 @@
-"""Swap custom modules: decide which modules become leaf calls, then put the leaf calls in.
+"""Swap custom modules: decide which modules become opaque calls, then put the opaque calls in.
 
 Deciding and changing are two functions; the model that is changed is the package's own copy.
 """
@@ -31,7 +31,7 @@ NO_QUANTIZATION: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # 
 
 @dataclass(frozen=True)
 class Swap:
-    """One module that becomes a leaf call.
+    """One module that becomes an opaque call.
 
     Attributes:
         paths: where the module stands; the first is its path in the graph, the others are aliases.
@@ -47,7 +47,7 @@ class Swap:
 def decide_swaps(
     model: nn.Module, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
 ) -> tuple[list[Swap], list[Decision]]:
-    """Which modules of ``model`` become leaf calls, and the decisions about those that stay float."""
+    """Which modules of ``model`` become opaque calls, and the decisions about those that stay float."""
     swaps: list[Swap] = []
     decisions: list[Decision] = []
     for module, paths in _modules_with_paths(model):
@@ -66,7 +66,7 @@ def _decide(
     settings: PrepareSettings,
     backend: BackendTable,
 ) -> tuple[Swap | None, Decision | None]:
-    """The swap of ``module``, if it becomes a leaf call, and the decision to show about it, if any."""
+    """The swap of ``module``, if it becomes an opaque call, and the decision to show about it, if any."""
     path, kind = paths[0], type(module).__name__
     if _is_non_traceable(module, paths, settings):
         swap = Swap(module, paths, _fallback(), None)
@@ -76,15 +76,15 @@ def _decide(
         return Swap(module, paths, handler, request), Decision(path, kind, Action.QUANTIZED, reason)
     opaque = next((h for h in handlers() if h.is_opaque(module)), None)
     swap_of_opaque = None if opaque is None else Swap(module, paths, opaque, None)
-    remedy = next((r for h in handlers() if (r := h.remedy(module)) is not None), None)
-    if remedy is None:
+    hint = next((r for h in handlers() if (r := h.mapping_hint(module)) is not None), None)
+    if hint is None:
         return swap_of_opaque, None
-    advice = remedy if reason == NO_MAPPING else ""
+    advice = hint if reason == NO_MAPPING else ""
     return swap_of_opaque, _left_float(module, path, rules, reason, advice)
 
 
 def apply_swaps(model: nn.Module, swaps: list[Swap], stubs: StubRegistry) -> None:
-    """Put a leaf caller in the place of every swapped module of ``model``."""
+    """Put a capture stub in the place of every swapped module of ``model``."""
     for swap in swaps:
         fake_call = swap.handler.fake_call(swap.module, swap.paths[0])
         caller = stubs.add(swap.paths[0], swap.module, fake_call)
@@ -159,12 +159,12 @@ def _find_standalone(
     return handler, request, f"standalone module, qconfig {own}"
 
 
-def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, remedy: str) -> Decision:
+def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, hint: str) -> Decision:
     wanted = select_for_module(rules, type(module), path).qconfig is not None
     return Decision(
         path,
         type(module).__name__,
         Action.FLOAT,
-        f"{reason}; {remedy}" if wanted and remedy else reason,
+        f"{reason}; {hint}" if wanted and hint else reason,
         warn=wanted,
     )

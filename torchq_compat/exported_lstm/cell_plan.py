@@ -16,13 +16,13 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, Quantizer, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from torchq_compat.annotate.wrapping_quantizer import QuantizerAround
+from torchq_compat.annotate.wrapping_quantizer import WrappingQuantizer
 from torchq_compat.support.torchao_flow import prepare_pt2e
 
-__all__ = ["CellPlan", "Place", "plan_cell"]
+__all__ = ["CellPlan", "EdgeOrNodeName", "plan_cell"]
 
 
-class Place(NamedTuple):
+class EdgeOrNodeName(NamedTuple):
     """A point of a cell, by names, so that it can be found in a copy of the cell.
 
     ``position`` counts the input nodes of ``node``; None stands for its output.
@@ -41,10 +41,10 @@ class CellPlan:
         specs: of the leaders. A derived spec refers to places.
     """
 
-    leader: dict[Place, Place]
-    specs: dict[Place, Any]
+    leader: dict[EdgeOrNodeName, EdgeOrNodeName]
+    specs: dict[EdgeOrNodeName, Any]
 
-    def spec(self, place: Place, point: Callable[[Place], Any], *, first: bool) -> Any:
+    def spec(self, place: EdgeOrNodeName, point: Callable[[EdgeOrNodeName], Any], *, first: bool) -> Any:
         """The spec of ``place`` in a copy of the cell, where ``point`` finds the points of the first copy."""
         leader = self.leader[place]
         if not first or leader != place:
@@ -62,15 +62,15 @@ def plan_cell(cell: GraphModule, quantizer: Quantizer) -> CellPlan:
     return recorder.plan
 
 
-class _Recorder(QuantizerAround):
+class _Recorder(WrappingQuantizer):
     """Annotates as ``quantizer`` does, and reads what torchao makes of it."""
 
     plan: CellPlan
 
     def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
-        first_with: dict[int, Place] = {}
-        leader: dict[Place, Place] = {}
-        specs: dict[Place, Any] = {}
+        first_with: dict[int, EdgeOrNodeName] = {}
+        leader: dict[EdgeOrNodeName, EdgeOrNodeName] = {}
+        specs: dict[EdgeOrNodeName, Any] = {}
         for point, observer in observers.items():
             if observer is None:
                 continue
@@ -81,11 +81,11 @@ class _Recorder(QuantizerAround):
         self.plan = CellPlan(leader, specs)
 
 
-def _place(point: Node | tuple[Node, Node]) -> Place:
+def _place(point: Node | tuple[Node, Node]) -> EdgeOrNodeName:
     if isinstance(point, Node):
-        return Place(point.name, None)
+        return EdgeOrNodeName(point.name, None)
     source, node = point
-    return Place(node.name, node.all_input_nodes.index(source))
+    return EdgeOrNodeName(node.name, node.all_input_nodes.index(source))
 
 
 def _spec(point: Node | tuple[Node, Node]) -> Any:

@@ -11,7 +11,8 @@ from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirec
 from torchq_compat.custom_modules.recurrent.modules.over_time import State
 from torchq_compat.custom_modules.recurrent.modules.runners import PythonRunner, Sequences
 from torchq_compat.exported_lstm.aten_lstm import AtenLSTM
-from torchq_compat.exported_lstm.writer import NodeWriter, free_name
+from torchq_compat.exported_lstm.writer import NodeWriter
+from torchq_compat.support.graph_nodes import free_name
 
 __all__ = ["OpaqueLSTM", "write_opaque"]
 

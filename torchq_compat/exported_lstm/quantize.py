@@ -14,8 +14,8 @@ from torchq_compat.exported_lstm.opaque import OpaqueLSTM
 from torchq_compat.exported_lstm.opaque_boundary import quantize_boundary
 from torchq_compat.exported_lstm.scan_weights import hoist_weights
 from torchq_compat.exported_lstm.shared_steps import SharedStepsQuantizer
-from torchq_compat.graph import metadata
 from torchq_compat.graph.observed_graph import observer_nodes
+from torchq_compat.support import metadata
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.torchao_flow import convert_pt2e, prepare_pt2e
 

@@ -14,7 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.exported_lstm.aten_lstm import AtenLSTM, Direction
 from torchq_compat.exported_lstm.write_layers import flipped, write_layers
-from torchq_compat.exported_lstm.writer import ATEN, NodeWriter, free_name
+from torchq_compat.exported_lstm.writer import ATEN, NodeWriter
+from torchq_compat.support.graph_nodes import free_name
 
 __all__ = ["SCAN", "write_rolled"]
 

@@ -13,10 +13,10 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from torchq_compat.annotate.wrapping_quantizer import QuantizerAround
-from torchq_compat.exported_lstm.cell_plan import CellPlan, Place, plan_cell
+from torchq_compat.annotate.wrapping_quantizer import WrappingQuantizer
+from torchq_compat.exported_lstm.cell_plan import CellPlan, EdgeOrNodeName, plan_cell
 from torchq_compat.exported_lstm.unrolled import unrolled_cells
-from torchq_compat.graph import metadata
+from torchq_compat.support import metadata
 
 __all__ = ["SharedStepsQuantizer"]
 
@@ -24,7 +24,7 @@ __all__ = ["SharedStepsQuantizer"]
 FirstStep = dict[str, Node]
 
 
-class SharedStepsQuantizer(QuantizerAround):
+class SharedStepsQuantizer(WrappingQuantizer):
     """``quantizer``, asked once for every unrolled cell; glue is not quantized."""
 
     def annotate(self, model: GraphModule) -> GraphModule:
@@ -45,7 +45,7 @@ class SharedStepsQuantizer(QuantizerAround):
 def _follow(node: Node, name: str, plan: CellPlan, first_step: FirstStep) -> None:
     """Annotate ``node``, a copy of the cell's node ``name``, as ``plan`` says."""
 
-    def point(place: Place) -> Any:
+    def point(place: EdgeOrNodeName) -> Any:
         copied = first_step[place.node]
         return copied if place.position is None else (copied.all_input_nodes[place.position], copied)
 

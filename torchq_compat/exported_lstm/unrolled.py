@@ -16,8 +16,9 @@ from torch.fx.node import map_arg
 from torchq_compat.errors import AtenLSTMError
 from torchq_compat.exported_lstm.aten_lstm import AtenLSTM, Direction
 from torchq_compat.exported_lstm.write_layers import write_layers
-from torchq_compat.exported_lstm.writer import ATEN, NodeWriter, free_name
-from torchq_compat.graph import metadata
+from torchq_compat.exported_lstm.writer import ATEN, NodeWriter
+from torchq_compat.support import metadata
+from torchq_compat.support.graph_nodes import free_name
 
 __all__ = ["Copy", "unrolled_cells", "write_unrolled"]
 

@@ -40,7 +40,8 @@ def whole_op_lstm_quantizer(
     """A torchao Quantizer that quantizes every ``aten.lstm.input`` as one operator.
 
     Use it with ``prepare_pt2e``, ``prepare_qat_pt2e`` or inside a ``ComposableQuantizer``. Quantized are x,
-    h0, c0, each weight, the biases, and each of the three outputs. An LSTM has one grid for its hidden state
+    h0, c0, each weight, the biases, and each of the three outputs. An LSTM has one set of qparams for its
+    hidden state
     and one for its cell state: h0, the output and h_n share one observer, c0 and c_n another. A bias is int32
     with zero point 0 and the scale of the sum it is added to: that of the weight times that of what the
     weight multiplies, x in the first layer and otherwise the hidden state.

@@ -10,10 +10,10 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from torchq_compat.graph import metadata
+from torchq_compat.support import metadata
 from torchq_compat.support.upstream import FakeTensorMode
 
-__all__ = ["ATEN", "NodeWriter", "free_name"]
+__all__ = ["ATEN", "NodeWriter"]
 
 ATEN = torch.ops.aten
 
@@ -66,12 +66,3 @@ class NodeWriter:
     def _mark(self, node: Node, value: Any, meta: dict[str, Any]) -> Node:
         node.meta = {**self.place.meta, **meta, "val": value}
         return node
-
-
-def free_name(graph_module: GraphModule, wanted: str) -> str:
-    """``wanted``, or the first of ``wanted_1``, ... that ``graph_module`` has not."""
-    name, count = wanted, 0
-    while hasattr(graph_module, name):
-        count += 1
-        name = f"{wanted}_{count}"
-    return name

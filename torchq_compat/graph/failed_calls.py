@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import CallError
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import pytree
 
@@ -83,7 +84,7 @@ def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return "None" if value is None else type(value).__name__
     sizes = ", ".join(str(size) if isinstance(size, int) else "any" for size in value.shape)
-    return f"{str(value.dtype).removeprefix('torch.')} ({sizes})"
+    return f"{dtype_name(value.dtype)} ({sizes})"
 
 
 def _place(cause: BaseException) -> str:

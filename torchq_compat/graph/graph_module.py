@@ -16,28 +16,28 @@ from torch.fx import GraphModule
 
 from torchq_compat import batch_norm
 from torchq_compat.capture.call_signature import CallSignature
+from torchq_compat.capture.training_modes import set_training
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.custom_modules.root import ROOT
 from torchq_compat.errors import CalibrationError, CheckpointError, TorchQCompatError
-from torchq_compat.graph import metadata
 from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
 from torchq_compat.graph.quantized_interface import (
     QuantizedInterface,
-    input_grids,
-    output_grids,
+    input_qparams,
+    output_qparams,
     take_integers,
 )
 from torchq_compat.graph.state_checks import check_state
-from torchq_compat.graph.training_modes import set_training
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
-from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.qspecs.qparams import QParams
+from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
 __all__ = [
+    "ROOT",
     "ConvertedGraphModule",
     "ModelRecord",
     "QuantizationGraphModule",
@@ -47,6 +47,8 @@ __all__ = [
 ]
 
 _CALIBRATION = threading.RLock()
+#: Where a float model that is a custom module itself stands in its parent.
+ROOT = "module"
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
     torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
@@ -208,19 +210,19 @@ class QuantizationGraphModule(GraphModule):
 class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
     """A q-dq graph: its state_dict carries all qparams."""
 
-    def input_grids(self) -> tuple[Grid | None, ...]:
-        """The grid of the integers each flat input is taken as; None where the input is taken as it is."""
-        return input_grids(self, self.record.interface)
+    def input_qparams(self) -> tuple[QParams | None, ...]:
+        """The qparams of the integers each flat input is taken as; None where the input is taken as it is."""
+        return input_qparams(self, self.record.interface)
 
-    def output_grids(self) -> tuple[Grid | None, ...]:
-        """The grid of the integers each flat output is returned as; None where it is returned as it is."""
-        return output_grids(self, self.record.interface)
+    def output_qparams(self) -> tuple[QParams | None, ...]:
+        """The qparams of the integers each flat output is returned as; None where it is returned as it is."""
+        return output_qparams(self, self.record.interface)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.record.interface.inputs:
             return super().__call__(*args, **kwargs)
         bound = self.record.signature.bind(args, kwargs)
-        return super().__call__(*take_integers(bound, self.input_grids()))
+        return super().__call__(*take_integers(bound, self.input_qparams()))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -27,11 +27,11 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
-from torchq_compat.graph import metadata
-from torchq_compat.qspecs.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.qspecs.dynamic_qparams import DynamicQuantization
 from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.qspecs.weight_observers import WeightObserver
+from torchq_compat.support import metadata
+from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
 

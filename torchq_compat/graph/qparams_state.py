@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import CheckpointError
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
 from torchq_compat.support.argument_checks import shown
 
 __all__ = ["PerTensorQParamsState"]
 
-OPS = torch.ops.quantized_decomposed
-PER_TENSOR = (OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default)
+PER_TENSOR = (QUANTIZE, DEQUANTIZE)
 
 
 class PerTensorQParamsState(GraphModule):

@@ -2,7 +2,7 @@
 
 Legacy: ``PrepareCustomConfig.set_input_quantized_indexes`` and ``set_output_quantized_indexes``. FX's graph
 then takes and returns torch.ao's quantized tensors, which carry their qparams. Integers carry none: those of
-an input come from calibration, and ``input_grids`` and ``output_grids`` of the converted model tell both.
+an input come from calibration, and ``input_qparams`` and ``output_qparams`` of the converted model tell both.
 """
 
 from __future__ import annotations
@@ -11,26 +11,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import ConfigError, InputError
-from torchq_compat.opaque_calls.quantized_boundary import DEQUANTIZE, DEQUANTIZE_TARGETS, grid_of_integers
-from torchq_compat.qspecs.qparams import Grid, PerTensorGrid
+from torchq_compat.opaque_calls.quantized_boundary import qparams_of_integers
+from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE
+from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
     "QuantizedInterface",
     "expose_integers",
-    "input_grids",
-    "output_grids",
+    "input_qparams",
+    "output_qparams",
     "quantize_inputs",
     "take_integers",
 ]
-
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
 @dataclass(frozen=True)
@@ -91,30 +89,31 @@ def expose_integers(converted: GraphModule, interface: QuantizedInterface) -> No
     returned = _returned(converted)
     for index in interface.outputs:
         node = returned[index]
-        if isinstance(node, Node) and node.target in DEQUANTIZE_TARGETS:
+        if isinstance(node, Node) and node.target in DEQUANTIZES:
             returned[index] = node.args[0]
     converted.graph.output_node().args = (tuple(returned),)
     converted.graph.eliminate_dead_code()
     converted.recompile()
 
 
-def input_grids(converted: GraphModule, interface: QuantizedInterface) -> tuple[Grid | None, ...]:
-    """The grid of the integers each flat input is taken as; None: taken as it is."""
+def input_qparams(converted: GraphModule, interface: QuantizedInterface) -> tuple[QParams | None, ...]:
+    """The qparams of the integers each flat input is taken as; None: taken as it is."""
     placeholders = converted.graph.find_nodes(op="placeholder")
     return tuple(
-        _grid_behind(node) if index in interface.inputs else None for index, node in enumerate(placeholders)
+        _qparams_behind(node) if index in interface.inputs else None
+        for index, node in enumerate(placeholders)
     )
 
 
-def output_grids(converted: GraphModule, interface: QuantizedInterface) -> tuple[Grid | None, ...]:
-    """The grid of the integers each flat output is returned as; None: returned as it is."""
+def output_qparams(converted: GraphModule, interface: QuantizedInterface) -> tuple[QParams | None, ...]:
+    """The qparams of the integers each flat output is returned as; None: returned as it is."""
     return tuple(
-        grid_of_integers(node) if index in interface.outputs and isinstance(node, Node) else None
+        qparams_of_integers(node) if index in interface.outputs and isinstance(node, Node) else None
         for index, node in enumerate(_returned(converted))
     )
 
 
-def take_integers(args: tuple[Any, ...], grids: tuple[Grid | None, ...]) -> tuple[Any, ...]:
+def take_integers(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ...]) -> tuple[Any, ...]:
     """``args`` with torch.ao's quantized tensors as the integers the graph takes.
 
     Raises:
@@ -122,17 +121,17 @@ def take_integers(args: tuple[Any, ...], grids: tuple[Grid | None, ...]) -> tupl
     """
     leaves, spec = pytree.tree_flatten(args)
     taken = [
-        leaf if grid is None else _integers(index, leaf, grid)
-        for index, (leaf, grid) in enumerate(zip(leaves, grids, strict=True))
+        leaf if qparams is None else _integers(index, leaf, qparams)
+        for index, (leaf, qparams) in enumerate(zip(leaves, all_qparams, strict=True))
     ]
     result: tuple[Any, ...] = pytree.tree_unflatten(taken, spec)
     return result
 
 
-def quantize_inputs(args: tuple[Any, ...], grids: tuple[Grid | None, ...]) -> tuple[Any, ...]:
+def quantize_inputs(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ...]) -> tuple[Any, ...]:
     """``args`` with float tensors as the integers the graph takes."""
     leaves, spec = pytree.tree_flatten(args)
-    taken = [leaf if g is None else g.quantize(leaf) for leaf, g in zip(leaves, grids, strict=True)]
+    taken = [leaf if g is None else g.quantize(leaf) for leaf, g in zip(leaves, all_qparams, strict=True)]
     result: tuple[Any, ...] = pytree.tree_unflatten(taken, spec)
     return result
 
@@ -176,22 +175,22 @@ def _take_integers(placeholder: Node) -> None:
         placeholder.meta["val"] = value.to(dtype)
 
 
-def _grid_behind(placeholder: Node) -> Grid | None:
+def _qparams_behind(placeholder: Node) -> QParams | None:
     for user in placeholder.users:
         if user.target is DEQUANTIZE:
-            return PerTensorGrid.of_node(user)
+            return PerTensorQParams.of_node(user)
     return None
 
 
-def _integers(index: int, value: Any, grid: Grid) -> Tensor:
+def _integers(index: int, value: Any, qparams: QParams) -> Tensor:
     if isinstance(value, Tensor) and value.is_quantized:
-        return grid.quantize(value.dequantize())
-    if isinstance(value, Tensor) and value.dtype is grid.dtype:
+        return qparams.quantize(value.dequantize())
+    if isinstance(value, Tensor) and value.dtype is qparams.dtype:
         return value
     found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
     raise InputError(
-        f"input {index} is one of input_quantized_indexes: it is taken as {grid.dtype!s}, got {found}.",
-        hint=f"pass a quantized tensor, or converted.input_grids()[{index}].quantize(x).",
+        f"input {index} is one of input_quantized_indexes: it is taken as {qparams.dtype!s}, got {found}.",
+        hint=f"pass a quantized tensor, or converted.input_qparams()[{index}].quantize(x).",
     )
 
 

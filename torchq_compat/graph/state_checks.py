@@ -12,11 +12,10 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 
 from torchq_compat.errors import CheckpointError
+from torchq_compat.qspecs.qdq import NAMESPACE
 from torchq_compat.support.argument_checks import shown
 
 __all__ = ["check_state"]
-
-NAMESPACE = "quantized_decomposed"
 
 
 def check_state(state: Any, model: nn.Module) -> None:

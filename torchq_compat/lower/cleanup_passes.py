@@ -6,16 +6,15 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
-__all__ = ["tidy"]
+__all__ = ["clean_up"]
 
-OPS = torch.ops.quantized_decomposed
-QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
 TRANSPOSE = torch.ops.aten.transpose.int
 
 
-def tidy(program: ExportedProgram) -> None:
+def clean_up(program: ExportedProgram) -> None:
     """Drop from ``program`` what changes no bit."""
     _drop_repeated_quantization(program.graph)
     _drop_double_transposes(program.graph)
@@ -24,7 +23,7 @@ def tidy(program: ExportedProgram) -> None:
 
 
 def _drop_repeated_quantization(graph: Graph) -> None:
-    """Of a quantize straight after a dequantize on its own grid, the integers are those before both."""
+    """Of a quantize straight after a dequantize with its own qparams, the integers are those before both."""
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
         source = node.args[0]
         if isinstance(source, Node) and _is_repeated(node, source):
@@ -34,8 +33,8 @@ def _drop_repeated_quantization(graph: Graph) -> None:
 def _is_repeated(quantize: Node, source: Node) -> bool:
     if source.target is not DEQUANTIZE or source.kwargs:
         return False
-    grid = PerTensorGrid.of_node(quantize)
-    return grid.is_kept_by_float32 and grid == PerTensorGrid.of_node(source)
+    qparams = PerTensorQParams.of_node(quantize)
+    return qparams.is_kept_by_float32 and qparams == PerTensorQParams.of_node(source)
 
 
 def _drop_double_transposes(graph: Graph) -> None:

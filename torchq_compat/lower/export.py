@@ -14,7 +14,7 @@ from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporti
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
 from torchq_compat.graph.graph_module import ConvertedGraphModule
 from torchq_compat.graph.quantized_interface import take_integers
-from torchq_compat.lower.cleanup_passes import tidy
+from torchq_compat.lower.cleanup_passes import clean_up
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.user_warnings import warn_user
@@ -65,17 +65,17 @@ def export(
     model = _reference(converted)
     shape = _read_shape(recurrent)
     args = model.record.signature.bind(read_example_inputs(example_inputs), {})
-    args = take_integers(args, model.input_grids())
+    args = take_integers(args, model.input_qparams())
     with exporting_loops_as(shape):
         try:
             program = export_with_free_sizes(_with_size_rules(model, args), args, dynamic_shapes)
         except Exception as cause:
             raise _error(model, args, shape, dynamic_shapes, cause) from cause
     _freeze(program)
-    tidy(program)
-    _tell_of_float_modules(model)
+    clean_up(program)
+    _warn_of_float_modules(model)
     if dynamic_shapes is None and shape is not LoopShape.UNROLLED:
-        _tell_of_fixed_sizes(model, program)
+        _warn_of_fixed_sizes(model, program)
     return program
 
 
@@ -144,13 +144,13 @@ def _freeze(program: ExportedProgram) -> None:
             program.state_dict[name] = torch.nn.Parameter(value.detach(), requires_grad=False)
 
 
-def _tell_of_float_modules(model: ConvertedGraphModule) -> None:
+def _warn_of_float_modules(model: ConvertedGraphModule) -> None:
     left = [d.path for d in model.record.decisions if d.action is Action.FLOAT and d.warn]
     if left:
         warn_user(f"the exported program computes these in floats: {', '.join(left)}; see explain(model).")
 
 
-def _tell_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) -> None:
+def _warn_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) -> None:
     """Say which sizes the captured model leaves free and the program does not."""
     names = program.graph_signature.user_inputs
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}

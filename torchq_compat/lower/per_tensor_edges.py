@@ -1,8 +1,8 @@
-"""Per-tensor q-dq alone at the edges of leaf modules, for export: backends know no per-channel activations.
+"""Per-tensor q-dq alone at the edges of opaque modules, for export: backends know no per-channel activations.
 
-A leaf whose result is put together from pieces on different grids, say two directions, hands it out as
-integers with a grid for each channel. Where it shows the grids of the pieces itself, it may as well hand out
-floats: the numbers are the same.
+An opaque module whose result is put together from pieces with different qparams, say two directions, hands
+it out as integers with qparams for each channel. Where it shows the qparams of the pieces itself, it may as
+well hand out floats: the numbers are the same.
 """
 
 from __future__ import annotations
@@ -11,41 +11,39 @@ import copy
 import warnings
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.graph import metadata
-from torchq_compat.opaque_calls.insert_calls import leaf_nodes, tensor_arguments
-from torchq_compat.opaque_calls.opaque_module import LeafModule
-from torchq_compat.qspecs.qparams import Grid, PerChannelGrid
+from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes, tensor_arguments
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
+from torchq_compat.qspecs.qparams import PerChannelQParams, QParams
+from torchq_compat.support import metadata
 
 __all__ = ["with_per_tensor_edges"]
-
-DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
 @dataclass(frozen=True)
 class _Edge:
-    """A flat result or input of a leaf call."""
+    """A flat result or input of an opaque call."""
 
     call: Node
     position: int
 
 
 def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
-    """``converted``, which stays as it is, with floats for per-channel integers between leaves and the graph.
-    Weights are shared."""
+    """``converted``, which stays as it is, with floats for per-channel integers between opaque modules and
+    the graph. Weights are shared."""
     graph = _copy_of(converted.graph)
     edited = GraphModule(converted, graph)
-    leaves = {call: _leaf(edited, call) for call in leaf_nodes(edited)}
+    opaque_modules = {call: _opaque_module(edited, call) for call in opaque_call_nodes(edited)}
     results: list[_Edge] = []
     inputs: list[_Edge] = []
-    for call, leaf in leaves.items():
-        for getitem in call.users if leaf.leaf_results_on_grids else ():
+    for call, opaque in opaque_modules.items():
+        for getitem in call.users if opaque.opaque_shows_result_qparams else ():
             position = getitem.args[1]
             assert isinstance(position, int)
-            readers = _readers(getitem, leaves)
-            if isinstance(metadata.INTEGERS.of(getitem), PerChannelGrid) and readers is not None:
+            readers = _readers(getitem, opaque_modules)
+            if isinstance(metadata.INTEGERS.of(getitem), PerChannelQParams) and readers is not None:
                 results.append(_Edge(call, position))
                 inputs.extend(readers)
                 _bypass_dequantize(getitem)
@@ -61,27 +59,28 @@ def _copy_of(graph: Graph) -> Graph:
         return copy.deepcopy(graph)
 
 
-def _leaf(graph_module: GraphModule, call: Node) -> LeafModule:
-    leaf = graph_module.get_submodule(str(call.target))
-    assert isinstance(leaf, LeafModule)
-    return leaf
+def _opaque_module(graph_module: GraphModule, call: Node) -> OpaqueModule:
+    opaque = graph_module.get_submodule(str(call.target))
+    assert isinstance(opaque, OpaqueModule)
+    return opaque
 
 
-def _readers(getitem: Node, leaves: dict[Node, LeafModule]) -> list[_Edge] | None:
-    """The leaf inputs that read ``getitem`` as integers; None if something else but dequantize does."""
+def _readers(getitem: Node, opaque_modules: dict[Node, OpaqueModule]) -> list[_Edge] | None:
+    """The inputs of opaque calls that read ``getitem`` as integers; None if something else but dequantize
+    does."""
     edges: list[_Edge] = []
     for user in getitem.users:
-        if user in leaves and _takes_floats(leaves[user]):
-            arguments = tensor_arguments(user, leaves[user])
+        if user in opaque_modules and _takes_floats(opaque_modules[user]):
+            arguments = tensor_arguments(user, opaque_modules[user])
             edges.extend(_Edge(user, index) for index, node in enumerate(arguments) if node is getitem)
         elif user.target is not DEQUANTIZE_PER_CHANNEL:
             return None
     return edges
 
 
-def _takes_floats(leaf: LeafModule) -> bool:
-    """Whether ``leaf``, or a copy of it, would get the same floats for integers."""
-    return type(leaf).leaf_receive is LeafModule.leaf_receive and not isinstance(leaf, GraphModule)
+def _takes_floats(opaque: OpaqueModule) -> bool:
+    """Whether ``opaque``, or a copy of it, would get the same floats for integers."""
+    return type(opaque).opaque_receive is OpaqueModule.opaque_receive and not isinstance(opaque, GraphModule)
 
 
 def _bypass_dequantize(getitem: Node) -> None:
@@ -91,21 +90,21 @@ def _bypass_dequantize(getitem: Node) -> None:
 
 
 def _hand_over_floats(graph_module: GraphModule, results: list[_Edge], inputs: list[_Edge]) -> None:
-    """Give the leaves of these edges copies that take and hand out floats there."""
+    """Give the opaque modules of these edges copies that take and hand out floats there."""
     for path in {str(edge.call.target) for edge in (*results, *inputs)}:
-        leaf = copy.copy(graph_module.get_submodule(path))
-        assert isinstance(leaf, LeafModule)
-        graph_module.set_submodule(path, leaf)
-        for call in leaf_nodes(graph_module):
-            index = call.kwargs["leaf_layout"]
+        opaque = copy.copy(graph_module.get_submodule(path))
+        assert isinstance(opaque, OpaqueModule)
+        graph_module.set_submodule(path, opaque)
+        for call in opaque_call_nodes(graph_module):
+            index = call.kwargs["opaque_layout"]
             if call.target == path and isinstance(index, int):
-                layout = leaf.leaf_layouts[index]
-                leaf.leaf_set_grids(
+                layout = opaque.opaque_layouts[index]
+                opaque.opaque_set_qparams(
                     index,
-                    _without(layout.input_grids, [edge.position for edge in inputs if edge.call is call]),
-                    _without(layout.output_grids, [edge.position for edge in results if edge.call is call]),
+                    _without(layout.input_qparams, [edge.position for edge in inputs if edge.call is call]),
+                    _without(layout.output_qparams, [edge.position for edge in results if edge.call is call]),
                 )
 
 
-def _without(grids: tuple[Grid | None, ...], positions: list[int]) -> tuple[Grid | None, ...]:
-    return tuple(None if position in positions else grid for position, grid in enumerate(grids))
+def _without(all_qparams: tuple[QParams | None, ...], positions: list[int]) -> tuple[QParams | None, ...]:
+    return tuple(None if position in positions else qparams for position, qparams in enumerate(all_qparams))

@@ -1,8 +1,8 @@
 """``torchq-compat rewrite PATH...``: legacy FX code as code for this package.
 
 Prints the differences; ``--write`` makes them, file by file, each in one step. What cannot be done safely is
-left as it is and listed. Exit code: 0 all done, 1 something is left for a person, 2 an error of usage or a
-file that could not be read or written.
+left as it is and listed. Exit code: 0 all done, 1 something is left for manual review, 2 an error of usage
+or a file that could not be read or written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ examples:
   torchq-compat rewrite src --only quantize-fx-functions --only qconfig-dicts
   torchq-compat rewrite --list
 
-exit code: 0 all done, 1 something is left for a person, 2 an error of usage or a file that could not be
+exit code: 0 all done, 1 something is left for manual review, 2 an error of usage or a file that could not be
 read or written
 """
 
@@ -103,7 +103,7 @@ def rewrite_command(args: argparse.Namespace) -> int:
             changes = [change for change in changes if _write(change, problems)]
     else:
         _print_diffs(changes)
-    left = [finding for finding in scan.findings if finding.by == "person"]
+    left = [finding for finding in scan.findings if finding.by == "manual review"]
     _print_summary(changes, left, written=args.write)
     print_problems(problems)
     if problems:
@@ -174,7 +174,8 @@ def _print_summary(changes: list[Change], left: list[Finding], *, written: bool)
     """On standard error, so that standard output holds the differences alone."""
     verb = "rewritten" if written else "to rewrite (--write does it)"
     print(
-        f"torchq-compat: {len(changes)} files {verb}, {len(left)} places left for a person", file=sys.stderr
+        f"torchq-compat: {len(changes)} files {verb}, {len(left)} places left for manual review",
+        file=sys.stderr,
     )
     for finding in left:
         construct = finding.construct

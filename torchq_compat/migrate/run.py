@@ -48,8 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "run",
         help="run an unmodified legacy script on torch.export and torchao",
-        description="Run an unmodified legacy script with prepare_fx, convert_fx and their kin redirected to "
-        "torchq_compat. Output and exit code are the script's; a summary goes to standard error.",
+        description="Run an unmodified legacy script with prepare_fx, convert_fx and related functions "
+        "redirected to torchq_compat. Output and exit code are the script's; a summary goes to stderr.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

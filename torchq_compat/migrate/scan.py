@@ -39,7 +39,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "scan",
         help="list what in Python files and notebooks has to do with FX",
         description="List the FX constructs in Python files and notebooks: where, what each becomes, and "
-        "whether 'rewrite' does it or a person must. Nothing is executed and nothing is changed.",
+        "whether 'rewrite' does it or it is left for manual review. Nothing is executed and nothing is "
+        "changed.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -117,7 +118,7 @@ def print_report(scan: Scan) -> None:
         print()
     by = Counter(finding.by for finding in scan.findings)
     counts = f"{scan.files} files, {by.total()} findings"
-    print(f"{counts}: {by['rewrite']} for rewrite, {by['person']} for a person")
+    print(f"{counts}: {by['rewrite']} for rewrite, {by['manual review']} for manual review")
     for link in dict.fromkeys(finding.construct.link for finding in scan.findings):
         print(f"  {link}")
 

@@ -14,8 +14,8 @@ from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase a
 
 from torchq_compat.errors import AnnotationError
 from torchq_compat.multi_output.edges_and_nodes import (
+    EdgeOrNode,
     Output,
-    Point,
     Source,
     canonical,
     canonical_source,
@@ -109,7 +109,7 @@ def check_sharing(model: GraphModule) -> None:
 
 def _told(
     node: Node, input_specs: Mapping[Node | Output, Spec | None], output_specs: Sequence[Spec | None]
-) -> dict[Point, Spec]:
+) -> dict[EdgeOrNode, Spec]:
     """The specs by point, each checked on its own."""
     values = output_values(node)
     if len(output_specs) != len(values):
@@ -118,7 +118,7 @@ def _told(
             f"which has {len(values)} outputs.",
             hint="give one spec per output, in order; None leaves an output alone.",
         )
-    told: dict[Point, Spec] = {}
+    told: dict[EdgeOrNode, Spec] = {}
     for source, spec in input_specs.items():
         edge = canonical((source, node))
         _check_input(node, source)
@@ -137,7 +137,7 @@ def _told(
 
 def _check_input(node: Node, source: Source) -> None:
     """torchao observes positional arguments, in nested lists too, and no keywords."""
-    positional: set[Point] = set()
+    positional: set[EdgeOrNode] = set()
     map_arg(node.args, lambda argument: positional.add(canonical(argument)))
     if canonical(source) not in positional:
         raise AnnotationError(
@@ -148,7 +148,7 @@ def _check_input(node: Node, source: Source) -> None:
         )
 
 
-def _checked(point: Point, spec: Any) -> Spec:
+def _checked(point: EdgeOrNode, spec: Any) -> Spec:
     if not isinstance(spec, Spec):
         raise AnnotationError(
             f"the spec of {shown(point)} is a {type(spec).__name__}.",
@@ -158,7 +158,7 @@ def _checked(point: Point, spec: Any) -> Spec:
     return spec
 
 
-def _write(specs: Mapping[Point, Spec]) -> None:
+def _write(specs: Mapping[EdgeOrNode, Spec]) -> None:
     """Put ``specs`` into the annotations, in their order; torchao goes by the order of an input map."""
     consumers = {point[1] for point in specs if isinstance(point, tuple)}
     left_alone = {consumer: _left_alone(consumer) for consumer in consumers}
@@ -184,5 +184,5 @@ def _left_alone(consumer: Node) -> list[Source]:
 def _not_quantizable(point: str, found: str) -> AnnotationError:
     return AnnotationError(
         f"{point} is {found}, which cannot be quantized.",
-        hint="give None as its spec; only floating point tensors lie on a quantization grid.",
+        hint="give None as its spec; only floating point tensors have qparams.",
     )

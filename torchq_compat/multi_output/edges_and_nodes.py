@@ -17,8 +17,8 @@ from torchq_compat.errors import AnnotationError
 from torchq_compat.support.argument_checks import INDEX, check_arguments, instance_of
 
 __all__ = [
+    "EdgeOrNode",
     "Output",
-    "Point",
     "Source",
     "canonical",
     "canonical_source",
@@ -48,7 +48,7 @@ class Output:
 
 Source = Output | Node
 #: The output of a node, or an edge (what is read, the node that reads it).
-Point = Source | tuple[Source, Node]
+EdgeOrNode = Source | tuple[Source, Node]
 
 
 def output_values(node: Node) -> tuple[Any, ...]:
@@ -68,7 +68,7 @@ def output_values(node: Node) -> tuple[Any, ...]:
     )
 
 
-def canonical(point: Any) -> Point:
+def canonical(point: Any) -> EdgeOrNode:
     """``point`` in the one form it is compared in: a getitem of a node's result becomes an ``Output``, the
     only output of a node the node itself.
 
@@ -131,7 +131,7 @@ def node_at(source: Source) -> Node:
     return first
 
 
-def shown(point: Point) -> str:
+def shown(point: EdgeOrNode) -> str:
     """``point`` for people."""
     if isinstance(point, tuple):
         return f"the edge ({_name(point[0])} -> {point[1].name})"

@@ -12,19 +12,19 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
 
 from torchq_compat.errors import AnnotationError
-from torchq_compat.multi_output.edges_and_nodes import Output, Point, canonical, getitems_of, shown
+from torchq_compat.multi_output.edges_and_nodes import EdgeOrNode, Output, canonical, getitems_of, shown
+from torchq_compat.support.dtypes import dtype_name
 
 __all__ = ["SpecTable", "with_nodes"]
 
 
-def references(spec: Spec) -> list[Point]:
+def references(spec: Spec) -> list[EdgeOrNode]:
     """The points ``spec`` takes its qparams from."""
     if isinstance(spec, SharedQuantizationSpec):
         return [canonical(spec.edge_or_node)]
@@ -33,7 +33,7 @@ def references(spec: Spec) -> list[Point]:
     return []
 
 
-def read_specs(graph: Graph) -> Iterator[tuple[Point, Spec]]:
+def read_specs(graph: Graph) -> Iterator[tuple[EdgeOrNode, Spec]]:
     """Every point of ``graph`` that has a spec; a point may come twice, where getitems are duplicated."""
     for node in graph.nodes:
         annotation = node.meta.get(Q_ANNOTATION_KEY)
@@ -50,12 +50,12 @@ class SpecTable:
     """The specs of a graph by point, and what follows from their references. Changes nothing."""
 
     def __init__(self, graph: Graph) -> None:
-        self.specs: dict[Point, Spec] = {}
+        self.specs: dict[EdgeOrNode, Spec] = {}
         self._order = {node: index for index, node in enumerate(graph.nodes)}
         for point, spec in read_specs(graph):
             self.tell(point, spec)
 
-    def tell(self, point: Point, spec: Spec) -> None:
+    def tell(self, point: EdgeOrNode, spec: Spec) -> None:
         """Give ``point`` its spec.
 
         Raises:
@@ -75,11 +75,11 @@ class SpecTable:
         Raises:
             AnnotationError: names every point of the circle.
         """
-        done: set[Point] = set()
+        done: set[EdgeOrNode] = set()
         for start in self.specs:
             self._walk(start, [], done)
 
-    def _walk(self, point: Point, path: list[Point], done: set[Point]) -> None:
+    def _walk(self, point: EdgeOrNode, path: list[EdgeOrNode], done: set[EdgeOrNode]) -> None:
         if point in path:
             raise _cycle([shown(p) for p in path[path.index(point) :]])
         if point in done or point not in self.specs:
@@ -99,7 +99,7 @@ class SpecTable:
                 if source not in self.specs:
                     raise _unobserved(shown(point), shown(source))
 
-    def settled(self) -> dict[Point, Spec]:
+    def settled(self) -> dict[EdgeOrNode, Spec]:
         """The same sharing, written as torchao can carry it out, points in the order torchao makes observers.
 
         A reference to a point without a spec stays as it is.
@@ -108,10 +108,10 @@ class SpecTable:
             AnnotationError: a derived spec refers to a point after it.
         """
         points = sorted(self.specs, key=self._position)
-        leaders: dict[Point, Point] = {}
+        leaders: dict[EdgeOrNode, EdgeOrNode] = {}
         for point in points:
             leaders.setdefault(self._root(point), point)
-        settled: dict[Point, Spec] = {}
+        settled: dict[EdgeOrNode, Spec] = {}
         for point in points:
             root = self._root(point)
             if root in self.specs and leaders[root] == point:
@@ -120,7 +120,7 @@ class SpecTable:
                 settled[point] = SharedQuantizationSpec(leaders[root] if root in self.specs else root)
         return settled
 
-    def _leading(self, point: Point, spec: Spec, leaders: Mapping[Point, Point]) -> Spec:
+    def _leading(self, point: EdgeOrNode, spec: Spec, leaders: Mapping[EdgeOrNode, EdgeOrNode]) -> Spec:
         if not isinstance(spec, DerivedQuantizationSpec):
             return spec
         sources = []
@@ -136,9 +136,9 @@ class SpecTable:
             sources.append(leader)
         return dataclasses.replace(spec, derived_from=sources)
 
-    def _root(self, point: Point) -> Point:
+    def _root(self, point: EdgeOrNode) -> EdgeOrNode:
         """The point whose own spec ``point`` uses in the end, or the first one without a spec."""
-        seen: set[Point] = set()
+        seen: set[EdgeOrNode] = set()
         while point not in seen and isinstance(self.specs.get(point), SharedQuantizationSpec):
             seen.add(point)
             (point,) = references(self.specs[point])
@@ -152,7 +152,7 @@ class SpecTable:
             return dataclasses.replace(spec, derived_from=[self._root(source) for source in references(spec)])
         return spec
 
-    def _position(self, point: Point) -> tuple[int, int, int]:
+    def _position(self, point: EdgeOrNode) -> tuple[int, int, int]:
         """Graph order: the edges of a node before its output, derived edges after their sources."""
         if isinstance(point, tuple):
             return self._order[point[1]], 0, self._depth(point)
@@ -162,7 +162,7 @@ class SpecTable:
             return place, 1, point.index
         return self._order[point], 1, 0
 
-    def _depth(self, point: Point) -> int:
+    def _depth(self, point: EdgeOrNode) -> int:
         """How many derived specs stand between ``point`` and values that are observed."""
         spec = self.specs.get(self._root(point))
         if not isinstance(spec, DerivedQuantizationSpec):
@@ -180,14 +180,14 @@ class SpecTable:
 
 def described(spec: Any) -> str:
     """``spec`` for people: its kind and dtype."""
-    dtype: torch.dtype | None = getattr(spec, "dtype", None)
-    return f"a {type(spec).__name__} of {str(dtype).removeprefix('torch.')}"
+    dtype = getattr(spec, "dtype", None)
+    return f"a {type(spec).__name__}" + (f" of {dtype_name(dtype)}" if dtype is not None else "")
 
 
 def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
     """``spec`` with every point it refers to spelled with nodes, as torchao reads it."""
 
-    def spelled(point: Point) -> Node | tuple[Node, Node]:
+    def spelled(point: EdgeOrNode) -> Node | tuple[Node, Node]:
         return (node_of(point[0]), point[1]) if isinstance(point, tuple) else node_of(point)
 
     if isinstance(spec, SharedQuantizationSpec):

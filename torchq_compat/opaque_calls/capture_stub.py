@@ -1,6 +1,6 @@
-"""The opaque leaf op: how a custom module looks to torch.export.
+"""The opaque op: how a custom module looks to torch.export.
 
-During capture a ``LeafCaller`` stands where the float module was. It flattens its arguments and calls one
+During capture a ``CaptureStub`` stands where the float module was. It flattens its arguments and calls one
 custom operator, of which torch.export sees only the fake kernel; so the module inside is never traced and
 no size of it is fixed. After capture every such node becomes a ``call_module`` of the observed module.
 """
@@ -22,14 +22,14 @@ from torchq_compat.errors import CustomModuleError
 from torchq_compat.opaque_calls.call_results import CallResults
 from torchq_compat.opaque_calls.layouts import CallLayout, Structure
 
-__all__ = ["LEAF_OP", "ORIGINAL", "LeafCaller", "StubRegistry"]
+__all__ = ["OPAQUE_OP", "ORIGINAL", "CaptureStub", "StubRegistry"]
 
 #: Computes the nested result of a call from fake arguments: shapes and dtypes only.
 FakeCall = Callable[..., Any]
 
 
 @dataclass
-class _Leaf:
+class _Stub:
     fake_call: FakeCall
     layouts: list[CallLayout] = field(default_factory=list)
 
@@ -43,16 +43,16 @@ class StubRegistry:
         results: of the calls.
     """
 
-    leaves: dict[str, _Leaf] = field(default_factory=dict)
+    by_handle: dict[str, _Stub] = field(default_factory=dict)
     results: CallResults = field(default_factory=CallResults)
 
-    def add(self, handle: str, original: nn.Module, fake_call: FakeCall) -> LeafCaller:
-        """Register a leaf and return the module to put in the place of ``original``."""
-        self.leaves[handle] = _Leaf(fake_call)
-        return LeafCaller.standing_for(original, handle)
+    def add(self, handle: str, original: nn.Module, fake_call: FakeCall) -> CaptureStub:
+        """Register a stub and return the module to put in the place of ``original``."""
+        self.by_handle[handle] = _Stub(fake_call)
+        return CaptureStub.standing_for(original, handle)
 
     def layouts(self, handle: str) -> list[CallLayout]:
-        return self.leaves[handle].layouts
+        return self.by_handle[handle].layouts
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -67,11 +67,11 @@ class StubRegistry:
 _REGISTRY: ContextVar[StubRegistry] = ContextVar("torchq_compat_stubs")
 
 
-#: Where a LeafCaller keeps the module it stands for.
-ORIGINAL = "leaf_original"
+#: Where a CaptureStub keeps the module it stands for.
+ORIGINAL = "stub_original"
 
 
-class LeafCaller(nn.Module):
+class CaptureStub(nn.Module):
     """Stands for a custom module during capture.
 
     Class, attributes and parameters are those of the original: models ask ``isinstance(self.rnn, nn.LSTM)``,
@@ -81,20 +81,20 @@ class LeafCaller(nn.Module):
     def __init__(self, handle: str, original: nn.Module) -> None:
         # Not super().__init__: that may be the original's class.
         nn.Module.__init__(self)
-        self.leaf_handle = handle
-        self.leaf_original = original
+        self.stub_handle = handle
+        self.stub_original = original
         self.training = original.training
 
     @classmethod
-    def standing_for(cls, original: nn.Module, handle: str) -> LeafCaller:
+    def standing_for(cls, original: nn.Module, handle: str) -> CaptureStub:
         """A caller of a subclass of the class of ``original``; a graph's class cannot be added to."""
         base = type(original)
         if isinstance(original, GraphModule):
             return cls(handle, original)
         namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         caller: Any = object.__new__(type(base.__name__, (cls, base), namespace))
-        LeafCaller.__init__(caller, handle, original)
-        assert isinstance(caller, LeafCaller)
+        CaptureStub.__init__(caller, handle, original)
+        assert isinstance(caller, CaptureStub)
         return caller
 
     def __getattr__(self, name: str) -> Any:
@@ -105,14 +105,14 @@ class LeafCaller(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         registry = _REGISTRY.get()
-        leaf = registry.leaves[self.leaf_handle]
+        stub = registry.by_handle[self.stub_handle]
         inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
         # Only the structure is wanted here, not the shape computation in the user's graph.
         with disable_proxy_modes_tracing():
-            outputs, _, computed = Structure.take_apart_with_sizes(leaf.fake_call(*args, **kwargs))
+            outputs, _, computed = Structure.take_apart_with_sizes(stub.fake_call(*args, **kwargs))
         self._check(inputs, outputs, computed)
-        leaf.layouts.append(CallLayout(inputs, outputs))
-        flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.leaf_handle, len(leaf.layouts) - 1)
+        stub.layouts.append(CallLayout(inputs, outputs))
+        flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.stub_handle, len(stub.layouts) - 1)
         result = outputs.put_together(flat)
         registry.results.results.append(result)
         return result
@@ -120,10 +120,10 @@ class LeafCaller(nn.Module):
     def _check(self, inputs: Structure, outputs: Structure, computed: list[Any]) -> None:
         for constant in (*inputs.constants(), *outputs.constants()):
             if any(isinstance(value, Tensor) for value in getattr(constant, "__dict__", {}).values()):
-                raise _unknown_container(self.leaf_handle, constant)
+                raise _unknown_container(self.stub_handle, constant)
         if computed:
             raise CustomModuleError(
-                f"the module at {self.leaf_handle!r} returns an integer computed from the sizes of its "
+                f"the module at {self.stub_handle!r} returns an integer computed from the sizes of its "
                 "inputs.",
                 hint="take the size from a tensor outside the module: x.shape[0].",
             )
@@ -136,13 +136,13 @@ def _custom_module(tensors: list[Tensor], sizes: list[int], handle: str, layout:
 
 @_custom_module.register_fake
 def _custom_module_fake(tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
-    leaf = _REGISTRY.get().leaves[handle]
-    args, kwargs = leaf.layouts[layout].inputs.put_together(tensors, sizes)
-    _, results = Structure.take_apart(leaf.fake_call(*args, **kwargs))
+    stub = _REGISTRY.get().by_handle[handle]
+    args, kwargs = stub.layouts[layout].inputs.put_together(tensors, sizes)
+    _, results = Structure.take_apart(stub.fake_call(*args, **kwargs))
     return results
 
 
-LEAF_OP = torch.ops.torchq_compat.custom_module.default
+OPAQUE_OP = torch.ops.torchq_compat.custom_module.default
 
 
 def _unknown_container(path: str, found: object) -> CustomModuleError:

@@ -1,4 +1,4 @@
-"""Leaf nodes: the captured leaf op becomes a call of the module that does the work."""
+"""Opaque calls: the captured opaque op becomes a call of the module that does the work."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.graph import metadata
-from torchq_compat.opaque_calls.capture_stub import LEAF_OP, ORIGINAL, StubRegistry
+from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, ORIGINAL, StubRegistry
 from torchq_compat.opaque_calls.layouts import Field, Structure
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.support import metadata
 
-__all__ = ["example_call", "leaf_nodes", "place_leaves", "tensor_arguments"]
+__all__ = ["example_call", "insert_calls", "opaque_call_nodes", "tensor_arguments"]
 
 ATEN = torch.ops.aten
 #: Ops that take dtype and device from their first argument, and nothing else.
 NEW_TENSOR = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_empty.default, ATEN.new_full.default)
 
 
-def place_leaves(graph_module: GraphModule, stubs: StubRegistry, modules: dict[str, nn.Module]) -> list[str]:
-    """Replace every leaf op in ``graph_module`` by a call of ``modules[handle]``, placed at that path.
+def insert_calls(graph_module: GraphModule, stubs: StubRegistry, modules: dict[str, nn.Module]) -> list[str]:
+    """Replace every opaque op in ``graph_module`` by a call of ``modules[handle]``, placed at that path.
 
     A float module that is never called is there for the parameters the model reads of it.
 
@@ -32,7 +32,7 @@ def place_leaves(graph_module: GraphModule, stubs: StubRegistry, modules: dict[s
     """
     copied = [name for entry in modules.items() for name in _keep_parameters_read(graph_module, *entry)]
     for node in list(graph_module.graph.nodes):
-        if node.target is not LEAF_OP:
+        if node.target is not OPAQUE_OP:
             continue
         tensors, sizes, handle, index = node.args
         module = modules[handle]
@@ -42,8 +42,8 @@ def place_leaves(graph_module: GraphModule, stubs: StubRegistry, modules: dict[s
         ):
             graph_module.add_submodule(handle, module)
         layouts = stubs.layouts(handle)
-        if isinstance(module, LeafModule):
-            module.leaf_layouts = layouts
+        if isinstance(module, OpaqueModule):
+            module.opaque_layouts = layouts
             _call_flat(graph_module, node, handle, (*tensors, *sizes), index)
         else:
             args, kwargs = layouts[index].inputs.put_together(tensors, sizes)
@@ -69,7 +69,7 @@ def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Mod
             graph_module.graph.erase_node(node)
             continue
         name = f"{handle}.{str(node.target).removeprefix(prefix)}"
-        if not isinstance(module, LeafModule):
+        if not isinstance(module, OpaqueModule):
             graph_module.add_submodule(handle, module)
             node.target = name
             continue
@@ -83,27 +83,29 @@ def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Mod
     return copied
 
 
-def leaf_nodes(graph_module: GraphModule) -> list[Node]:
-    """The calls of leaf modules in ``graph_module``."""
+def opaque_call_nodes(graph_module: GraphModule) -> list[Node]:
+    """The calls of opaque modules in ``graph_module``."""
     return [
         node
         for node in graph_module.graph.nodes
-        if node.op == "call_module" and isinstance(graph_module.get_submodule(str(node.target)), LeafModule)
+        if node.op == "call_module" and isinstance(graph_module.get_submodule(str(node.target)), OpaqueModule)
     ]
 
 
-def tensor_arguments(call: Node, module: LeafModule) -> tuple[Node, ...]:
-    """The tensors a leaf call passes; behind them in its arguments stand sizes."""
-    index = call.kwargs["leaf_layout"]
+def tensor_arguments(call: Node, module: OpaqueModule) -> tuple[Node, ...]:
+    """The tensors an opaque call passes; behind them in its arguments stand sizes."""
+    index = call.kwargs["opaque_layout"]
     assert isinstance(index, int)
-    tensors = call.args[: module.leaf_layouts[index].inputs.count()]
+    tensors = call.args[: module.opaque_layouts[index].inputs.count()]
     assert all(isinstance(tensor, Node) for tensor in tensors)
     return tuple(tensor for tensor in tensors if isinstance(tensor, Node))
 
 
-def example_call(call: Node, module: LeafModule, tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """A leaf call with the ``tensors`` it had in the example: its arguments, sizes included, and zeros of the
-    shapes and dtypes of its results."""
+def example_call(
+    call: Node, module: OpaqueModule, tensors: Sequence[Tensor]
+) -> tuple[list[Any], list[Tensor]]:
+    """An opaque call with the ``tensors`` it had in the example: its arguments, sizes included, and zeros of
+    the shapes and dtypes of its results."""
     count = len(tensor_arguments(call, module))
     sizes = [_example_size(size) for size in call.args[count:]]
     return [*tensors, *sizes], [_zeros(value) for value in call.meta["val"]]
@@ -121,7 +123,7 @@ def _example_size(size: Any) -> int:
 
 def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any, ...], index: int) -> None:
     with graph_module.graph.inserting_before(node):
-        call = graph_module.graph.call_module(path, flat, {"leaf_layout": index})
+        call = graph_module.graph.call_module(path, flat, {"opaque_layout": index})
     call.meta = {**node.meta, metadata.OPAQUE_CALL.name: path}
     node.replace_all_uses_with(call)
     graph_module.graph.erase_node(node)

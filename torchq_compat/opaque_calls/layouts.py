@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["CallLayout", "Field", "Structure"]
@@ -28,7 +28,7 @@ class Field(str):
     __slots__ = ()
 
 
-class Place(enum.Enum):
+class LeafKind(enum.Enum):
     """What stood at a leaf and is no constant of the structure."""
 
     TENSOR = "tensor"
@@ -76,10 +76,10 @@ class Structure:
         for leaf in found:
             if isinstance(leaf, Tensor):
                 tensors.append(leaf)
-                leaves.append(Place.TENSOR)
+                leaves.append(LeafKind.TENSOR)
             elif isinstance(leaf, torch.SymInt):
                 sizes.append(leaf)
-                leaves.append(Place.SIZE)
+                leaves.append(LeafKind.SIZE)
             elif _is_record(leaf):
                 names = tuple(each.name for each in dataclasses.fields(leaf))
                 values = cls._take_apart([getattr(leaf, name) for name in names], tensors, sizes)
@@ -99,9 +99,9 @@ class Structure:
     def _put_together(self, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
         values = []
         for leaf in self.leaves:
-            if leaf is Place.TENSOR:
+            if leaf is LeafKind.TENSOR:
                 values.append(next(tensors))
-            elif leaf is Place.SIZE:
+            elif leaf is LeafKind.SIZE:
                 values.append(next(sizes))
             elif isinstance(leaf, Record):
                 values.append(_make_record(leaf, leaf.values._put_together(tensors, sizes)))
@@ -114,10 +114,10 @@ class Structure:
         for leaf in self.leaves:
             if isinstance(leaf, Record):
                 yield from leaf.values.constants()
-            elif not isinstance(leaf, Place):
+            elif not isinstance(leaf, LeafKind):
                 yield leaf
 
-    def count(self, place: Place = Place.TENSOR) -> int:
+    def count(self, place: LeafKind = LeafKind.TENSOR) -> int:
         """How many tensors, or sizes, it holds."""
         return sum(
             leaf.values.count(place) if isinstance(leaf, Record) else leaf is place for leaf in self.leaves
@@ -129,7 +129,7 @@ class Structure:
         found: list[tuple[Any, ...]] = []
         for keys, index in _with_keys(positions):
             leaf = self.leaves[index]
-            if leaf is Place.TENSOR:
+            if leaf is LeafKind.TENSOR:
                 found.append(keys)
             elif isinstance(leaf, Record):
                 inner = leaf.values.tensor_keys()
@@ -179,15 +179,17 @@ class CallLayout:
     Attributes:
         inputs: structure of ``(args, kwargs)``.
         outputs: structure of the result.
-        input_grids: per tensor input, the grid of the integers it arrives as, or None for floats.
-        output_grids: per tensor output, the grid of the integers it leaves as, or None for floats.
+        input_qparams: per tensor input, the qparams of the integers it arrives as, or None for floats.
+        output_qparams: per tensor output, the qparams of the integers it leaves as, or None for floats.
     """
 
     inputs: Structure
     outputs: Structure
-    input_grids: tuple[Grid | None, ...] = field(default=())
-    output_grids: tuple[Grid | None, ...] = field(default=())
+    input_qparams: tuple[QParams | None, ...] = field(default=())
+    output_qparams: tuple[QParams | None, ...] = field(default=())
 
-    def with_grids(self, inputs: tuple[Grid | None, ...], outputs: tuple[Grid | None, ...]) -> CallLayout:
+    def with_qparams(
+        self, inputs: tuple[QParams | None, ...], outputs: tuple[QParams | None, ...]
+    ) -> CallLayout:
         """The same call across a quantized boundary."""
-        return replace(self, input_grids=inputs, output_grids=outputs)
+        return replace(self, input_qparams=inputs, output_qparams=outputs)

@@ -18,8 +18,8 @@ from torchq_compat.graph.graph_module import ConvertedGraphModule, Stage, record
 from torchq_compat.graph.observed_graph import ObserverFault, convert_graph, observer_faults, observer_nodes
 from torchq_compat.graph.other_engines import unguard
 from torchq_compat.graph.quantized_interface import expose_integers
-from torchq_compat.opaque_calls.insert_calls import leaf_nodes, tensor_arguments
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes, tensor_arguments
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.opaque_calls.quantized_boundary import quantize_boundaries
 from torchq_compat.pipeline.switch_off import decide_switched_off, remove_observers, with_switched_off
 from torchq_compat.pipeline.unmatched_at_convert import unmatched_at_convert
@@ -73,7 +73,7 @@ def convert_to_reference(
     unguard(working)
     if switched_off:
         remove_observers(working, switched_off)
-    _convert_leaves(working, settings)
+    _convert_opaque_modules(working, settings)
     converted = convert_graph(working, as_fx=record.rules is not None, is_trained=record.is_qat)
     quantize_boundaries(converted)
     expose_integers(converted, record.interface)
@@ -93,17 +93,17 @@ def _with_quantized_class(decision: Decision, replaced: dict[str, type[nn.Module
     return replace(decision, action=Action.QUANTIZED, reason=reason)
 
 
-def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:
-    for path in {str(node.target): None for node in leaf_nodes(working)}:
-        leaf = working.get_submodule(path)
-        handler = handler_of(leaf)
-        assert isinstance(leaf, LeafModule)
+def _convert_opaque_modules(working: GraphModule, settings: ConvertSettings) -> None:
+    for path in {str(node.target): None for node in opaque_call_nodes(working)}:
+        opaque = working.get_submodule(path)
+        handler = handler_of(opaque)
+        assert isinstance(opaque, OpaqueModule)
         assert handler is not None
-        mapping = settings.observed_to_quantized.get(leaf.leaf_quant_type, {})
+        mapping = settings.observed_to_quantized.get(opaque.opaque_quant_type, {})
         observers = _output_observers(working, path)
         request = ConvertRequest(
-            leaf,
-            handler.quantized_class(leaf, mapping),
+            opaque,
+            handler.quantized_class(opaque, mapping),
             path,
             observers,
             input_observers=_input_observers(working, path),
@@ -113,19 +113,20 @@ def _convert_leaves(working: GraphModule, settings: ConvertSettings) -> None:
 
 
 def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None, ...]:
-    """What observes the flat inputs of the first call of the leaf at ``path``."""
-    call = next(node for node in leaf_nodes(working) if node.target == path)
-    leaf = working.get_submodule(path)
-    assert isinstance(leaf, LeafModule)
+    """What observes the flat inputs of the first call of the opaque module at ``path``."""
+    call = next(node for node in opaque_call_nodes(working) if node.target == path)
+    opaque = working.get_submodule(path)
+    assert isinstance(opaque, OpaqueModule)
     observers = dict(observer_nodes(working))
-    return tuple(observers.get(argument) for argument in tensor_arguments(call, leaf))
+    return tuple(observers.get(argument) for argument in tensor_arguments(call, opaque))
 
 
 def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module, ...], ...]:
-    """What observes the results of the leaf at ``path``, in flat order, one observer for each call."""
+    """What observes the results of the opaque module at ``path``, in flat order, one observer for each
+    call."""
     observers = {user.args[0]: observer for user, observer in observer_nodes(working)}
     found: dict[int, list[nn.Module]] = {}
-    for call in leaf_nodes(working):
+    for call in opaque_call_nodes(working):
         for getitem in call.users if call.target == path else ():
             position = getitem.args[1]
             assert isinstance(position, int)
@@ -137,11 +138,11 @@ def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module,
 def _check_observers(prepared: GraphModule) -> None:
     """Refuse qparams that are not numbers; warn about observers that saw nothing."""
     faults = observer_faults(prepared)
-    for path in {str(node.target): None for node in leaf_nodes(prepared)}:
-        leaf = prepared.get_submodule(path)
-        handler = handler_of(leaf)
-        if handler is not None and isinstance(leaf, LeafModule):
-            faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(leaf))
+    for path in {str(node.target): None for node in opaque_call_nodes(prepared)}:
+        opaque = prepared.get_submodule(path)
+        handler = handler_of(opaque)
+        if handler is not None and isinstance(opaque, OpaqueModule):
+            faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(opaque))
     without_qparams = [where for where, fault in faults if fault is ObserverFault.NO_QPARAMS]
     if without_qparams:
         raise ConvertError(

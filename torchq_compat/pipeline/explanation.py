@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.graph.graph_module import QuantizationGraphModule, record_of
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qdq import QUANTIZE
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.decisions import Action, Decision, Report
 
 __all__ = ["explain"]
-
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
 @checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))
@@ -67,10 +65,10 @@ def _of_float_model(model: nn.Module) -> Iterator[Decision]:
 def _inside(model: GraphModule, decision: Decision) -> Iterator[Decision]:
     if decision.node or decision.action is Action.FLOAT:
         return
-    leaf = dict(model.named_modules()).get(decision.path)
-    handler = handler_of(leaf)
-    if handler is not None and isinstance(leaf, LeafModule):
-        yield from handler.explain(leaf, decision.path, explain)
+    opaque = dict(model.named_modules()).get(decision.path)
+    handler = handler_of(opaque)
+    if handler is not None and isinstance(opaque, OpaqueModule):
+        yield from handler.explain(opaque, decision.path, explain)
 
 
 def _details(model: GraphModule, node: Node | None) -> dict[str, Any]:

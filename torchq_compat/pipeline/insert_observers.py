@@ -10,10 +10,10 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.annotate.annotation import NodeSpecs
-from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.annotate.decide import decide_graph
 from torchq_compat.annotate.op_records import write_op_records
-from torchq_compat.annotate.user_quantizer import QuantizerAroundLeaves
+from torchq_compat.annotate.user_quantizer import UserQuantizer
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.graph.observed_graph import prepare_graph, prepare_with
@@ -30,16 +30,16 @@ class Captured:
     """A captured model.
 
     Attributes:
-        graph_module: custom modules are leaf calls.
+        graph_module: custom modules are opaque calls.
         model: what was exported.
-        boundaries: what is observed around each leaf call.
+        boundaries: what is observed around each opaque call.
         interface: which inputs and outputs are integers.
         cumulative: what ``batch_norm.before_capture`` returned.
     """
 
     graph_module: GraphModule
     model: nn.Module
-    boundaries: Mapping[Node, LeafBoundary]
+    boundaries: Mapping[Node, OpaqueBoundary]
     interface: QuantizedInterface
     cumulative: Collection[str] = ()
 
@@ -70,6 +70,6 @@ def observe_by_rules(
 
 def observe_by_quantizer(captured: Captured, quantizer: Quantizer, *, is_qat: bool) -> Observed:
     """As ``quantizer`` says of all that is no custom module."""
-    around = QuantizerAroundLeaves(quantizer, captured.boundaries, captured.model)
+    around = UserQuantizer(quantizer, captured.boundaries, captured.model)
     prepared = prepare_with(captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative)
     return prepared, around.decisions

@@ -9,12 +9,12 @@ from dataclasses import replace
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.annotate.op_records import module_record, write_op_records
 from torchq_compat.custom_modules.registry import ObserveRequest, handler_of
 from torchq_compat.custom_modules.swap import Swap
-from torchq_compat.opaque_calls.insert_calls import example_call, leaf_nodes, place_leaves
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.insert_calls import example_call, insert_calls, opaque_call_nodes
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.opaque_calls.recorded_calls import RecordedCalls
 from torchq_compat.pipeline.capture_model import CapturedModel
 from torchq_compat.support.decisions import Action, Decision
@@ -45,37 +45,37 @@ def place_modules(
     """Put ``modules`` behind the opaque calls, in place; return a decision about each parameter of theirs
     that the graph has a copy of."""
     graph_module = captured.found.graph_module
-    copied = place_leaves(graph_module, captured.stubs, modules)
+    copied = insert_calls(graph_module, captured.stubs, modules)
     classes = {swap.paths[0]: type(swap.module) for swap in swaps}
     write_op_records(
         (node, module_record(classes[str(node.target)], str(node.target)))
-        for node in leaf_nodes(graph_module)
+        for node in opaque_call_nodes(graph_module)
     )
     return [_copied_parameter(name, is_qat=is_qat) for name in copied]
 
 
 def boundaries_of(
     graph_module: GraphModule, swaps: Sequence[Swap], calls: RecordedCalls
-) -> Mapping[Node, LeafBoundary]:
+) -> Mapping[Node, OpaqueBoundary]:
     """Return what is observed around each call, which is tried with the tensors it had in the example.
 
     Raises:
         CustomModuleError: an observed module does not take the calls of the float one.
     """
     by_path = {swap.paths[0]: swap for swap in swaps}
-    boundaries: dict[Node, LeafBoundary] = {}
-    for node in leaf_nodes(graph_module):
-        path, index = str(node.target), node.kwargs["leaf_layout"]
-        request, leaf = by_path[path].request, graph_module.get_submodule(path)
-        handler = handler_of(leaf)
-        assert isinstance(leaf, LeafModule)
+    boundaries: dict[Node, OpaqueBoundary] = {}
+    for node in opaque_call_nodes(graph_module):
+        path, index = str(node.target), node.kwargs["opaque_layout"]
+        request, opaque = by_path[path].request, graph_module.get_submodule(path)
+        handler = handler_of(opaque)
+        assert isinstance(opaque, OpaqueModule)
         assert isinstance(index, int)
         assert request is not None
         assert handler is not None
         if path in calls.tensors:
-            arguments, expected = example_call(node, leaf, calls.tensors[path][index])
-            handler.check_call(copy.deepcopy(leaf), path, index, arguments, expected)
-        boundaries[node] = handler.boundary(leaf, request, leaf.leaf_layouts[index])
+            arguments, expected = example_call(node, opaque, calls.tensors[path][index])
+            handler.check_call(copy.deepcopy(opaque), path, index, arguments, expected)
+        boundaries[node] = handler.boundary(opaque, request, opaque.opaque_layouts[index])
     return boundaries
 
 
@@ -94,8 +94,8 @@ def _observed(swap: Swap, prepare_inside: PrepareInside) -> nn.Module:
         vars(swap.module)["qconfig"] = None
         return swap.module
     observed = swap.handler.observe(replace(swap.request, prepare_inside=prepare_inside))
-    observed.leaf_observed_class = swap.request.observed_class
-    observed.leaf_quant_type = swap.request.specs.quant_type
+    observed.opaque_observed_class = swap.request.observed_class
+    observed.opaque_quant_type = swap.request.specs.quant_type
     return observed
 
 

@@ -11,10 +11,10 @@ from torch.fx import GraphModule
 
 from torchq_compat import batch_norm
 from torchq_compat.capture.checked.checked_prepare import check_prepared
+from torchq_compat.capture.checked.size_decisions import decide_blocks, decide_sizes
 from torchq_compat.capture.leftovers import decide_leftovers
 from torchq_compat.capture.parametrizations import decide_parametrizations
 from torchq_compat.capture.purposeful_training import fix_modes, flags_in_evaluation
-from torchq_compat.capture.sizes.size_decisions import decide_blocks, decide_sizes
 from torchq_compat.capture.training_flags import decide_training_flags, set_training_flags
 from torchq_compat.capture.unmatched_rules import decide_unmatched_rules, decide_unmatched_settings
 from torchq_compat.config.qconfig_mappings import QConfigRules

@@ -11,7 +11,7 @@ from torchq_compat.annotate.op_records import op_record
 from torchq_compat.capture.unmatched_rules import near
 from torchq_compat.config.custom_configs import ConvertSettings
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
 __all__ = ["unmatched_at_convert"]
@@ -50,7 +50,7 @@ def _observed_classes(prepared: GraphModule) -> set[type[nn.Module]]:
     A float call is converted by the class it has; see ``convert_float_calls``.
     """
     observed: set[type[nn.Module]] = {type(module) for module in prepared.modules()}
-    mapped = (m.leaf_observed_class for m in prepared.modules() if isinstance(m, LeafModule))
+    mapped = (m.opaque_observed_class for m in prepared.modules() if isinstance(m, OpaqueModule))
     return observed | {cls for cls in mapped if cls is not None}
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.qspecs.dtypes import PACKED_DTYPES, dtype_range, is_integer
 from torchq_compat.qspecs.observer_settings import ObserverSettings
+from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_name, dtype_range, is_integer
 
 __all__ = ["check_axis", "check_settings"]
 
@@ -23,7 +23,7 @@ def check_settings(settings: ObserverSettings, setting: str) -> None:
     """
     if not is_integer(settings.dtype):
         return
-    dtype = str(settings.declared_dtype).removeprefix("torch.")
+    dtype = dtype_name(settings.declared_dtype)
     low, high = _packed_range(settings) or dtype_range(settings.dtype)
     given_low = low if settings.quant_min is None else settings.quant_min
     given_high = high if settings.quant_max is None else settings.quant_max

@@ -7,7 +7,6 @@ of it where the quantized engine could overflow.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.qspecs.dtypes import dtype_range
+from torchq_compat.qspecs.qdq import CONVERT_DTYPE, insert_dynamic_q_dq
 from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
+from torchq_compat.support.dtypes import dtype_range
 
 __all__ = ["DynamicQuantization"]
 
-OPS = torch.ops.quantized_decomposed
 #: Engines whose kernels add two products in 16 bits; FX asks for ``reduce_range`` there.
 ENGINES_OF_REDUCED_RANGE = ("fbgemm", "x86")
 #: ATen does not choose smaller scales.
@@ -56,15 +55,10 @@ class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
             chosen_low, chosen_high = int(low / 2), int(high / 2)
         else:
             chosen_low, chosen_high = low, high
-        choice = (source, chosen_low, chosen_high, SMALLEST_SCALE, self.dtype)
-        chosen = graph.call_function(OPS.choose_qparams.tensor, choice)
-        scale, zero_point = (graph.call_function(operator.getitem, (chosen, i)) for i in range(2))
-        qparams = (scale, zero_point, low, high, self.dtype)
-        integers = graph.call_function(OPS.quantize_per_tensor.tensor, (source, *qparams))
-        return graph.call_function(OPS.dequantize_per_tensor.tensor, (integers, *qparams))
+        chosen = chosen_low, chosen_high
+        return insert_dynamic_q_dq(graph, source, chosen, (low, high), eps=SMALLEST_SCALE, dtype=self.dtype)
 
 
 def _to_half_and_back(graph: Graph, source: Node) -> Node:
-    convert = OPS.convert_element_type.no_fuse
-    half = graph.call_function(convert, (source, torch.float16))
-    return graph.call_function(convert, (half, torch.float32))
+    half = graph.call_function(CONVERT_DTYPE, (source, torch.float16))
+    return graph.call_function(CONVERT_DTYPE, (half, torch.float32))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize
 
+from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
 
 __all__ = ["FloatQParamsFakeQuantize", "attribute_at", "fold_weight"]
@@ -58,7 +59,7 @@ def fold_weight(
             model.register_buffer(constant, value)
             nodes.append(graph.get_attr(constant))
         dequantize = graph.call_function(
-            torch.ops.quantized_decomposed.dequantize_per_channel.default,
+            DEQUANTIZE_PER_CHANNEL,
             (*nodes, axis, low, high, settings.dtype),
         )
     observer_node.replace_all_uses_with(dequantize)

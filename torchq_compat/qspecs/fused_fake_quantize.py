@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torchao.quantization.pt2e.fake_quantize import FusedMovingAvgObsFakeQuantize
 
-from torchq_compat.qspecs.dtypes import as_dtype
 from torchq_compat.qspecs.saturation import SaturationCountingObserver
 from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
+from torchq_compat.support.dtypes import as_dtype
 
 __all__ = ["FusedFakeQuantize"]
 

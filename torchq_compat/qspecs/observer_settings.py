@@ -12,8 +12,8 @@ import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import nn
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.qspecs.dtypes import plain_dtype
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.dtypes import plain_dtype
 
 __all__ = ["FIXED_QPARAMS", "ObserverLimits", "ObserverSettings", "read_settings"]
 

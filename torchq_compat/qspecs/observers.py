@@ -20,13 +20,13 @@ import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.qspecs.dtypes import PACKED_DTYPES, dtype_range, is_integer, plain_dtype
 from torchq_compat.qspecs.fast_observers import FastHistogramObserver, FastMinMaxObserver
 from torchq_compat.qspecs.float_qparams import FloatQParamsFakeQuantize
 from torchq_compat.qspecs.fused_fake_quantize import FusedFakeQuantize
 from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS, read_settings
 from torchq_compat.qspecs.saturation import SaturationCountingObserver
-from torchq_compat.qspecs.torch_ao_subclasses import TWO_WORLD_CLASSES, recognised_by_torch_ao
+from torchq_compat.qspecs.torch_ao_subclasses import SUBCLASSES, recognised_by_torch_ao
+from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_range, is_integer, plain_dtype
 
 __all__ = [
     "LegacyFakeQuantizeAdapter",
@@ -142,7 +142,7 @@ def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
     name = cls.__name__
     if all(getattr(home, name, None) is not cls for home in HOMES):
         return None
-    ours = REPLACED.get(name) or TWO_WORLD_CLASSES.get(name)
+    ours = REPLACED.get(name) or SUBCLASSES.get(name)
     mirror: Callable[..., nn.Module] | None = ours or getattr(pt2e_observer, name, None)
     return mirror
 

@@ -1,29 +1,31 @@
-"""Grids: the affine quantization grids a tensor can lie on, as frozen values.
+"""QParams: the affine quantization parameters of a tensor, as frozen values.
 
-A grid turns floats into the integers of its dtype and back: ``q = clamp(round(x / scale) + zero_point)``,
+They turn floats into the integers of their dtype and back: ``q = clamp(round(x / scale) + zero_point)``,
 ``x = (q - zero_point) * scale``, the ``quantized_decomposed`` operators of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-import torchq_compat.support.upstream  # noqa: F401 - registers quantized_decomposed
-from torchq_compat.qspecs.dtypes import as_dtype
+from torchq_compat.qspecs import qdq
+from torchq_compat.support.dtypes import as_dtype
 
-__all__ = ["Grid", "PerChannelGrid", "PerTensorGrid", "combine_along", "covering", "q_dq"]
-
-OPS = torch.ops.quantized_decomposed
+__all__ = ["PerChannelQParams", "PerTensorQParams", "QParams", "combine_along", "covering", "q_dq"]
 
 
 @dataclass(frozen=True)
-class PerTensorGrid:
+class PerTensorQParams:
     """One scale and zero point for the whole tensor."""
+
+    quantize_op: ClassVar[Any] = qdq.QUANTIZE
+    dequantize_op: ClassVar[Any] = qdq.DEQUANTIZE
 
     scale: float
     zero_point: int
@@ -32,28 +34,23 @@ class PerTensorGrid:
     dtype: torch.dtype
 
     @classmethod
-    def of_node(cls, node: Node) -> PerTensorGrid:
-        """The grid of a per-tensor quantize or dequantize node."""
+    def of_node(cls, node: Node) -> PerTensorQParams:
+        """Read the qparams of a static per-tensor quantize or dequantize node."""
         scale, zero_point, quant_min, quant_max, dtype = node.args[1:6]
         return cls(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
 
+    def arguments(self, *_: Any) -> tuple[float, int, int, int, torch.dtype]:
+        """The arguments of quantize and dequantize behind the tensor."""
+        return self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
+
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
-        q: Tensor = OPS.quantize_per_tensor(
-            as_dtype(x, torch.float32),
-            self.scale,
-            self.zero_point,
-            self.quant_min,
-            self.quant_max,
-            self.dtype,
-        )
+        q: Tensor = qdq.QUANTIZE(as_dtype(x, torch.float32), *self.arguments())
         return q
 
     def dequantize(self, q: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
         """Integers to floats of ``out_dtype``."""
-        x: Tensor = OPS.dequantize_per_tensor(
-            q, self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
-        )
+        x: Tensor = qdq.DEQUANTIZE(q, *self.arguments())
         return as_dtype(x, out_dtype)
 
     @property
@@ -62,23 +59,26 @@ class PerTensorGrid:
         return self.quant_max - self.quant_min < 2**20
 
 
-def q_dq(x: Tensor, grid: PerTensorGrid | None) -> Tensor:
-    """``x``, which lies on ``grid``, behind a quantize and a dequantize that change no value; as it is where
+def q_dq(x: Tensor, qparams: PerTensorQParams | None) -> Tensor:
+    """``x``, which has ``qparams``, behind a quantize and a dequantize that change no value; as it is where
     it lies on none, or they could change one."""
-    if grid is None or not grid.is_kept_by_float32:
+    if qparams is None or not qparams.is_kept_by_float32:
         return x
-    return grid.dequantize(grid.quantize(x), x.dtype)
+    return qparams.dequantize(qparams.quantize(x), x.dtype)
 
 
 @dataclass(frozen=True)
-class PerChannelGrid:
-    """Per-tensor grids of one dtype and range for the indices of dimension ``axis``.
+class PerChannelQParams:
+    """Per-tensor qparams of one dtype and range for the indices of dimension ``axis``.
 
     Attributes:
-        runs: (number of indices, their grid), from the first index to the last.
+        runs: (number of indices, their qparams), from the first index to the last.
     """
 
-    runs: tuple[tuple[int, PerTensorGrid], ...]
+    quantize_op: ClassVar[Any] = qdq.QUANTIZE_PER_CHANNEL
+    dequantize_op: ClassVar[Any] = qdq.DEQUANTIZE_PER_CHANNEL
+
+    runs: tuple[tuple[int, PerTensorQParams], ...]
     axis: int
 
     dtype = property(lambda self: self.runs[0][1].dtype)
@@ -88,69 +88,72 @@ class PerChannelGrid:
     @property
     def scales(self) -> tuple[float, ...]:
         """Of every index."""
-        return tuple(grid.scale for size, grid in self.runs for _ in range(size))
+        return tuple(qparams.scale for size, qparams in self.runs for _ in range(size))
 
     @property
     def zero_points(self) -> tuple[int, ...]:
         """Of every index."""
-        return tuple(grid.zero_point for size, grid in self.runs for _ in range(size))
+        return tuple(qparams.zero_point for size, qparams in self.runs for _ in range(size))
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """``scales`` (float32) and ``zero_points`` (int64), each of shape (channels,)."""
-        runs = [(size, grid.scale, grid.zero_point) for size, grid in self.runs]
+        runs = [(size, qparams.scale, qparams.zero_point) for size, qparams in self.runs]
         # A trace of torch.tensor could not be exported a second time.
         scales = [torch.full((n,), scale, dtype=torch.float32, device=device) for n, scale, _ in runs]
         zero_points = [torch.full((n,), zero, dtype=torch.int64, device=device) for n, _, zero in runs]
         return torch.cat(scales), torch.cat(zero_points)
 
+    def arguments(
+        self, name: str, constant: Callable[[str, Tensor], Any], device: torch.device
+    ) -> tuple[Any, ...]:
+        """The arguments of quantize and dequantize behind the tensor; ``constant`` makes those that are
+        tensors on ``device`` what the call takes, given names that begin with ``name``."""
+        scales, zero_points = self.tensors(device)
+        tensors = constant(f"{name}_scales", scales), constant(f"{name}_zero_points", zero_points)
+        return *tensors, self.axis, self.quant_min, self.quant_max, self.dtype
+
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
-        scales, zero_points = self.tensors(x.device)
-        q: Tensor = OPS.quantize_per_channel(
-            as_dtype(x, torch.float32),
-            scales,
-            zero_points,
-            self.axis,
-            self.quant_min,
-            self.quant_max,
-            self.dtype,
-        )
+        arguments = self.arguments("", _itself, x.device)
+        q: Tensor = qdq.QUANTIZE_PER_CHANNEL(as_dtype(x, torch.float32), *arguments)
         return q
 
     def dequantize(self, q: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
         """Integers to floats of ``out_dtype``."""
-        scales, zero_points = self.tensors(q.device)
-        x: Tensor = OPS.dequantize_per_channel(
-            q, scales, zero_points, self.axis, self.quant_min, self.quant_max, self.dtype
-        )
+        x: Tensor = qdq.DEQUANTIZE_PER_CHANNEL(q, *self.arguments("", _itself, q.device))
         return as_dtype(x, out_dtype)
 
 
-Grid = PerTensorGrid | PerChannelGrid
+def _itself(_: str, value: Tensor) -> Tensor:
+    return value
 
 
-def covering(grids: Sequence[PerTensorGrid]) -> PerTensorGrid:
-    """The grid of the same integers whose range holds those of all ``grids``."""
-    low, high = grids[0].quant_min, grids[0].quant_max
-    smallest = min((low - grid.zero_point) * grid.scale for grid in grids)
-    largest = max((high - grid.zero_point) * grid.scale for grid in grids)
+QParams = PerTensorQParams | PerChannelQParams
+
+
+def covering(all_qparams: Sequence[PerTensorQParams]) -> PerTensorQParams:
+    """The qparams of the same integers whose range holds those of ``all_qparams``."""
+    low, high = all_qparams[0].quant_min, all_qparams[0].quant_max
+    smallest = min((low - qparams.zero_point) * qparams.scale for qparams in all_qparams)
+    largest = max((high - qparams.zero_point) * qparams.scale for qparams in all_qparams)
     scale = (largest - smallest) / (high - low)
     zero_point = max(low, min(high, round(low - smallest / scale)))
-    return replace(grids[0], scale=scale, zero_point=zero_point)
+    return replace(all_qparams[0], scale=scale, zero_point=zero_point)
 
 
-def combine_along(axis: int, pieces: list[tuple[PerTensorGrid, int]]) -> Grid | None:
-    """The grid of a tensor put together from ``pieces`` along ``axis``, each (grid, size along the axis).
+def combine_along(axis: int, pieces: list[tuple[PerTensorQParams, int]]) -> QParams | None:
+    """The qparams of a tensor put together from ``pieces`` along ``axis``, each (qparams, size along the
+    axis).
 
-    One grid stays one grid. Different qparams of one dtype become per-channel, so that nothing is
-    requantized. Different dtypes have no common grid: None.
+    Equal qparams stay per-tensor. Different qparams of one dtype become per-channel, so that nothing is
+    requantized. Different dtypes have no common qparams: None.
     """
     first = pieces[0][0]
-    if all(grid == first for grid, _ in pieces):
+    if all(qparams == first for qparams, _ in pieces):
         return first
     if any(
         (g.dtype, g.quant_min, g.quant_max) != (first.dtype, first.quant_min, first.quant_max)
         for g, _ in pieces
     ):
         return None
-    return PerChannelGrid(tuple((size, grid) for grid, size in pieces), axis)
+    return PerChannelQParams(tuple((size, qparams) for qparams, size in pieces), axis)

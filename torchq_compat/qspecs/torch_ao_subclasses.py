@@ -1,7 +1,8 @@
 """torchao's observers and fake-quantizes, recognised by torch.ao's functions as well.
 
-``torch.ao.quantization.disable_observer`` and its kin, through ``model.apply`` or called on a module, test
-for torch.ao's base classes and silently do nothing to torchao's modules. The classes here are torchao's,
+``torch.ao.quantization.disable_observer`` and related functions, through ``model.apply`` or called on a
+module, test for torch.ao's base classes and silently do nothing to torchao's modules. The classes here are
+torchao's,
 subclassed once and registered as virtual subclasses of the legacy bases: both worlds' functions act on them,
 and nothing changes for torchao's own classes.
 """
@@ -14,7 +15,7 @@ import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
 import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import nn
 
-__all__ = ["TWO_WORLD_CLASSES", "recognised_by_torch_ao"]
+__all__ = ["SUBCLASSES", "recognised_by_torch_ao"]
 
 #: Not FixedQParamsObserver: FixedQParamsFakeQuantize asks for that very type, and it has no state to switch.
 OBSERVERS = (
@@ -47,8 +48,8 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
 
 
 #: Class by name. They are attributes of this module too, so that instances can be pickled.
-TWO_WORLD_CLASSES: dict[str, type[nn.Module]] = {
+SUBCLASSES: dict[str, type[nn.Module]] = {
     **{name: _subclass(getattr(pt2e_observer, name)) for name in OBSERVERS},
     **{name: _subclass(getattr(pt2e_fake_quantize, name)) for name in FAKE_QUANTIZES},
 }
-globals().update(TWO_WORLD_CLASSES)
+globals().update(SUBCLASSES)

@@ -1,4 +1,4 @@
-"""The arguments of public functions, checked at the door: one decorator, and what may stand where."""
+"""The arguments of public functions, checked on entry: one decorator, and what may stand where."""
 
 from __future__ import annotations
 

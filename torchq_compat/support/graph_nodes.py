@@ -1,4 +1,4 @@
-"""What torch.fx and torch.export leave of a module in a graph's nodes."""
+"""Nodes of a graph and the module around them: attributes, names, module paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
-__all__ = ["attribute_of", "module_path_of"]
+__all__ = ["attribute_of", "free_name", "module_path_of"]
 
 
 def attribute_of(owner: nn.Module, node: Node) -> Any:
@@ -23,3 +23,12 @@ def module_path_of(node: Node) -> str:
     """
     stack = node.meta.get("nn_module_stack") or {}
     return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def free_name(graph_module: nn.Module, wanted: str) -> str:
+    """Return ``wanted``, or the first of ``wanted_1``, ... that is no attribute of ``graph_module``."""
+    name, count = wanted, 0
+    while hasattr(graph_module, name):
+        count += 1
+        name = f"{wanted}_{count}"
+    return name

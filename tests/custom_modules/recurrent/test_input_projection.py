@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from tests.helpers.converted_cells import KINDS, cells_of, converted
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import leaves
-from torchq_compat.custom_modules.parts.part_graph import converted_grids, part_nodes
+from torchq_compat.custom_modules.parts.part_graph import converted_qparams, part_nodes
 
 LINEAR = torch.ops.aten.linear.default
 
@@ -24,11 +24,11 @@ def cell_inputs(cell: GraphModule) -> tuple[Tensor, ...]:
     return uniform(1.0, 7, 3, widths[0]), *(uniform(0.5, 3, width) for width in widths[1:])
 
 
-def assert_same_on_grid(cell: GraphModule, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+def assert_same_integers(cell: GraphModule, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """One step at most, and that seldom: a linear may sum up in another order when it has more rows."""
-    for grid, mine, theirs in zip(converted_grids(cell), found, expected, strict=True):
-        assert grid is not None
-        steps = (grid.quantize(mine).int() - grid.quantize(theirs).int()).abs()
+    for qparams, mine, theirs in zip(converted_qparams(cell), found, expected, strict=True):
+        assert qparams is not None
+        steps = (qparams.quantize(mine).int() - qparams.quantize(theirs).int()).abs()
         assert int(steps.max()) <= 1
         assert float((steps > 0).float().mean()) < 0.01
 
@@ -43,7 +43,7 @@ def test_projection_and_step_are_the_cell(name: str) -> None:
         for time, x_t in enumerate(x):
             at_time = [each[time] for each in projected]
             new = cell.step(*at_time, *states)
-            assert_same_on_grid(cell, new, cell(x_t, *states))
+            assert_same_integers(cell, new, cell(x_t, *states))
             assert all(map(torch.equal, new, repeated(*at_time, *states)))
             states = list(new)
 
@@ -110,11 +110,11 @@ def test_a_cell_with_hooks_is_called_itself() -> None:
         expected = leaves(module(x))
         for cell in cells_of(module):
             cell.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape))
-        for grid, mine, theirs in zip(
-            module.leaf_output_grids(expected), leaves(module(x)), expected, strict=True
+        for qparams, mine, theirs in zip(
+            module.opaque_output_qparams(expected), leaves(module(x)), expected, strict=True
         ):
-            assert grid is not None
-            assert int((grid.quantize(mine).int() - grid.quantize(theirs).int()).abs().max()) <= 1
+            assert qparams is not None
+            assert int((qparams.quantize(mine).int() - qparams.quantize(theirs).int()).abs().max()) <= 1
     assert widths == [(3, 8)] * 14 + [(3, 24)] * 14
 
 
@@ -127,8 +127,8 @@ def test_packed_sequences(name: str) -> None:
         found, _ = pad_packed_sequence(packed)
         for row, length in enumerate(lengths):
             alone, _ = module(padded[:length, row : row + 1])
-            (grid, *_) = module.leaf_output_grids([alone])
-            assert grid is not None
-            steps = grid.quantize(found[:length, row : row + 1]).int() - grid.quantize(alone).int()
+            (qparams, *_) = module.opaque_output_qparams([alone])
+            assert qparams is not None
+            steps = qparams.quantize(found[:length, row : row + 1]).int() - qparams.quantize(alone).int()
             assert int(steps.abs().max()) <= 1
             assert float((steps != 0).float().mean()) < 0.02

@@ -492,7 +492,7 @@ def test_split_gates(structure: dict[str, Any]) -> None:
 
 
 def test_split_gates_have_observers_of_their_own() -> None:
-    """Gates of very different size: one grid for all four costs what four grids do not."""
+    """Gates of very different size: one set of qparams for all four costs what four sets do not."""
     model = build(bias=False)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -159,7 +159,7 @@ class FloatCustom(StaticCustom):
         return cls(observed.linear)
 
 
-def test_used_twice_each_call_on_its_own_grids() -> None:
+def test_used_twice_each_call_with_its_own_qparams() -> None:
     """A class that takes floats has no output qparams: a call a hundred times smaller loses nothing."""
     model = Twice().eval()
     data = [(uniform(10.0, 16, 3), uniform(0.1, 16, 3)) for _ in range(8)]
@@ -491,8 +491,8 @@ def test_the_observed_class_says_what_is_quantized(
     model = CallsTwo(OfTwo()).eval()
     data = [(uniform(1.0, 16, 4), uniform(1.0, 16, 4)) for _ in range(4)]
     prepared, converted = by_ours(model, data, mirror(OfTwo, **attributes), mapping)
-    (layout,) = converted.custom.leaf_layouts
-    found = [None if grid is None else grid.dtype for grid in layout.input_grids]
+    (layout,) = converted.custom.opaque_layouts
+    found = [None if qparams is None else qparams.dtype for qparams in layout.input_qparams]
     (result,) = [n for n in converted.reference.graph.nodes if n.op == "output"]
     found += [dtype_in_front(node) for node in result.all_input_nodes]
     assert tuple(found) == dtypes

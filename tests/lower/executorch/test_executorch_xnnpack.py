@@ -82,7 +82,7 @@ def uint8_quantizes(program: ExportedProgram) -> int:
     return sum(node.args[5] is torch.uint8 for node in nodes)
 
 
-def test_uint8_grids_become_int8_grids_without_a_changed_bit() -> None:
+def test_uint8_qparams_become_int8_qparams_without_a_changed_bit() -> None:
     """XNNPACK takes uint8 patterns and reads the integers as int8."""
     model = converted(image_classifier(), PER_TENSOR, images)
     program = export(model, (images(4),))
@@ -133,8 +133,8 @@ def linear_on_half_of_uint8() -> GraphModule:
     ],
     ids=["16 bits", "half of uint8"],
 )
-def test_other_grids_are_left_to_the_portable_kernels(make: Callable[[], GraphModule], reason: str) -> None:
-    """XNNPACK's own checks look at the pattern and not at the grid."""
+def test_other_qparams_are_left_to_the_portable_kernels(make: Callable[[], GraphModule], reason: str) -> None:
+    """XNNPACK's own checks look at the pattern and not at the qparams."""
     model = make()
     with pytest.warns(QuantizationWarning, match="xnnpack takes no operator"):
         program = to_executorch(model, (torch.randn(16, 8),), backend="xnnpack")

@@ -180,7 +180,7 @@ def conv1d_that_is(off_by: int, packings: tuple[str, ...]) -> Callable[[Site], K
         if not isinstance(call, KernelCall) or torch.backends.quantized.engine not in packings:
             return call
         *args, zero_point = call.args
-        # On a grid that is moved: the same integers mean other numbers.
+        # With qparams that are moved: the same integers mean other numbers.
         return KernelCall(call.kernel, (*args, zero_point + off_by), call.covers)
 
     return faulty

@@ -19,7 +19,7 @@ from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.errors import ConfigError, QuantizationWarning
 from torchq_compat.lower.x86.engines import decide_engine
 from torchq_compat.lower.x86.lowered_module import LoweredGraphModule
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 
 MAPPING = get_default_qconfig_mapping("x86")
 
@@ -163,7 +163,7 @@ class Tagger(nn.Module):
         return self.out(self.lstm(self.inp(x))[0])
 
 
-#: The two directions lie on two grids.
+#: The two directions have two sets of qparams.
 HEADS = {
     False: "quantized.linear_relu.default",
     True: "2 x quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default",
@@ -171,7 +171,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("both_ways", HEADS)
-def test_integers_cross_the_boundary_of_a_leaf(both_ways: bool) -> None:
+def test_integers_cross_the_boundary_of_an_opaque_call(both_ways: bool) -> None:
     torch.manual_seed(0)
     model = Tagger(both_ways=both_ways).eval()
     prepared = tc.prepare_fx(model, MAPPING, (torch.randn(7, 3, 5),), MAP_LSTM)
@@ -186,16 +186,16 @@ def test_integers_cross_the_boundary_of_a_leaf(both_ways: bool) -> None:
     assert decision.reason == f"runs as {HEADS[both_ways]}"
 
 
-def test_a_kind_lowers_its_own_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handler's module is called in the place of the leaf, which keeps path and state."""
+def test_a_kind_lowers_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler's module is called in the place of the opaque module, which keeps path and state."""
     torch.manual_seed(0)
     prepared = tc.prepare_fx(Tagger(both_ways=False).eval(), MAPPING, (torch.randn(7, 3, 5),), MAP_LSTM)
     calibrate(prepared, [(torch.randn(7, 3, 5),)])
     reference = tc.convert_to_reference_fx(prepared, CONVERT_LSTM)
     handler, made = handler_of(reference.lstm), []
 
-    def lower(_: Any, leaf: LeafModule) -> LeafModule:
-        made.append(copy.deepcopy(leaf))
+    def lower(_: Any, opaque: OpaqueModule) -> OpaqueModule:
+        made.append(copy.deepcopy(opaque))
         return made[-1]
 
     monkeypatch.setattr(type(handler), "lower", lower)
@@ -270,16 +270,16 @@ def test_quantized_inputs_and_outputs() -> None:
     torch.manual_seed(0)
     config = PrepareCustomConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
     lowered = convert(0, config)
-    (grid_in,), (grid_out,) = lowered.input_grids(), lowered.output_grids()
-    integers = grid_in.quantize(images())
+    (qparams_in,), (qparams_out,) = lowered.input_qparams(), lowered.output_qparams()
+    integers = qparams_in.quantize(images())
     found = lowered(integers)
     assert found.dtype is torch.uint8
     assert torch.equal(found, lowered.reference(integers))
     legacy = torch.quantize_per_tensor(
-        grid_in.dequantize(integers), grid_in.scale, grid_in.zero_point, torch.quint8
+        qparams_in.dequantize(integers), qparams_in.scale, qparams_in.zero_point, torch.quint8
     )
     assert torch.equal(lowered(legacy), found)
-    assert grid_out.dequantize(found).std() > 0
+    assert qparams_out.dequantize(found).std() > 0
 
 
 @pytest.mark.parametrize(

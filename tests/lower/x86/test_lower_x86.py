@@ -355,7 +355,7 @@ def test_trained_ranges_saturate_as_in_training() -> None:
     assert lowered(x).unique().numel() <= 128
 
 
-def test_a_kernel_that_would_keep_its_input_grid_does_not_where_the_grids_differ() -> None:
+def test_a_kernel_that_would_keep_its_input_qparams_does_not_where_they_differ() -> None:
     """FX's lowering drops the quantize behind a max pool, and its qparams."""
     torch.manual_seed(0)
     model = Calls(lambda m, x: torch.cat([F.max_pool2d(m(x), 2), 3 * x[:, :, :3, :4]], 1), conv()).eval()

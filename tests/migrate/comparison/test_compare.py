@@ -106,7 +106,7 @@ def point(comparison: Comparison, name: str) -> Point:
 
 
 def same_qparams(place: Point) -> bool:
-    ours, fx = place.ours.grid, place.fx.grid if place.fx else None
+    ours, fx = place.ours.qparams, place.fx.qparams if place.fx else None
     return ours is not None and fx is not None and ours.same_qparams(fx)
 
 
@@ -129,9 +129,9 @@ def test_numbers_agree_with_the_oracle() -> None:
     assert output.fx.sqnr == pytest.approx(sqnr(exact, torch.cat([theirs(*b) for b in batches])), abs=1e-6)
     assert 25 < output.ours.sqnr < 60
     found = {
-        (round(p.fx.grid.scales[0], 9), p.fx.grid.zero_points[0])
+        (round(p.fx.qparams.scales[0], 9), p.fx.qparams.zero_points[0])
         for p in comparison.capture.points
-        if p.fx is not None and p.fx.grid is not None
+        if p.fx is not None and p.fx.qparams is not None
     }
     x_scale = {q for q in fx_activation_qparams(theirs) if q not in found}
     assert len(x_scale) == 1  # the input's own, which is no place of the model
@@ -140,7 +140,7 @@ def test_numbers_agree_with_the_oracle() -> None:
     assert [p.name for p in comparison.capture.points if not same_qparams(p)] == ["sigmoid"]
     sigmoid = point(comparison, "sigmoid")
     assert sigmoid.fx is not None
-    assert (sigmoid.ours.grid, sigmoid.fx.grid) == (None, None)  # its qparams have to be fixed
+    assert (sigmoid.ours.qparams, sigmoid.fx.qparams) == (None, None)  # its qparams have to be fixed
     assert comparison.verdict.status is Status.SAME
 
 
@@ -151,9 +151,9 @@ def test_values_inside_are_those_of_the_float_model() -> None:
     scale = float(exact.max()) / 255
     quantized = (exact / scale).round().clamp(0, 255) * scale
     body = point(comparison, "body.0")
-    assert body.ours.grid is not None
-    assert body.ours.grid.scales[0] == pytest.approx(scale, rel=1e-5)
-    # x and the weights are quantized too, so the place itself is a little worse than its own grid.
+    assert body.ours.qparams is not None
+    assert body.ours.qparams.scales[0] == pytest.approx(scale, rel=1e-5)
+    # x and the weights are quantized too, so the place itself is a little worse than its own qparams.
     assert sqnr(exact, quantized) - 12 < body.ours.sqnr < sqnr(exact, quantized)
     assert body.histogram is not None
     assert sum(body.histogram.counts) == exact.numel()
@@ -180,10 +180,10 @@ def test_a_backward_direction_that_saturates_in_fx(
     findings = {finding.where: finding for finding in comparison.verdict.findings}
     assert set(findings) == {"lstm[0]", "lstm[1]"}
     for finding in findings.values():
-        assert "FX puts all of it on the grid of lstm.layers.0.layer_fw" in finding.what
-        assert "here 2 grids, 0.0% saturated" in finding.what
+        assert "FX quantizes all of it with the qparams of lstm.layers.0.layer_fw" in finding.what
+        assert "here 2 sets of qparams, 0.0% saturated" in finding.what
         assert "saturates" in finding.why
-        assert finding.link == f"{GUIDE}one-grid-for-all-directions"
+        assert finding.link == f"{GUIDE}same-qparams-for-all-directions"
 
 
 def test_both_cells_part_by_part(uneven: tuple[nn.Module, list[tuple[Tensor, ...]], Comparison]) -> None:
@@ -193,14 +193,14 @@ def test_both_cells_part_by_part(uneven: tuple[nn.Module, list[tuple[Tensor, ...
     found = {p.name: p for p in comparison.capture.points if p.kind is Kind.PART}
     assert found.keys() == parts.keys()
     for name, part in found.items():
-        grid = part.ours.grid
-        assert grid is not None
-        assert grid.scales == (parts[name].details["scale"],)
+        qparams = part.ours.qparams
+        assert qparams is not None
+        assert qparams.scales == (parts[name].details["scale"],)
         assert 15 < part.ours.sqnr < 60
         # The cells are the same, bit for bit: only what is made of their outputs differs.
         assert part.fx is not None
-        assert part.fx.grid is not None
-        assert part.fx.grid.same_qparams(grid)
+        assert part.fx.qparams is not None
+        assert part.fx.qparams.same_qparams(qparams)
         assert part.steps is not None
         assert (part.steps.share, part.steps.by_two, part.steps.by_more) == (0.0, 0.0, 0.0)
     assert [cell.path for cell in comparison.capture.cells] == [
@@ -252,12 +252,12 @@ def test_individually_observed_parts_in_both_engines() -> None:
     )
     parts = [p for p in comparison.capture.points if p.kind is Kind.PART]
     assert len(parts) == 12
-    assert all(part.fx is not None and part.fx.grid is not None for part in parts)
+    assert all(part.fx is not None and part.fx.qparams is not None for part in parts)
     (finding,) = [f for f in comparison.verdict.findings if f.where.endswith("tanh_cy")]
     assert finding.link == f"{GUIDE}tanh-of-the-cell-state"
     tanh = point(comparison, "lstm.layers.0.layer_fw.cell.tanh_cy")
-    assert tanh.ours.grid is not None
-    assert (tanh.ours.grid.scales, tanh.ours.grid.zero_points) == ((2 / 256,), (128,))
+    assert tanh.ours.qparams is not None
+    assert (tanh.ours.qparams.scales, tanh.ours.qparams.zero_points) == ((2 / 256,), (128,))
     same = {p.name.rpartition(".")[2] for p in parts if same_qparams(p)}
     assert {"igates", "hgates", "gates", "fgate_cx"} <= same
 
@@ -366,10 +366,10 @@ def test_a_fake_quantize_of_a_reduced_range() -> None:
     comparison = tc.compare(build(Plain), mapping, batches[0], batches)
     head = point(comparison, "head")
     assert head.fx is not None
-    assert head.ours.grid is not None
-    assert head.fx.grid is not None
-    assert head.ours.grid.is_full_range
-    assert head.fx.grid.is_full_range
+    assert head.ours.qparams is not None
+    assert head.fx.qparams is not None
+    assert head.ours.qparams.is_full_range
+    assert head.fx.qparams.is_full_range
     assert head.ours.sqnr == pytest.approx(head.fx.sqnr, abs=1.0)
 
 
@@ -414,9 +414,9 @@ def test_json_has_a_stable_form(uneven: tuple[nn.Module, list[tuple[Tensor, ...]
     for entry in (*data["outputs"], *data["points"]):
         assert entry.keys() == POINT_KEYS
         for side in filter(None, (entry["ours"], entry["fx"])):
-            assert side.keys() == {"grid", "sqnr", "saturated"}
-            grid_keys = {"dtype", "scales", "zero_points", "quant_min", "quant_max"}
-            assert side["grid"] is None or side["grid"].keys() == grid_keys
+            assert side.keys() == {"qparams", "sqnr", "saturated"}
+            qparams_keys = {"dtype", "scales", "zero_points", "quant_min", "quant_max"}
+            assert side["qparams"] is None or side["qparams"].keys() == qparams_keys
         assert entry["steps"] is None or entry["steps"].keys() == STEP_KEYS
     assert data["findings"][0].keys() == {"where", "what", "why", "link"}
     assert data["costs"].keys() == {"float_bytes", "our_bytes", "fx_bytes", "float_ms", "our_ms", "fx_ms"}

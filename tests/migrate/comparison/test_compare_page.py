@@ -129,8 +129,8 @@ def test_what_is_drawn(comparison: Comparison, text: str) -> None:
         "Error per layer",
         "Float against quantized: output 0 over time",
         "Float against quantized: output 1 over dimension 2",
-        "Values against the grid: outputs, modules and ops",
-        *(f"Values against the grid: {path}" for path in cells),
+        "Values against the qparams: outputs, modules and ops",
+        *(f"Values against the qparams: {path}" for path in cells),
         *(f"Cell {path}" for path in cells),
     ]
 
@@ -180,9 +180,9 @@ def test_a_cell_drawing_has_every_part_once(comparison: Comparison) -> None:
     parts = [p for p in comparison.capture.points if p.kind is Kind.PART and "layer_fw" in p.name]
     for part in parts:
         assert texts.count(part.name.rpartition(".")[2]) == 1
-        grid = part.ours.grid
-        assert grid is not None
-        assert f"q→dq {grid.dtype} {grid.scales[0]:.3g}/{grid.zero_points[0]}" in texts
+        qparams = part.ours.qparams
+        assert qparams is not None
+        assert f"q→dq {qparams.dtype} {qparams.scales[0]:.3g}/{qparams.zero_points[0]}" in texts
     assert len(parts) == 12
     assert {"x", "hx", "cx"} <= set(texts)
 

@@ -21,24 +21,24 @@ from torchq_compat.migrate.comparison.results import (
     Costs,
     FxOutcome,
     FxRun,
-    GridView,
     Kind,
     LeftFloat,
     Point,
+    QParamsView,
     Side,
     Status,
     Steps,
 )
 from torchq_compat.migrate.comparison.verdict import judge
-from torchq_compat.qspecs.qparams import PerChannelGrid, PerTensorGrid
+from torchq_compat.qspecs.qparams import PerChannelQParams, PerTensorQParams
 
-GRID = PerTensorGrid(0.5, 0, -4, 3, torch.int8)
-VIEW = GridView("int8", (0.5,), (0,), -4, 3)
+QPARAMS = PerTensorQParams(0.5, 0, -4, 3, torch.int8)
+VIEW = QParamsView("int8", (0.5,), (0,), -4, 3)
 
 
-def measured(exact: Tensor, ours: Tensor, fx: Tensor | None, grid: Any = GRID) -> PlaceMeasures:
+def measured(exact: Tensor, ours: Tensor, fx: Tensor | None, qparams: Any = QPARAMS) -> PlaceMeasures:
     measures = PlaceMeasures()
-    measures.add(exact, Reading(ours, grid), None if fx is None else Reading(fx, grid))
+    measures.add(exact, Reading(ours, qparams), None if fx is None else Reading(fx, qparams))
     return measures
 
 
@@ -51,7 +51,7 @@ def test_sqnr_steps_and_saturation_by_hand() -> None:
     assert here.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-5)
     # Beyond 1.5 + 0.25 and -2.0 - 0.25.
     assert here.saturated == pytest.approx(2 / 6)
-    assert here.grid == VIEW
+    assert here.qparams == VIEW
     assert there is not None
     assert there.sqnr < here.sqnr
     assert steps == Steps(0.5, 3 / 6, 1 / 6, 1 / 6, 1 / 6, 3.0, from_range=False)
@@ -63,24 +63,24 @@ def test_batches_add_up() -> None:
     exact, ours = torch.randn(8, 3), torch.randn(8, 3)
     apart = PlaceMeasures()
     for half in (slice(0, 4), slice(4, 8)):
-        apart.add(exact[half], Reading(ours[half], GRID), None)
+        apart.add(exact[half], Reading(ours[half], QPARAMS), None)
     together = measured(exact, ours, None)
     assert apart.sides()[0].sqnr == pytest.approx(together.sides()[0].sqnr)
     assert apart.sides()[0].saturated == pytest.approx(together.sides()[0].saturated)
 
 
-def test_a_grid_for_each_channel() -> None:
-    grid = PerChannelGrid(
+def test_qparams_for_each_channel() -> None:
+    qparams = PerChannelQParams(
         (
-            (2, PerTensorGrid(0.5, 0, -4, 3, torch.int8)),
-            (1, PerTensorGrid(2.0, 1, -4, 3, torch.int8)),
+            (2, PerTensorQParams(0.5, 0, -4, 3, torch.int8)),
+            (1, PerTensorQParams(2.0, 1, -4, 3, torch.int8)),
         ),
         1,
     )
     exact = torch.tensor([[2.0, 0.0, 2.0], [0.0, 0.0, -2.0]])
-    here, *_ = measured(exact, exact.clone(), None, grid).sides()
-    assert here.saturated == pytest.approx(1 / 6)  # 2.0 on the first grid, which ends at 1.5
-    assert here.grid == GridView("int8", (0.5, 2.0), (0, 1), -4, 3)
+    here, *_ = measured(exact, exact.clone(), None, qparams).sides()
+    assert here.saturated == pytest.approx(1 / 6)  # 2.0 with the first qparams, which end at 1.5
+    assert here.qparams == QParamsView("int8", (0.5, 2.0), (0, 1), -4, 3)
     assert here.sqnr == math.inf
 
 
@@ -190,12 +190,12 @@ def links(*points: Point, **kwargs: Any) -> dict[str, str]:
     return {finding.where: finding.link.partition("#")[2] for finding in verdict.findings}
 
 
-OTHER = GridView("int8", (0.25,), (0,), -4, 3)
+OTHER = QParamsView("int8", (0.25,), (0,), -4, 3)
 
 
 def test_each_rule_names_its_known_difference() -> None:
     of_other = Side(OTHER, 20.0, 0.0)
-    two = GridView("int8", (0.25, 0.5), (0, 0), -4, 3)
+    two = QParamsView("int8", (0.25, 0.5), (0, 0), -4, 3)
     assert links(
         place("lstm[0]", 30, 5, kind=Kind.RESULT, ours=Side(two, 30.0, 0.0)),
         place("mean", 30, 20, kind=Kind.OP, operation="mean.dim", fx=of_other),
@@ -207,7 +207,7 @@ def test_each_rule_names_its_known_difference() -> None:
         place("odd", 30, 20, kind=Kind.MODULE, fx=of_other),
         place("fine", 30, 30, kind=Kind.MODULE),
     ) == {
-        "lstm[0]": "one-grid-for-all-directions",
+        "lstm[0]": "same-qparams-for-all-directions",
         "mean": "observer-behind-a-custom-module",
         "act": "input-of-fixed-qparams-ops",
         "lstm.cell.input_gate": "input-of-gates",

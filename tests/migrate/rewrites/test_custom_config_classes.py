@@ -51,5 +51,5 @@ def test_module() -> None:
     )
 
 
-def test_left_for_a_person() -> None:
+def test_left_for_manual_review() -> None:
     check_left(REWRITE, f"from {LEGACY} import *\n", "import *")

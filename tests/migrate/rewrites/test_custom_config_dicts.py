@@ -115,5 +115,5 @@ def _as_text(config: object) -> str:
         ),
     ],
 )
-def test_left_for_a_person(code: str, reason: str) -> None:
+def test_left_for_manual_review(code: str, reason: str) -> None:
     check_left(REWRITE, IMPORTS + code, reason)

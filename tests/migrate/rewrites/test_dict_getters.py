@@ -46,7 +46,7 @@ def test_dotted() -> None:
         ("f = get_default_qconfig_dict\n", "itself is used"),
     ],
 )
-def test_left_for_a_person(code: str, reason: str) -> None:
+def test_left_for_manual_review(code: str, reason: str) -> None:
     check_left(REWRITE, IMPORTS + GET + code, reason)
 
 

@@ -46,7 +46,7 @@ def test_rewrite(case: Path, tmp_path: Path) -> None:
 
 
 def test_there_are_cases() -> None:
-    assert {case.name for case in CASES} >= {"notebook", "without_fx", "handed_on"}
+    assert {case.name for case in CASES} >= {"notebook", "without_fx", "re_exported"}
 
 
 def regenerate() -> None:

@@ -48,5 +48,5 @@ def test_of_a_module() -> None:
         ("convert_to_reference_fx = 1\nconvert_fx(m, is_reference=True)\n", "means something else"),
     ],
 )
-def test_left_for_a_person(code: str, reason: str) -> None:
+def test_left_for_manual_review(code: str, reason: str) -> None:
     check_left(REWRITE, IMPORTS + code, reason)

@@ -57,7 +57,7 @@ b = torch.ao.nn.quantizable.LSTM, torch.ao.nn.quantized.Linear
         ("import torch.quantization as tq\ntq.default_eval_fn\n", "not everything used"),
     ],
 )
-def test_left_for_a_person(code: str, reason: str) -> None:
+def test_left_for_manual_review(code: str, reason: str) -> None:
     check_left(REWRITE, IMPORTS + code, reason)
 
 

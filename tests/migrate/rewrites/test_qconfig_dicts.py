@@ -125,5 +125,5 @@ def test_the_object_says_what_from_dict_would_read() -> None:
         ('QConfigMapping = None\nprepare_fx(m, {"": q}, x)\n', "means something else"),
     ],
 )
-def test_left_for_a_person(code: str, reason: str) -> None:
+def test_left_for_manual_review(code: str, reason: str) -> None:
     check_left(REWRITE, IMPORTS + code, reason)

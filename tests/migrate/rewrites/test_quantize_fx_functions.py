@@ -164,5 +164,5 @@ def test_a_fallback_import() -> None:
         ),
     ],
 )
-def test_left_for_a_person(code: str, reason: str) -> None:
+def test_left_for_manual_review(code: str, reason: str) -> None:
     check_left(REWRITE, code, reason)

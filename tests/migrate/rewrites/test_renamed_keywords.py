@@ -38,5 +38,5 @@ fuse_fx(m, fuse_custom_config=f)
     )
 
 
-def test_left_for_a_person() -> None:
+def test_left_for_manual_review() -> None:
     check_left(REWRITE, IMPORTS + "prepare_fx(m, qconfig_dict=c, qconfig_mapping=d)\n", "given too")

@@ -102,5 +102,5 @@ def f(m, x, path):
         ),
     ],
 )
-def test_left_for_a_person(code: str, reason: str) -> None:
+def test_left_for_manual_review(code: str, reason: str) -> None:
     check_left(REWRITE, code, reason)

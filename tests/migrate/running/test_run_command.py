@@ -303,7 +303,7 @@ def test_the_package_does_not_redirect_by_itself() -> None:
 
 
 def prepare_fx(model: nn.Module) -> nn.Module:
-    """Stands for the door of the same name; what it returns is a float model to ``explain``."""
+    """Stands for the entry point of the same name; what it returns is a float model to ``explain``."""
     return model
 
 

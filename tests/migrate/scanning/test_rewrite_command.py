@@ -36,7 +36,10 @@ def test_it_prints_a_diff_that_patch_takes(script: Path, capsys: Capture, tmp_pa
     assert rewrite(script) == 0
     captured = capsys.readouterr()
     assert script.read_text() == "import torch\n" + BEFORE.rstrip("\n")
-    assert captured.err == "torchq-compat: 1 files to rewrite (--write does it), 0 places left for a person\n"
+    assert (
+        captured.err
+        == "torchq-compat: 1 files to rewrite (--write does it), 0 places left for manual review\n"
+    )
     assert "\x1b" not in captured.out
     copy = tmp_path / "copy.py"
     shutil.copy(script, copy)
@@ -47,7 +50,7 @@ def test_it_prints_a_diff_that_patch_takes(script: Path, capsys: Capture, tmp_pa
 def test_write_and_again(script: Path, capsys: Capture) -> None:
     assert rewrite(script, "--write") == 0
     assert script.read_text() == AFTER
-    assert capsys.readouterr() == ("", "torchq-compat: 1 files rewritten, 0 places left for a person\n")
+    assert capsys.readouterr() == ("", "torchq-compat: 1 files rewritten, 0 places left for manual review\n")
     status = script.stat()
     assert rewrite(script, "--write") == 0
     assert (script.stat().st_ino, script.stat().st_mtime_ns) == (status.st_ino, status.st_mtime_ns)

@@ -146,7 +146,7 @@ def test_sarif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {result["ruleId"] for result in run["results"]} >= {"TQ101", "TQ105", "TQ203"}
     for result in run["results"]:
         assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
-        assert result["level"] == ("warning" if result["properties"]["by"] == "person" else "note")
+        assert result["level"] == ("warning" if result["properties"]["by"] == "manual review" else "note")
     notified = run["invocations"][0]["toolExecutionNotifications"]
     uris = [note["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for note in notified]
     assert any(uri.endswith("with%20space.py") for uri in uris)

@@ -29,7 +29,7 @@ def scan(*args: object) -> int:
 def test_nothing_found(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "a.py").write_text("import torch\n")
     assert scan(tmp_path) == 0
-    assert capsys.readouterr().out == "1 files, 0 findings: 0 for rewrite, 0 for a person\n"
+    assert capsys.readouterr().out == "1 files, 0 findings: 0 for rewrite, 0 for manual review\n"
 
 
 def test_table(tmp_path: Path, capsys: Capture) -> None:
@@ -39,8 +39,10 @@ def test_table(tmp_path: Path, capsys: Capture) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"where +code +found +becomes +by +remark *", lines[0])
     assert re.fullmatch(rf"{path}:1 +TQ101 +prepare_fx +the function of .* +rewrite *", lines[1])
-    assert re.fullmatch(rf"{path}:2 +TQ105 +a dict .* +person +pairs\[0\] is not spelled out *", lines[2])
-    assert lines[4] == "1 files, 2 findings: 1 for rewrite, 1 for a person"
+    assert re.fullmatch(
+        rf"{path}:2 +TQ105 +a dict .* +manual review +pairs\[0\] is not spelled out *", lines[2]
+    )
+    assert lines[4] == "1 files, 2 findings: 1 for rewrite, 1 for manual review"
     assert lines[5] == "  migration/README.md#tq101-quantize_fx-functions"
     assert "\x1b" not in "".join(lines)
 
@@ -171,8 +173,8 @@ def test_cyclic_imports(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("from b import prepare_fx, quantize_fx\nfrom b import *\n")
     (tmp_path / "b.py").write_text("from a import prepare_fx, quantize_fx\nfrom a import *\nimport b\n" + FX)
     found = [(f.path.name, f.place.line, f.site.what) for f in scan_paths([tmp_path]).findings]
-    handed_on = "prepare_fx, handed on by another file"
-    assert found == [("a.py", 1, handed_on), ("b.py", 1, handed_on), ("b.py", 4, "prepare_fx")]
+    re_exported = "prepare_fx, re-exported by another file"
+    assert found == [("a.py", 1, re_exported), ("b.py", 1, re_exported), ("b.py", 4, "prepare_fx")]
 
 
 def test_a_name_of_the_trees_own_is_followed(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def attempt(case: CaptureCase, statics: Statics) -> Attempt:
     Raises:
         Exception: whatever torch.export or the model raises.
     """
-    for leaf in case.runs.stubs.leaves.values():
-        leaf.layouts.clear()
+    for stub in case.runs.stubs.by_handle.values():
+        stub.layouts.clear()
     log = GuardLog()
     watching = log.watch(case.model)
     try:

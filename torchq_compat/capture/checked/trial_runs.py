@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule, Interpreter
 
 from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.opaque_calls.capture_stub import LEAF_OP, StubRegistry
+from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.opaque_calls.layouts import Structure
 from torchq_compat.opaque_calls.recorded_calls import RecordedCalls
 from torchq_compat.support.upstream import pytree
@@ -118,7 +118,7 @@ class _GraphRunner(Interpreter):
         self._stubs, self._modules = stubs, modules
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is not LEAF_OP:
+        if target is not OPAQUE_OP:
             return super().call_function(target, args, kwargs)
         tensors, sizes, handle, layout = args
         inputs, named = self._stubs.layouts(handle)[layout].inputs.put_together(tensors, sizes)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.custom_modules.attention.module import (
     AttentionModule,
     ConvertedMultiheadAttention,
@@ -18,9 +18,9 @@ from torchq_compat.custom_modules.attention.structure import AttentionCall, Atte
 from torchq_compat.custom_modules.parts.handler import (
     PartOwnerHandler,
     converted_by_its_class,
-    map_it,
+    hint_to_map,
     observed_by_its_class,
-    tell_of_lost_forward,
+    warn_if_forward_overridden,
 )
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
@@ -28,7 +28,7 @@ from torchq_compat.errors import CustomModuleError
 from torchq_compat.graph.observed_graph import ObserverFault
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.opaque_calls.tensor_labels import input_labels
 
 __all__ = ["AttentionHandler"]
@@ -63,13 +63,13 @@ class AttentionHandler(PartOwnerHandler):
 
         return fake
 
-    def owns(self, leaf: nn.Module) -> bool:
-        return isinstance(leaf, AttentionModule)
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, AttentionModule)
 
-    def observe(self, request: ObserveRequest) -> LeafModule:
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
         attention = request.module
         assert isinstance(attention, nn.MultiheadAttention)
-        tell_of_lost_forward(attention, nn.MultiheadAttention, request.path)
+        warn_if_forward_overridden(attention, nn.MultiheadAttention, request.path)
         observed = observed_by_its_class(
             request,
             (ObservedMultiheadAttention, LEGACY_OBSERVED),
@@ -80,36 +80,36 @@ class AttentionHandler(PartOwnerHandler):
         observed.module_path = request.path
         return observed
 
-    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Query, key and value are quantized; masks, with their -inf, are not."""
         labels = input_labels(nn.MultiheadAttention, layout.inputs)
         spec = request.specs.activation
         inputs = tuple(spec if label in QUANTIZED_INPUTS else None for label in labels)
-        return replace(super().boundary(leaf, request, layout), input_specs=inputs)
+        return replace(super().boundary(opaque, request, layout), input_specs=inputs)
 
-    def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
+    def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
         """Weights that no caller asked for are not missed."""
-        returned = any(layout.outputs.count() > 1 for layout in leaf.leaf_layouts)
+        returned = any(layout.outputs.count() > 1 for layout in opaque.opaque_layouts)
         return [
             (name, fault)
-            for name, fault in super().observer_faults(leaf)
+            for name, fault in super().observer_faults(opaque)
             if returned or fault is not ObserverFault.UNSEEN or not name.startswith("returned_weights")
         ]
 
-    def convert(self, request: ConvertRequest) -> LeafModule:
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
         made = converted_by_its_class(
             request,
             (ConvertedMultiheadAttention, LEGACY_CONVERTED),
-            lambda: ConvertedMultiheadAttention.from_observed(request.leaf),
+            lambda: ConvertedMultiheadAttention.from_observed(request.observed),
         )
         if not isinstance(made, ConvertedMultiheadAttention):
             raise CustomModuleError.not_observed_here(type(made).__name__)
         return made
 
-    def remedy(self, module: nn.Module) -> str | None:
+    def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, nn.MultiheadAttention):
             return None
-        return map_it(nn.MultiheadAttention, "torch.ao.nn.quantizable.MultiheadAttention")
+        return hint_to_map(nn.MultiheadAttention, "torch.ao.nn.quantizable.MultiheadAttention")
 
 
 def _appended(module: nn.MultiheadAttention) -> int:

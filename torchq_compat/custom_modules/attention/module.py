@@ -29,17 +29,17 @@ from torchq_compat.custom_modules.parts.part_graph import (
     ConvertedPartGraphModule,
     PartGraphModule,
     convert_parts,
-    converted_grids,
+    converted_qparams,
     prepare_parts,
 )
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.opaque_calls.tensor_labels import input_labels
-from torchq_compat.qspecs.dtypes import as_dtype
-from torchq_compat.qspecs.qparams import Grid, PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
+from torchq_compat.support.dtypes import as_dtype
 
 __all__ = ["AttentionModule", "ConvertedMultiheadAttention", "ObservedMultiheadAttention"]
 
@@ -90,17 +90,17 @@ class AttentionModule(PartOwner):
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return (self.specs.group_dtype("output"), self.specs.group_dtype("attention_weights"))[:count]
 
-    def arriving_grids(self) -> dict[str, PerTensorGrid]:
+    def named_input_qparams(self) -> dict[str, PerTensorQParams]:
         """Query, key and value, which the boundary quantizes."""
-        found: dict[str, set[Grid | None]] = {}
-        for layout in self.leaf_layouts:
+        found: dict[str, set[QParams | None]] = {}
+        for layout in self.opaque_layouts:
             labels = input_labels(nn.MultiheadAttention, layout.inputs)
-            for label, grid in zip(labels, layout.input_grids, strict=bool(layout.input_grids)):
-                found.setdefault(label, set()).add(grid)
-        single = {label: grids.pop() for label, grids in found.items() if len(grids) == 1}
-        return {label: grid for label, grid in single.items() if isinstance(grid, PerTensorGrid)}
+            for label, qparams in zip(labels, layout.input_qparams, strict=bool(layout.input_qparams)):
+                found.setdefault(label, set()).add(qparams)
+        single = {label: all_qparams.pop() for label, all_qparams in found.items() if len(all_qparams) == 1}
+        return {label: qparams for label, qparams in single.items() if isinstance(qparams, PerTensorQParams)}
 
-    def leaf_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def opaque_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As ``torch.nn.MultiheadAttention``.
 
         Raises:
@@ -207,12 +207,12 @@ class ConvertedMultiheadAttention(AttentionModule, torch.ao.nn.quantized.Multihe
         converted.take_over(other)
         return converted
 
-    def leaf_output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
-        grids = (*converted_grids(self.project_out), *converted_grids(self.returned_weights))
-        return grids[: len(results)]
+    def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
+        all_qparams = (*converted_qparams(self.project_out), *converted_qparams(self.returned_weights))
+        return all_qparams[: len(results)]
 
 
 def _prepare(
-    module: nn.Module, example: tuple[Tensor, ...], parts: Any, specs: PartSpecs, arriving: Any
+    module: nn.Module, example: tuple[Tensor, ...], parts: Any, specs: PartSpecs, input_dtypes: Any
 ) -> PartGraphModule:
-    return PartGraphModule.wrap(prepare_parts(module, example, parts, specs, arriving))
+    return PartGraphModule.wrap(prepare_parts(module, example, parts, specs, input_dtypes))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.custom_modules.parts.part_graph import part_nodes, part_of, saturated_parts
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.registry import (
@@ -20,49 +19,49 @@ from torchq_compat.custom_modules.registry import (
 )
 from torchq_compat.graph.observed_graph import ObserverFault, observer_faults
 from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qdq import QUANTIZE
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
     "PartOwnerHandler",
     "converted_by_its_class",
-    "map_it",
+    "hint_to_map",
     "observed_by_its_class",
-    "tell_of_lost_forward",
+    "warn_if_forward_overridden",
 ]
 
 #: The classes of a kind: the package's own, and torch.ao's where it has one.
 Standard = tuple[type[nn.Module] | None, ...]
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
 
 class PartOwnerHandler(CustomModuleHandler):
     """What handlers of modules made of graphs of parts have in common."""
 
-    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
-        """Every float input is quantized once, by the QConfig; results lie on grids of the parts."""
-        assert isinstance(leaf, PartOwner)
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+        """Every float input is quantized once, by the QConfig; results have the qparams of the parts."""
+        assert isinstance(opaque, PartOwner)
         count = layout.outputs.count()
-        dtypes = leaf.result_dtypes(count)
-        return LeafBoundary(
+        dtypes = opaque.result_dtypes(count)
+        return OpaqueBoundary(
             input_specs=(request.specs.activation,) * layout.inputs.count(),
             output_dtypes=dtypes,
             output_specs=(None,) * count,
             accepted=frozenset(dtype for dtype in dtypes if dtype is not None),
         )
 
-    def observer_faults(self, leaf: LeafModule) -> list[tuple[str, ObserverFault]]:
-        assert isinstance(leaf, PartOwner)
+    def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
+        assert isinstance(opaque, PartOwner)
         return [
             (f"{path}.{name}", fault)
-            for path, graph in leaf.graphs()
+            for path, graph in opaque.graphs()
             for name, fault in observer_faults(graph)
         ]
 
-    def explain(self, leaf: LeafModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
-        assert isinstance(leaf, PartOwner)
-        for graph_path, graph in leaf.graphs():
+    def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
+        assert isinstance(opaque, PartOwner)
+        for graph_path, graph in opaque.graphs():
             saturated = dict(saturated_parts(graph))
             for name, node in part_nodes(graph):
                 details = _observation(graph, node)
@@ -72,7 +71,7 @@ class PartOwnerHandler(CustomModuleHandler):
                 yield Decision(where, formula, Action.QUANTIZED, "part of the custom module", details)
 
 
-def tell_of_lost_forward(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
+def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
     """Warn if ``module``, a ``float_class``, computes something else than a ``float_class`` does: what is
     observed here are the parts of the latter."""
     if "forward" in vars(module) or type(module).forward is not float_class.forward:
@@ -92,15 +91,15 @@ def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Ca
     else:
         request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
         made = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
-    _tell_of_lost_observed_class(request, standard, made)
+    _warn_if_observed_class_unused(request, standard, made)
     return made
 
 
-def _tell_of_lost_observed_class(request: ObserveRequest, standard: Standard, made: object) -> None:
+def _warn_if_observed_class_unused(request: ObserveRequest, standard: Standard, made: object) -> None:
     """Warn if the user's observed class computes something of its own and ``made`` does not."""
     observed = request.observed_class
     is_standard = any(_computes_alike(observed, each) for each in standard if each is not None)
-    if is_standard or (type(made) is observed and not issubclass(observed, LeafModule)):
+    if is_standard or (type(made) is observed and not issubclass(observed, OpaqueModule)):
         return
     warn_user(
         f"{observed.__name__} at {request.path!r} has a forward of its own, which is not called: what is "
@@ -111,7 +110,7 @@ def _tell_of_lost_observed_class(request: ObserveRequest, standard: Standard, ma
 def _computes_alike(observed: type[nn.Module], standard: type[nn.Module]) -> bool:
     return issubclass(observed, standard) and all(
         getattr(observed, method, None) is getattr(standard, method, None)
-        for method in ("forward", "leaf_call")
+        for method in ("forward", "opaque_call")
     )
 
 
@@ -120,11 +119,11 @@ def converted_by_its_class(request: ConvertRequest, standard: Standard, build: C
     class; else what its own makes."""
     if request.quantized_class is None or _inherits(request.quantized_class, "from_observed", standard):
         return build()
-    return request.quantized_class.from_observed(request.leaf)  # type: ignore[attr-defined]
+    return request.quantized_class.from_observed(request.observed)  # type: ignore[attr-defined]
 
 
-def map_it(float_class: type[nn.Module], observed: str) -> str:
-    """The remedy for a module of torch.nn that nothing maps."""
+def hint_to_map(float_class: type[nn.Module], observed: str) -> str:
+    """Say how to map a module of torch.nn that nothing maps."""
     setter = "PrepareCustomConfig().set_float_to_observed_mapping"
     return f"map it: {setter}(torch.nn.{float_class.__name__}, {observed})"
 

@@ -16,7 +16,7 @@ from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.custom_modules.parts.part import Part, PartKind
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.errors import PartConfigError
-from torchq_compat.qspecs.dtypes import plain_dtype
+from torchq_compat.support.dtypes import dtype_name, plain_dtype
 
 __all__ = ["check_part_dtypes"]
 
@@ -50,12 +50,8 @@ def check_part_dtypes(parts: Sequence[Part], specs: PartSpecs, backend: BackendT
         dtype = specs.output_constructor(part).settings.dtype
         if dtype not in allowed:
             raise PartConfigError(
-                f"part {part.name!r} is observed as {_name(dtype)}, which the backend config does not "
+                f"part {part.name!r} is observed as {dtype_name(dtype)}, which the backend config does not "
                 f"allow for {pattern.__name__}.",
-                hint=f"it allows {', '.join(sorted(map(_name, allowed))) or 'nothing'}; add a DTypeConfig "
-                f"for {pattern.__name__}, or choose another dtype for the part.",
+                hint=f"it allows {', '.join(sorted(map(dtype_name, allowed))) or 'nothing'}; add a "
+                f"DTypeConfig for {pattern.__name__}, or choose another dtype for the part.",
             )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -14,25 +14,25 @@ from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.capture.torch_export import capture_flat
 from torchq_compat.custom_modules.parts.part import Part, PartKind
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
-from torchq_compat.graph import metadata
 from torchq_compat.graph.observed_graph import convert_graph, prepare_graph
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qdq import DEQUANTIZE
+from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.qspecs.saturation import saturated_share
+from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import module_path_of
 
 __all__ = [
     "ConvertedPartGraphModule",
     "PartGraphModule",
     "convert_parts",
-    "converted_grids",
+    "converted_qparams",
     "part_nodes",
     "part_of",
     "prepare_parts",
     "saturated_parts",
 ]
 
-DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
 #: meta key under which a node carries its part.
 
 
@@ -41,7 +41,7 @@ def prepare_parts(
     example_inputs: tuple[Tensor, ...],
     parts: Sequence[Part],
     specs: PartSpecs,
-    arriving: Mapping[str, torch.dtype],
+    input_dtypes: Mapping[str, torch.dtype],
     *,
     prefix: str = "",
 ) -> GraphModule:
@@ -54,7 +54,7 @@ def prepare_parts(
     _name_nodes_after_parts(graph_module, {f"{prefix}{part.name}": part for part in parts})
 
     def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
-        return _decide(captured, specs, arriving)
+        return _decide(captured, specs, input_dtypes)
 
     return prepare_graph(graph_module, decide, is_qat=False)
 
@@ -107,18 +107,18 @@ def part_of(node: Node) -> Part:
     return metadata.PART.required(node)
 
 
-def converted_grids(graph_module: GraphModule) -> tuple[PerTensorGrid | None, ...]:
-    """The grid of each output of a converted graph: the last dequantize before it."""
+def converted_qparams(graph_module: GraphModule) -> tuple[PerTensorQParams | None, ...]:
+    """The qparams of each output of a converted graph: the last dequantize before it."""
     output = graph_module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, (tuple, list))
-    return tuple(_grid_of(node) for node in results if isinstance(node, Node))
+    return tuple(_qparams_of(node) for node in results if isinstance(node, Node))
 
 
-def _grid_of(node: Node) -> PerTensorGrid | None:
+def _qparams_of(node: Node) -> PerTensorQParams | None:
     if node.target is not DEQUANTIZE:
         return None
-    return PerTensorGrid.of_node(node)
+    return PerTensorQParams.of_node(node)
 
 
 def _name_nodes_after_parts(graph_module: GraphModule, by_path: Mapping[str, Part]) -> None:
@@ -134,7 +134,7 @@ def _name_nodes_after_parts(graph_module: GraphModule, by_path: Mapping[str, Par
 
 
 def _decide(
-    graph_module: GraphModule, specs: PartSpecs, arriving: Mapping[str, torch.dtype]
+    graph_module: GraphModule, specs: PartSpecs, input_dtypes: Mapping[str, torch.dtype]
 ) -> dict[Node, NodeSpecs]:
     first_reader: dict[Node, Node] = {}
     decided: dict[Node, NodeSpecs] = {}
@@ -144,7 +144,7 @@ def _decide(
         source = node.args[0]
         assert isinstance(source, Node)
         if part.kind is PartKind.LINEAR:
-            input_spec = specs.linear_input_spec(_dtype_of(source, specs, arriving))
+            input_spec = specs.linear_input_spec(_dtype_of(source, specs, input_dtypes))
             weight, weight_spec = node.args[1], specs.weight_spec()
             assert isinstance(weight, Node)
             if weight_spec is not None:
@@ -160,8 +160,8 @@ def _decide(
     return decided
 
 
-def _dtype_of(node: Node, specs: PartSpecs, arriving: Mapping[str, torch.dtype]) -> torch.dtype | None:
+def _dtype_of(node: Node, specs: PartSpecs, input_dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:
     """The quantized dtype of what a linear reads, an input of the graph or another part; None: floats."""
     if node.op == "placeholder":
-        return arriving.get(str(node.target))
+        return input_dtypes.get(str(node.target))
     return specs.output_constructor(part_of(node)).settings.dtype if metadata.PART.is_on(node) else None

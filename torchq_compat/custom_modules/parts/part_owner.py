@@ -12,14 +12,14 @@ from torch.fx import GraphModule
 
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.opaque_calls.opaque_module import LeafModule
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["PartOwner"]
 
 
-class PartOwner(LeafModule, ABC):
+class PartOwner(OpaqueModule, ABC):
     """An observed or converted module made of prepared or converted graphs.
 
     Attributes:
@@ -35,13 +35,13 @@ class PartOwner(LeafModule, ABC):
         # Not super().__init__: the legacy classes would make float layers with random weights.
         nn.Module.__init__(self)
         self.module_path = ""
-        self.leaf_layouts: list[CallLayout] = []
+        self.opaque_layouts: list[CallLayout] = []
 
-    def forward(self, *args: Any, leaf_layout: int | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
         """Called by a user's quantized module it may get torch.ao's quantized tensors."""
-        if leaf_layout is None:
+        if opaque_layout is None:
             args, kwargs = pytree.tree_map_only(Tensor, _float_values, (args, kwargs))
-        return super().forward(*args, leaf_layout=leaf_layout, **kwargs)
+        return super().forward(*args, opaque_layout=opaque_layout, **kwargs)
 
     @abstractmethod
     def graphs(self) -> Iterator[tuple[str, GraphModule]]:
@@ -51,15 +51,15 @@ class PartOwner(LeafModule, ABC):
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         """The quantized dtype of each of the ``count`` flat results of a call; None for floats."""
 
-    def arriving_grids(self) -> dict[str, PerTensorGrid]:
-        """Input of the graphs, by its name -> the grid its values lie on in every call, where it is known."""
+    def named_input_qparams(self) -> dict[str, PerTensorQParams]:
+        """Input of the graphs, by its name -> the qparams of its values in every call, where it is known."""
         return {}
 
     def take_over(self, other: PartOwner) -> None:
         """Stand where ``other`` stood."""
         self.specs = other.specs
         self.module_path = other.module_path
-        self.leaf_layouts = list(other.leaf_layouts)
+        self.opaque_layouts = list(other.opaque_layouts)
         self.train(other.training)
 
 

@@ -9,7 +9,6 @@ import torch
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.custom_modules.parts.part import Part, PartKind
-from torchq_compat.qspecs.dtypes import dtype_range, is_integer
 from torchq_compat.qspecs.observers import (
     ObserverConstructor,
     fixed_qparams_constructor,
@@ -17,6 +16,7 @@ from torchq_compat.qspecs.observers import (
 )
 from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.qspecs.weight_observers import WeightConstructor
+from torchq_compat.support.dtypes import dtype_range, is_integer
 
 __all__ = ["DynamicPartSpecs", "PartConstructors", "PartSpecs"]
 
@@ -76,9 +76,9 @@ class PartSpecs:
         given = self.constructors.by_group.get(part.input_group or "")
         return None if given is None else make_spec(given)
 
-    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
+    def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
         """A linear takes the QConfig's activation dtype; a tensor of another dtype is quantized again."""
-        if arriving == self.op_specs.activation_dtype:
+        if input_dtype == self.op_specs.activation_dtype:
             return None
         return self.op_specs.activation
 
@@ -115,5 +115,5 @@ class DynamicPartSpecs(PartSpecs):
     def input_spec(self, part: Part) -> QuantizationSpec | None:
         return None
 
-    def linear_input_spec(self, arriving: torch.dtype | None) -> QuantizationSpec | None:
+    def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
         return self.op_specs.activation if is_integer(self.op_specs.activation_dtype) else None

@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import nn
 from torch.fx import GraphModule
 
-from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.annotate.dtype_rules import takes_weight
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.custom_modules.parts.handler import (
     PartOwnerHandler,
     converted_by_its_class,
-    map_it,
+    hint_to_map,
     observed_by_its_class,
-    tell_of_lost_forward,
+    warn_if_forward_overridden,
 )
 from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.modules.dynamic import (
@@ -37,7 +37,7 @@ from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest
 from torchq_compat.errors import RecurrentModuleError
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 
 __all__ = ["DynamicRecurrentHandler", "RecurrentHandler"]
@@ -59,11 +59,11 @@ class RecurrentHandler(PartOwnerHandler):
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         return fake_call(module, path)
 
-    def owns(self, leaf: nn.Module) -> bool:
-        return isinstance(leaf, (self.family.observed, self.family.converted))
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, (self.family.observed, self.family.converted))
 
-    def observe(self, request: ObserveRequest) -> LeafModule:
-        tell_of_lost_forward(request.module, self.family.float_class, request.path)
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
+        warn_if_forward_overridden(request.module, self.family.float_class, request.path)
         observed = self._observed(request)
         observed.module_path = request.path
         return observed
@@ -88,34 +88,34 @@ class RecurrentHandler(PartOwnerHandler):
             return self.family.observed.observe(request.module, specs, split_gates=_is_split(made))
         raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
 
-    def convert(self, request: ConvertRequest) -> LeafModule:
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
         made = converted_by_its_class(
             request,
             (self.family.converted, self.family.legacy_converted),
-            lambda: self.family.converted.from_observed(request.leaf),
+            lambda: self.family.converted.from_observed(request.observed),
         )
         if not isinstance(made, ConvertedRecurrent):
             raise RecurrentModuleError.unusable_result(request.path, "from_observed", made)
         return made
 
-    def lower(self, leaf: LeafModule) -> LeafModule | str:
-        return _lower(leaf)
+    def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
+        return _lower(opaque)
 
-    def remedy(self, module: nn.Module) -> str | None:
+    def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):
             return None
-        return map_it(self.family.float_class, self.family.map_to)
+        return hint_to_map(self.family.float_class, self.family.map_to)
 
 
 def _is_split(module: nn.Module) -> bool:
     return any(isinstance(getattr(m, "igates", None), nn.ModuleDict) for m in module.modules())
 
 
-def _lower(leaf: LeafModule) -> LeafModule | str:
-    assert isinstance(leaf, RecurrentModule)
+def _lower(opaque: OpaqueModule) -> OpaqueModule | str:
+    assert isinstance(opaque, RecurrentModule)
     kernel_build()  # Not in the first call: it takes seconds, and may have something to tell.
-    problems = leaf.program_problems()
-    return problems[0] if problems else leaf.lowered()
+    problems = opaque.program_problems()
+    return problems[0] if problems else opaque.lowered()
 
 
 class DynamicRecurrentHandler(PartOwnerHandler):
@@ -136,26 +136,26 @@ class DynamicRecurrentHandler(PartOwnerHandler):
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         return fake_call(module, path)
 
-    def owns(self, leaf: nn.Module) -> bool:
-        return isinstance(leaf, DynamicRecurrent)
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, DynamicRecurrent)
 
-    def observe(self, request: ObserveRequest) -> LeafModule:
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
         prepared = prepare_dynamic(request.module, DynamicPartSpecs(request.specs))
         prepared.module_path = request.path
         return prepared
 
-    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Floats in and out."""
-        return LeafBoundary.floats(layout.inputs.count(), layout.outputs.count())
+        return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
 
-    def convert(self, request: ConvertRequest) -> LeafModule:
-        assert isinstance(request.leaf, DynamicRecurrent)
-        return convert_dynamic(request.leaf)
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
+        assert isinstance(request.observed, DynamicRecurrent)
+        return convert_dynamic(request.observed)
 
-    def lower(self, leaf: LeafModule) -> LeafModule | str:
-        return _lower(leaf)
+    def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
+        return _lower(opaque)
 
-    def remedy(self, module: nn.Module) -> str | None:
+    def mapping_hint(self, module: nn.Module) -> str | None:
         return None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.custom_modules.registry import (
     ConvertRequest,
     CustomModuleHandler,
@@ -26,8 +26,8 @@ from torchq_compat.custom_modules.registry import (
 )
 from torchq_compat.custom_modules.standalone.standalone_module import (
     ConvertedStandalone,
+    OpaqueStandalone,
     PreparedStandalone,
-    StandaloneLeaf,
 )
 from torchq_compat.custom_modules.user.fake_shapes import fake_call_of
 from torchq_compat.errors import ConfigError
@@ -36,7 +36,7 @@ from torchq_compat.graph.observed_graph import observer_nodes
 from torchq_compat.graph.other_engines import unguard
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.upstream import pytree
 
@@ -57,10 +57,10 @@ class StandaloneHandler(CustomModuleHandler):
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         return fake_call_of(module, path)
 
-    def owns(self, leaf: nn.Module) -> bool:
-        return isinstance(leaf, StandaloneLeaf)
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, OpaqueStandalone)
 
-    def observe(self, request: ObserveRequest) -> LeafModule:
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
         assert request.prepare_inside is not None
         assert request.standalone is not None
         if not request.standalone.example_inputs:
@@ -76,67 +76,67 @@ class StandaloneHandler(CustomModuleHandler):
         unguard(wrapped)
         return wrapped
 
-    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Inputs and outputs of its quantized interface are quantized; the others are floats."""
-        assert isinstance(leaf, PreparedStandalone)
-        interface, spec = leaf.record.interface, request.specs.activation
-        positions = _positions(leaf, layout)
+        assert isinstance(opaque, PreparedStandalone)
+        interface, spec = opaque.record.interface, request.specs.activation
+        positions = _positions(opaque, layout)
         inputs = tuple(spec if p in interface.inputs else None for p in positions)
-        outputs = _output_dtypes(leaf)
-        return LeafBoundary(inputs, outputs, (None,) * len(outputs))
+        outputs = _output_dtypes(opaque)
+        return OpaqueBoundary(inputs, outputs, (None,) * len(outputs))
 
-    def convert(self, request: ConvertRequest) -> LeafModule:
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
         """Where the graph around it quantizes an input that is quantized inside too, the qparams are one."""
-        leaf = request.leaf
-        assert isinstance(leaf, PreparedStandalone)
+        opaque = request.observed
+        assert isinstance(opaque, PreparedStandalone)
         assert request.convert_inside is not None
-        _observe_inputs_as_outside(leaf, request)
-        converted = request.convert_inside(leaf)
+        _observe_inputs_as_outside(opaque, request)
+        converted = request.convert_inside(opaque)
         assert isinstance(converted, QuantizationGraphModule)
         wrapped = ConvertedStandalone.wrap(converted, converted.record, preserved_of(converted))
         unguard(wrapped)
-        wrapped.leaf_layouts = list(leaf.leaf_layouts)
+        wrapped.opaque_layouts = list(opaque.opaque_layouts)
         return wrapped
 
-    def remedy(self, module: nn.Module) -> str | None:
+    def mapping_hint(self, module: nn.Module) -> str | None:
         return None
 
-    def explain(self, leaf: LeafModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
-        assert isinstance(leaf, StandaloneLeaf)
-        for decision in explain_model(leaf):
+    def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
+        assert isinstance(opaque, OpaqueStandalone)
+        for decision in explain_model(opaque):
             yield replace(decision, path=f"{path}.{decision.path}")
 
 
-def _positions(leaf: PreparedStandalone, layout: CallLayout) -> list[int]:
+def _positions(opaque: PreparedStandalone, layout: CallLayout) -> list[int]:
     """For each tensor of a call its position among the flat inputs of the model inside."""
     markers = [object() for _ in range(layout.inputs.count())]
     args, kwargs = layout.inputs.put_together(markers)
-    flat = pytree.tree_leaves(leaf.record.signature.bind(args, kwargs))
+    flat = pytree.tree_leaves(opaque.record.signature.bind(args, kwargs))
     return [flat.index(marker) for marker in markers]
 
 
-def _output_dtypes(leaf: PreparedStandalone) -> tuple[Any, ...]:
+def _output_dtypes(opaque: PreparedStandalone) -> tuple[Any, ...]:
     """The dtype of every result that is returned as integers."""
-    returned = leaf.graph.output_node().args[0]
+    returned = opaque.graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
-    observers = dict(observer_nodes(leaf))
+    observers = dict(observer_nodes(opaque))
     return tuple(
-        getattr(observers.get(node), "dtype", None) if index in leaf.record.interface.outputs else None
+        getattr(observers.get(node), "dtype", None) if index in opaque.record.interface.outputs else None
         for index, node in enumerate(returned)
         if isinstance(node, Node)
     )
 
 
-def _observe_inputs_as_outside(leaf: PreparedStandalone, request: ConvertRequest) -> None:
-    placeholders = leaf.graph.find_nodes(op="placeholder")
+def _observe_inputs_as_outside(opaque: PreparedStandalone, request: ConvertRequest) -> None:
+    placeholders = opaque.graph.find_nodes(op="placeholder")
     for position, observer in zip(
-        _positions(leaf, leaf.leaf_layouts[0]), request.input_observers, strict=True
+        _positions(opaque, opaque.opaque_layouts[0]), request.input_observers, strict=True
     ):
-        if observer is None or position not in leaf.record.interface.inputs:
+        if observer is None or position not in opaque.record.interface.inputs:
             continue
         for user in placeholders[position].users:
-            if user in dict(observer_nodes(leaf)):
-                GraphModule.set_submodule(leaf, str(user.target), copy.deepcopy(observer))
+            if user in dict(observer_nodes(opaque)):
+                GraphModule.set_submodule(opaque, str(user.target), copy.deepcopy(observer))
 
 
 register(StandaloneHandler())

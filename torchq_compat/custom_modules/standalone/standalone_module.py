@@ -1,4 +1,5 @@
-"""A standalone module as a leaf of the graph around it: a prepared or converted model at its own path."""
+"""A standalone module as one opaque call of the graph around it: a prepared or converted model at its own
+path."""
 
 from __future__ import annotations
 
@@ -6,70 +7,72 @@ from typing import Any
 
 from torch import Tensor
 
-from torchq_compat.graph import metadata
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.graph.quantized_interface import quantize_inputs
 from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.opaque_calls.opaque_module import LeafModule
-from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qparams import QParams
+from torchq_compat.support import metadata
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["ConvertedStandalone", "PreparedStandalone"]
 
 
-def _layouts(leaf: Any) -> list[CallLayout]:
+def _layouts(module: Any) -> list[CallLayout]:
     # In meta, because GraphModule.__deepcopy__ drops other attributes.
-    layouts: list[CallLayout] = leaf.meta.get(metadata.LAYOUTS.name, [])
+    layouts: list[CallLayout] = module.meta.get(metadata.LAYOUTS.name, [])
     return layouts
 
 
-def _set_layouts(leaf: Any, layouts: list[CallLayout]) -> None:
-    leaf.meta[metadata.LAYOUTS.name] = layouts
+def _set_layouts(module: Any, layouts: list[CallLayout]) -> None:
+    module.meta[metadata.LAYOUTS.name] = layouts
 
 
-class PreparedStandalone(LeafModule, QuantizationGraphModule):
+class PreparedStandalone(OpaqueModule, QuantizationGraphModule):
     """A prepared standalone module."""
 
-    leaf_layouts = property(_layouts, _set_layouts)
+    opaque_layouts = property(_layouts, _set_layouts)
 
-    def __call__(self, *args: Any, leaf_layout: int | None = None, **kwargs: Any) -> Any:
-        if leaf_layout is None:
+    def __call__(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
+        if opaque_layout is None:
             return super().__call__(*args, **kwargs)
-        return self._leaf_call_flat(self.leaf_layouts[leaf_layout], args)
+        return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
 
-    def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
+    def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         return QuantizationGraphModule.__call__(self, *args, **kwargs)
 
-    def leaf_hand_out(self, result: Tensor, grid: Grid | None) -> Tensor:
-        """Results on a grid are integers already."""
+    def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
+        """Quantized results are integers already."""
         return result
 
 
-class ConvertedStandalone(LeafModule, ConvertedGraphModule):
+class ConvertedStandalone(OpaqueModule, ConvertedGraphModule):
     """A converted standalone module."""
 
-    leaf_layouts = property(_layouts, _set_layouts)
+    opaque_layouts = property(_layouts, _set_layouts)
 
-    def __call__(self, *args: Any, leaf_layout: int | None = None, **kwargs: Any) -> Any:
-        if leaf_layout is None:
+    def __call__(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
+        if opaque_layout is None:
             return super().__call__(*args, **kwargs)
-        return self._leaf_call_flat(self.leaf_layouts[leaf_layout], args)
+        return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
 
-    def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
+    def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.record.signature.bind(args, kwargs)
-        return ConvertedGraphModule.__call__(self, *quantize_inputs(bound, self.input_grids()))
+        return ConvertedGraphModule.__call__(self, *quantize_inputs(bound, self.input_qparams()))
 
-    def leaf_hand_out(self, result: Tensor, grid: Grid | None) -> Tensor:
-        """Results on a grid are integers already."""
+    def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
+        """Quantized results are integers already."""
         return result
 
-    def leaf_output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
+    def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
         returned = self.graph.output_node().args[0]
         leaves = pytree.tree_leaves(returned)
-        # Constants among the results are no results of the leaf.
+        # Constants among the results are no results of the opaque module.
         return tuple(
-            grid for grid, leaf in zip(self.output_grids(), leaves, strict=True) if hasattr(leaf, "meta")
+            qparams
+            for qparams, leaf in zip(self.output_qparams(), leaves, strict=True)
+            if hasattr(leaf, "meta")
         )
 
 
-StandaloneLeaf = PreparedStandalone | ConvertedStandalone
+OpaqueStandalone = PreparedStandalone | ConvertedStandalone

@@ -22,9 +22,9 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.errors import UserModuleError
 from torchq_compat.opaque_calls.tensor_labels import most_specific
-from torchq_compat.qspecs.dtypes import dtype_range, is_integer
 from torchq_compat.qspecs.observers import translate_constructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
+from torchq_compat.support.dtypes import dtype_name, dtype_range, is_integer
 
 __all__ = ["check_keys", "choose_specs"]
 
@@ -77,7 +77,7 @@ def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
         return specs.activation
     if not is_integer(value):
         raise UserModuleError(
-            f"{named} is {str(value).removeprefix('torch.')}, which is no integer dtype.",
+            f"{named} is {dtype_name(value)}, which is no integer dtype.",
             hint="None leaves a tensor in floats.",
         )
     low, high = dtype_range(value)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.qspecs.qparams import PerTensorGrid, covering
+from torchq_compat.qspecs.qparams import PerTensorQParams, covering
 
 __all__ = ["observer_of_all_calls"]
 
@@ -27,12 +27,12 @@ class CoveringObserver(nn.Module):
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Scale (1,) float32 and zero point (1,) int64."""
-        grid = covering([self._grid(observer) for observer in self.observers])
-        return torch.tensor([grid.scale]), torch.tensor([grid.zero_point])
+        qparams = covering([self._qparams(observer) for observer in self.observers])
+        return torch.tensor([qparams.scale]), torch.tensor([qparams.zero_point])
 
-    def _grid(self, observer: Any) -> PerTensorGrid:
+    def _qparams(self, observer: Any) -> PerTensorQParams:
         scale, zero_point = observer.calculate_qparams()
-        return PerTensorGrid(float(scale), int(zero_point), self.quant_min, self.quant_max, self.dtype)
+        return PerTensorQParams(float(scale), int(zero_point), self.quant_min, self.quant_max, self.dtype)
 
 
 def observer_of_all_calls(observers: Sequence[nn.Module]) -> nn.Module:

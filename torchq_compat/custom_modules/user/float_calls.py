@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.user.handler import made_by
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qdq import DEQUANTIZE
+from torchq_compat.support.dtypes import LEGACY_DTYPES
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["QuantizedCall", "convert_float_calls"]
-
-DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
-LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8, torch.int32: torch.qint32}
 
 
 class QuantizedCall(nn.Module):
@@ -57,7 +56,7 @@ def convert_float_calls(
         if node.op != "call_module" or path in replaced:
             continue
         module = converted.get_submodule(path)
-        if isinstance(module, LeafModule) or type(module) not in mapping:
+        if isinstance(module, OpaqueModule) or type(module) not in mapping:
             continue
         quantized_class = mapping[type(module)]
         quantized = made_by(quantized_class, "from_observed", module, path)

@@ -3,7 +3,7 @@
 Legacy: ``PrepareCustomConfig.set_float_to_observed_mapping`` and ``ConvertCustomConfig``. FX quantized the
 first positional input and the one output of such a module; here that goes for all of them, see
 ``boundary_settings``. As in FX the quantized module computes with torch.ao's quantized tensors; one whose
-class has ``takes_floats = True`` gets floats that lie on the grids of its inputs, and its results are
+class has ``takes_floats = True`` gets floats that lie on the steps of its inputs, and its results are
 quantized behind it.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.annotate.call_boundary import LeafBoundary
+from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.custom_modules.registry import (
     ConvertRequest,
     CustomModuleHandler,
@@ -26,12 +26,17 @@ from torchq_compat.custom_modules.registry import (
 from torchq_compat.custom_modules.user.boundary_settings import check_keys, choose_specs
 from torchq_compat.custom_modules.user.covering_observer import observer_of_all_calls
 from torchq_compat.custom_modules.user.fake_shapes import fake_call_of
-from torchq_compat.custom_modules.user.opaque_user_module import UserLeaf, as_leaf, as_users_module
+from torchq_compat.custom_modules.user.opaque_user_module import (
+    OpaqueUserModule,
+    as_opaque_module,
+    as_users_module,
+)
 from torchq_compat.errors import TorchQCompatError, UserModuleError
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.opaque_calls.opaque_module import LeafModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.opaque_calls.tensor_labels import input_labels, output_labels
+from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["UserModuleHandler", "made_by"]
@@ -53,35 +58,35 @@ class UserModuleHandler(CustomModuleHandler):
         knowing = next((handler for handler in handlers() if handler.is_opaque(module)), None)
         return fake_call_of(module, path) if knowing is None else knowing.fake_call(module, path)
 
-    def observe(self, request: ObserveRequest) -> LeafModule:
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
         for module in request.module.modules():
             # Where FX puts it; on the children too, for the from_float of custom modules inside.
             module.qconfig = request.qconfig  # type: ignore[assignment]
         observed = made_by(request.observed_class, "from_float", request.module, request.path)
-        if isinstance(observed, LeafModule) and handler_of(observed) is not None:
+        if isinstance(observed, OpaqueModule) and handler_of(observed) is not None:
             return observed
         if getattr(observed, "qconfig", None) is None:
             observed.qconfig = request.qconfig  # type: ignore[assignment]
-        return as_leaf(observed, request.path, takes_floats=True)
+        return as_opaque_module(observed, request.path, takes_floats=True)
 
-    def owns(self, leaf: nn.Module) -> bool:
-        return isinstance(leaf, UserLeaf)
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, OpaqueUserModule)
 
-    def remedy(self, module: nn.Module) -> str | None:
+    def mapping_hint(self, module: nn.Module) -> str | None:
         return None
 
-    def boundary(self, leaf: LeafModule, request: ObserveRequest, layout: CallLayout) -> LeafBoundary:
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """As the observed class says in ``quantized_inputs`` and ``quantized_outputs``."""
-        assert isinstance(leaf, UserLeaf)
+        assert isinstance(opaque, OpaqueUserModule)
         if not request.specs.is_static:
-            return LeafBoundary.floats(layout.inputs.count(), layout.outputs.count())
-        users_class, path = leaf.leaf_users_class, request.path
-        calls = leaf.leaf_layouts
-        inputs: dict[Any, Any] = getattr(leaf, "quantized_inputs", {})
-        outputs: dict[Any, Any] = getattr(leaf, "quantized_outputs", {})
+            return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
+        users_class, path = opaque.opaque_users_class, request.path
+        calls = opaque.opaque_layouts
+        inputs: dict[Any, Any] = getattr(opaque, "quantized_inputs", {})
+        outputs: dict[Any, Any] = getattr(opaque, "quantized_outputs", {})
         check_keys(inputs, _all(input_labels(users_class, c.inputs) for c in calls), path, "quantized_inputs")
         check_keys(outputs, _all(output_labels(c.outputs) for c in calls), path, "quantized_outputs")
-        return LeafBoundary(
+        return OpaqueBoundary(
             input_specs=choose_specs(
                 inputs, input_labels(users_class, layout.inputs), request.specs, path, "quantized_inputs"
             ),
@@ -92,41 +97,43 @@ class UserModuleHandler(CustomModuleHandler):
         )
 
     def check_call(
-        self, leaf: LeafModule, path: str, layout: int, arguments: list[Any], expected: list[Tensor]
+        self, opaque: OpaqueModule, path: str, layout: int, arguments: list[Any], expected: list[Tensor]
     ) -> None:
-        assert isinstance(leaf, UserLeaf)
+        assert isinstance(opaque, OpaqueUserModule)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                results = leaf(*arguments, leaf_layout=layout)
+                results = opaque(*arguments, opaque_layout=layout)
         except TorchQCompatError:
             raise
         except Exception as cause:
-            raise _call_raised(path, leaf.leaf_users_class, cause) from cause
+            raise _call_raised(path, opaque.opaque_users_class, cause) from cause
         for wanted, found in zip(map(_shown, expected), map(_shown, results), strict=True):
             if wanted != found:
-                raise UserModuleError.other_results(path, leaf.leaf_users_class, wanted, found)
+                raise UserModuleError.other_results(path, opaque.opaque_users_class, wanted, found)
 
-    def convert(self, request: ConvertRequest) -> LeafModule:
-        leaf, path = request.leaf, request.path
-        assert isinstance(leaf, UserLeaf)
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
+        opaque, path = request.observed, request.path
+        assert isinstance(opaque, OpaqueUserModule)
         if request.quantized_class is None:
             warn_user(
-                f"{leaf.leaf_users_class.__name__} at {path!r} stays observed and computes in floats: "
+                f"{opaque.opaque_users_class.__name__} at {path!r} stays observed and computes in floats: "
                 "observed_to_quantized_mapping has no entry for its class."
             )
-            return leaf
-        layouts = leaf.leaf_layouts
-        observed = as_users_module(leaf)
+            return opaque
+        layouts = opaque.opaque_layouts
+        observed = as_users_module(opaque)
         if request.output_observers:
             # Where FX puts it; legacy classes take their output qparams from it.
             first, *more = (observer_of_all_calls(each) for each in request.output_observers)
             observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
         quantized = made_by(request.quantized_class, "from_observed", observed, path)
-        if isinstance(quantized, LeafModule) and handler_of(quantized) is not None:
-            converted: LeafModule = quantized
+        if isinstance(quantized, OpaqueModule) and handler_of(quantized) is not None:
+            converted: OpaqueModule = quantized
         else:
-            converted = as_leaf(quantized, path, takes_floats=getattr(quantized, "takes_floats", False))
-        converted.leaf_layouts = list(layouts)
+            converted = as_opaque_module(
+                quantized, path, takes_floats=getattr(quantized, "takes_floats", False)
+            )
+        converted.opaque_layouts = list(layouts)
         return converted
 
 
@@ -155,7 +162,7 @@ def _all(label_lists: Any) -> list[str]:
 
 
 def _shown(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} of {dtype_name(tensor.dtype)}"
 
 
 register(UserModuleHandler())

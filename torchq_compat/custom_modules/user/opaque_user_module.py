@@ -1,4 +1,5 @@
-"""A user's module as a leaf: the same object, of a subclass of its class that the graph can call flat.
+"""A user's module as an opaque module: the same object, of a subclass of its class that the graph can call
+flat.
 
 So the module keeps its path, its state and its ``isinstance``; ``torch.nn.utils.parametrize`` adds
 behaviour to a module in the same way.
@@ -14,88 +15,95 @@ from torch.fx import GraphModule
 from torchq_compat.custom_modules.user.legacy_tensors import has_legacy_dtype, legacy_tensor
 from torchq_compat.errors import UserModuleError
 from torchq_compat.opaque_calls.layouts import CallLayout, Structure
-from torchq_compat.opaque_calls.opaque_module import LeafModule
-from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qparams import QParams
+from torchq_compat.support.dtypes import dtype_name
 
-__all__ = ["UserLeaf", "as_leaf", "as_users_module"]
+__all__ = ["OpaqueUserModule", "as_opaque_module", "as_users_module"]
 
 
-class UserLeaf(LeafModule):
+class OpaqueUserModule(OpaqueModule):
     """What is added to the class of a user's module.
 
     Attributes:
-        leaf_path: where the module stands in the model.
-        leaf_takes_floats: whether the module gets its quantized inputs in floats; otherwise, as in FX, as
+        opaque_path: where the module stands in the model.
+        opaque_takes_floats: whether the module gets its quantized inputs in floats; otherwise, as in FX, as
             quantized tensors.
     """
 
-    leaf_path: str
-    leaf_takes_floats: bool
+    opaque_path: str
+    opaque_takes_floats: bool
     #: The class the user wrote.
-    leaf_users_class: type[nn.Module]
+    opaque_users_class: type[nn.Module]
 
-    def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
-        return super(LeafModule, self).forward(*args, **kwargs)
+    def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
+        return super(OpaqueModule, self).forward(*args, **kwargs)
 
-    def leaf_receive(self, q: Tensor, grid: Grid) -> Tensor:
-        if self.leaf_takes_floats:
-            return super().leaf_receive(q, grid)
-        if not has_legacy_dtype(grid):
+    def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
+        if self.opaque_takes_floats:
+            return super().opaque_receive(q, qparams)
+        if not has_legacy_dtype(qparams):
             raise UserModuleError(
-                f"an input of {self.leaf_users_class.__qualname__} at {self.leaf_path!r} is "
-                f"{str(grid.dtype).removeprefix('torch.')}, which torch.ao's quantized tensors cannot "
+                f"an input of {self.opaque_users_class.__qualname__} at {self.opaque_path!r} is "
+                f"{dtype_name(qparams.dtype)}, which torch.ao's quantized tensors cannot "
                 "hold.",
-                hint="set takes_floats = True on the quantized class: it then gets floats on that grid.",
+                hint="set takes_floats = True on the quantized class: it then gets floats.",
             )
-        return legacy_tensor(q, grid)
+        return legacy_tensor(q, qparams)
 
-    def leaf_hand_out(self, result: Tensor, grid: Grid | None) -> Tensor:
-        return super().leaf_hand_out(result.dequantize() if result.is_quantized else result, grid)
+    def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
+        return super().opaque_hand_out(result.dequantize() if result.is_quantized else result, qparams)
 
-    def leaf_check_results(self, layout: CallLayout, results: Any) -> None:
+    def opaque_check_results(self, layout: CallLayout, results: Any) -> None:
         found, _ = Structure.take_apart(results)
         if found != layout.outputs:
             raise UserModuleError.other_results(
-                self.leaf_path, self.leaf_users_class, _shown(layout.outputs), _shown(found)
+                self.opaque_path, self.opaque_users_class, _shown(layout.outputs), _shown(found)
             )
 
 
-class HeldGraphModule(UserLeaf):
+class HeldGraphModule(OpaqueUserModule):
     """A GraphModule a user's class returned: a graph's class is its own and cannot be added to."""
 
     def __init__(self, held: GraphModule) -> None:
         nn.Module.__init__(self)
         self.held = held
 
-    def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
+    def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         return self.held(*args, **kwargs)
 
 
-def as_leaf(module: nn.Module, path: str, *, takes_floats: bool) -> UserLeaf:
-    """``module`` as a leaf. Changes its class, unless it is a GraphModule."""
+def as_opaque_module(module: nn.Module, path: str, *, takes_floats: bool) -> OpaqueUserModule:
+    """``module`` as an opaque module. Changes its class, unless it is a GraphModule."""
     users_class = type(module)
-    leaf: Any = module
+    opaque: Any = module
     if isinstance(module, GraphModule):
-        leaf = HeldGraphModule(module)
+        opaque = HeldGraphModule(module)
     else:
         namespace = {"__module__": users_class.__module__, "__qualname__": users_class.__qualname__}
-        leaf.__class__ = type(users_class.__name__, (UserLeaf, users_class), namespace)
-    leaf.leaf_users_class = users_class
-    leaf.leaf_path = path
-    leaf.leaf_takes_floats = takes_floats
-    leaf.leaf_layouts = []
-    assert isinstance(leaf, UserLeaf)
-    return leaf
+        opaque.__class__ = type(users_class.__name__, (OpaqueUserModule, users_class), namespace)
+    opaque.opaque_users_class = users_class
+    opaque.opaque_path = path
+    opaque.opaque_takes_floats = takes_floats
+    opaque.opaque_layouts = []
+    assert isinstance(opaque, OpaqueUserModule)
+    return opaque
 
 
-def as_users_module(leaf: UserLeaf) -> nn.Module:
+def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
     """The module the user's class made, as it was."""
-    if isinstance(leaf, HeldGraphModule):
-        return leaf.held
-    users_class = leaf.leaf_users_class
-    for name in ("leaf_users_class", "leaf_path", "leaf_takes_floats", "leaf_layouts", "leaf_observed_class"):
-        vars(leaf).pop(name, None)
-    module: Any = leaf
+    if isinstance(opaque, HeldGraphModule):
+        return opaque.held
+    users_class = opaque.opaque_users_class
+    for name in (
+        "opaque_users_class",
+        "opaque_path",
+        "opaque_takes_floats",
+        "opaque_layouts",
+        "opaque_observed_class",
+    ):
+        vars(opaque).pop(name, None)
+    module: Any = opaque
     module.__class__ = users_class
     assert isinstance(module, nn.Module)
     return module

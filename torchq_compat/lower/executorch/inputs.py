@@ -11,6 +11,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, Node
 
 from torchq_compat.errors import ExecutorchError
+from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["InputSpec", "bounded_by", "read_inputs", "unexpectedly_fixed"]
@@ -61,7 +62,7 @@ class InputSpec:
                 )
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.") if self.dtype else "tensor"
+        dtype = dtype_name(self.dtype) if self.dtype else "tensor"
         sizes = "" if self.sizes is None else f"[{', '.join(map(str, self.sizes))}]"
         return f"{self.name}: {dtype}{sizes}".removeprefix(": ")
 

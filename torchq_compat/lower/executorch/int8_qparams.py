@@ -14,17 +14,16 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from torchq_compat.lower.executorch.quantized_ops import graphs
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["dequantize_for_each_reader", "shift_to_int8"]
 
-OPS = torch.ops.quantized_decomposed
-QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
 OFFSET = 128
 
 
 def shift_to_int8(program: ExportedProgram) -> None:
-    """Shift, in place, every uint8 grid whose integers only a dequantize reads: zero point and integers less
+    """Shift, in place, all uint8 qparams whose integers only a dequantize reads: zero point and integers less
     128."""
     for graph_module in graphs(program.graph_module):
         for quantize in graph_module.graph.find_nodes(op="call_function", target=QUANTIZE):
@@ -45,22 +44,21 @@ def dequantize_for_each_reader(program: ExportedProgram) -> None:
 
 
 def _only_dequantized(quantize: Node) -> bool:
-    grid = PerTensorGrid.of_node(quantize)
-    return grid.dtype is torch.uint8 and all(
-        user.target is DEQUANTIZE and PerTensorGrid.of_node(user) == grid for user in quantize.users
+    qparams = PerTensorQParams.of_node(quantize)
+    return qparams.dtype is torch.uint8 and all(
+        user.target is DEQUANTIZE and PerTensorQParams.of_node(user) == qparams for user in quantize.users
     )
 
 
 def _shift(quantize: Node) -> None:
-    grid = PerTensorGrid.of_node(quantize)
+    qparams = PerTensorQParams.of_node(quantize)
     shifted = replace(
-        grid,
-        zero_point=grid.zero_point - OFFSET,
-        quant_min=grid.quant_min - OFFSET,
-        quant_max=grid.quant_max - OFFSET,
+        qparams,
+        zero_point=qparams.zero_point - OFFSET,
+        quant_min=qparams.quant_min - OFFSET,
+        quant_max=qparams.quant_max - OFFSET,
         dtype=torch.int8,
     )
-    qparams = (shifted.scale, shifted.zero_point, shifted.quant_min, shifted.quant_max, shifted.dtype)
     for node in (quantize, *quantize.users):
-        node.args = (node.args[0], *qparams)
+        node.args = (node.args[0], *shifted.arguments())
     quantize.meta["val"] = quantize.meta["val"].to(torch.int8)

@@ -90,7 +90,7 @@ def to_executorch(
     if dynamic_shapes is None:
         # A lowered model has its q-dq graph under this name.
         reference: Any = getattr(converted, "reference", converted)
-        _tell_of_fixed_sizes(unexpectedly_fixed(inputs, reference.graph))
+        _warn_of_fixed_sizes(unexpectedly_fixed(inputs, reference.graph))
     structure = exported.call_spec.out_spec
     try:
         # With gradients every pass over the graph would trace the backward of its loops as well.
@@ -131,7 +131,7 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
     return size_loop_results(manager.buffer), report
 
 
-def _tell_of_fixed_sizes(fixed: list[str]) -> None:
+def _warn_of_fixed_sizes(fixed: list[str]) -> None:
     if fixed:
         warn_user(
             f"the ExecuTorch program fixes sizes that the converted model leaves free: {', '.join(fixed)}. A "

@@ -12,9 +12,15 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
+from torchq_compat.qspecs.qdq import (
+    CONVERT_DTYPE,
+    DEQUANTIZE_PER_CHANNEL,
+    QUANTIZE_PER_CHANNEL,
+    embedding_byte,
+)
+
 __all__ = ["fit_quantized_ops", "graphs"]
 
-OPS = torch.ops.quantized_decomposed
 ATEN = torch.ops.aten
 
 
@@ -23,9 +29,9 @@ def fit_quantized_ops(program: ExportedProgram) -> None:
     of a quantized embedding the rows that are looked up are dequantized, not the table."""
     for graph_module in graphs(program.graph_module):
         graph = graph_module.graph
-        for quantize in graph.find_nodes(op="call_function", target=OPS.quantize_per_channel.default):
+        for quantize in graph.find_nodes(op="call_function", target=QUANTIZE_PER_CHANNEL):
             _take_scales_as_double(graph, quantize)
-        for cast in graph.find_nodes(op="call_function", target=OPS.convert_element_type.no_fuse):
+        for cast in graph.find_nodes(op="call_function", target=CONVERT_DTYPE):
             cast.args, cast.kwargs, cast.target = (
                 cast.args[:1],
                 {"dtype": cast.args[1]},
@@ -54,7 +60,7 @@ def _look_up_integers(graph: Graph, embedding: Node) -> None:
     takes no float zero points, and those of embeddings are floats."""
     table = embedding.args[0]
     assert isinstance(table, Node)
-    if table.target is not OPS.dequantize_per_channel.default or table.kwargs or table.args[3] != 0:
+    if table.target is not DEQUANTIZE_PER_CHANNEL or table.kwargs or table.args[3] != 0:
         return
     integers, scales, zero_points, _, low, high, _ = table.args
     assert isinstance(scales, Node)
@@ -63,7 +69,7 @@ def _look_up_integers(graph: Graph, embedding: Node) -> None:
         if zero_points.meta["val"].dtype != scales.meta["val"].dtype:
             zero_points = _cast(graph, zero_points, scales.meta["val"].dtype)
         lookup = graph.call_function(
-            OPS.embedding_byte.default, (integers, scales, zero_points, low, high, embedding.args[1])
+            embedding_byte(), (integers, scales, zero_points, low, high, embedding.args[1])
         )
     lookup.meta = dict(embedding.meta)
     embedding.replace_all_uses_with(lookup)

@@ -1,7 +1,7 @@
 """XNNPACK's partitioner, held to what XNNPACK computes.
 
-Its own checks look at the pattern around a matmul or a convolution, not at the grids in it: it takes uint8,
-16-bit and narrowed grids, and computes other numbers. They also mark the dequantize before an operator that
+Its own checks look at the pattern around a matmul or a convolution, not at the qparams in it: it takes uint8,
+16-bit and narrowed qparams, and computes other numbers. They also mark the dequantize before an operator that
 they then refuse as one that does not compute; taken on its own, it would hand on integers as floats. So
 quantize and dequantize are taken only with the operator between them.
 """
@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from torchq_compat.lower.executorch.runtime import executorch_module
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["xnnpack_partitioner"]
 
@@ -24,7 +24,7 @@ def xnnpack_partitioner(refused: dict[str, str]) -> Any:
     """The partitioner for ``to_edge_transform_and_lower``.
 
     Args:
-        refused: is filled with the reason, by the name of the node, where a grid is not XNNPACK's.
+        refused: is filled with the reason, by the name of the node, where qparams are not XNNPACK's.
     """
     partition = "backends.xnnpack.partition"
     all_configs = executorch_module(f"{partition}.config").ALL_PARTITIONER_CONFIGS
@@ -49,26 +49,27 @@ def _held_to_int8(config: type[Any], refused: dict[str, str]) -> type[Any]:
 
 def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
     """Why XNNPACK must not have ``partition``, which is ``node`` and its surroundings; empty if it may."""
-    on_grids = [each for each in partition if _is_on_grid(each)]
-    if not on_grids and any(_is_on_grid(each) for each in node.all_input_nodes):
+    quantized = [each for each in partition if _is_quantized(each)]
+    if not quantized and any(_is_quantized(each) for each in node.all_input_nodes):
         return "not in the pattern of a quantized operator: dequantize, operator, quantize"
-    reasons = (_wrong_grid(each, is_weight=_is_constant(each.args[0], program)) for each in on_grids)
+    reasons = (_wrong_qparams(each, is_weight=_is_constant(each.args[0], program)) for each in quantized)
     return next(filter(None, reasons), "")
 
 
-def _wrong_grid(node: Node, *, is_weight: bool) -> str:
+def _wrong_qparams(node: Node, *, is_weight: bool) -> str:
     if "per_channel" in _name(node):
         dtype = node.args[6]
         return "" if dtype is torch.int8 else f"XNNPACK computes on int8, not {dtype}"
-    grid = PerTensorGrid.of_node(node)
+    qparams = PerTensorQParams.of_node(node)
     # The integers of a weight are there; nothing is clamped any more.
-    narrow = (grid.quant_min, grid.quant_max) != (-128, 127) and not is_weight
-    if grid.dtype is torch.int8 and not narrow:
+    narrow = (qparams.quant_min, qparams.quant_max) != (-128, 127) and not is_weight
+    if qparams.dtype is torch.int8 and not narrow:
         return ""
-    return f"XNNPACK computes on int8 from -128 to 127, not {grid.dtype} [{grid.quant_min}, {grid.quant_max}]"
+    found = f"{qparams.dtype} [{qparams.quant_min}, {qparams.quant_max}]"
+    return f"XNNPACK computes on int8 from -128 to 127, not {found}"
 
 
-def _is_on_grid(node: Node) -> bool:
+def _is_quantized(node: Node) -> bool:
     # Those with qparams as tensors choose them at run time.
     return "quantize_per_" in _name(node) and "default" in _name(node)
 

@@ -1,20 +1,20 @@
-"""What the door ``convert_fx`` does after conversion: lower, or say why not."""
+"""Lower what ``convert_fx`` converted, or warn why it stays a reference model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from torchq_compat.graph import metadata
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.lower.x86.engines import Engine, decide_engine
 from torchq_compat.lower.x86.lowered_module import lower
+from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["lower_or_tell"]
+__all__ = ["lower_or_warn"]
 
 
-def lower_or_tell(reference: ConvertedGraphModule) -> QuantizationGraphModule:
+def lower_or_warn(reference: ConvertedGraphModule) -> QuantizationGraphModule:
     """``reference`` on the integer kernels of the engine in use, or ``reference`` itself.
 
     Raises:

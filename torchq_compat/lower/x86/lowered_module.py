@@ -19,13 +19,13 @@ from torch.fx.graph import PythonCode
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule, preserved_of
 from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.x86.engines import Engine, packing_for
-from torchq_compat.lower.x86.lowered_calls import lower_leaves
+from torchq_compat.lower.x86.lowered_calls import lower_opaque_modules
 from torchq_compat.lower.x86.lowered_parts import MADE, share_state
-from torchq_compat.lower.x86.lowering_pass import emit
+from torchq_compat.lower.x86.lowering_pass import write_lowered_graph
 from torchq_compat.lower.x86.plan import plan_graph
 from torchq_compat.lower.x86.state_versions import StateVersions
 from torchq_compat.lower.x86.trials import Trials
-from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
 
 __all__ = ["LoweredGraphModule", "lower"]
@@ -41,7 +41,7 @@ class _Lowering:
     Attributes:
         is_stale: whether qparams changed since.
         versions: of the state that packed weights were made from.
-        input_grids: see ``ConvertedGraphModule``.
+        input_qparams: see ``ConvertedGraphModule``.
         trials: of the kernels; a state loaded again needs none again.
     """
 
@@ -50,7 +50,7 @@ class _Lowering:
     is_stale: bool = True
     versions: StateVersions | None = None
     decisions: tuple[Decision, ...] = ()
-    input_grids: tuple[Grid | None, ...] = field(default=())
+    input_qparams: tuple[QParams | None, ...] = field(default=())
     trials: Trials = field(default_factory=Trials)
 
 
@@ -101,7 +101,7 @@ class LoweredGraphModule(QuantizationGraphModule):
             lowering = self._lowering
         if self.record.interface.inputs:
             bound = self.record.signature.bind(args, kwargs)
-            return super().__call__(*take_integers(bound, lowering.input_grids))
+            return super().__call__(*take_integers(bound, lowering.input_qparams))
         return super().__call__(*args, **kwargs)
 
     def _lower_again(self) -> None:
@@ -112,21 +112,28 @@ class LoweredGraphModule(QuantizationGraphModule):
                 lowering.reference, left_float=_left_float(lowering.reference), trials=lowering.trials
             )
             lower_inside = partial(_lower_inside, engine=lowering.engine)
-            leaves = lower_leaves(lowering.reference, lower_inside) if plan.runs_here else []
-            paths = {leaf.path: f"{MADE}.{leaf.name}" for leaf in leaves if leaf.module is not None}
-            in_floats = {
-                leaf.path for leaf in leaves if leaf.module is not None and leaf.module.leaf_in_floats
+            opaque_modules = lower_opaque_modules(lowering.reference, lower_inside) if plan.runs_here else []
+            paths = {
+                opaque.path: f"{MADE}.{opaque.name}" for opaque in opaque_modules if opaque.module is not None
             }
-            lowered = emit(lowering.reference, plan, paths, in_floats, MADE)
-        modules = {leaf.name: leaf.module for leaf in leaves if leaf.module is not None}
+            in_floats = {
+                opaque.path
+                for opaque in opaque_modules
+                if opaque.module is not None and opaque.module.opaque_in_floats
+            }
+            lowered = write_lowered_graph(lowering.reference, plan, paths, in_floats, MADE)
+        modules = {opaque.name: opaque.module for opaque in opaque_modules if opaque.module is not None}
         state[MADE] = _Made({**lowered.constants, **modules})
         state[LOWERING] = _Lowering(
             lowering.reference,
             lowering.engine,
             is_stale=False,
             versions=StateVersions(lowering.reference),
-            decisions=(*plan.decisions, *(decision for leaf in leaves for decision in leaf.decisions)),
-            input_grids=lowering.reference.input_grids(),
+            decisions=(
+                *plan.decisions,
+                *(decision for opaque in opaque_modules for decision in opaque.decisions),
+            ),
+            input_qparams=lowering.reference.input_qparams(),
             trials=lowering.trials,
         )
         self.graph = lowered.graph
@@ -172,13 +179,13 @@ class LoweredGraphModule(QuantizationGraphModule):
         type(self).forward = forward
         return code
 
-    def input_grids(self) -> tuple[Grid | None, ...]:
+    def input_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedGraphModule``."""
-        return self.reference.input_grids()
+        return self.reference.input_qparams()
 
-    def output_grids(self) -> tuple[Grid | None, ...]:
+    def output_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedGraphModule``."""
-        return self.reference.output_grids()
+        return self.reference.output_qparams()
 
     def get_extra_state(self) -> Tensor:
         return self.reference.get_extra_state()

@@ -1,4 +1,4 @@
-"""Graphs inside a leaf, lowered one by one: the leaf calls them as it called its q-dq graphs."""
+"""Graphs inside an opaque module, lowered one by one: it calls them as it called its q-dq graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
-from torchq_compat.lower.x86.lowering_pass import emit
+from torchq_compat.lower.x86.lowering_pass import write_lowered_graph
 from torchq_compat.lower.x86.plan import plan_graph
 from torchq_compat.support.decisions import Decision
 
@@ -28,13 +28,13 @@ def share_state(module: nn.Module, reference: nn.Module) -> None:
     vars(module).update({name: vars(reference)[name] for name in STATE})
 
 
-def with_lowered_graphs(leaf: PartOwner, path: str) -> tuple[PartOwner, tuple[Decision, ...]]:
-    """A copy of ``leaf`` whose graphs are lowered, and what was decided about them."""
-    lowered, decisions = copy.deepcopy(leaf), []
+def with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple[Decision, ...]]:
+    """A copy of ``opaque`` whose graphs are lowered, and what was decided about them."""
+    lowered, decisions = copy.deepcopy(opaque), []
     for name, graph in list(lowered.graphs()):
-        plan = plan_graph(graph, leaf.arriving_grids())
+        plan = plan_graph(graph, opaque.named_input_qparams())
         decisions += [replace(each, path=f"{path}.{name}/{each.node}", node="") for each in plan.decisions]
-        written = emit(graph, plan, {}, set(), MADE)
+        written = write_lowered_graph(graph, plan, {}, set(), MADE)
         module = GraphModule(nn.Module(), Graph())
         share_state(module, graph)
         vars(module)[MADE] = SimpleNamespace(**written.constants)

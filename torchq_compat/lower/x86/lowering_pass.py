@@ -12,26 +12,22 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from torchq_compat.graph import metadata
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
 from torchq_compat.lower.x86.plan import Plan
 from torchq_compat.lower.x86.qdq_operands import (
-    DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
-    QUANTIZE,
     SIZE_OPS,
     is_integers,
     is_whole_range,
     takes_and_returns_tensors,
 )
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, insert_quantize
+from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support import metadata
+from torchq_compat.support.dtypes import LEGACY_DTYPES
 
-__all__ = ["LoweredGraph", "emit"]
+__all__ = ["LoweredGraph", "write_lowered_graph"]
 
 ATEN = torch.ops.aten
-DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
-QUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.quantize_per_channel.default
-LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
 #: Entries of a node's meta that say where it comes from.
 #: A view of channels-last activations, which the kernels of convolutions give, may need a copy.
 COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
@@ -57,21 +53,21 @@ class LoweredGraph:
 ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "from_node")
 
 
-def emit(
-    reference: GraphModule, plan: Plan, leaves: dict[str, str], in_floats: set[str], home: str
+def write_lowered_graph(
+    reference: GraphModule, plan: Plan, opaque_paths: dict[str, str], in_floats: set[str], home: str
 ) -> LoweredGraph:
     """The lowered graph of ``reference``.
 
     Args:
-        leaves: path of a leaf in ``reference`` -> path of the module that is called in its place.
+        leaves: path of an opaque module in ``reference`` -> path of the module that is called in its place.
         in_floats: those whose module takes and gives floats where the reference graph holds integers.
         home: path of the namespace that will hold the constants.
     """
-    writer = _Writer(plan, leaves, in_floats, LoweredGraph(Graph(), home))
+    writer = _Writer(plan, opaque_paths, in_floats, LoweredGraph(Graph(), home))
     graph = writer.lowered.graph
     for node in reference.graph.nodes:
         writer.write(node)
-        _tell_origin(graph, node)
+        _record_origin(graph, node)
     if takes_and_returns_tensors(reference):
         _return_the_tensor(graph)
     else:
@@ -80,7 +76,7 @@ def emit(
     return writer.lowered
 
 
-def _tell_origin(graph: Graph, origin: Node) -> None:
+def _record_origin(graph: Graph, origin: Node) -> None:
     """Let the newest nodes of ``graph`` say where they came from, as ``origin`` does."""
     told = {key: origin.meta[key] for key in ORIGIN_KEYS if key in origin.meta}
     for node in reversed(graph.nodes):
@@ -110,12 +106,12 @@ def _name_after(written: Node, op: Node) -> None:
 
 class _Writer:
     def __init__(
-        self, plan: Plan, leaves: dict[str, str], in_floats: set[str], lowered: LoweredGraph
+        self, plan: Plan, opaque_paths: dict[str, str], in_floats: set[str], lowered: LoweredGraph
     ) -> None:
         self.lowered = lowered
         self.graph = self.lowered.graph
         self.plan = plan
-        self.leaves = leaves
+        self.opaque_paths = opaque_paths
         self.in_floats = in_floats
         self.covered = plan.covered()
         self.quantized: dict[Node, Node] = {}
@@ -133,13 +129,13 @@ class _Writer:
             args = map_arg(node.args, self._quantized_or_size)
             self.quantized[node] = self.graph.call_function(target, args, dict(node.kwargs))
             _name_after(self.quantized[node], node)
-        elif node.target is QUANTIZE and node in self.plan.grids:
-            self._write_quantize(node, self.plan.grids[node])
+        elif node.target is QUANTIZE and node in self.plan.qparams_of:
+            self._write_quantize(node, self.plan.qparams_of[node])
         elif node.op == "call_module" and str(node.target) in self.in_floats:
             self._write_call_in_floats(node)
         elif node.target in DEQUANTIZES and self._was_left_in_floats(node.all_input_nodes[0]):
             self.floats[node] = self.floats[node.all_input_nodes[0]]
-        elif node.target is not DEQUANTIZE or node not in self.plan.grids:
+        elif node.target is not DEQUANTIZE or node not in self.plan.qparams_of:
             self._copy(node)
 
     def _write_kernel(self, node: Node, call: KernelCall) -> None:
@@ -148,7 +144,7 @@ class _Writer:
         if call.returns_floats:
             self.floats[node] = result
         else:
-            self.quantized[node] = self._saturated(result, self.plan.grids[node])
+            self.quantized[node] = self._saturated(result, self.plan.qparams_of[node])
 
     def _call(self, call: KernelCall) -> Node:
         args = tuple(self._argument(argument) for argument in call.args)
@@ -167,29 +163,32 @@ class _Writer:
             return self.lowered.constant(argument.value)
         return map_arg(argument, self._as_reference)
 
-    def _write_quantize(self, node: Node, grid: PerTensorGrid) -> None:
+    def _write_quantize(self, node: Node, qparams: PerTensorQParams) -> None:
         source = node.args[0]
         assert isinstance(source, Node)
-        if self.plan.grids.get(source) == grid:
+        if self.plan.qparams_of.get(source) == qparams:
             self.quantized[node] = self._as_quantized(source)
             return
-        self.quantized[node] = self._saturated(self._quantize(self._as_reference(source), grid), grid)
+        self.quantized[node] = self._saturated(self._quantize(self._as_reference(source), qparams), qparams)
 
-    def _quantize(self, floats: Node, grid: PerTensorGrid) -> Node:
-        args = (floats, grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
+    def _quantize(self, floats: Node, qparams: PerTensorQParams) -> Node:
+        args = (floats, qparams.scale, qparams.zero_point, LEGACY_DTYPES[qparams.dtype])
         return self.graph.call_function(ATEN.quantize_per_tensor.default, args)
 
-    def _saturated(self, quantized: Node, grid: PerTensorGrid) -> Node:
+    def _saturated(self, quantized: Node, qparams: PerTensorQParams) -> Node:
         """Kernels saturate where the dtype does; training may have narrowed that."""
-        if is_whole_range(grid):
+        if is_whole_range(qparams):
             return quantized
-        low, high = ((bound - grid.zero_point) * grid.scale for bound in (grid.quant_min, grid.quant_max))
+        low, high = (
+            (bound - qparams.zero_point) * qparams.scale for bound in (qparams.quant_min, qparams.quant_max)
+        )
         return self.graph.call_function(ATEN.clamp.default, (quantized, low, high))
 
     def _write_call_in_floats(self, node: Node) -> None:
-        """A leaf that takes and gives floats on its grids, which spares it quantizing and dequantizing."""
+        """An opaque module that takes and gives floats on the steps of its qparams, which spares it
+        quantizing and dequantizing."""
         call = self.graph.node_copy(node, self._floats_or_reference)
-        call.target = self.leaves[str(node.target)]
+        call.target = self.opaque_paths[str(node.target)]
         for getitem in node.users:
             self.floats[getitem] = self.graph.node_copy(getitem, {node: call}.__getitem__)
 
@@ -206,7 +205,7 @@ class _Writer:
         form = self._any_form if node.target in SIZE_OPS else self._as_reference
         copied = self.graph.node_copy(node, form)
         if node.op == "call_module":
-            copied.target = self.leaves.get(str(node.target), node.target)
+            copied.target = self.opaque_paths.get(str(node.target), node.target)
         else:
             copied.target = COPYING.get(node.target, node.target)
         (self.integers if is_integers(node) else self.floats)[node] = copied
@@ -227,39 +226,34 @@ class _Writer:
     def _to_integers(self, node: Node) -> Node:
         if node in self.quantized:
             return self.graph.call_function(ATEN.int_repr.default, (self.quantized[node],))
-        grid = metadata.INTEGERS.required(node)
-        assert grid is not None
-        bounds = (grid.quant_min, grid.quant_max, grid.dtype)
-        if isinstance(grid, PerTensorGrid):
-            per_tensor = (self.floats[node], grid.scale, grid.zero_point, *bounds)
-            return self.graph.call_function(QUANTIZE, per_tensor)
-        qparams = (self.lowered.constant(tensor) for tensor in grid.tensors(torch.device("cpu")))
-        args = (self.floats[node], *qparams, grid.axis, *bounds)
-        return self.graph.call_function(QUANTIZE_PER_CHANNEL, args)
+        qparams = metadata.INTEGERS.required(node)
+        assert qparams is not None
+        make = self.lowered.constant
+        return insert_quantize(self.graph, self.floats[node], qparams, lambda _, tensor: make(tensor))
 
     def _as_quantized(self, node: Node) -> Node:
         if node in self.quantized:
             return self.quantized[node]
-        grid = self.plan.grids[node]
+        qparams = self.plan.qparams_of[node]
         if node.op == "placeholder":
-            self.quantized[node] = self._quantize(self.floats[node], grid)
+            self.quantized[node] = self._quantize(self.floats[node], qparams)
             return self.quantized[node]
         # A dequantize: the quantized tensor is that of the integers it reads.
         source = node.args[0]
         assert isinstance(source, Node)
         if source not in self.quantized:
-            self.quantized[source] = self._to_quantized(source, grid)
+            self.quantized[source] = self._to_quantized(source, qparams)
         self.quantized[node] = self.quantized[source]
         return self.quantized[node]
 
-    def _to_quantized(self, node: Node, grid: PerTensorGrid) -> Node:
+    def _to_quantized(self, node: Node, qparams: PerTensorQParams) -> Node:
         if node not in self.integers:
-            return self._quantize(self.floats[node], grid)
-        args = (self.integers[node], grid.scale, grid.zero_point)
+            return self._quantize(self.floats[node], qparams)
+        args = (self.integers[node], qparams.scale, qparams.zero_point)
         return self.graph.call_function(ATEN._make_per_tensor_quantized_tensor.default, args)
 
     def _quantized_or_size(self, node: Node) -> Node:
-        return self._as_quantized(node) if node in self.plan.grids else self._as_reference(node)
+        return self._as_quantized(node) if node in self.plan.qparams_of else self._as_reference(node)
 
     def _any_form(self, node: Node) -> Node:
         for forms in (self.quantized, self.floats, self.integers):

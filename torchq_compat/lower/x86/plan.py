@@ -22,39 +22,23 @@ from torchq_compat.lower.x86.kernels.same_qparams import ROUNDING
 from torchq_compat.lower.x86.kernels.split_linear import split_linear
 from torchq_compat.lower.x86.kernels.weighted import WEIGHTED
 from torchq_compat.lower.x86.qdq_operands import (
-    DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
-    QUANTIZE,
     SIZE_OPS,
     has_kernels,
-    is_dequantized,
     is_integers,
     tensor_inputs,
 )
 from torchq_compat.lower.x86.trials import MOST_STEPS, Trials
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qdq import ALL_OPS, DEQUANTIZE, DEQUANTIZES, QUANTIZE, is_dequantize
+from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
 
 __all__ = ["Plan", "plan_graph"]
 
 ATEN = torch.ops.aten
-OPS = torch.ops.quantized_decomposed
 FBGEMM = Engine("fbgemm")
 #: They compute nothing that a user wrote.
-NO_OPS = (
-    QUANTIZE,
-    DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
-    OPS.quantize_per_channel.default,
-    OPS.choose_qparams.tensor,
-    OPS.quantize_per_tensor.tensor,
-    OPS.dequantize_per_tensor.tensor,
-    OPS.convert_element_type.no_fuse,
-    operator.getitem,
-    *SIZE_OPS,
-)
-DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+NO_OPS = (*ALL_OPS, operator.getitem, *SIZE_OPS)
 RULES: dict[Any, Rule] = {**WEIGHTED, **BINARY, **ELEMENTWISE, **NORMALIZATION, **ROUNDING}
 
 
@@ -64,14 +48,14 @@ class Plan:
 
     Attributes:
         kernels: node -> the kernel call whose result stands for it.
-        grids: node -> the grid with kernels that its values lie on.
+        qparams: node -> the qparams with kernels of its values.
         carried: ops that run as they are, on quantized tensors.
         decisions: all of it, for people.
         runs_here: whether the graph's state is where the kernels run.
     """
 
     kernels: dict[Node, KernelCall] = field(default_factory=dict)
-    grids: dict[Node, PerTensorGrid] = field(default_factory=dict)
+    qparams_of: dict[Node, PerTensorQParams] = field(default_factory=dict)
     carried: frozenset[Node] = frozenset()
     decisions: tuple[Decision, ...] = ()
     runs_here: bool = True
@@ -83,14 +67,14 @@ class Plan:
 
 def plan_graph(
     graph_module: GraphModule,
-    arriving: Mapping[str, PerTensorGrid] | None = None,
+    input_qparams: Mapping[str, PerTensorQParams] | None = None,
     left_float: Mapping[str, str] | None = None,
     trials: Trials | None = None,
 ) -> Plan:
     """Decide for every op of ``graph_module``, a q-dq graph.
 
     Args:
-        arriving: input, by its name -> the grid that the floats it is given lie on.
+        arriving: input, by its name -> the qparams of the floats it is given.
         left_float: op, by its name -> why the configuration leaves it float.
         trials: the trials that were run before.
     """
@@ -102,11 +86,11 @@ def plan_graph(
     if others:
         reason = f"it computes in {', '.join(sorted(map(str, others)))}; the kernels take torch.float32"
         return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),), runs_here=False)
-    grids = _arriving(graph_module, arriving or {})
-    planner = _Planner(graph_module, grids, left_float or {}, trials or Trials())
+    qparams_of = _known_inputs(graph_module, input_qparams or {})
+    planner = _Planner(graph_module, qparams_of, left_float or {}, trials or Trials())
     for node in graph_module.graph.nodes:
         planner.plan(node)
-    return Plan(planner.kernels, grids, frozenset(planner.carried), tuple(planner.decisions()))
+    return Plan(planner.kernels, qparams_of, frozenset(planner.carried), tuple(planner.decisions()))
 
 
 @dataclass
@@ -114,7 +98,7 @@ class _Planner:
     """What was decided about the nodes so far; see ``Plan``."""
 
     graph_module: GraphModule
-    grids: dict[Node, PerTensorGrid]
+    qparams_of: dict[Node, PerTensorQParams]
     left_float: Mapping[str, str]
     trials: Trials
     kernels: dict[Node, KernelCall] = field(default_factory=dict)
@@ -122,28 +106,28 @@ class _Planner:
     refusals: dict[Node, Refusal] = field(default_factory=dict)
 
     def plan(self, node: Node) -> None:
-        grid = _grid_of(node, self.grids)
-        if grid is not None:
-            self.grids[node] = grid
+        qparams = _qparams_of(node, self.qparams_of)
+        if qparams is not None:
+            self.qparams_of[node] = qparams
         if node.op != "call_function":
             return
-        if grid is not None and preserves_values(node):
+        if qparams is not None and preserves_values(node):
             self.carried.add(node)
         elif node.name not in self.left_float and node.target not in NO_OPS:
             self._plan_op(node)
 
     def _plan_op(self, op: Node) -> None:
-        result, answer = _ask(self.graph_module, op, self.grids)
+        result, answer = _ask(self.graph_module, op, self.qparams_of)
         alone = self._covers_floats(answer)
         if alone:
-            result, answer = _ask(self.graph_module, op, self.grids, alone=True)
+            result, answer = _ask(self.graph_module, op, self.qparams_of, alone=True)
             if not isinstance(answer, KernelCall) or self._covers_floats(answer):
                 return  # Of ops fused in the backend config, the decision names the last.
         if isinstance(answer, KernelCall):
             answer = self._tried(op, result, answer, alone=alone)
         if isinstance(answer, KernelCall):
             self.kernels[result] = answer
-        elif _is_quantized(op, self.grids):
+        elif _is_quantized(op, self.qparams_of):
             self.refusals[op] = answer or Refusal(_without_kernel(op))
 
     def _covers_floats(self, answer: KernelCall | Refusal | None) -> bool:
@@ -158,7 +142,7 @@ class _Planner:
         if not isinstance(verdict, Refusal) or torch.backends.quantized.engine == FBGEMM.name:
             return verdict
         with packing_for(FBGEMM):
-            result_again, again = _ask(self.graph_module, op, self.grids, alone=alone)
+            result_again, again = _ask(self.graph_module, op, self.qparams_of, alone=alone)
             if isinstance(again, KernelCall) and result_again is result:
                 other = self._verdict(result, again)
                 if isinstance(other, KernelCall):
@@ -181,7 +165,7 @@ class _Planner:
 
     def _steps_off(self, result: Node, call: KernelCall, *, only_observed: bool = False) -> float:
         tried = self.trials.steps_off
-        return tried(self.graph_module, self.grids, result, call, only_observed=only_observed)
+        return tried(self.graph_module, self.qparams_of, result, call, only_observed=only_observed)
 
     def decisions(self) -> Iterator[Decision]:
         """What runs where, in the order of the graph."""
@@ -212,10 +196,12 @@ def _amount(steps: float) -> str:
     return "infinitely many steps" if steps == float("inf") else f"{steps:.0f} steps"
 
 
-def _arriving(graph_module: GraphModule, by_name: Mapping[str, PerTensorGrid]) -> dict[Node, PerTensorGrid]:
+def _known_inputs(
+    graph_module: GraphModule, by_name: Mapping[str, PerTensorQParams]
+) -> dict[Node, PerTensorQParams]:
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     named = {node: by_name[str(node.target)] for node in placeholders if str(node.target) in by_name}
-    return {node: grid for node, grid in named.items() if has_kernels(grid)}
+    return {node: qparams for node, qparams in named.items() if has_kernels(qparams)}
 
 
 def _devices(graph_module: GraphModule) -> set[str]:
@@ -231,24 +217,24 @@ def _float_dtypes(graph_module: GraphModule) -> set[torch.dtype]:
     return {dtype for dtype in given | found if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
 
 
-def _grid_of(node: Node, grids: dict[Node, PerTensorGrid]) -> PerTensorGrid | None:
-    """The grid with kernels that the values at ``node`` lie on."""
+def _qparams_of(node: Node, qparams_of: dict[Node, PerTensorQParams]) -> PerTensorQParams | None:
+    """The qparams with kernels of the values at ``node``."""
     if node.target is DEQUANTIZE:
-        source, grid = node.args[0], PerTensorGrid.of_node(node)
+        source, qparams = node.args[0], PerTensorQParams.of_node(node)
         assert isinstance(source, Node)
-        is_plain = not node.kwargs and is_integers(source) and grids.get(source, grid) == grid
-        return grid if is_plain and has_kernels(grid) else None
+        is_plain = not node.kwargs and is_integers(source) and qparams_of.get(source, qparams) == qparams
+        return qparams if is_plain and has_kernels(qparams) else None
     if node.target is QUANTIZE:
-        grid = PerTensorGrid.of_node(node)
-        return grid if has_kernels(grid) else None
+        qparams = PerTensorQParams.of_node(node)
+        return qparams if has_kernels(qparams) else None
     if preserves_values(node):
-        found = {grids.get(source) for source in tensor_inputs(node)}
+        found = {qparams_of.get(source) for source in tensor_inputs(node)}
         return found.pop() if len(found) == 1 else None
     return None
 
 
 def _ask(
-    graph_module: GraphModule, op: Node, grids: dict[Node, PerTensorGrid], *, alone: bool = False
+    graph_module: GraphModule, op: Node, qparams_of: dict[Node, PerTensorQParams], *, alone: bool = False
 ) -> tuple[Node, KernelCall | Refusal | None]:
     """(the node a kernel's result would stand for, what the rules say) about ``op``, ``alone`` or along with
     the activation that reads it."""
@@ -256,8 +242,8 @@ def _ask(
     relu = None if alone else _only_reader(follower or op, ATEN.relu.default)
     last = relu or follower or op
     quantize = _only_reader(last, QUANTIZE)
-    grid = None if quantize is None else _grid_of(quantize, grids)
-    site = Site(graph_module, op, relu, grid, grids.get, follower)
+    qparams = None if quantize is None else _qparams_of(quantize, qparams_of)
+    site = Site(graph_module, op, relu, qparams, qparams_of.get, follower)
     if op.target in FLOATING:
         answer = FLOATING[op.target](site)
         if isinstance(answer, KernelCall):
@@ -269,7 +255,7 @@ def _ask(
         answer = split_linear(site)
         if answer is not None:
             return result, answer
-    if op.target not in RULES or (grid is None and op.target not in WEIGHTED):
+    if op.target not in RULES or (qparams is None and op.target not in WEIGHTED):
         return result, None
     return result, RULES[op.target](site)
 
@@ -280,9 +266,9 @@ def _only_reader(node: Node, target: Any) -> Node | None:
     return reader if reader is not None and len(node.users) == 1 and reader.target is target else None
 
 
-def _is_quantized(op: Node, grids: Mapping[Node, PerTensorGrid]) -> bool:
+def _is_quantized(op: Node, qparams_of: Mapping[Node, PerTensorQParams]) -> bool:
     """Whether the reference graph quantizes an input or the result of ``op``."""
-    if any(is_dequantized(source) or source in grids for source in op.all_input_nodes):
+    if any(is_dequantize(source) or source in qparams_of for source in op.all_input_nodes):
         return True
     return any(user.target is QUANTIZE for user in op.users)
 
@@ -291,7 +277,7 @@ def _without_kernel(op: Node) -> str:
     if op.target in RULES:
         return "its input or its result is not quantized"
     return (
-        "its inputs lie on different grids" if op.target in PASSTHROUGH else "it has no integer kernel here"
+        "its inputs have different qparams" if op.target in PASSTHROUGH else "it has no integer kernel here"
     )
 
 

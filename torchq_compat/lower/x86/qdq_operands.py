@@ -1,4 +1,4 @@
-"""Reading a q-dq graph: arguments by name, grids, constants, quantized weights."""
+"""Reading a q-dq graph: arguments by name, qparams, constants, quantized weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchq_compat.graph import metadata
-from torchq_compat.qspecs.dtypes import dtype_range
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, is_dequantize
+from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support import metadata
+from torchq_compat.support.dtypes import KERNEL_DTYPES, dtype_range
 from torchq_compat.support.upstream import (
     OpOverload,
     make_per_channel_quantized_tensor,
@@ -19,15 +20,11 @@ from torchq_compat.support.upstream import (
 )
 
 __all__ = [
-    "DEQUANTIZE",
-    "DEQUANTIZE_PER_CHANNEL",
-    "QUANTIZE",
     "SIZE_OPS",
     "arguments_of",
     "constant_of",
     "example_value",
     "has_kernels",
-    "is_dequantized",
     "is_integers",
     "is_whole_range",
     "observed_range",
@@ -37,16 +34,10 @@ __all__ = [
     "tensor_inputs",
 ]
 
-OPS = torch.ops.quantized_decomposed
-QUANTIZE = OPS.quantize_per_tensor.default
-DEQUANTIZE = OPS.dequantize_per_tensor.default
-DEQUANTIZE_PER_CHANNEL = OPS.dequantize_per_channel.default
 ATEN = torch.ops.aten
 #: They read shapes, never values.
 SIZE_OPS = (ATEN.sym_size.int, ATEN.sym_numel.default, ATEN.sym_stride.int)
 SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-#: Dtypes of torch's quantized tensors that integer kernels take.
-KERNEL_DTYPES = (torch.uint8, torch.int8)
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
@@ -76,43 +67,38 @@ def rank_of(node: Node) -> int | None:
 
 def example_value(node: Node) -> Any:
     """The example value at ``node``; q-dq nodes, which torchao gives none, keep shapes."""
-    while "val" not in node.meta and node.target in (QUANTIZE, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL):
+    while "val" not in node.meta and node.target in (QUANTIZE, *DEQUANTIZES):
         source = node.args[0]
         assert isinstance(source, Node)
         node = source
     return node.meta.get("val")
 
 
-def observed_range(node: Node, grid: PerTensorGrid) -> tuple[int, int]:
-    """The integers that the values at ``node``, on ``grid``, had while they were observed: all, or half of
-    them under ``reduce_range``. Taken for half where the graph does not say, as one that was stored."""
+def observed_range(node: Node, qparams: PerTensorQParams) -> tuple[int, int]:
+    """The integers that the values at ``node``, with ``qparams``, had while they were observed: all, or half
+    of them under ``reduce_range``. Taken for half where the graph does not say, as one that was stored."""
     while not metadata.OBSERVED_RANGE.is_on(node):
         if not node.all_input_nodes or node.op != "call_function":
-            low, high = dtype_range(grid.dtype)
+            low, high = dtype_range(qparams.dtype)
             half = (low, low + (high - low) // 2) if low == 0 else (low // 2, high // 2)
-            return max(half[0], grid.quant_min), min(half[1], grid.quant_max)
+            return max(half[0], qparams.quant_min), min(half[1], qparams.quant_max)
         node = node.all_input_nodes[0]
     low, high = metadata.OBSERVED_RANGE.required(node)
-    return max(low, grid.quant_min), min(high, grid.quant_max)
+    return max(low, qparams.quant_min), min(high, qparams.quant_max)
 
 
-def has_kernels(grid: PerTensorGrid) -> bool:
-    """Whether torch's quantized tensors can lie on ``grid``."""
-    return grid.dtype in KERNEL_DTYPES
+def has_kernels(qparams: PerTensorQParams) -> bool:
+    """Whether torch's quantized tensors can have ``qparams``."""
+    return qparams.dtype in KERNEL_DTYPES
 
 
-def is_whole_range(grid: PerTensorGrid) -> bool:
-    """Whether ``grid`` saturates where its dtype does."""
-    return (grid.quant_min, grid.quant_max) == dtype_range(grid.dtype)
-
-
-def is_dequantized(node: Any) -> bool:
-    """Whether ``node`` is a dequantize."""
-    return isinstance(node, Node) and node.target in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+def is_whole_range(qparams: PerTensorQParams) -> bool:
+    """Whether ``qparams`` saturate where their dtype does."""
+    return (qparams.quant_min, qparams.quant_max) == dtype_range(qparams.dtype)
 
 
 def is_integers(node: Node) -> bool:
-    """Whether the reference graph holds integers of a grid at ``node``."""
+    """Whether the reference graph holds quantized integers at ``node``."""
     if node.target is QUANTIZE or metadata.INTEGERS.of(node) is not None:
         return True
     return node.op == "placeholder" and any(user.target is DEQUANTIZE for user in node.users)
@@ -129,7 +115,7 @@ def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
 def quantized_weight(graph_module: GraphModule, node: Any) -> Tensor | None:
     """The torch.ao quantized tensor of a constant integer weight behind a dequantize; None if ``node`` gives
     no such weight."""
-    if not is_dequantized(node):
+    if not is_dequantize(node):
         return None
     integers = constant_of(graph_module, node.args[0])
     if integers is None or integers.device.type != "cpu" or integers.dtype not in KERNEL_DTYPES:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchq_compat.lower.x86.qdq_operands import arguments_of, is_dequantized
+from torchq_compat.lower.x86.qdq_operands import arguments_of
+from torchq_compat.qspecs.qdq import DEQUANTIZE_DYNAMIC, is_dequantize
 
 __all__ = ["steps_of_floats"]
 
 ATEN = torch.ops.aten
-DYNAMIC_DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.tensor
 #: Between two float16 numbers, relative to the larger.
 HALF = 2.0**-10
 #: Float sums in another order.
@@ -35,12 +35,12 @@ def _step(op: Node, evaluate: Evaluate) -> Tensor:
         # A row of a table, or a sum of rows: every one is exact, so a step is the smallest number there is.
         return torch.zeros(())
     source, weight = arguments["input"], evaluate(arguments["weight"])
-    if isinstance(source, Node) and source.target is DYNAMIC_DEQUANTIZE:
+    if isinstance(source, Node) and source.target is DEQUANTIZE_DYNAMIC:
         scale = evaluate(source.args[1])  # type: ignore[arg-type]
         # A step in every input, with signs that add up as those of noise do.
         noise: Tensor = float(scale) * weight.norm(dim=1)
         return noise
-    if is_dequantized(arguments["weight"]):
+    if is_dequantize(arguments["weight"]):
         return torch.zeros(())
     size: Tensor = evaluate(source).abs() @ weight.abs().t()
     return HALF * size

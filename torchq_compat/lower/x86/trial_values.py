@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, is_dequantized
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of
+from torchq_compat.qspecs.qdq import is_dequantize
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["fill_floats", "fill_indices", "fill_integers"]
 
@@ -15,21 +16,21 @@ EMBEDDINGS = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.pad
 
 
 def fill_integers(
-    grid: PerTensorGrid,
+    qparams: PerTensorQParams,
     ends: tuple[int, int],
     shape: tuple[int, ...],
     index: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Integers of ``grid`` between ``ends``, both included: evenly, or close to the zero point for every odd
-    ``index``, so that the result does not only saturate."""
+    """Integers of ``qparams`` between ``ends``, both included: evenly, or close to the zero point for every
+    odd ``index``, so that the result does not only saturate."""
     low, high = ends
     if index % 2:
         gain = (high - low) * 0.5 ** (1 + 5 * torch.rand(shape[:1], generator=generator))
         noise = torch.randn(shape, generator=generator) * gain.reshape(-1, *[1] * (len(shape) - 1))
-        integers = noise.add_(grid.zero_point).round_().clamp_(low, high).to(grid.dtype)
+        integers = noise.add_(qparams.zero_point).round_().clamp_(low, high).to(qparams.dtype)
     else:
-        integers = torch.randint(low, high + 1, shape, generator=generator, dtype=grid.dtype)
+        integers = torch.randint(low, high + 1, shape, generator=generator, dtype=qparams.dtype)
     integers.view(-1)[:1] = low
     integers.view(-1)[-1:] = high
     return integers
@@ -49,7 +50,7 @@ def fill_indices(
     arguments = arguments_of(op)
     if node is arguments.get("indices"):
         weight = arguments["weight"]
-        table = constant_of(graph_module, weight.args[0] if is_dequantized(weight) else weight)
+        table = constant_of(graph_module, weight.args[0] if is_dequantize(weight) else weight)
         assert table is not None
         return torch.randint(0, table.shape[0], shape, generator=generator)
     # Bags of one index each, and the last with what is left.

@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from torchq_compat.graph.training_modes import training_flag
+from torchq_compat.capture.training_modes import training_flag
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
-from torchq_compat.lower.x86.qdq_operands import DEQUANTIZE_PER_CHANNEL, constant_of, observed_range
+from torchq_compat.lower.x86.qdq_operands import constant_of, observed_range
 from torchq_compat.lower.x86.steps import steps_of_floats
 from torchq_compat.lower.x86.trial_sizes import Sizes, trial_sizes
 from torchq_compat.lower.x86.trial_values import fill_floats, fill_indices, fill_integers
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["MOST_STEPS", "Trials"]
 
 ATEN = torch.ops.aten
 #: Kernels round where the q-dq op rounds, but not always to the same side.
 MOST_STEPS = 1.001
-LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class _Trial:
     """One kernel, the node its result stands for, and what it reads."""
 
     graph_module: GraphModule
-    grids: dict[Node, PerTensorGrid]
+    qparams_of: dict[Node, PerTensorQParams]
     result: Node
     call: KernelCall
     only_observed: bool
 
     def ends(self, node: Node) -> tuple[int, int]:
         """The least and the largest integer at ``node`` in this trial."""
-        grid = self.grids[node]
-        return observed_range(node, grid) if self.only_observed else (grid.quant_min, grid.quant_max)
+        qparams = self.qparams_of[node]
+        return observed_range(node, qparams) if self.only_observed else (qparams.quant_min, qparams.quant_max)
 
     def sources(self) -> list[Quantized | Floats]:
         """What the kernel reads of the graph's values, each once."""
@@ -74,7 +74,7 @@ class Trials:
     def steps_off(
         self,
         graph_module: GraphModule,
-        grids: dict[Node, PerTensorGrid],
+        qparams_of: dict[Node, PerTensorQParams],
         result: Node,
         call: KernelCall,
         *,
@@ -87,7 +87,7 @@ class Trials:
 
         Infinite where the kernel fails and the q-dq op does not; zero where nothing could be tried.
         """
-        trial = _Trial(graph_module, grids, result, call, only_observed)
+        trial = _Trial(graph_module, qparams_of, result, call, only_observed)
         sources = trial.sources()
         sizes = trial_sizes(graph_module, trial.op, [source.node for source in sources])
         key = _key(trial, sources, sizes)
@@ -106,7 +106,13 @@ def _key(trial: _Trial, sources: list[Quantized | Floats], sizes: list[Sizes]) -
         digest.update(repr(values).encode())
 
     add(trial.call.label, sizes, [type(source).__name__ for source in sources])
-    add([(trial.grids[each.node], trial.ends(each.node)) for each in sources if isinstance(each, Quantized)])
+    add(
+        [
+            (trial.qparams_of[each.node], trial.ends(each.node))
+            for each in sources
+            if isinstance(each, Quantized)
+        ]
+    )
     for argument in _flat(trial.call):
         if isinstance(argument, Constant) and not isinstance(argument.value, Tensor):
             add(type(argument.value).__name__, torch.backends.quantized.engine)
@@ -164,12 +170,12 @@ def _steps_at(
     if not expected.numel():
         return 0.0
     if not trial.call.returns_floats:
-        return _steps_of_integers(found, expected, PerTensorGrid.of_node(trial.result))
+        return _steps_of_integers(found, expected, PerTensorQParams.of_node(trial.result))
     return steps_of_floats(trial.op, evaluate, expected, found)
 
 
-def _steps_of_integers(found: Tensor, expected: Tensor, grid: PerTensorGrid) -> float:
-    integers = found.int_repr().int().clamp(grid.quant_min, grid.quant_max)
+def _steps_of_integers(found: Tensor, expected: Tensor, qparams: PerTensorQParams) -> float:
+    integers = found.int_repr().int().clamp(qparams.quant_min, qparams.quant_max)
     return float((integers - expected.int()).abs().max())
 
 
@@ -178,9 +184,11 @@ def _value(
 ) -> Tensor:
     node, shape = source.node, sizes[source.node]
     if isinstance(source, Quantized):
-        grid = trial.grids[node]
-        integers = fill_integers(grid, trial.ends(node), shape, index, generator)
-        made: Tensor = ATEN._make_per_tensor_quantized_tensor.default(integers, grid.scale, grid.zero_point)
+        qparams = trial.qparams_of[node]
+        integers = fill_integers(qparams, trial.ends(node), shape, index, generator)
+        made: Tensor = ATEN._make_per_tensor_quantized_tensor.default(
+            integers, qparams.scale, qparams.zero_point
+        )
         return made
     if node.target is DEQUANTIZE_PER_CHANNEL:
         low, high, dtype = node.args[4:7]

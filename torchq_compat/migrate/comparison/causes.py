@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchq_compat.migrate.comparison import recognised_differences as known
-from torchq_compat.migrate.comparison.results import Capture, Finding, FxOutcome, GridView, Kind, Point, Side
+from torchq_compat.migrate.comparison.results import (
+    Capture,
+    Finding,
+    FxOutcome,
+    Kind,
+    Point,
+    QParamsView,
+    Side,
+)
 
-__all__ = ["DECIBELS", "find_causes", "grid_text"]
+__all__ = ["DECIBELS", "find_causes", "qparams_text"]
 
 #: SQNR differences below it are the noise of rounding.
 DECIBELS = 0.5
@@ -48,7 +56,7 @@ def _left_float(capture: Capture) -> Iterator[Finding]:
 
 def _of_point(point: Point, capture: Capture) -> Finding | None:
     for rule in (
-        _one_grid,
+        _same_qparams_for_all,
         _one_side,
         _fixed_input,
         _fixed_part,
@@ -63,45 +71,45 @@ def _of_point(point: Point, capture: Capture) -> Finding | None:
     return None
 
 
-def _one_grid(point: Point, capture: Capture) -> Finding | None:
-    """A result of several layers or directions that FX puts on the grid of one."""
-    ours, fx = point.ours.grid, point.fx.grid if point.fx else None
+def _same_qparams_for_all(point: Point, capture: Capture) -> Finding | None:
+    """A result of several layers or directions that FX quantizes with the qparams of one."""
+    ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
     if point.kind is not Kind.RESULT or ours is None or fx is None or point.fx is None:
         return None
     if len(ours.scales) < 2 or len(fx.scales) > 1:
         return None
     owner = _owner_of(fx, point, capture)
-    on = f"on the grid of {owner}" if owner else "on one grid"
+    on = f"with the qparams of {owner}" if owner else "on one set of qparams"
     what = (
-        f"FX puts all of it {on} ({grid_text(fx)}), {_saturation(point.fx)}, {point.fx.sqnr:.1f} dB; "
-        f"here {len(ours.scales)} grids, {_saturation(point.ours)}, {point.ours.sqnr:.1f} dB"
+        f"FX quantizes all of it {on} ({qparams_text(fx)}), {_saturation(point.fx)}, {point.fx.sqnr:.1f} dB; "
+        f"here {len(ours.scales)} sets of qparams, {_saturation(point.ours)}, {point.ours.sqnr:.1f} dB"
     )
-    return Finding(point.name, what, known.ONE_GRID.why, known.ONE_GRID.link)
+    return Finding(point.name, what, known.SAME_QPARAMS.why, known.SAME_QPARAMS.link)
 
 
-def _owner_of(grid: GridView, point: Point, capture: Capture) -> str:
-    """The cell whose part has this grid on FX's side."""
+def _owner_of(qparams: QParamsView, point: Point, capture: Capture) -> str:
+    """The cell whose part has these qparams on FX's side."""
     module = point.name.partition("[")[0]
     for other in capture.points:
         is_inside = other.kind is Kind.PART and other.name.startswith(f"{module}.")
-        if is_inside and other.fx and other.fx.grid and other.fx.grid.same_qparams(grid):
+        if is_inside and other.fx and other.fx.qparams and other.fx.qparams.same_qparams(qparams):
             return other.name.rpartition(".cell.")[0] or other.name
     return ""
 
 
 def _one_side(point: Point, capture: Capture) -> Finding | None:
-    if point.fx is None or (point.ours.grid is None) == (point.fx.grid is None):
+    if point.fx is None or (point.ours.qparams is None) == (point.fx.qparams is None):
         return None
-    if point.ours.grid is None:
-        what = f"quantized by FX ({grid_text(point.fx.grid)}), float here"
+    if point.ours.qparams is None:
+        what = f"quantized by FX ({qparams_text(point.fx.qparams)}), float here"
     else:
-        what = f"quantized here ({grid_text(point.ours.grid)}), float in FX"
+        what = f"quantized here ({qparams_text(point.ours.qparams)}), float in FX"
     return Finding(point.name, what, point.reason, known.ONE_SIDE.link)
 
 
 def _fixed_input(point: Point, capture: Capture) -> Finding | None:
     """Equal output qparams and yet far worse: the input was cut."""
-    if not _has_fixed_qparams(point) or not _same_grids(point) or point.fx is None:
+    if not _has_fixed_qparams(point) or not _same_qparams(point) or point.fx is None:
         return None
     if point.ours.sqnr - point.fx.sqnr < MUCH_DECIBELS or point.fx.sqnr >= 20:
         return None
@@ -110,31 +118,31 @@ def _fixed_input(point: Point, capture: Capture) -> Finding | None:
 
 
 def _fixed_part(point: Point, capture: Capture) -> Finding | None:
-    if point.kind is not Kind.PART or not _has_fixed_qparams(point) or not _different_grids(point):
+    if point.kind is not Kind.PART or not _has_fixed_qparams(point) or not _different_qparams(point):
         return None
-    return Finding(point.name, _two_grids(point), known.FIXED_PARTS.why, known.FIXED_PARTS.link)
+    return Finding(point.name, _both_qparams(point), known.FIXED_PARTS.why, known.FIXED_PARTS.link)
 
 
 def _trained_range(point: Point, capture: Capture) -> Finding | None:
-    ours, fx = point.ours.grid, point.fx.grid if point.fx else None
+    ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
     if ours is None or fx is None or ours.dtype != fx.dtype or ours.is_full_range or not fx.is_full_range:
         return None
-    return Finding(point.name, _two_grids(point), known.TRAINED_RANGE.why, known.TRAINED_RANGE.link)
+    return Finding(point.name, _both_qparams(point), known.TRAINED_RANGE.why, known.TRAINED_RANGE.link)
 
 
 def _shared_observer(point: Point, capture: Capture) -> Finding | None:
     operation = point.operation.lower()
-    if not any(operation.startswith(op) for op in SHARING_OPS) or not _different_grids(point):
+    if not any(operation.startswith(op) for op in SHARING_OPS) or not _different_qparams(point):
         return None
     if not any(other.kind is Kind.RESULT for other in capture.points):
         return None
-    return Finding(point.name, _two_grids(point), known.SHARED_OBSERVER.why, known.SHARED_OBSERVER.link)
+    return Finding(point.name, _both_qparams(point), known.SHARED_OBSERVER.why, known.SHARED_OBSERVER.link)
 
 
 def _other_qparams(point: Point, capture: Capture) -> Finding | None:
-    if not _different_grids(point):
+    if not _different_qparams(point):
         return None
-    return Finding(point.name, _two_grids(point), known.NOT_EXPLAINED.why, known.NOT_EXPLAINED.link)
+    return Finding(point.name, _both_qparams(point), known.NOT_EXPLAINED.why, known.NOT_EXPLAINED.link)
 
 
 def _saturated(point: Point, capture: Capture) -> Finding | None:
@@ -157,25 +165,25 @@ def _of_outputs(capture: Capture, *, something_explained: bool) -> Iterator[Find
 
 
 def _has_fixed_qparams(point: Point) -> bool:
-    """Their grid ends at the function's own limits, so values there lose less than a step."""
+    """Their range ends at the function's own limits, so values there lose less than a step."""
     words = point.operation.replace("(", " ").replace(".", " ").lower().split()
     return any(word in FIXED_QPARAMS for word in words)
 
 
-def _same_grids(point: Point) -> bool:
-    fx = point.fx.grid if point.fx else None
-    return point.ours.grid is not None and fx is not None and point.ours.grid.same_qparams(fx)
+def _same_qparams(point: Point) -> bool:
+    fx = point.fx.qparams if point.fx else None
+    return point.ours.qparams is not None and fx is not None and point.ours.qparams.same_qparams(fx)
 
 
-def _different_grids(point: Point) -> bool:
-    fx = point.fx.grid if point.fx else None
-    return point.ours.grid is not None and fx is not None and not point.ours.grid.same_qparams(fx)
+def _different_qparams(point: Point) -> bool:
+    fx = point.fx.qparams if point.fx else None
+    return point.ours.qparams is not None and fx is not None and not point.ours.qparams.same_qparams(fx)
 
 
-def _two_grids(point: Point) -> str:
+def _both_qparams(point: Point) -> str:
     assert point.fx is not None
-    grids = f"{grid_text(point.ours.grid)} here, {grid_text(point.fx.grid)} in FX"
-    return f"{grids}; {_decibels(point.ours, point.fx)}"
+    all_qparams = f"{qparams_text(point.ours.qparams)} here, {qparams_text(point.fx.qparams)} in FX"
+    return f"{all_qparams}; {_decibels(point.ours, point.fx)}"
 
 
 def _decibels(ours: Side, fx: Side) -> str:
@@ -186,11 +194,11 @@ def _saturation(side: Side) -> str:
     return f"{side.saturated or 0.0:.1%} saturated"
 
 
-def grid_text(grid: GridView | None) -> str:
+def qparams_text(qparams: QParamsView | None) -> str:
     """dtype, scale and zero point in a few characters."""
-    if grid is None:
+    if qparams is None:
         return "float"
-    pairs = [f"{s:.4g}/{z}" for s, z in zip(grid.scales, grid.zero_points, strict=True)]
-    shown = " | ".join(pairs) if len(pairs) <= 2 else f"{len(pairs)} grids"
-    limits = "" if grid.is_full_range else f" {grid.quant_min}..{grid.quant_max}"
-    return f"{grid.dtype} {shown}{limits}"
+    pairs = [f"{s:.4g}/{z}" for s, z in zip(qparams.scales, qparams.zero_points, strict=True)]
+    shown = " | ".join(pairs) if len(pairs) <= 2 else f"{len(pairs)} pairs"
+    limits = "" if qparams.is_full_range else f" {qparams.quant_min}..{qparams.quant_max}"
+    return f"{qparams.dtype} {shown}{limits}"

@@ -16,9 +16,9 @@ __all__ = [
     "LEFT_FLOAT",
     "LOWERING",
     "NOT_EXPLAINED",
-    "ONE_GRID",
     "ONE_SIDE",
     "ROUNDING",
+    "SAME_QPARAMS",
     "SHARED_OBSERVER",
     "TRAINED_RANGE",
     "Known",
@@ -36,10 +36,10 @@ class Known(NamedTuple):
         return f"{GUIDE}#{self.anchor}" if self.anchor else ""
 
 
-ONE_GRID = Known(
-    "one-grid-for-all-directions",
+SAME_QPARAMS = Known(
+    "same-qparams-for-all-directions",
     "FX quantizes what it concatenates or stacks with the qparams of the first piece, so the other "
-    "direction or layer saturates or loses steps; here each keeps its own grid.",
+    "direction or layer saturates or loses steps; here each keeps its own qparams.",
 )
 SHARED_OBSERVER = Known(
     "observer-behind-a-custom-module",

@@ -18,11 +18,11 @@ __all__ = [
     "Finding",
     "FxOutcome",
     "FxRun",
-    "GridView",
     "Histogram",
     "Kind",
     "LeftFloat",
     "Point",
+    "QParamsView",
     "Series",
     "Side",
     "Status",
@@ -60,8 +60,8 @@ class FxOutcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class GridView:
-    """A quantization grid. Several scales and zero points: a grid for every channel, each pair listed
+class QParamsView:
+    """Quantization parameters. Several scales and zero points: one pair for every channel, each pair listed
     once."""
 
     dtype: str
@@ -77,7 +77,7 @@ class GridView:
         low = 0 if self.dtype.startswith("u") else -(2 ** (bits - 1))
         return (self.quant_min, self.quant_max) == (low, low + 2**bits - 1)
 
-    def same_qparams(self, other: GridView) -> bool:
+    def same_qparams(self, other: QParamsView) -> bool:
         """Equal dtypes, ranges and zero points, and scales equal to float32's precision."""
         return (
             (self.dtype, self.quant_min, self.quant_max) == (other.dtype, other.quant_min, other.quant_max)
@@ -92,12 +92,12 @@ class Side:
     """One engine at one point.
 
     Attributes:
-        grid: None where the value is float.
+        qparams: None where the value is float.
         sqnr: against the float model, dB.
-        saturated: share of the float model's values more than half a step outside the grid; None: no grid.
+        saturated: share of the float model's values more than half a step outside the range; None: float.
     """
 
-    grid: GridView | None
+    qparams: QParamsView | None
     sqnr: float
     saturated: float | None
 

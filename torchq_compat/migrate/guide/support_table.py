@@ -160,7 +160,7 @@ PREPARE_NOTES = {
     "set_non_traceable_module_names": "one float call; parents of FX's leaves only, as there",
     "set_non_traceable_module_classes": "one float call; parents of FX's leaves only, as there",
     "set_input_quantized_indexes": "takes integers, or quantized tensors",
-    "set_output_quantized_indexes": "returns integers; output_grids() has the qparams",
+    "set_output_quantized_indexes": "returns integers; output_qparams() has the qparams",
 }
 #: How a script would use each setter of PrepareCustomConfig; whether it is refused is found by reading it.
 PREPARE_SETTERS: dict[str, Callable[[PrepareCustomConfig], object]] = {

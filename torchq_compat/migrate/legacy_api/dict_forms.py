@@ -25,7 +25,7 @@ INDENT = "    "
 
 
 class CannotRewriteError(Exception):
-    """Why a dict is left to a person."""
+    """Why a dict is left for manual review."""
 
 
 @dataclass(frozen=True)

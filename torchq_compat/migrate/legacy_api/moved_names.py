@@ -88,7 +88,7 @@ class MovedNames:
         for row in self.all_rows:
             if module == row.legacy and name in row.names and prefix:
                 if full != written:
-                    return Plan(alias, f"{name}, handed on by another file")
+                    return Plan(alias, f"{name}, re-exported by another file")
                 return plan_name(source, node, alias, row, name)
             if full == row.legacy and row in self.rows:
                 return plan_module(source, node, alias, row) if full == written else None

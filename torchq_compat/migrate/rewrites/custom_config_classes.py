@@ -22,7 +22,7 @@ CONSTRUCT = Construct(
 REWRITE = Rewrite(
     name="custom-config-classes",
     construct=CONSTRUCT,
-    summary="PrepareCustomConfig and its kin come from torchq_compat.custom_config",
+    summary="PrepareCustomConfig and related classes come from torchq_compat.custom_config",
     find=MovedNames("TQ103", MOVED_CLASSES[:1], guests=MOVED_CLASSES[1:]).find,
     order=20,
 )

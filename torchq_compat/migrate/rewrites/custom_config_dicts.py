@@ -134,7 +134,7 @@ variable.
 REWRITE = Rewrite(
     name="custom-config-dicts",
     construct=CONSTRUCT,
-    summary="dicts for prepare, convert and fuse become PrepareCustomConfig and its kin",
+    summary="dicts for prepare, convert and fuse become PrepareCustomConfig and related classes",
     find=find,
     order=40,
 )

@@ -1,4 +1,4 @@
-"""``get_default_qconfig_dict`` and its kin -> the function that returns the object."""
+"""``get_default_qconfig_dict`` and related functions -> the function that returns the object."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ CONSTRUCT = Construct(
 REWRITE = Rewrite(
     name="dict-getters",
     construct=CONSTRUCT,
-    summary="get_default_qconfig_dict and its kin return the object",
+    summary="get_default_qconfig_dict and related functions return the object",
     find=find,
     order=50,
 )

@@ -25,7 +25,7 @@ this one, or `__all__` lists it, the import keeps it with `as`.
 REWRITE = Rewrite(
     name="lstm-part-helpers",
     construct=CONSTRUCT,
-    summary="_get_lstm_with_individually_observed_parts and its kin get their public names",
+    summary="_get_lstm_with_individually_observed_parts and related functions get their public names",
     find=MovedNames("TQ102", ROWS).find,
     order=90,
 )

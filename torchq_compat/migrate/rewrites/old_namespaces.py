@@ -1,4 +1,5 @@
-"""``torch.quantization``, ``torch.nn.quantized`` and their kin -> ``torch.ao``, where the objects live.
+"""``torch.quantization``, ``torch.nn.quantized`` and related namespaces -> ``torch.ao``, where the objects
+live.
 
 They still work and are the same objects, so only files that use FX graph mode are touched.
 """
@@ -127,7 +128,7 @@ touched.
 REWRITE = Rewrite(
     name="old-namespaces",
     construct=CONSTRUCT,
-    summary="torch.quantization and its kin are spelled torch.ao",
+    summary="torch.quantization and related namespaces are spelled torch.ao",
     find=find,
     order=10,
 )

@@ -26,7 +26,7 @@ brings names that did not move, and a module that is passed on as an object.
 REWRITE = Rewrite(
     name="quantize-fx-functions",
     construct=CONSTRUCT,
-    summary="prepare_fx, convert_fx and their kin come from torchq_compat.quantize_fx",
+    summary="prepare_fx, convert_fx and related functions come from torchq_compat.quantize_fx",
     find=MovedNames("TQ101", ROWS).find,
     order=80,
 )

@@ -1,4 +1,4 @@
-"""Keywords that torch 1.13 renamed: ``qconfig_dict=`` -> ``qconfig_mapping=`` and their kin."""
+"""Keywords that torch 1.13 renamed: ``qconfig_dict=`` -> ``qconfig_mapping=`` and related ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ and `backend_config_dict=` have had their present names since torch 1.13.
 REWRITE = Rewrite(
     name="renamed-keywords",
     construct=CONSTRUCT,
-    summary="qconfig_dict= and its kin get the names of torch 1.13",
+    summary="qconfig_dict= and related keywords get the names of torch 1.13",
     find=find,
     order=60,
 )

@@ -56,7 +56,7 @@ def _result(finding: Finding) -> dict[str, Any]:
     return {
         "ruleId": finding.construct.code,
         "ruleIndex": RULES.index(finding.construct),
-        "level": "warning" if finding.by == "person" else "note",
+        "level": "warning" if finding.by == "manual review" else "note",
         "message": {"text": f"{finding.site.what} becomes {finding.construct.becomes}{remark}."},
         "locations": [_location(finding)],
         "properties": {"by": finding.by},

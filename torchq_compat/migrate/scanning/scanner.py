@@ -22,7 +22,7 @@ from torchq_compat.migrate.scanning.rewriter import Origin, find_sites
 from torchq_compat.migrate.source.documents import Document, Place, read_document
 from torchq_compat.migrate.source.sites import Site
 from torchq_compat.migrate.source.source_files import Problem, UnreadableError, find_files
-from torchq_compat.migrate.source.source_tree import HandedOn, Tree
+from torchq_compat.migrate.source.source_tree import ReExport, Tree
 
 __all__ = ["Finding", "Progress", "Scan", "scan_paths"]
 
@@ -74,7 +74,7 @@ class Finding:
     @property
     def by(self) -> str:
         """Who settles it."""
-        return "person" if self.site.refusal else "rewrite"
+        return "manual review" if self.site.refusal else "rewrite"
 
     @property
     def remark(self) -> str:
@@ -145,10 +145,10 @@ def _candidates(
 ) -> Iterator[Document]:
     """The documents with a legacy word in them, then those with a name that these hand on, and so on."""
     is_candidate: Callable[[bytes], object] = LEGACY_WORD.search
-    known: set[HandedOn] = set()
+    known: set[ReExport] = set()
     remaining, first_round = files, True
     while remaining:
-        silent, handed_on = [], set[HandedOn]()
+        silent, re_exported = [], set[ReExport]()
         for path in progress("Reading", remaining) if first_round else remaining:
             try:
                 document = read_document(path)
@@ -161,20 +161,20 @@ def _candidates(
                 silent.append(path)
                 continue
             try:
-                handed_on |= tree.add(path, document.syntax)
+                re_exported |= tree.add(path, document.syntax)
             except TOO_DEEP:
                 problems.append(Problem(path, "is nested too deeply"))
                 continue
             yield document
-        if handed_on <= known:
+        if re_exported <= known:
             break
-        is_candidate = partial(_uses, handed_on - known)
-        known |= handed_on
+        is_candidate = partial(_uses, re_exported - known)
+        known |= re_exported
         remaining, first_round = silent, False
 
 
-def _uses(handed_on: set[HandedOn], raw: bytes) -> bool:
-    return any(name.encode() in raw and module.encode() in raw for name, module in handed_on)
+def _uses(re_exported: set[ReExport], raw: bytes) -> bool:
+    return any(name.encode() in raw and module.encode() in raw for name, module in re_exported)
 
 
 def _sites(document: Document, origin: Origin, problems: list[Problem]) -> list[Finding]:

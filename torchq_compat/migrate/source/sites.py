@@ -32,7 +32,7 @@ class Site:
         what: the name or expression found.
         edits: what ``rewrite`` would do; applied all or none.
         imports: what the edited code needs.
-        refusal: why a person has to do it; empty if ``rewrite`` does.
+        refusal: why it is left for manual review; empty if ``rewrite`` does.
     """
 
     code: str

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from torchq_compat.migrate.legacy_api.legacy_names import MOVED
 
-__all__ = ["HandedOn", "Tree"]
+__all__ = ["ReExport", "Tree"]
 
 LEGACY_MODULES = tuple({moved.legacy for moved in MOVED})
 LEGACY_NAMES = frozenset(f"{moved.legacy}.{name}" for moved in MOVED for name in moved.names)
 MAX_HOPS = 16
 
 
-class HandedOn(NamedTuple):
+class ReExport(NamedTuple):
     """A legacy name under a name of the tree's own, and the last part of the module that has it."""
 
     name: str
@@ -36,13 +36,13 @@ class Tree:
         self._stars: dict[Path, tuple[str, ...]] = {}
         self._taken: dict[Path, set[str]] = {}
 
-    def add(self, path: Path, syntax: ast.Module) -> set[HandedOn]:
+    def add(self, path: Path, syntax: ast.Module) -> set[ReExport]:
         """Note what ``path`` binds; returns the legacy names it hands on under other names."""
         bindings = dict(_bindings(syntax))
         self._bindings[path] = bindings
         self._stars[path] = tuple(_star_modules(syntax))
         stem = module_name(path).rpartition(".")[2] if path.stem != "__init__" else ""
-        return {HandedOn(name, stem) for name, full in bindings.items() if self._is_news(path, name, full)}
+        return {ReExport(name, stem) for name, full in bindings.items() if self._is_news(path, name, full)}
 
     def follow(self, importer: Path, name: str) -> str:
         """What ``name``, as ``importer`` spells it, stands for, as an absolute name."""

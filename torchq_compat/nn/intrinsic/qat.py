@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from torchq_compat.capture.training_modes import freeze_batch_norm
 from torchq_compat.graph.graph_module import BATCH_NORM_SWITCHES, QuantizationGraphModule
-from torchq_compat.graph.training_modes import freeze_batch_norm
 
 __all__ = ["freeze_bn_stats", "update_bn_stats"]
 

@@ -21,32 +21,32 @@ from torch.ao.quantization import (
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import torchq_compat as tc
-from tests.helpers.cell_loop_shared import X_GRID, attribute, inputs_of, native, on
+from tests.helpers.cell_loop_shared import X_QPARAMS, attribute, inputs_of, native, on
 from tests.helpers.converted_cells import KINDS, cells_of, converted
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import ConvertedCellGraphModule
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection
 from torchq_compat.custom_modules.recurrent.native import build, kernel, op
-from torchq_compat.custom_modules.recurrent.native.columns import as_numbers, column_grids
+from torchq_compat.custom_modules.recurrent.native.columns import as_numbers, column_qparams
 from torchq_compat.custom_modules.recurrent.native.instruction_set import Op
 from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.nn import quantized
-from torchq_compat.qspecs.qparams import PerChannelGrid, PerTensorGrid
+from torchq_compat.qspecs.qparams import PerChannelQParams, PerTensorQParams
 from torchq_compat.recurrent_parts import get_individually_observed_parts
 
-SIGNED = PerTensorGrid(2 / 127, 0, -128, 127, torch.int8)
+SIGNED = PerTensorQParams(2 / 127, 0, -128, 127, torch.int8)
 
 
 def steps_between(cell: ConvertedCellGraphModule, found: Any, expected: Any) -> tuple[float, float]:
     """(the largest difference, the share of values that differ) in quantization steps of the results."""
-    grids = cell.state_grids()
+    all_qparams = cell.state_qparams()
     worst, different, count = 0.0, 0, 0
-    for a, b, grid in zip(leaves(found), leaves(expected), (grids[0], *grids), strict=True):
-        assert grid is not None
-        off = (a - b).abs() / grid.scale
+    for a, b, qparams in zip(leaves(found), leaves(expected), (all_qparams[0], *all_qparams), strict=True):
+        assert qparams is not None
+        off = (a - b).abs() / qparams.scale
         worst, different, count = (
             max(worst, float(off.max())),
             different + int((off > 0.5).sum()),
@@ -60,7 +60,7 @@ def steps_between(cell: ConvertedCellGraphModule, found: Any, expected: Any) -> 
 def test_one_step_is_within_a_step_of_the_graph(name: str, batch: int) -> None:
     for cell in cells_of(converted(name)):
         x, states = inputs_of(cell, 1, batch)
-        columns = column_grids(X_GRID, x.shape[-1], 3)
+        columns = column_qparams(X_QPARAMS, x.shape[-1], 3)
         expected = RecurrentDirection(cell)(x, states)
         worst, share = steps_between(cell, native(cell, x, states, columns=columns), expected)
         assert worst <= 1.01
@@ -95,18 +95,18 @@ def test_the_kernel_and_torchs_operators_agree(name: str) -> None:
         assert share <= 0.01
 
 
-def test_an_initial_state_on_another_grid_is_computed_in_floats() -> None:
+def test_an_initial_state_with_other_qparams_is_computed_in_floats() -> None:
     cell = cells_of(converted("split lstm"))[0]
     x, states = inputs_of(cell, 1, 16)
     elsewhere = tuple(state * 0.7371 for state in states)
     expected = RecurrentDirection(cell)(x, elsewhere)
     assert steps_between(cell, native(cell, x, elsewhere), expected)[0] <= 2.01
-    # The integers of the same state, put on the grid the cell carries on, are another state.
-    rounded = tuple(map(on, cell.state_grids(), elsewhere))
+    # The integers of the same state, quantized with the qparams the cell carries on, are another state.
+    rounded = tuple(map(on, cell.state_qparams(), elsewhere))
     assert steps_between(cell, native(cell, x, rounded), expected)[1] > 0.05
 
 
-def test_an_input_on_no_grid_is_computed_in_floats() -> None:
+def test_an_input_without_qparams_is_computed_in_floats() -> None:
     cell = cells_of(converted("gru"))[0]
     x, states = inputs_of(cell, 12, 3)
     x = x * 0.7371
@@ -117,25 +117,28 @@ def test_an_input_on_no_grid_is_computed_in_floats() -> None:
 
 def test_signed_integers_come_in_as_well() -> None:
     cell = cells_of(converted("lstm"))[0]
-    x, states = inputs_of(cell, 12, 3, grid=SIGNED)
+    x, states = inputs_of(cell, 12, 3, qparams=SIGNED)
     expected = RecurrentDirection(cell)(x, states)
     assert steps_between(cell, native(cell, x, states, columns=((8, SIGNED),)), expected)[0] <= 1.01
 
 
-def test_columns_on_grids_of_their_own() -> None:
+def test_columns_with_qparams_of_their_own() -> None:
     """What a bidirectional layer hands to the next one."""
     cell = cells_of(converted("gru"))[0]
     x, states = inputs_of(cell, 12, 3)
-    other = PerTensorGrid(0.05, 20, 0, 255, torch.uint8)
+    other = PerTensorQParams(0.05, 20, 0, 255, torch.uint8)
     x = torch.cat([x[..., :5], on(other, 3 * x[..., 5:])], -1)
-    grid = PerChannelGrid(((5, X_GRID), (3, other)), 2)
+    qparams = PerChannelQParams(((5, X_QPARAMS), (3, other)), 2)
     expected = RecurrentDirection(cell)(x, states)
-    assert steps_between(cell, native(cell, x, states, columns=column_grids(grid, 8, 3)), expected)[0] <= 1.01
-    assert column_grids(grid, 8, 2) == ((8, None),)
+    assert (
+        steps_between(cell, native(cell, x, states, columns=column_qparams(qparams, 8, 3)), expected)[0]
+        <= 1.01
+    )
+    assert column_qparams(qparams, 8, 2) == ((8, None),)
 
 
-def test_columns_of_which_one_is_on_no_grid_are_floats() -> None:
-    assert as_numbers(((5, X_GRID), (3, None))) == [8.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+def test_columns_of_which_one_has_no_qparams_are_floats() -> None:
+    assert as_numbers(((5, X_QPARAMS), (3, None))) == [8.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("channels", [False, True])
@@ -171,7 +174,7 @@ def cell_of_width(width: int, hidden: int) -> ConvertedCellGraphModule:
 def test_threads_share_the_units_without_changing_a_bit(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = cell_of_width(70, hidden)
     x, states = inputs_of(cell, 70, 3)
-    columns = column_grids(X_GRID, 70, 3)
+    columns = column_qparams(X_QPARAMS, 70, 3)
     alone = leaves(native(cell, x, states, columns=columns))
     monkeypatch.setattr(kernel, "WORK_PER_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -187,7 +190,7 @@ def test_blocks_of_steps_join_without_a_seam() -> None:
     """The input is projected some steps at a time; the results do not depend on how many."""
     cell = cell_of_width(70, 20)
     x, states = inputs_of(cell, 200, 1)
-    columns = column_grids(X_GRID, 70, 3)
+    columns = column_qparams(X_QPARAMS, 70, 3)
     whole, last = native(cell, x, states, columns=columns)
     pieces, state = [], states
     for part in torch.split(x, [1, 63, 64, 65, 7]):
@@ -210,7 +213,7 @@ def test_the_projection_is_computed_once_and_the_rest_in_every_step() -> None:
 def test_packed_sequences_run_in_runs_of_equal_batch_size() -> None:
     module: Any = converted("lstm")
     lowered = module.lowered()
-    x = on(X_GRID, uniform(2.0, 11, 4, 8))
+    x = on(X_QPARAMS, uniform(2.0, 11, 4, 8))
     packed = pack_padded_sequence(x, torch.tensor([3, 11, 3, 7]), enforce_sorted=False)
     expected, found = leaves(module(packed)), leaves(lowered(packed))
     for a, b in zip(expected, found, strict=True):
@@ -304,8 +307,8 @@ def test_the_portable_loops_give_the_same_bits(
 
 
 def split_columns(width: int) -> Any:
-    """A first column on a grid of its own, so that the others begin at an odd address."""
-    return ((1, X_GRID), (width - 1, X_GRID))
+    """A first column with qparams of its own, so that the others begin at an odd address."""
+    return ((1, X_QPARAMS), (width - 1, X_QPARAMS))
 
 
 def test_the_operator_is_one_that_torch_can_trace() -> None:
@@ -314,7 +317,7 @@ def test_the_operator_is_one_that_torch_can_trace() -> None:
     program = cell.program()
     assert program is not None
     weights = [None if n is None else attribute(cell, n).detach() for names in program.weights for n in names]
-    numbers = as_numbers(((8, X_GRID),))
+    numbers = as_numbers(((8, X_QPARAMS),))
     arguments = (x, list(states), weights, program.table, program.constants, numbers, False)
     torch.library.opcheck(torch.ops.torchq_compat_native.cell_loop.default, arguments)
     assert op.cell_loop(*arguments[:-1], backward=False)[0].shape == (5, 2, 12)
@@ -352,7 +355,7 @@ def dynamic(qconfig: QConfig, seed: int = 0) -> tuple[torch.fx.GraphModule, torc
 
 @pytest.mark.parametrize("scheme", DYNAMIC)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_dynamic_grids_are_chosen_as_in_the_graph(
+def test_dynamic_qparams_are_chosen_as_in_the_graph(
     scheme: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference, lowered = dynamic(DYNAMIC[scheme])

@@ -8,9 +8,9 @@ import pytest
 
 from torchq_compat.custom_modules.recurrent.native.build import SOURCE
 from torchq_compat.custom_modules.recurrent.native.instruction_set import (
-    GridRow,
     InstructionRow,
     Op,
+    QParamsRow,
     SlotRow,
 )
 from torchq_compat.custom_modules.recurrent.native.interpreter import ELEMENTWISE
@@ -35,7 +35,11 @@ def test_every_operation_is_computed_by_both() -> None:
 
 @pytest.mark.parametrize(
     ("struct", "number", "row"),
-    [("Instruction", "int64_t", InstructionRow), ("Slot", "int64_t", SlotRow), ("Grid", "double", GridRow)],
+    [
+        ("Instruction", "int64_t", InstructionRow),
+        ("Slot", "int64_t", SlotRow),
+        ("Grid", "double", QParamsRow),
+    ],
 )
 def test_the_rows_have_the_same_members(struct: str, number: str, row: type[tuple[int, ...]]) -> None:
     declared = re.findall(rf"struct {struct} \{{\n  {number} ([^;]*);\n", TEXT)

@@ -34,7 +34,7 @@ from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirec
 from torchq_compat.custom_modules.recurrent.native import build, forks, kernel
 from torchq_compat.custom_modules.recurrent.native.op import cell_loop
 from torchq_compat.errors import CustomModuleError, InputError, QuantizationWarning
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
 
 class Model(nn.Module):
@@ -124,7 +124,7 @@ def test_what_is_no_number_goes_as_in_the_dynamic_graph(value: float) -> None:
 def test_a_sum_of_more_columns_than_32_bits_hold() -> None:
     """255 * 127 * 70,000 is more than 2^31."""
     torch.manual_seed(0)
-    grid = PerTensorGrid(1e-5, 0, 0, 255, torch.uint8)
+    qparams = PerTensorQParams(1e-5, 0, 0, 255, torch.uint8)
     cells = (_Cell(random.Random(seed), 3, 70_000) for seed in range(200))
     cell = next(c for c in cells if not c.dynamic and c.weights[1] is None and not c.split)
     for index in range(0, len(cell.weights), 4):
@@ -132,11 +132,11 @@ def test_a_sum_of_more_columns_than_32_bits_hold() -> None:
     x = torch.full((1, 2, 70_000), 255e-5)
     states = [torch.zeros(2, slot.width) for slot in cell.program.slots[1 : 1 + len(cell.program.results)]]
     table, constants = cell.program.table, cell.program.constants
-    on_grid, in_floats = (
+    quantized, in_floats = (
         cell_loop(x, states, cell.weights, table, constants, as_numbers(((70_000, g),)), backward=False)[0]
-        for g in (grid, None)
+        for g in (qparams, None)
     )
-    assert torch.allclose(on_grid, in_floats, atol=1e-3)
+    assert torch.allclose(quantized, in_floats, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["16-bit lstm", "lstm", "split gru", "projected lstm"])
@@ -156,7 +156,7 @@ def test_threads_change_no_bit_where_states_lie_on_no_8_bit_qparams(
 
 
 def arguments(call: Any, **changed: Any) -> tuple[tuple[Any, ...], bool]:
-    names = ("x", "states", "weights", "table", "constants", "input_grids")
+    names = ("x", "states", "weights", "table", "constants", "input_qparams")
     values = {name: getattr(call, name) for name in names} | changed
     return tuple(values[name] for name in names), call.backward
 

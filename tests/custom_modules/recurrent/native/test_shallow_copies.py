@@ -49,10 +49,10 @@ def test_a_copied_module_has_the_cells_and_a_place_for_its_own() -> None:
     assert copied.layers is module.layers
     copied.register_buffer("extra", torch.zeros(1))
     copied.layers = nn.ModuleList()
-    copied.leaf_layouts.clear()
+    copied.opaque_layouts.clear()
     assert "extra" not in module.state_dict()
     assert len(module.layers) == 1
-    assert module.leaf_layouts
+    assert module.opaque_layouts
 
 
 @torch.no_grad()

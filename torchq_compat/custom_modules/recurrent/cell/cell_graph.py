@@ -14,13 +14,13 @@ from torchq_compat.custom_modules.parts.part_graph import (
     ConvertedPartGraphModule,
     PartGraphModule,
     convert_parts,
-    converted_grids,
+    converted_qparams,
 )
 from torchq_compat.custom_modules.recurrent.cell.input_projection import CellFunctions
 from torchq_compat.custom_modules.recurrent.native.cell_reader import program_or_problem
 from torchq_compat.custom_modules.recurrent.native.program import CellProgram
-from torchq_compat.graph import metadata
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support import metadata
 
 __all__ = ["CellGraphModule", "ConvertedCellGraphModule", "reference_cell"]
 
@@ -57,9 +57,9 @@ class CellGraphModule(PartGraphModule):
     def _set_initial_qparams(self, index: int, qparams: tuple[float, int]) -> None:
         metadata.INITIAL_STATES.write(self, {**(metadata.INITIAL_STATES.of(self) or {}), index: qparams})
 
-    def state_grids(self) -> tuple[PerTensorGrid | None, ...]:
-        """The grid of every new state in a converted cell."""
-        return converted_grids(self)
+    def state_qparams(self) -> tuple[PerTensorQParams | None, ...]:
+        """The qparams of every new state in a converted cell."""
+        return converted_qparams(self)
 
     def program(self) -> CellProgram | None:
         """This cell as a program for the cell loop; None if the loop cannot run it."""
@@ -70,17 +70,19 @@ class CellGraphModule(PartGraphModule):
         return "it is not converted"
 
     def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
-        """Zeros (B, width) for every state that is left out, on its own grid in a converted cell."""
+        """Zeros (B, width) for every state that is left out, with its own qparams in a converted cell."""
         return tuple(
-            _on_initial_grid(x.new_zeros(x.shape[0], width), grid, self._initial_qparams(index))
-            for index, (width, grid) in enumerate(zip(widths, self.state_grids(), strict=True))
+            _with_initial_qparams(x.new_zeros(x.shape[0], width), qparams, self._initial_qparams(index))
+            for index, (width, qparams) in enumerate(zip(widths, self.state_qparams(), strict=True))
         )
 
 
-def _on_initial_grid(zeros: Tensor, grid: PerTensorGrid | None, qparams: tuple[float, int]) -> Tensor:
-    if grid is None or qparams == DEFAULT_INITIAL:
+def _with_initial_qparams(
+    zeros: Tensor, qparams: PerTensorQParams | None, given: tuple[float, int]
+) -> Tensor:
+    if qparams is None or given == DEFAULT_INITIAL:
         return zeros
-    initial = replace(grid, scale=qparams[0], zero_point=qparams[1])
+    initial = replace(qparams, scale=given[0], zero_point=given[1])
     return initial.dequantize(initial.quantize(zeros))
 
 
@@ -93,7 +95,7 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
 
     def recompile(self) -> Any:
         """Also what is made of the graph: it is to be as new as ``forward``."""
-        self._state_grids = converted_grids(self)
+        self._state_qparams = converted_qparams(self)
         self._functions = CellFunctions.of(self, self.graph)
         self._program = program_or_problem(("", self))
         return super().recompile()
@@ -107,8 +109,8 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
     def program_problem(self) -> str | None:
         return self._program if isinstance(self._program, str) else None
 
-    def state_grids(self) -> tuple[PerTensorGrid | None, ...]:
-        return self._state_grids
+    def state_qparams(self) -> tuple[PerTensorQParams | None, ...]:
+        return self._state_qparams
 
     def projection_graph(self) -> Graph:
         """x -> projected: what of the cell depends on x alone. Attributes are those of the cell."""

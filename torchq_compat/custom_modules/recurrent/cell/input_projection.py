@@ -1,6 +1,6 @@
 """A cell's graph in two: the input projection, which all time steps can have at once, and the step itself.
 
-Exact, because a static grid does not depend on the step. What chooses its qparams from its input stays in the
+Exact, because static qparams do not depend on the step. What chooses its qparams from its input stays in the
 step, and so does what depends on the number of dimensions.
 """
 
@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
+
 __all__ = ["CellFunctions", "SplitGraph", "call_on", "split_off_constants", "split_off_projection"]
 
 Function = Callable[..., tuple[Tensor, ...]]
 #: A module, or its attributes by their paths.
 Owner = GraphModule | dict[str, Any]
 
-OPS = torch.ops.quantized_decomposed
 #: They compute the same for every leading size, and for one more dimension in front.
 RANK_AGNOSTIC = (
     torch.ops.aten.linear.default,
     torch.ops.aten.to.dtype,
-    OPS.quantize_per_tensor.default,
-    OPS.dequantize_per_tensor.default,
+    QUANTIZE,
+    DEQUANTIZE,
 )
 
 

@@ -22,7 +22,7 @@ def prepared_cell(
     *,
     split_gates: bool,
     suffix: str = "",
-    arriving: torch.dtype | None = None,
+    input_dtype: torch.dtype | None = None,
 ) -> CellGraphModule:
     """The prepared cell with copies of the parameters of ``module`` whose names end in ``suffix``.
 
@@ -36,7 +36,7 @@ def prepared_cell(
         kind.parts(split_gates=split_gates, projected="weight_hr" in weights),
         specs,
         {
-            "x": arriving or specs.op_specs.activation_dtype,
+            "x": input_dtype or specs.op_specs.activation_dtype,
             "hx": specs.group_dtype(kind.states[0].group),
         },
     )

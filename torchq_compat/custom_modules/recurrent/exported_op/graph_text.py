@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from torchq_compat.qspecs.qdq import NAMESPACE
+from torchq_compat.support.dtypes import dtype_name, dtype_named
+
 __all__ = ["graph_from_data", "graph_to_data"]
 
 #: Where operators may come from: a text must not call anything else.
-NAMESPACES = ("aten", "quantized_decomposed")
+NAMESPACES = ("aten", NAMESPACE)
 GETITEM = "getitem"
 
 
@@ -73,7 +76,7 @@ def _to_data(argument: Any) -> Any:
     if isinstance(argument, Node):
         return {"value": argument.name}
     if isinstance(argument, torch.dtype):
-        return {"dtype": str(argument).removeprefix("torch.")}
+        return {"dtype": dtype_name(argument)}
     if isinstance(argument, (tuple, list)):
         return [_to_data(each) for each in argument]
     if isinstance(argument, dict):
@@ -89,5 +92,5 @@ def _from_data(data: Any, values: Mapping[str, Node]) -> Any:
     if "value" in data:
         return values[data["value"]]
     if "dtype" in data:
-        return getattr(torch, data["dtype"])
+        return dtype_named(data["dtype"])
     return {key: _from_data(value, values) for key, value in data.items()}

@@ -43,7 +43,7 @@ def call_opaque(
     layers: Sequence[Sequence[OpaqueDirection]], x: Tensor, states: Sequence[State]
 ) -> tuple[Tensor, list[State]]:
     """``x`` (T, B, I) and the states of every direction, (B, width) each -> (T, B, D*P) and the last states.
-    Behind the results stand q-dq of their own grids, which change no value."""
+    Behind the results stand q-dq of their own qparams, which change no value."""
     directions = list(chain.from_iterable(layers))
     cells = [
         [[graph_to_data(each.graph) for each in direction.graphs()] for direction in layer]
@@ -54,13 +54,14 @@ def call_opaque(
     ]
     flat = list(chain.from_iterable(states))
     results = QUANTIZED_RECURRENT(x, flat, weights, json.dumps(cells), directions[0].batch_first)
-    grids = [direction.cell.state_grids() for direction in directions]
+    all_qparams = [direction.cell.state_qparams() for direction in directions]
     count = len(layers[-1])
     outputs = [
-        q_dq(output, hidden) for output, (hidden, *_) in zip(results[:count], grids[-count:], strict=True)
+        q_dq(output, hidden)
+        for output, (hidden, *_) in zip(results[:count], all_qparams[-count:], strict=True)
     ]
     new = iter(results[count:])
-    last = [tuple(q_dq(next(new), grid) for grid in of_cell) for of_cell in grids]
+    last = [tuple(q_dq(next(new), qparams) for qparams in of_cell) for of_cell in all_qparams]
     return (outputs[0] if count == 1 else torch.cat(outputs, -1)), last
 
 

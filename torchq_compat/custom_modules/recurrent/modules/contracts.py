@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from torchq_compat.custom_modules.parts.part_graph import converted_grids
+from torchq_compat.custom_modules.parts.part_graph import converted_qparams
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.cell.kinds import CellKind, kind_of
 from torchq_compat.custom_modules.recurrent.modules.contract import (
@@ -31,24 +31,24 @@ from torchq_compat.custom_modules.recurrent.modules.contract import (
 )
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.modules.runners import Runner, Sequences
-from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids, column_grids
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams, column_qparams
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.opaque_calls.capture_stub import FakeCall
-from torchq_compat.qspecs.dtypes import as_dtype
-from torchq_compat.qspecs.qparams import Grid, PerTensorGrid, combine_along
+from torchq_compat.qspecs.qparams import PerTensorQParams, QParams, combine_along
+from torchq_compat.support.dtypes import as_dtype
 
 __all__ = ["CellContract", "RecurrentContract", "SequenceContract", "contract_of"]
 
-#: The grid of the input, in the form in which a call gives the input; None where it is not known.
-InputGrid = Any
+#: The qparams of the input, in the form in which a call gives the input; None where it is not known.
+InputQParams = Any
 
 
 class RecurrentContract(ABC):
     """How a recurrent module is called, and what it holds."""
 
     kind: CellKind
-    #: Whether an exported program shows the grids of a converted module's results.
-    shows_grids_in_export = False
+    #: Whether an exported program shows the qparams of a converted module's results.
+    shows_qparams_in_export = False
 
     @abstractmethod
     def attributes(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class RecurrentContract(ABC):
         runner: Runner,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        grid: InputGrid = None,
+        qparams: InputQParams = None,
     ) -> Any:
         """Run ``module(*args, **kwargs)`` in every form torch.nn accepts.
 
@@ -94,8 +94,8 @@ class RecurrentContract(ABC):
         return self.arguments_of(path, args, kwargs)[0]
 
     @abstractmethod
-    def output_grids(self, module: nn.Module, results: list[Tensor]) -> tuple[Grid | None, ...]:
-        """The grids the flat ``results`` of a converted module lie on."""
+    def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
+        """The qparams of the flat ``results`` of a converted module."""
 
     @abstractmethod
     def result_groups(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ class SequenceContract(RecurrentContract):
     and out."""
 
     structure: RecurrentStructure
-    shows_grids_in_export = True
+    shows_qparams_in_export = True
 
     @property
     def kind(self) -> CellKind:  # type: ignore[override]
@@ -145,14 +145,16 @@ class SequenceContract(RecurrentContract):
         runner: Runner,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        grid: InputGrid = None,
+        qparams: InputQParams = None,
     ) -> tuple[Any, Any]:
         x = self.input_of(module.module_path, args, kwargs)
         columns = None
         if runner.reads_columns:
             if isinstance(x, PackedSequence):
-                x, grid = x.data, None if grid is None else grid.data
-            columns = column_grids(grid, self.structure.input_size, x.dim() if isinstance(x, Tensor) else 0)
+                x, qparams = x.data, None if qparams is None else qparams.data
+            columns = column_qparams(
+                qparams, self.structure.input_size, x.dim() if isinstance(x, Tensor) else 0
+            )
         run_layers = partial(self._run_layers, module, runner, columns)
         return call_recurrent(self.structure, module.module_path, run_layers, args, kwargs)
 
@@ -163,7 +165,7 @@ class SequenceContract(RecurrentContract):
         self,
         module: Any,
         runner: Runner,
-        columns: ColumnGrids | None,
+        columns: ColumnQParams | None,
         x: Tensor,
         state: State | None,
         batch_sizes: list[int] | None = None,
@@ -192,13 +194,13 @@ class SequenceContract(RecurrentContract):
         first_step = x[0] if batch_sizes is None else x[: batch_sizes[0]]
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
 
-    def output_grids(self, module: nn.Module, results: list[Tensor]) -> tuple[Grid | None, ...]:
+    def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
         """Of output and last states; per-channel where layers or directions have different ones."""
-        by_state = list(zip(*(converted_grids(cell) for _, cell in self.cells(module)), strict=True))
+        by_state = list(zip(*(converted_qparams(cell) for _, cell in self.cells(module)), strict=True))
         last_layer = by_state[0][-self.structure.num_directions :]
         return (
             _combine(results[0].dim() - 1, last_layer, self.structure.output_size),
-            *(_combine(0, grids, 1) for grids in by_state),
+            *(_combine(0, all_qparams, 1) for all_qparams in by_state),
         )
 
     def result_groups(self) -> tuple[str, ...]:
@@ -253,7 +255,7 @@ class CellContract(RecurrentContract):
         runner: Runner,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        grid: InputGrid = None,
+        qparams: InputQParams = None,
     ) -> Any:
         input, hx = self._bind(*args, **kwargs)
         states = self.check_call(module.module_path, input, hx)
@@ -268,7 +270,7 @@ class CellContract(RecurrentContract):
         if has_no_rows(x):
             new = tuple(state.clone() for state in states)
         else:
-            columns = column_grids(grid, self.input_size, rank=2) if runner.reads_columns else None
+            columns = column_qparams(qparams, self.input_size, rank=2) if runner.reads_columns else None
             new = runner.run_step(cell, x, states, columns)
         new = tuple(as_dtype(state, input.dtype) for state in new)
         return as_given(new if batched else tuple(state.squeeze(0) for state in new))
@@ -303,8 +305,8 @@ class CellContract(RecurrentContract):
             check_is_float(path, state.name, value)
         return states
 
-    def output_grids(self, module: nn.Module, results: list[Tensor]) -> tuple[Grid | None, ...]:
-        return converted_grids(self._cell(module))
+    def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
+        return converted_qparams(self._cell(module))
 
     def result_groups(self) -> tuple[str, ...]:
         return tuple(state.group for state in self.kind.states)
@@ -331,8 +333,8 @@ def has_no_rows(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not x.numel()
 
 
-def _combine(axis: int, grids: tuple[PerTensorGrid | None, ...], size: int) -> Grid | None:
-    known = [grid for grid in grids if grid is not None]
-    if len(known) != len(grids):
+def _combine(axis: int, all_qparams: tuple[PerTensorQParams | None, ...], size: int) -> QParams | None:
+    known = [qparams for qparams in all_qparams if qparams is not None]
+    if len(known) != len(all_qparams):
         return None
-    return combine_along(axis, [(grid, size) for grid in known])
+    return combine_along(axis, [(qparams, size) for qparams in known])

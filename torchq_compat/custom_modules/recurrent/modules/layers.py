@@ -26,7 +26,7 @@ from torchq_compat.custom_modules.recurrent.modules.over_time import (
     run_packed_direction,
 )
 from torchq_compat.custom_modules.recurrent.native.cell_reader import program_or_problem
-from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
 from torchq_compat.custom_modules.recurrent.native.directions import OwnedProgram
 
 __all__ = ["RecurrentDirection", "RecurrentLayer"]
@@ -138,9 +138,9 @@ class RecurrentLayer(nn.Module):
     def directions(self) -> tuple[RecurrentDirection, ...]:
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
 
-    def output_columns(self, width: int) -> ColumnGrids:
-        """The grids the output of converted cells lies on, ``width`` columns for each direction."""
-        return tuple((width, direction.cell.state_grids()[0]) for direction in self.directions())
+    def output_columns(self, width: int) -> ColumnQParams:
+        """The qparams of the output of converted cells, ``width`` columns for each direction."""
+        return tuple((width, direction.cell.state_qparams()[0]) for direction in self.directions())
 
     def converted(self) -> RecurrentLayer:
         """A converted copy."""

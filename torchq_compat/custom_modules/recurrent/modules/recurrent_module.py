@@ -31,10 +31,10 @@ from torchq_compat.custom_modules.recurrent.modules.runners import (
     Runner,
     TracedRunner,
 )
-from torchq_compat.custom_modules.recurrent.native.columns import grids_of_call
+from torchq_compat.custom_modules.recurrent.native.columns import qparams_of_call
 from torchq_compat.errors import CustomModuleError, RecurrentModuleError
 from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
 
 __all__ = ["ConvertedRecurrent", "ObservedRecurrent", "RecurrentModule"]
@@ -55,7 +55,7 @@ class RecurrentModule(PartOwner):
     split_gates: bool
     is_lowered = False
     #: The cell loop reads and writes floats.
-    leaf_in_floats = property(lambda self: self.is_lowered)
+    opaque_in_floats = property(lambda self: self.is_lowered)
 
     def __init__(self, contract: RecurrentContract, layers: list[RecurrentLayer]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class RecurrentModule(PartOwner):
         vars(self).update(contract.attributes())
         contract.place(self, layers)
 
-    def leaf_call(self, *args: Any, **kwargs: Any) -> Any:
+    def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         """As the float module: ``rnn(x)``, ``rnn(x, state)``, ``rnn(x, hx=state)``; x may be a
         PackedSequence, the output then is one.
 
@@ -75,11 +75,13 @@ class RecurrentModule(PartOwner):
         check_same_dtype(self.contract.kind, self.module_path, arguments)
         return self.contract.call(self, self.runner(), args, kwargs)
 
-    def leaf_call_from_graph(self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def opaque_call_from_graph(
+        self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         arguments = self.contract.arguments_of(self.module_path, args, kwargs)
         check_devices(self.contract.kind, self.module_path, arguments, self._device())
-        grid = self.contract.input_of(self.module_path, *grids_of_call(layout))
-        return self.contract.call(self, self.runner(), args, kwargs, grid)
+        qparams = self.contract.input_of(self.module_path, *qparams_of_call(layout))
+        return self.contract.call(self, self.runner(), args, kwargs, qparams)
 
     def _device(self) -> torch.device | None:
         """Where the weights are; None in a capture, which looks at devices itself."""
@@ -112,7 +114,7 @@ class RecurrentModule(PartOwner):
     def __copy__(self) -> Self:
         """The same cells in a module of its own: what is registered or set on one is not on the other."""
         copied = type(self).__new__(type(self))
-        own = vars(nn.Module()).keys() | {"leaf_layouts"}
+        own = vars(nn.Module()).keys() | {"opaque_layouts"}
         for name, value in vars(self).items():
             is_container = isinstance(value, (dict, list, set))
             vars(copied)[name] = copy.copy(value) if name in own and is_container else value
@@ -195,8 +197,8 @@ class ConvertedRecurrent(RecurrentModule):
     can_be_lowered = True
 
     @property
-    def leaf_results_on_grids(self) -> bool:  # type: ignore[override]
-        return self.contract.shows_grids_in_export
+    def opaque_shows_result_qparams(self) -> bool:  # type: ignore[override]
+        return self.contract.shows_qparams_in_export
 
     @classmethod
     def from_observed(cls, other: nn.Module) -> Self:
@@ -211,8 +213,8 @@ class ConvertedRecurrent(RecurrentModule):
         converted.take_over_from(other)
         return converted
 
-    def leaf_output_grids(self, results: list[Tensor]) -> tuple[Grid | None, ...]:
-        return self.contract.output_grids(self, results)
+    def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
+        return self.contract.output_qparams(self, results)
 
 
 def prepared_layers(
@@ -222,8 +224,8 @@ def prepared_layers(
     hidden = specs.group_dtype(contract.kind.states[0].group)
 
     def direction(layer: int, suffix: str) -> RecurrentDirection:
-        arriving = hidden if layer else None
-        cell = prepared_cell(module, specs, split_gates=split_gates, suffix=suffix, arriving=arriving)
+        input_dtype = hidden if layer else None
+        cell = prepared_cell(module, specs, split_gates=split_gates, suffix=suffix, input_dtype=input_dtype)
         return RecurrentDirection(cell)
 
     return [

@@ -23,7 +23,7 @@ from torchq_compat.custom_modules.recurrent.modules.over_time import (
     run_looped_direction,
     run_rolled_direction,
 )
-from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
 from torchq_compat.custom_modules.recurrent.native.directions import (
     OwnedProgram,
     run_native_direction,
@@ -41,18 +41,18 @@ class Sequences:
     Attributes:
         x: (T, B, I) float32; with ``batch_sizes`` the packed rows of a PackedSequence.
         batch_sizes: rows of each step, the longest sequences first.
-        columns: the grids the columns of ``x`` lie on, for a runner on integers.
+        columns: the qparams of the columns of ``x``, for a runner on integers.
     """
 
     x: Tensor
     batch_sizes: list[int] | None = None
-    columns: ColumnGrids | None = None
+    columns: ColumnQParams | None = None
 
 
 class Runner(ABC):
     """Runs layers, or one step of a cell."""
 
-    #: Whether it wants to know the grids of its input's columns.
+    #: Whether it wants to know the qparams of its input's columns.
     reads_columns = False
 
     def run_layers(
@@ -86,7 +86,9 @@ class Runner(ABC):
     ) -> tuple[Tensor, State]:
         """Run one direction of one layer: the hidden states of all steps (T, B, P), and the last states."""
 
-    def run_step(self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnGrids | None) -> State:
+    def run_step(
+        self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
+    ) -> State:
         """Run one step: ``x`` (B, I) and the states -> the new states."""
         return tuple(cell(x, *state))
 
@@ -106,7 +108,7 @@ class PythonRunner(Runner):
 class TracedRunner(Runner):
     """What torch.export sees of converted cells: a ``scan``, or the steps one by one.
 
-    Behind the results stand q-dq of their own grids, which change no value: a backend does not see into the
+    Behind the results stand q-dq of their own qparams, which change no value: a backend does not see into the
     loop.
     """
 
@@ -122,8 +124,8 @@ class TracedRunner(Runner):
         else:
             step, weights = cell.step_of_weights()
             output, last = run_rolled_direction(step, weights, inputs, state, backward=backward)
-        hidden, *_ = grids = cell.state_grids()
-        return q_dq(output, hidden), tuple(q_dq(*pair) for pair in zip(last, grids, strict=True))
+        hidden, *_ = all_qparams = cell.state_qparams()
+        return q_dq(output, hidden), tuple(q_dq(*pair) for pair in zip(last, all_qparams, strict=True))
 
 
 class OpaqueRunner(TracedRunner):
@@ -135,7 +137,9 @@ class OpaqueRunner(TracedRunner):
         handed = [[_opaque(direction) for direction in layer.directions()] for layer in layers]
         return call_opaque(handed, given.x, states)
 
-    def run_step(self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnGrids | None) -> State:
+    def run_step(
+        self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
+    ) -> State:
         _, [new] = call_opaque([[OpaqueDirection(cell)]], x.unsqueeze(0), [state])
         return new
 
@@ -158,13 +162,16 @@ class NativeRunner(PythonRunner):
         if given.batch_sizes is None:
             return run_native_direction(program, given.x, state, columns, backward=backward)
         if direction.input_projection is not None:
-            # A dynamic grid of a packed input is chosen from all of it, which the cell loop takes in pieces.
+            # Dynamic qparams of a packed input are chosen from all of it, which the cell loop takes in
+            # pieces.
             return super().run_direction(direction, given, state, backward=backward)
         return run_native_packed_direction(
             program, given.x, state, given.batch_sizes, columns, backward=backward
         )
 
-    def run_step(self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnGrids | None) -> State:
+    def run_step(
+        self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
+    ) -> State:
         program = cell.program()
         if program is None or columns is None:
             return super().run_step(cell, x, state, columns)

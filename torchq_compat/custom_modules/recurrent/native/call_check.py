@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torchq_compat.custom_modules.recurrent.native.instruction_set import (
-    GRID_COLUMNS,
     INSTRUCTION_COLUMNS,
+    QPARAMS_COLUMNS,
     SLOT_COLUMNS,
 )
 from torchq_compat.errors import InputError
@@ -23,7 +23,7 @@ def check_call(
     weights: Sequence[Tensor | None],
     table: Tensor,
     constants: Tensor,
-    input_grids: Sequence[float],
+    input_qparams: Sequence[float],
     _backward: bool = False,
 ) -> None:
     """Refuse arguments that do not fit the program.
@@ -35,7 +35,7 @@ def check_call(
     instructions, slots, state_count = numbers[:3]
     first_slot = 3 + INSTRUCTION_COLUMNS * instructions
     end = first_slot + SLOT_COLUMNS * slots
-    if len(numbers) != end + state_count or constants.shape != (instructions, 2 * GRID_COLUMNS + 2):
+    if len(numbers) != end + state_count or constants.shape != (instructions, 2 * QPARAMS_COLUMNS + 2):
         raise _refused("table", "a program and its constants", f"{len(numbers)} numbers")
     widths = numbers[first_slot:end:SLOT_COLUMNS][: 1 + state_count]
     device, batch = x.device, x.shape[1] if x.dim() == 3 else None
@@ -48,9 +48,9 @@ def check_call(
             raise _refused(f"states[{index}]", f"a tensor on {device}, where x is", str(state.device))
     for index in range(0, len(weights), 4):
         _check_weight(f"weights[{index}]", weights[index], device)
-    columns = sum(input_grids[:: GRID_COLUMNS + 1])
-    if len(input_grids) % (GRID_COLUMNS + 1) or columns not in (0, widths[0]):
-        raise _refused("input_grids", f"grids of {widths[0]} columns", f"grids of {columns:.0f}")
+    columns = sum(input_qparams[:: QPARAMS_COLUMNS + 1])
+    if len(input_qparams) % (QPARAMS_COLUMNS + 1) or columns not in (0, widths[0]):
+        raise _refused("input_qparams", f"qparams of {widths[0]} columns", f"qparams of {columns:.0f}")
 
 
 def _check_floats(name: str, value: Tensor, shape: tuple[int | None, ...], fits: bool) -> None:

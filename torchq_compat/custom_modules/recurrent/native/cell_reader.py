@@ -18,23 +18,24 @@ from torch.fx import Graph, GraphModule, Node
 from torchq_compat.custom_modules.recurrent.native.instruction_set import Op
 from torchq_compat.custom_modules.recurrent.native.program import (
     CellProgram,
-    DynamicGrid,
+    DynamicQParams,
     Instruction,
     Slot,
     WeightNames,
 )
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qdq import (
+    CHOOSE_QPARAMS,
+    DEQUANTIZE,
+    DEQUANTIZE_DYNAMIC,
+    DEQUANTIZES,
+    QUANTIZE,
+    QUANTIZE_DYNAMIC,
+)
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = ["UnsupportedCellError", "cell_program", "program_or_problem"]
 
 ATEN = torch.ops.aten
-QDQ = torch.ops.quantized_decomposed
-QUANTIZE = QDQ.quantize_per_tensor.default
-DEQUANTIZE = QDQ.dequantize_per_tensor.default
-DEQUANTIZE_CHANNELS = QDQ.dequantize_per_channel.default
-CHOOSE = QDQ.choose_qparams.tensor
-QUANTIZE_DYNAMIC = QDQ.quantize_per_tensor.tensor
-DEQUANTIZE_DYNAMIC = QDQ.dequantize_per_tensor.tensor
 UNARY = {
     ATEN.sigmoid.default: Op.SIGMOID,
     ATEN.tanh.default: Op.TANH,
@@ -78,12 +79,12 @@ def program_or_problem(*graphs: tuple[str, GraphModule]) -> CellProgram | str:
 
 @dataclass(frozen=True)
 class _Value:
-    """Columns of a slot, with the grid they lie on."""
+    """Columns of a slot, with their qparams."""
 
     slot: int
     offset: int
     width: int
-    grid: PerTensorGrid | DynamicGrid | None = None
+    qparams: PerTensorQParams | DynamicQParams | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class _Reader:
         # A state and the slot of its new value are shared out alike.
         aliases = [(slot, value.slot) for slot, value in pairs]
         units = _units(self.instructions, self.widths, aliases)
-        carried = {slot: value.grid for slot, value in pairs}
+        carried = {slot: value.qparams for slot, value in pairs}
         return CellProgram(
             tuple(_finished(instruction, units, carried) for instruction in self.instructions),
             tuple(Slot(*slot) for slot in zip(self.widths, units, self.once, strict=True)),
@@ -150,9 +151,9 @@ class _Reader:
             return self._quantized(node)
         if target is DEQUANTIZE and args[0] in self.values:
             return self.values[args[0]]
-        if target in (DEQUANTIZE, DEQUANTIZE_CHANNELS):
+        if target in DEQUANTIZES:
             return self._weight(node)
-        if target is CHOOSE:
+        if target is CHOOSE_QPARAMS:
             return args, args
         if target is QUANTIZE_DYNAMIC:
             return self._quantized_dynamically(node)
@@ -166,8 +167,8 @@ class _Reader:
         if not isinstance(weight, _Weight):
             raise UnsupportedCellError("a linear has no int8 weight")
         source = self._whole(source)
-        if isinstance(source.grid, DynamicGrid) and self.once[source.slot] and source.slot != 0:
-            raise UnsupportedCellError("a dynamic grid is chosen from what is computed of the input alone")
+        if isinstance(source.qparams, DynamicQParams) and self.once[source.slot] and source.slot != 0:
+            raise UnsupportedCellError("dynamic qparams are chosen from what is computed of the input alone")
         bias = args[2] if len(args) > 2 else None
         self.weights.append(weight.names._replace(bias=self._name(bias)))
         return self._instruct(
@@ -175,7 +176,7 @@ class _Reader:
             (source,),
             weight.shape[0],
             weight=len(self.weights) - 1,
-            input=_eight_bits(source.grid),
+            input=_eight_bits(source.qparams),
             weight_qparams=weight.qparams,
         )
 
@@ -206,31 +207,33 @@ class _Reader:
             sizes = [min(each, value.width - first) for first in range(0, value.width, each)]
         offsets = [value.offset + sum(sizes[:index]) for index in range(len(sizes))]
         return tuple(
-            _Value(value.slot, offset, size, value.grid) for offset, size in zip(offsets, sizes, strict=True)
+            _Value(value.slot, offset, size, value.qparams)
+            for offset, size in zip(offsets, sizes, strict=True)
         )
 
     def _quantized(self, node: Node) -> _Value:
-        """``node``'s input on its grid: by the instruction that computes it, if nothing else reads it."""
-        source, grid = _arguments(node)[0], PerTensorGrid.of_node(node)
+        """``node``'s input with its qparams: by the instruction that computes it, if nothing else reads
+        it."""
+        source, qparams = _arguments(node)[0], PerTensorQParams.of_node(node)
         value = self.values[source]
         last = self.instructions[-1] if self.instructions else None
         if last and last.target == value.slot and last.output is None and len(source.users) == 1:
-            self.instructions[-1] = replace(last, output=grid)
-            return _Value(value.slot, value.offset, value.width, grid)
-        return self._instruct(Op.COPY, (value,), value.width, output=grid)
+            self.instructions[-1] = replace(last, output=qparams)
+            return _Value(value.slot, value.offset, value.width, qparams)
+        return self._instruct(Op.COPY, (value,), value.width, output=qparams)
 
     def _quantized_dynamically(self, node: Node) -> _Value:
         source, scale, _, quant_min, quant_max, dtype = _arguments(node)
         chosen: Any = self.values.get(scale)
         if chosen is None or chosen[:2] != (source, quant_min):
-            raise UnsupportedCellError("a dynamic grid is not chosen from the values on it")
+            raise UnsupportedCellError("dynamic qparams are not chosen from the values quantized with them")
         if any(user.target is not DEQUANTIZE_DYNAMIC for user in node.users) or any(
             reader.target is not ATEN.linear.default for user in node.users for reader in user.users
         ):
-            raise UnsupportedCellError("something else but a linear reads values on a dynamic grid")
+            raise UnsupportedCellError("something else but a linear reads values with dynamic qparams")
         _, _, chosen_max, eps, _ = chosen
-        grid = DynamicGrid(eps, chosen_max, quant_min, quant_max, dtype)
-        return replace(self._whole(self.values[source]), grid=grid)
+        qparams = DynamicQParams(eps, chosen_max, quant_min, quant_max, dtype)
+        return replace(self._whole(self.values[source]), qparams=qparams)
 
     def _emit(self, op: Op, args: Any) -> _Value:
         operands = tuple(self.values.get(arg) for arg in args)
@@ -245,8 +248,8 @@ class _Reader:
         target = self.new_slot(width, once=once)
         where = tuple((source.slot, source.offset) for source in sources)
         self.instructions.append(Instruction(op, target.slot, where, width, width, once, **more))
-        grid = more.get("output")
-        return _Value(target.slot, 0, width, grid)
+        qparams = more.get("output")
+        return _Value(target.slot, 0, width, qparams)
 
     def new_slot(self, width: int, *, once: bool) -> _Value:
         self.widths.append(width)
@@ -257,13 +260,13 @@ class _Reader:
         """``value`` as a slot of its own."""
         if value.offset == 0 and value.width == self.widths[value.slot]:
             return value
-        return replace(self._instruct(Op.COPY, (value,), value.width), grid=value.grid)
+        return replace(self._instruct(Op.COPY, (value,), value.width), qparams=value.qparams)
 
 
 def _finished(
-    instruction: Instruction, units: list[int], carried: dict[int, PerTensorGrid | DynamicGrid | None]
+    instruction: Instruction, units: list[int], carried: dict[int, PerTensorQParams | DynamicQParams | None]
 ) -> Instruction:
-    """With its units, and with the grid that a state lies on from the second step on."""
+    """With its units, and with the qparams that a state has from the second step on."""
     finished = replace(instruction, units=units[instruction.target])
     slot = instruction.sources[0][0]
     if instruction.op is Op.LINEAR and instruction.input is None and slot in carried:
@@ -298,11 +301,13 @@ def _units(instructions: list[Instruction], widths: list[int], aliases: list[tup
     return [math.gcd(*sizes[of]) for of in group]
 
 
-def _eight_bits(grid: PerTensorGrid | DynamicGrid | None) -> PerTensorGrid | DynamicGrid | None:
-    """``grid`` if its integers fit eight bits."""
-    if grid is None or grid.dtype not in (torch.uint8, torch.int8):
+def _eight_bits(
+    qparams: PerTensorQParams | DynamicQParams | None,
+) -> PerTensorQParams | DynamicQParams | None:
+    """``qparams`` if its integers fit eight bits."""
+    if qparams is None or qparams.dtype not in (torch.uint8, torch.int8):
         return None
-    return grid
+    return qparams
 
 
 def _attribute(cell: GraphModule, path: str) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.custom_modules.recurrent.native.columns import ColumnGrids, as_numbers
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams, as_numbers
 from torchq_compat.custom_modules.recurrent.native.op import cell_loop
 from torchq_compat.custom_modules.recurrent.native.program import CellProgram
 
@@ -26,7 +26,7 @@ class OwnedProgram(NamedTuple):
 
 
 def run_native_direction(
-    owned: OwnedProgram, x: Tensor, state: State, columns: ColumnGrids, *, backward: bool
+    owned: OwnedProgram, x: Tensor, state: State, columns: ColumnQParams, *, backward: bool
 ) -> tuple[Tensor, State]:
     """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states."""
     owner, program = owned
@@ -42,7 +42,7 @@ def run_native_packed_direction(
     x: Tensor,
     state: State,
     batch_sizes: list[int],
-    columns: ColumnGrids,
+    columns: ColumnQParams,
     *,
     backward: bool,
 ) -> tuple[Tensor, State]:

@@ -1,7 +1,7 @@
 """The instruction set of the cell loop: its operations, and the rows of numbers a program is handed over as.
 
-``cell_loop.cpp`` declares the same: ``Op``, ``Instruction``, ``Slot`` and ``Grid``, each with its members in
-this order. ``test_instruction_set`` holds the two together.
+``cell_loop.cpp`` declares the same: ``Op``, ``Instruction``, ``Slot`` and ``QParams``, each with its members
+in this order. ``test_instruction_set`` holds the two together.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from enum import IntEnum
 from typing import NamedTuple
 
 __all__ = [
-    "GRID_COLUMNS",
     "INSTRUCTION_COLUMNS",
+    "QPARAMS_COLUMNS",
     "SLOT_COLUMNS",
-    "GridRow",
     "InstructionRow",
     "Op",
+    "QParamsRow",
     "SlotRow",
 ]
 
@@ -58,7 +58,7 @@ class SlotRow(NamedTuple):
     once: int
 
 
-class GridRow(NamedTuple):
+class QParamsRow(NamedTuple):
     """Qparams in ``CellProgram.constants``.
 
     A scale of 0 stands for none, a negative one for dynamic qparams: -scale is the smallest scale, and values
@@ -73,4 +73,4 @@ class GridRow(NamedTuple):
 
 
 INSTRUCTION_COLUMNS, SLOT_COLUMNS = len(InstructionRow._fields), len(SlotRow._fields)
-GRID_COLUMNS = len(GridRow._fields)
+QPARAMS_COLUMNS = len(QParamsRow._fields)

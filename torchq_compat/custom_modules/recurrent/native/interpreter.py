@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq_compat.custom_modules.recurrent.native.instruction_set import (
-    GRID_COLUMNS,
     INSTRUCTION_COLUMNS,
+    QPARAMS_COLUMNS,
     SLOT_COLUMNS,
     InstructionRow,
     Op,
 )
+from torchq_compat.qspecs.qdq import CHOOSE_QPARAMS, DEQUANTIZE_DYNAMIC, QUANTIZE_DYNAMIC
 
 __all__ = ["run_interpreted"]
 
 
-QDQ = torch.ops.quantized_decomposed
 ELEMENTWISE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     Op.ADD: lambda a, b: a + b,
     Op.MUL: lambda a, b: a * b,
@@ -37,26 +37,26 @@ def run_interpreted(
     weights: Sequence[Tensor | None],
     table: Tensor,
     constants: Tensor,
-    _input_grids: Sequence[float],
+    _input_qparams: Sequence[float],
     backward: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """One direction of a layer; arguments and results as the operator has them.
 
     Integers are exact in float32 as long as a sum has no more than 24 bits, so linears run on dequantized
-    weights: no operator for them needs prepacking, and the input's grids are not asked for.
+    weights: no operator for them needs prepacking, and the input's qparams are not asked for.
     """
     instruction_count, slot_count = table[:2].tolist()
     end = 3 + INSTRUCTION_COLUMNS * instruction_count
     rows = [InstructionRow(*row) for row in table[3:end].view(-1, INSTRUCTION_COLUMNS).tolist()]
     results = table[end + SLOT_COLUMNS * slot_count :].tolist()
-    grids = constants.tolist()
-    dense = {row.weight: _dequantized(weights, row.weight, grids[i]) for i, row in enumerate(rows)}
+    all_qparams = constants.tolist()
+    dense = {row.weight: _dequantized(weights, row.weight, all_qparams[i]) for i, row in enumerate(rows)}
 
     def execute(slots: dict[int, Tensor], once: bool) -> dict[int, Tensor]:
-        for row, grid in zip(rows, grids, strict=True):
+        for row, qparams in zip(rows, all_qparams, strict=True):
             if row.once == once:
-                value = _compute(row, grid[GRID_COLUMNS : 2 * GRID_COLUMNS], slots, dense)
-                slots[row.target] = _requantized(value, grid) if row.quantized else value
+                value = _compute(row, qparams[QPARAMS_COLUMNS : 2 * QPARAMS_COLUMNS], slots, dense)
+                slots[row.target] = _requantized(value, qparams) if row.quantized else value
         return slots
 
     before = execute({0: x}, once=True)
@@ -75,14 +75,14 @@ def run_interpreted(
 
 def _compute(
     row: InstructionRow,
-    grid: Sequence[float],
+    qparams: Sequence[float],
     slots: dict[int, Tensor],
     dense: dict[int, tuple[Tensor, Tensor | None]],
 ) -> Tensor:
-    """The result of an instruction whose input lies on ``grid``."""
+    """The result of an instruction whose input has ``qparams``."""
     a = slots[row.a]
     if row.op == Op.LINEAR:
-        return F.linear(_on_chosen_grid(a, grid) if grid[0] < 0 else a, *dense[row.weight])
+        return F.linear(_with_chosen_qparams(a, qparams) if qparams[0] < 0 else a, *dense[row.weight])
     width = row.segments * row.units
     b = slots[row.b][..., row.b_offset : row.b_offset + width] if row.b >= 0 else a
     return ELEMENTWISE[row.op](a[..., row.a_offset : row.a_offset + width], b)
@@ -103,15 +103,15 @@ def _dequantized(
 
 
 def _requantized(value: Tensor, constants: Sequence[float]) -> Tensor:
-    scale, zero_point, quant_min, quant_max, nan = constants[:GRID_COLUMNS]
+    scale, zero_point, quant_min, quant_max, nan = constants[:QPARAMS_COLUMNS]
     integers = (torch.round(value * (1.0 / scale)) + zero_point).clamp_(quant_min, quant_max)
     return (integers.nan_to_num_(nan) - zero_point) * scale
 
 
-def _on_chosen_grid(value: Tensor, grid: Sequence[float]) -> Tensor:
-    eps, chosen_max, quant_min, quant_max = -grid[0], *map(int, grid[1:4])
+def _with_chosen_qparams(value: Tensor, row: Sequence[float]) -> Tensor:
+    eps, chosen_max, quant_min, quant_max = -row[0], *map(int, row[1:4])
     dtype = torch.uint8 if quant_min == 0 else torch.int8
-    qparams = QDQ.choose_qparams.tensor(value, quant_min, chosen_max, eps, dtype)
-    integers = QDQ.quantize_per_tensor.tensor(value, *qparams, quant_min, quant_max, dtype)
-    chosen: Tensor = QDQ.dequantize_per_tensor.tensor(integers, *qparams, quant_min, quant_max, dtype)
+    qparams = CHOOSE_QPARAMS(value, quant_min, chosen_max, eps, dtype)
+    integers = QUANTIZE_DYNAMIC(value, *qparams, quant_min, quant_max, dtype)
+    chosen: Tensor = DEQUANTIZE_DYNAMIC(integers, *qparams, quant_min, quant_max, dtype)
     return chosen

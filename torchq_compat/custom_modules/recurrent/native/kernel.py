@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torchq_compat.custom_modules.recurrent.native.forks import threads_of_loop
 from torchq_compat.custom_modules.recurrent.native.instruction_set import (
-    GRID_COLUMNS,
     INSTRUCTION_COLUMNS,
+    QPARAMS_COLUMNS,
     SLOT_COLUMNS,
 )
 
@@ -31,7 +31,7 @@ def run_kernel(
     weights: Sequence[Tensor | None],
     table: Tensor,
     constants: Tensor,
-    input_grids: Sequence[float],
+    input_qparams: Sequence[float],
     backward: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """One direction of a layer; arguments and results as the operator has them, contiguous."""
@@ -64,8 +64,8 @@ def run_kernel(
         _pointers(held),
         (ctypes.c_int64 * len(sizes))(*sizes),
         _count(len(held) // 4),
-        (ctypes.c_double * len(input_grids))(*input_grids),
-        _count(len(input_grids) // (GRID_COLUMNS + 1)),
+        (ctypes.c_double * len(input_qparams))(*input_qparams),
+        _count(len(input_qparams) // (QPARAMS_COLUMNS + 1)),
         _count(steps),
         _count(batch),
         _count(int(backward)),

@@ -17,7 +17,7 @@ __all__ = ["cell_loop"]
 
 NAME = "torchq_compat_native::cell_loop"
 SCHEMA = (
-    "(Tensor x, Tensor[] states, Tensor?[] weights, Tensor table, Tensor constants, float[] input_grids, "
+    "(Tensor x, Tensor[] states, Tensor?[] weights, Tensor table, Tensor constants, float[] input_qparams, "
     "bool backward) -> (Tensor, Tensor[])"
 )
 
@@ -55,7 +55,7 @@ def cell_loop(
     weights: Sequence[Tensor | None],
     table: Tensor,
     constants: Tensor,
-    input_grids: Sequence[float],
+    input_qparams: Sequence[float],
     *,
     backward: bool,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -68,8 +68,8 @@ def cell_loop(
             and bias (N,) or None.
         table: the instructions, ``CellProgram.table``.
         constants: their qparams, ``CellProgram.constants``.
-        input_grids: (columns, scale, zero point, quant_min, quant_max, integer of NaN) of each group of
-            columns of ``x``, one after the other; a scale of 0: x is on no 8-bit grid.
+        input_qparams: (columns, scale, zero point, quant_min, quant_max, integer of NaN) of each group of
+            columns of ``x``, one after the other; a scale of 0: x has no 8-bit qparams.
         backward: from the last step to the first.
 
     Returns:
@@ -79,6 +79,6 @@ def cell_loop(
         InputError: arguments that do not fit the program.
     """
     result: tuple[Tensor, list[Tensor]] = torch.ops.torchq_compat_native.cell_loop(
-        x, states, weights, table, constants, input_grids, backward
+        x, states, weights, table, constants, input_qparams, backward
     )
     return result

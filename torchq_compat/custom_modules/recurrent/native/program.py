@@ -14,16 +14,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq_compat.custom_modules.recurrent.native.instruction_set import GridRow, InstructionRow, Op, SlotRow
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.custom_modules.recurrent.native.instruction_set import (
+    InstructionRow,
+    Op,
+    QParamsRow,
+    SlotRow,
+)
+from torchq_compat.qspecs.qparams import PerTensorQParams
 
 __all__ = [
     "CellProgram",
-    "DynamicGrid",
+    "DynamicQParams",
     "Instruction",
     "Slot",
     "WeightNames",
-    "grid_row",
+    "qparams_row",
 ]
 
 #: What a conversion on this machine makes of NaN; C++ leaves it open.
@@ -34,8 +39,8 @@ NAN_INTEGERS = {
 
 
 @dataclass(frozen=True)
-class DynamicGrid:
-    """A grid chosen from the values that are put on it.
+class DynamicQParams:
+    """QParams chosen from the values that are quantized with them.
 
     Attributes:
         eps: the smallest scale.
@@ -77,9 +82,9 @@ class Instruction:
         sources: (slot, first column) of each operand.
         units: how many columns belong to one gate.
         weight: index of a linear's weight.
-        output: the grid its result is put on; None: floats.
-        input: the grid a linear reads its input on; None: on none, or the input of the cell, whose grids
-            the caller knows.
+        output: the qparams its result is quantized with; None: floats.
+        input: the qparams a linear reads its input with; None: floats, or the input of the cell, whose
+            qparams the caller knows.
         weight_qparams: scale and zero point of a weight quantized per tensor.
     """
 
@@ -90,8 +95,8 @@ class Instruction:
     units: int
     once: bool
     weight: int = -1
-    output: PerTensorGrid | None = None
-    input: PerTensorGrid | DynamicGrid | None = None
+    output: PerTensorQParams | None = None
+    input: PerTensorQParams | DynamicQParams | None = None
     weight_qparams: tuple[float, int] = (1.0, 0)
 
 
@@ -124,16 +129,16 @@ def _table(program: CellProgram) -> Tensor:
 
 
 def _constants(instructions: tuple[Instruction, ...]) -> Tensor:
-    """float64 (instructions, 12): the output's and the input's grid, the weight's scale and zero point."""
-    rows = [[*grid_row(i.output), *grid_row(i.input), *i.weight_qparams] for i in instructions]
+    """float64 (instructions, 12): the output's and the input's qparams, the weight's scale and zero point."""
+    rows = [[*qparams_row(i.output), *qparams_row(i.input), *i.weight_qparams] for i in instructions]
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
-def grid_row(grid: PerTensorGrid | DynamicGrid | None) -> GridRow:
-    """Write ``grid`` as a row of numbers."""
-    if grid is None:
-        return GridRow(0.0, 0.0, 0.0, 0.0, 0.0)
-    limits = float(grid.quant_min), float(grid.quant_max), NAN_INTEGERS.get(grid.dtype, 0.0)
-    if isinstance(grid, DynamicGrid):
-        return GridRow(-grid.eps, float(grid.chosen_max), *limits)
-    return GridRow(grid.scale, float(grid.zero_point), *limits)
+def qparams_row(qparams: PerTensorQParams | DynamicQParams | None) -> QParamsRow:
+    """Write ``qparams`` as a row of numbers."""
+    if qparams is None:
+        return QParamsRow(0.0, 0.0, 0.0, 0.0, 0.0)
+    limits = float(qparams.quant_min), float(qparams.quant_max), NAN_INTEGERS.get(qparams.dtype, 0.0)
+    if isinstance(qparams, DynamicQParams):
+        return QParamsRow(-qparams.eps, float(qparams.chosen_max), *limits)
+    return QParamsRow(qparams.scale, float(qparams.zero_point), *limits)

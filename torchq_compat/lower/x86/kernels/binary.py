@@ -23,7 +23,10 @@ def _rule(kernel: OpOverload, with_relu: OpOverload | None) -> Rule:
             return Refusal("one of its arguments is a number")
         if arguments_of(site.op).get("alpha", 1) != 1:
             return Refusal("the kernel has no alpha")
-        dtypes = {grid and grid.dtype for grid in (site.grid_of(left), site.grid_of(right), site.grid)}
+        dtypes = {
+            qparams and qparams.dtype
+            for qparams in (site.qparams_of(left), site.qparams_of(right), site.qparams)
+        }
         if None in dtypes or len(dtypes) > 1:
             return Refusal("its inputs and its result are not quantized to one 8-bit dtype")
         chosen = kernel if site.relu is None else with_relu
@@ -31,8 +34,8 @@ def _rule(kernel: OpOverload, with_relu: OpOverload | None) -> Rule:
             return Refusal("it has no kernel with a ReLU")
         if kernel is KERNELS.matmul.default and rank_of(left) != rank_of(right):
             return Refusal("the kernel takes matrices of equal rank")
-        assert site.grid is not None
-        args = (Quantized(left), Quantized(right), site.grid.scale, site.grid.zero_point)
+        assert site.qparams is not None
+        args = (Quantized(left), Quantized(right), site.qparams.scale, site.qparams.zero_point)
         return KernelCall(chosen, args, site.covered)
 
     return rule
@@ -41,12 +44,12 @@ def _rule(kernel: OpOverload, with_relu: OpOverload | None) -> Rule:
 def _cat(site: Site) -> KernelCall | Refusal | None:
     arguments = arguments_of(site.op)
     pieces = arguments["tensors"]
-    dtypes = {grid and grid.dtype for grid in (*map(site.grid_of, pieces), site.grid)}
-    if site.grid is None or len(dtypes) > 1:
+    dtypes = {qparams and qparams.dtype for qparams in (*map(site.qparams_of, pieces), site.qparams)}
+    if site.qparams is None or len(dtypes) > 1:
         return Refusal("its inputs and its result are not quantized to one 8-bit dtype")
     chosen = KERNELS.cat.default if site.relu is None else KERNELS.cat_relu.default
     listed = [Quantized(piece) for piece in pieces]
-    args = (listed, arguments["dim"], site.grid.scale, site.grid.zero_point)
+    args = (listed, arguments["dim"], site.qparams.scale, site.qparams.zero_point)
     return KernelCall(chosen, args, site.covered)
 
 

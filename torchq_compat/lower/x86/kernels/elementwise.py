@@ -1,4 +1,4 @@
-"""Activations and normalizations of one quantized tensor onto another grid.
+"""Activations and normalizations of one quantized tensor with other qparams.
 
 Legacy: ``nnq.Hardswish``, ``nnq.LeakyReLU``, ``nnq.ELU``, ``nnq.Sigmoid``, ``nnq.LayerNorm``, ... .
 """
@@ -12,7 +12,7 @@ import torch
 
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, KernelCall, Quantized, Refusal, Rule, Site
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["ELEMENTWISE"]
@@ -21,12 +21,12 @@ ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 Arguments = dict[str, Any]
 
 
-def _not_quantized(site: Site, input_grid: PerTensorGrid | None) -> Refusal | None:
-    if input_grid is None or site.grid is None:
+def _not_quantized(site: Site, input_qparams: PerTensorQParams | None) -> Refusal | None:
+    if input_qparams is None or site.qparams is None:
         return Refusal("its input and its result are not both quantized to 8 bits")
     if site.relu is not None:
         return Refusal("it has no kernel with a ReLU")
-    if input_grid.dtype is not site.grid.dtype:
+    if input_qparams.dtype is not site.qparams.dtype:
         return Refusal("its input and its result are quantized to different dtypes")
     return None
 
@@ -37,14 +37,14 @@ def _rule(kernel: OpOverload, between: Callable[[Arguments], tuple[Any, ...]] = 
     def rule(site: Site) -> KernelCall | Refusal | None:
         arguments = arguments_of(site.op)
         source = site.op.args[0]
-        refusal = _not_quantized(site, site.grid_of(source))
+        refusal = _not_quantized(site, site.qparams_of(source))
         if refusal is not None:
             return refusal
         constants = _constants(site, between(arguments))
         if constants is None:
             return Refusal("its weight and bias are no float constants")
-        assert site.grid is not None
-        args = (Quantized(site.op.args[0]), *constants, site.grid.scale, site.grid.zero_point)  # type: ignore[arg-type]
+        assert site.qparams is not None
+        args = (Quantized(site.op.args[0]), *constants, site.qparams.scale, site.qparams.zero_point)  # type: ignore[arg-type]
         return KernelCall(kernel, args, site.covered)
 
     return rule
@@ -67,23 +67,27 @@ def _constants(site: Site, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def _elu(site: Site) -> KernelCall | Refusal | None:
     arguments = arguments_of(site.op)
     source = arguments["self"]
-    refusal = _not_quantized(site, site.grid_of(source))
-    if refusal is not None or site.grid is None:
+    refusal = _not_quantized(site, site.qparams_of(source))
+    if refusal is not None or site.qparams is None:
         return refusal
     shape = (arguments["alpha"], arguments["scale"], arguments["input_scale"])
-    args = (Quantized(source), site.grid.scale, site.grid.zero_point, *shape)
+    args = (Quantized(source), site.qparams.scale, site.qparams.zero_point, *shape)
     return KernelCall(KERNELS.elu.default, args, site.covered)
 
 
 def _fixed(kernel: OpOverload, scale: float, zero_point: int) -> Rule:
-    """A kernel whose result lies on one grid, that of FX's fixed qparams."""
+    """A kernel whose result has one set of qparams, FX's fixed ones."""
 
     def rule(site: Site) -> KernelCall | Refusal | None:
         source = arguments_of(site.op)["self"]
-        refusal = _not_quantized(site, site.grid_of(source))
-        if refusal is not None or site.grid is None:
+        refusal = _not_quantized(site, site.qparams_of(source))
+        if refusal is not None or site.qparams is None:
             return refusal
-        if (site.grid.dtype, site.grid.scale, site.grid.zero_point) != (torch.uint8, scale, zero_point):
+        if (site.qparams.dtype, site.qparams.scale, site.qparams.zero_point) != (
+            torch.uint8,
+            scale,
+            zero_point,
+        ):
             return Refusal(f"the kernel gives scale {scale} and zero point {zero_point} of uint8 only")
         return KernelCall(kernel, (Quantized(source),), site.covered)
 

@@ -14,14 +14,12 @@ from torch.fx import Node
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Refusal, Rule, Site
 from torchq_compat.lower.x86.kernels.weighted import pack
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, quantized_weight, rank_of
-from torchq_compat.qspecs.dtypes import dtype_range
+from torchq_compat.qspecs.qdq import CONVERT_DTYPE, DEQUANTIZE_DYNAMIC
+from torchq_compat.support.dtypes import dtype_range
 
 __all__ = ["FLOATING"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
-OPS = torch.ops.quantized_decomposed
-DYNAMIC_DEQUANTIZE = OPS.dequantize_per_tensor.tensor
-CONVERT = OPS.convert_element_type.no_fuse
 SUM = 0
 
 
@@ -89,7 +87,7 @@ def _half_linear(site: Site) -> KernelCall | Refusal | None:
 def _before_half(node: Any) -> Node | None:
     """What a node rounded to float16, if it did."""
     for dtype in (torch.float32, torch.float16):
-        if not isinstance(node, Node) or node.target is not CONVERT or node.args[1] is not dtype:
+        if not isinstance(node, Node) or node.target is not CONVERT_DTYPE or node.args[1] is not dtype:
             return None
         node = node.args[0]
     return node if isinstance(node, Node) else None
@@ -99,7 +97,7 @@ def _dynamic_linear(site: Site) -> KernelCall | Refusal | None:
     """Linear behind choose_qparams, quantize and dequantize."""
     arguments = arguments_of(site.op)
     dequantize = arguments["input"]
-    if not isinstance(dequantize, Node) or dequantize.target is not DYNAMIC_DEQUANTIZE:
+    if not isinstance(dequantize, Node) or dequantize.target is not DEQUANTIZE_DYNAMIC:
         return None
     quantize = dequantize.args[0]
     assert isinstance(quantize, Node)

@@ -54,8 +54,8 @@ def _add(site: Site, source: Quantized, packed: Constant, qparams: tuple[float, 
     assert site.follower is not None
     arguments = arguments_of(site.follower)
     others = [each for each in (arguments["self"], arguments["other"]) if each is not site.op]
-    grid = site.grid_of(others[0]) if len(others) == 1 else None
-    if grid is None or arguments["alpha"] != 1:
+    added = site.qparams_of(others[0]) if len(others) == 1 else None
+    if added is None or arguments["alpha"] != 1:
         return Refusal("what is added to its result is not quantized per tensor to 8 bits")
     if _shape(others[0]) != _shape(site.op):
         return Refusal("what is added to its result has another shape")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from torchq_compat.qspecs.qparams import PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["Constant", "Floats", "KernelCall", "Quantized", "Refusal", "Rule", "Site"]
@@ -43,7 +43,8 @@ class KernelCall:
         args: its arguments; values of the graph are ``Quantized``, ``Floats`` or ``Constant``, or the results
             of other calls.
         covers: the nodes of the reference graph it stands for, beside the node its result stands for.
-        returns_floats: whether the result is floats; else it is a quantized tensor on the grid of the site.
+        returns_floats: whether the result is floats; else it is a quantized tensor with the qparams of the
+            site.
         stands_for: the node whose value a result in floats is; None: the op, or the ReLU behind it.
         name: for people, where ``kernel`` does not say what computes.
         note: what people should know besides.
@@ -78,15 +79,15 @@ class Site:
         op: the op.
         relu: the ReLU behind it, if that is all that reads it.
         follower: the op behind it that one kernel may compute with it.
-        grid: the grid its result is quantized to; None where it stays floats.
-        grid_of: the grid a node's values lie on, if they lie on one.
+        qparams: the qparams its result is quantized with; None where it stays floats.
+        qparams_of: the qparams of a node's values, if they have any.
     """
 
     graph_module: GraphModule
     op: Node
     relu: Node | None
-    grid: PerTensorGrid | None
-    grid_of: Callable[[Any], PerTensorGrid | None]
+    qparams: PerTensorQParams | None
+    qparams_of: Callable[[Any], PerTensorQParams | None]
     follower: Node | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Batch and instance normalization of quantized tensors onto another grid.
+"""Batch and instance normalization of quantized tensors with other qparams.
 
 Legacy: ``nnq.BatchNorm2d``, ``nniq.BNReLU2d``, ``nnq.InstanceNorm2d``, ... .
 """
@@ -43,8 +43,8 @@ def _instance_norm(site: Site) -> KernelCall | Refusal | None:
 def _call(
     site: Site, arguments: dict[str, Any], kernel: OpOverload, names: tuple[str, ...]
 ) -> KernelCall | Refusal:
-    grid = site.grid_of(arguments["input"])
-    if grid is None or site.grid is None or grid.dtype is not site.grid.dtype:
+    qparams = site.qparams_of(arguments["input"])
+    if qparams is None or site.qparams is None or qparams.dtype is not site.qparams.dtype:
         return Refusal("its input and its result are not quantized to one 8-bit dtype")
     given = [arguments[name] for name in names]
     constants = [constant_of(site.graph_module, each) for each in given]
@@ -53,7 +53,7 @@ def _call(
     if kernel is not KERNELS.instance_norm.default:
         constants = _with_affine(constants)
     parameters = (Constant(value) if isinstance(value, Tensor) else None for value in constants)
-    settings = (arguments["eps"], site.grid.scale, site.grid.zero_point)
+    settings = (arguments["eps"], site.qparams.scale, site.qparams.zero_point)
     return KernelCall(kernel, (Quantized(arguments["input"]), *parameters, *settings), site.covered)
 
 

@@ -16,23 +16,23 @@ ATEN = torch.ops.aten
 
 
 def _rule(site: Site) -> KernelCall | Refusal | None:
-    """The op itself, where its result is quantized to the grid of its input."""
+    """The op itself, where its result is quantized with the qparams of its input."""
     source = site.op.args[0]
-    grid = site.grid_of(source)
-    if grid is None or site.grid is None:
+    qparams = site.qparams_of(source)
+    if qparams is None or site.qparams is None:
         return Refusal("its input and its result are not both quantized to 8 bits")
     if site.relu is not None:
         return Refusal("it has no kernel with a ReLU")
     if site.op.kwargs:
         return Refusal("it is called with settings the kernel does not have")
-    if grid != site.grid:
-        return Refusal("its result is quantized to another grid than its input")
+    if qparams != site.qparams:
+        return Refusal("its result is quantized with other qparams than its input")
     assert isinstance(source, Node)
     assert isinstance(site.op.target, OpOverload)
     return KernelCall(site.op.target, (Quantized(source), *site.op.args[1:]), site.covered)
 
 
-#: Their results are rounded to the grid of the input.
+#: Their results are rounded to the steps of the input.
 ROUNDING: dict[Any, Rule] = dict.fromkeys(
     (
         ATEN.adaptive_avg_pool1d.default,

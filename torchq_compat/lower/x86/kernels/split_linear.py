@@ -1,7 +1,7 @@
-"""A linear layer whose input lies on several grids, side by side: one kernel for each, and their sum.
+"""A linear layer whose input has several qparams, side by side: one kernel for each, and their sum.
 
-So the halves of a bidirectional layer are read. Legacy: FX gives both halves the grid of the first, which is
-wrong; ``quantized.linear`` takes no other input.
+So the halves of a bidirectional layer are read. Legacy: FX gives both halves the qparams of the first, which
+is wrong; ``quantized.linear`` takes no other input.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.fx import Node
 from torchq_compat.lower.x86.engines import Engine, packing_for
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Refusal, Site
 from torchq_compat.lower.x86.qdq_operands import (
-    DEQUANTIZE_PER_CHANNEL,
     arguments_of,
     constant_of,
     quantized_weight,
     rank_of,
 )
+from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
 
 __all__ = ["split_linear"]
@@ -35,7 +35,7 @@ MOST_PIECES = 4
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns ``start`` to ``stop`` of the input, which lie on one grid."""
+    """Columns ``start`` to ``stop`` of the input, which have the same qparams."""
 
     start: int
     stop: int
@@ -44,14 +44,14 @@ class _Piece:
 
 
 def split_linear(site: Site) -> KernelCall | Refusal | None:
-    """Linear behind a dequantize with several grids along its last dimension; None for any other."""
+    """Linear behind a dequantize with several qparams along its last dimension; None for any other."""
     arguments = arguments_of(site.op)
     source = arguments["input"]
-    if not isinstance(source, Node) or source.target is not DEQUANTIZE_PER_CHANNEL or site.grid is None:
+    if not isinstance(source, Node) or source.target is not DEQUANTIZE_PER_CHANNEL or site.qparams is None:
         return None
     pieces = _pieces(site, source)
-    if pieces is None or len(pieces) > MOST_PIECES or site.grid.dtype is not torch.uint8:
-        return Refusal("its input lies on grids that no kernels take side by side")
+    if pieces is None or len(pieces) > MOST_PIECES or site.qparams.dtype is not torch.uint8:
+        return Refusal("its input has qparams that no kernels take side by side")
     weight = quantized_weight(site.graph_module, arguments["weight"])
     bias = constant_of(site.graph_module, arguments["bias"])
     if weight is None or weight.dtype is not torch.qint8 or (bias is None and arguments["bias"] is not None):
@@ -65,20 +65,23 @@ def split_linear(site: Site) -> KernelCall | Refusal | None:
         total = KernelCall(ATEN.add.Tensor, (total, other))
     if site.relu is not None:
         total = KernelCall(ATEN.relu.default, (total,))
-    args = (total, site.grid.scale, site.grid.zero_point, torch.quint8)
+    args = (total, site.qparams.scale, site.qparams.zero_point, torch.quint8)
     name = f"{len(pieces)} x {WITH_FLOAT_RESULT}"
     return KernelCall(ATEN.quantize_per_tensor.default, args, site.covered, name=name)
 
 
 def _pieces(site: Site, dequantize: Node) -> list[_Piece] | None:
-    """The grids along the last dimension; None for other dimensions and dtypes."""
+    """The qparams along the last dimension; None for other dimensions and dtypes."""
     _, scales_node, zero_points_node, axis, _, _, dtype = dequantize.args
     scales, zero_points = (constant_of(site.graph_module, each) for each in (scales_node, zero_points_node))
     rank = rank_of(site.op)
     if scales is None or zero_points is None or rank is None or axis != rank - 1 or dtype is not torch.uint8:
         return None
-    grids = enumerate(zip(scales.tolist(), zero_points.tolist(), strict=True))
-    runs = ((grid, [index for index, _ in run]) for grid, run in groupby(grids, key=lambda each: each[1]))
+    all_qparams = enumerate(zip(scales.tolist(), zero_points.tolist(), strict=True))
+    runs = (
+        (qparams, [index for index, _ in run])
+        for qparams, run in groupby(all_qparams, key=lambda each: each[1])
+    )
     return [_Piece(run[0], run[-1] + 1, scale, int(zero_point)) for (scale, zero_point), run in runs]
 
 

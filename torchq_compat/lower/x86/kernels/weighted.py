@@ -1,6 +1,6 @@
 """Linear layers and convolutions with integer weights and quantized activations.
 
-Legacy: ``nnq.Linear``, ``nnq.Conv2d`` and their kin, ``nniq.LinearReLU``, ``nniq.ConvReLU2d``.
+Legacy: ``nnq.Linear``, ``nnq.Conv2d`` and related modules, ``nniq.LinearReLU``, ``nniq.ConvReLU2d``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torchq_compat.lower.x86.kernels.kernel_base import Constant, KernelCall, Qu
 from torchq_compat.lower.x86.qdq_operands import (
     arguments_of,
     constant_of,
-    is_dequantized,
     quantized_weight,
     rank_of,
 )
+from torchq_compat.qspecs.qdq import is_dequantize
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["WEIGHTED", "pack"]
@@ -63,7 +63,7 @@ def _rule(
 ) -> Rule:
     def rule(site: Site) -> KernelCall | Refusal | None:
         arguments = arguments_of(site.op)
-        if not is_dequantized(arguments["weight"]):
+        if not is_dequantize(arguments["weight"]):
             return None
         refusal = _cannot_take(site, arguments, ranks)
         if refusal is not None:
@@ -78,8 +78,8 @@ def _rule(
             packed = pack(site, prepack, settings)
         if isinstance(packed, Refusal):
             return packed
-        assert site.grid is not None
-        source, qparams = Quantized(arguments["input"]), (site.grid.scale, site.grid.zero_point)
+        assert site.qparams is not None
+        source, qparams = Quantized(arguments["input"]), (site.qparams.scale, site.qparams.zero_point)
         if site.follower is not None:
             return follow(site, source, Constant(packed), qparams)
         chosen = kernel if site.relu is None else with_relu
@@ -97,12 +97,12 @@ def _weight_shape(site: Site, arguments: Arguments) -> tuple[int, ...]:
 
 
 def _cannot_take(site: Site, arguments: Arguments, ranks: Callable[[int | None], bool]) -> Refusal | None:
-    grid = site.grid_of(arguments["input"])
-    if grid is None:
+    qparams = site.qparams_of(arguments["input"])
+    if qparams is None:
         return Refusal("its input is not quantized per tensor to 8 bits")
-    if site.grid is None:
+    if site.qparams is None:
         return Refusal("its result is not quantized" + _before_what(site.op))
-    if grid.dtype is not torch.uint8 or site.grid.dtype is not torch.uint8:
+    if qparams.dtype is not torch.uint8 or site.qparams.dtype is not torch.uint8:
         return Refusal("the kernel takes and gives uint8")
     if not ranks(rank_of(site.op)):
         return Refusal("the kernel takes batched inputs only")

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.custom_modules.parts.part_graph import part_nodes, part_of
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.migrate.comparison.results import CellGraph, CellNode
-from torchq_compat.opaque_calls.insert_calls import leaf_nodes
+from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
 
 __all__ = ["cell_graphs"]
 
@@ -19,9 +19,9 @@ CELL_INPUT = "input of the cell"
 
 def cell_graphs(converted: GraphModule) -> Iterator[CellGraph]:
     """Every cell of every custom module in ``converted``."""
-    for path in dict.fromkeys(str(call.target) for call in leaf_nodes(converted)):
-        leaf = converted.get_submodule(path)
-        for cell_path, cell in leaf.graphs() if isinstance(leaf, PartOwner) else ():
+    for path in dict.fromkeys(str(call.target) for call in opaque_call_nodes(converted)):
+        opaque = converted.get_submodule(path)
+        for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
             yield CellGraph(f"{path}.{cell_path}", tuple(_cell_nodes(cell)))
 
 

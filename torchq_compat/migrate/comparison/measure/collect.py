@@ -146,8 +146,8 @@ def _leaves(result: Any) -> list[Tensor]:
 
 def _output_readings(side: QuantizedModel, result: Any) -> list[Reading]:
     values = _leaves(result)
-    grids = side.output_grids(result)
-    return [Reading(value, grid) for value, grid in zip(values, grids, strict=True)]
+    all_qparams = side.output_qparams(result)
+    return [Reading(value, qparams) for value, qparams in zip(values, all_qparams, strict=True)]
 
 
 def _point(place: Place, measures: PlaceMeasures) -> Point:

@@ -55,8 +55,8 @@ def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
             copy.deepcopy(prepared), quantized, backend_config=case.backend_config
         )
         deployed, error = _deployed(prepared, quantized, case)
-        run, output_grids = observe_places(prepared, reference, places)
-    return QuantizedModel(run, output_grids, deployed, error)
+        run, output_qparams = observe_places(prepared, reference, places)
+    return QuantizedModel(run, output_qparams, deployed, error)
 
 
 def _deployed(

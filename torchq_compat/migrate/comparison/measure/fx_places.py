@@ -16,8 +16,8 @@ from torchq_compat.custom_modules.parts.part import PartKind
 from torchq_compat.migrate.comparison.measure.our_side import Place
 from torchq_compat.migrate.comparison.measure.sides import Key, OpKey, PartKey, Reading, ResultKey
 from torchq_compat.migrate.comparison.measure.taps import Tap, tap_module, tap_nodes
-from torchq_compat.qspecs.dtypes import dtype_range, plain_dtype
-from torchq_compat.qspecs.qparams import Grid, PerTensorGrid
+from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
+from torchq_compat.support.dtypes import dtype_range, plain_dtype
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["observe_places"]
@@ -45,8 +45,8 @@ Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
 
 def observe_places(
     prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
-) -> tuple[Run, Callable[[Any], tuple[Grid | None, ...]]]:
-    """How to run ``reference`` (changed: taps are put in), and the grids of a result's tensors, after the
+) -> tuple[Run, Callable[[Any], tuple[QParams | None, ...]]]:
+    """How to run ``reference`` (changed: taps are put in), and the qparams of a result's tensors, after the
     run that gave it."""
     outputs = pytree.tree_leaves(reference.graph.output_node().args[0])
     taps: dict[Key, Tap] = {}
@@ -58,20 +58,20 @@ def observe_places(
     source_taps = tap_nodes(reference, [node for node in sources if node is not None])
     eager = _LastCalls()
     taps.update(eager.taps(reference, places))
-    last_grids: list[Grid | None] = []
+    last_qparams: list[QParams | None] = []
 
     def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
         with torch.no_grad(), eager:
             result = reference(*batch)
-        last_grids[:] = [_last_grid(source_taps[node]) if node is not None else None for node in sources]
+        last_qparams[:] = [_last_qparams(source_taps[node]) if node is not None else None for node in sources]
         readings = {key: _reading(passes) for key, tap in taps.items() if (passes := tap.take())}
         return pytree.tree_map_only(Tensor, _dequantized, result), readings
 
-    def output_grids(result: Any) -> tuple[Grid | None, ...]:
+    def output_qparams(result: Any) -> tuple[QParams | None, ...]:
         leaves = pytree.tree_leaves(result)
-        return tuple(g for g, leaf in zip(last_grids, leaves, strict=True) if isinstance(leaf, Tensor))
+        return tuple(g for g, leaf in zip(last_qparams, leaves, strict=True) if isinstance(leaf, Tensor))
 
-    return run, output_grids
+    return run, output_qparams
 
 
 def _nodes(
@@ -233,23 +233,23 @@ def _source_of_dequantize(node: Any) -> Node | None:
     return None
 
 
-def _last_grid(tap: Tap) -> Grid | None:
+def _last_qparams(tap: Tap) -> QParams | None:
     passes = tap.take()
-    return _reading(passes[-1:]).grid if passes else None
+    return _reading(passes[-1:]).qparams if passes else None
 
 
 def _reading(passes: list[Tensor]) -> Reading:
-    grid = _grid_of(passes[0])
+    qparams = _qparams_of(passes[0])
     values = [_dequantized(value) for value in passes]
-    return Reading(values[0] if len(values) == 1 else torch.stack(values), grid)
+    return Reading(values[0] if len(values) == 1 else torch.stack(values), qparams)
 
 
 def _dequantized(value: Tensor) -> Tensor:
     return value.dequantize() if value.is_quantized else value
 
 
-def _grid_of(value: Tensor) -> Grid | None:
+def _qparams_of(value: Tensor) -> QParams | None:
     if not value.is_quantized or value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return None
     dtype = plain_dtype(value.dtype)
-    return PerTensorGrid(value.q_scale(), value.q_zero_point(), *dtype_range(dtype), dtype)
+    return PerTensorQParams(value.q_scale(), value.q_zero_point(), *dtype_range(dtype), dtype)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.migrate.comparison.measure.sides import Reading
-from torchq_compat.migrate.comparison.results import GridView, Histogram, Side, Steps
-from torchq_compat.qspecs.qparams import Grid, PerTensorGrid
+from torchq_compat.migrate.comparison.results import Histogram, QParamsView, Side, Steps
+from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
+from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["PlaceMeasures", "milliseconds", "state_bytes"]
@@ -27,22 +28,22 @@ class SideMeasures:
     """Sums over batches for one side of one place."""
 
     def __init__(self) -> None:
-        self.grid: Grid | None = None
+        self.qparams: QParams | None = None
         self._signal = self._noise = 0.0
         self._saturated = self._count = 0
 
     def add(self, exact: Tensor, reading: Reading) -> None:
-        self.grid = reading.grid
+        self.qparams = reading.qparams
         exact = exact.double()
         self._signal += float(exact.pow(2).sum())
         self._noise += float((exact - reading.value.double()).pow(2).sum())
-        if reading.grid is not None:
-            self._saturated += int(_outside(exact, reading.grid).sum())
+        if reading.qparams is not None:
+            self._saturated += int(_outside(exact, reading.qparams).sum())
             self._count += exact.numel()
 
     def result(self) -> Side:
         share = self._saturated / self._count if self._count else None
-        return Side(_view(self.grid), _decibel(self._signal, self._noise), share)
+        return Side(_view(self.qparams), _decibel(self._signal, self._noise), share)
 
 
 class StepMeasures:
@@ -54,9 +55,9 @@ class StepMeasures:
         self._largest = self._size = 0.0
         self._from_range = False
 
-    def add(self, exact: Tensor, ours: Reading, fx: Reading, grid: Grid | None) -> None:
-        step = _step(exact, grid)
-        self._from_range = grid is None
+    def add(self, exact: Tensor, ours: Reading, fx: Reading, qparams: QParams | None) -> None:
+        step = _step(exact, qparams)
+        self._from_range = qparams is None
         self._size = float(step.max())
         steps = (ours.value.double() - fx.value.double()).abs() / step.clamp_min(
             torch.finfo(torch.float64).tiny
@@ -95,7 +96,7 @@ class PlaceMeasures:
         if fx is not None and fx.value.shape == exact.shape:
             self._fx = self._fx or SideMeasures()
             self._fx.add(exact, fx)
-            self._steps.add(exact, ours, fx, ours.grid or fx.grid)
+            self._steps.add(exact, ours, fx, ours.qparams or fx.qparams)
 
     @property
     def seen(self) -> bool:
@@ -112,41 +113,43 @@ def _decibel(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
-def _qparams(exact: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def _qparams(exact: Tensor, qparams: QParams) -> tuple[Tensor, Tensor]:
     """Scale and zero point, shaped to broadcast over ``exact``."""
-    if isinstance(grid, PerTensorGrid):
-        scale, zero_point = torch.tensor([grid.scale]), torch.tensor([grid.zero_point])
+    if isinstance(qparams, PerTensorQParams):
+        scale, zero_point = torch.tensor([qparams.scale]), torch.tensor([qparams.zero_point])
         shape = [1] * exact.dim()
     else:
-        scale, zero_point = torch.tensor(grid.scales), torch.tensor(grid.zero_points)
+        scale, zero_point = torch.tensor(qparams.scales), torch.tensor(qparams.zero_points)
         shape = [1] * exact.dim()
-        shape[grid.axis] = -1
+        shape[qparams.axis] = -1
     device = exact.device
     return scale.double().reshape(shape).to(device), zero_point.double().reshape(shape).to(device)
 
 
-def _outside(exact: Tensor, grid: Grid) -> Tensor:
-    """Where ``exact`` lies more than half a step beyond the grid."""
-    scale, zero_point = _qparams(exact, grid)
+def _outside(exact: Tensor, qparams: QParams) -> Tensor:
+    """Where ``exact`` lies more than half a step beyond the range."""
+    scale, zero_point = _qparams(exact, qparams)
     q = exact / scale + zero_point
-    return (q < grid.quant_min - 0.5) | (q > grid.quant_max + 0.5)
+    return (q < qparams.quant_min - 0.5) | (q > qparams.quant_max + 0.5)
 
 
-def _step(exact: Tensor, grid: Grid | None) -> Tensor:
-    if grid is not None:
-        return _qparams(exact, grid)[0]
+def _step(exact: Tensor, qparams: QParams | None) -> Tensor:
+    if qparams is not None:
+        return _qparams(exact, qparams)[0]
     return (exact.max() - exact.min()).double().reshape([1] * exact.dim()) / RANGE_STEPS
 
 
-def _view(grid: Grid | None) -> GridView | None:
-    if grid is None:
+def _view(qparams: QParams | None) -> QParamsView | None:
+    if qparams is None:
         return None
-    dtype = str(grid.dtype).removeprefix("torch.")
-    if isinstance(grid, PerTensorGrid):
-        return GridView(dtype, (grid.scale,), (grid.zero_point,), grid.quant_min, grid.quant_max)
-    pairs = dict.fromkeys(zip(grid.scales, grid.zero_points, strict=True))
+    dtype = dtype_name(qparams.dtype)
+    if isinstance(qparams, PerTensorQParams):
+        return QParamsView(
+            dtype, (qparams.scale,), (qparams.zero_point,), qparams.quant_min, qparams.quant_max
+        )
+    pairs = dict.fromkeys(zip(qparams.scales, qparams.zero_points, strict=True))
     scales, zero_points = zip(*pairs, strict=True)
-    return GridView(dtype, scales, zero_points, grid.quant_min, grid.quant_max)
+    return QParamsView(dtype, scales, zero_points, qparams.quant_min, qparams.quant_max)
 
 
 def _histogram(exact: Tensor) -> Histogram | None:

@@ -33,15 +33,15 @@ from torchq_compat.migrate.comparison.measure.sides import (
 from torchq_compat.migrate.comparison.measure.taps import Tap, tap_nodes
 from torchq_compat.migrate.comparison.results import CellGraph, Kind, LeftFloat
 from torchq_compat.migrate.running.passthrough_decisions import computes_nothing
-from torchq_compat.opaque_calls.insert_calls import leaf_nodes
-from torchq_compat.opaque_calls.quantized_boundary import DEQUANTIZE_TARGETS, grid_of_integers
-from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
+from torchq_compat.opaque_calls.quantized_boundary import qparams_of_integers
+from torchq_compat.qspecs.qdq import QUANTIZE, is_dequantize
+from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["OurSide", "Place", "quantize_by_us"]
 
-QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
 
 
@@ -81,7 +81,7 @@ def quantize_by_us(case: Case) -> OurSide:
     """Prepare, calibrate and convert ``case.model``, which stays as it is.
 
     Raises:
-        TorchQCompatError: as the doors of ``torchq_compat.quantize_fx``.
+        TorchQCompatError: as the entry points of ``torchq_compat.quantize_fx``.
     """
     prepared = prepare_fx(
         case.model,
@@ -106,7 +106,7 @@ def quantize_by_us(case: Case) -> OurSide:
         QuantizedModel(_exact_runner(exact, decisions), lambda _: (), None),
         QuantizedModel(
             _quantized_runner(copy.deepcopy(converted), decisions, observed),
-            partial(_output_grids, converted),
+            partial(_output_qparams, converted),
             deployed,
         ),
         places,
@@ -162,20 +162,20 @@ def _nodes(graph_module: GraphModule, decisions: tuple[Decision, ...]) -> dict[K
     found: dict[Key, tuple[GraphModule, Node]] = {}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     keys: dict[str, OpKey] = {decision.node: key for key, decision in _op_keys(decisions)}
-    calls = {call: str(call.target) for call in leaf_nodes(graph_module)}
+    calls = {call: str(call.target) for call in opaque_call_nodes(graph_module)}
     for node in by_name.values():
         if node.name in keys:
             found[keys[node.name]] = graph_module, node
         elif node in calls:
-            found.update(_of_leaf(graph_module, node, calls[node]))
+            found.update(_of_opaque_call(graph_module, node, calls[node]))
     return found
 
 
-def _of_leaf(
+def _of_opaque_call(
     graph_module: GraphModule, call: Node, path: str
 ) -> Iterator[tuple[Key, tuple[GraphModule, Node]]]:
-    leaf = graph_module.get_submodule(path)
-    for cell_path, cell in leaf.graphs() if isinstance(leaf, PartOwner) else ():
+    opaque = graph_module.get_submodule(path)
+    for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
         for part, node in part_nodes(cell):
             yield PartKey(f"{path}.{cell_path}", part), (cell, node)
     for getitem in call.users:
@@ -201,15 +201,15 @@ def _exact_runner(model: GraphModule, decisions: tuple[Decision, ...]) -> Run:
 
 def _quantized_runner(model: GraphModule, decisions: tuple[Decision, ...], observed: frozenset[str]) -> Run:
     """Run the q-dq ``model`` and read the integers of what is ``observed``, of results and of parts."""
-    values: dict[Key, tuple[GraphModule, Node, Grid | None]] = {}
+    values: dict[Key, tuple[GraphModule, Node, QParams | None]] = {}
     for key, (graph, node) in _nodes(model, decisions).items():
         is_own = not isinstance(key, OpKey) or node.name in observed
         values[key] = (graph, *(_integers_of(node) if is_own else (node, None)))
     return _runner(model, values)
 
 
-def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, Grid | None]]) -> Run:
-    """Run ``model`` with taps behind the nodes of ``values``, each with the grid of what it holds."""
+def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, QParams | None]]) -> Run:
+    """Run ``model`` with taps behind the nodes of ``values``, each with the qparams of what it holds."""
     taps: dict[tuple[int, Node], Tap] = {}
     for graph in {id(graph): graph for graph, _, _ in values.values()}.values():
         tapped = tap_nodes(graph, [node for owner, node, _ in values.values() if owner is graph])
@@ -220,11 +220,11 @@ def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, Gr
             result = model(*batch)
         taken = {where: tap.take() for where, tap in taps.items()}
         readings = {}
-        for key, (graph, node, grid) in values.items():
+        for key, (graph, node, qparams) in values.items():
             passes = taken[id(graph), node]
             if passes:
                 whole = _joined(passes)
-                readings[key] = Reading(whole if grid is None else grid.dequantize(whole), grid)
+                readings[key] = Reading(whole if qparams is None else qparams.dequantize(whole), qparams)
         return result, readings
 
     return run
@@ -235,26 +235,27 @@ def _joined(passes: list[Tensor]) -> Tensor:
     return passes[0] if len(passes) == 1 else torch.stack(passes)
 
 
-def _integers_of(node: Node) -> tuple[Node, Grid | None]:
-    """The node that holds the integers of ``node`` and their grid; ``node`` itself where it stays float."""
-    grid = grid_of_integers(node)
-    if grid is not None:
-        return node, grid
+def _integers_of(node: Node) -> tuple[Node, QParams | None]:
+    """The node that holds the integers of ``node`` and their qparams; ``node`` itself where it stays
+    float."""
+    qparams = qparams_of_integers(node)
+    if qparams is not None:
+        return node, qparams
     for user in node.users:
         if user.target is QUANTIZE:
-            return user, grid_of_integers(user)
+            return user, qparams_of_integers(user)
     return node, None
 
 
-def _output_grids(converted: GraphModule, result: Any) -> tuple[Grid | None, ...]:
+def _output_qparams(converted: GraphModule, result: Any) -> tuple[QParams | None, ...]:
     nodes = pytree.tree_leaves(converted.graph.output_node().args[0])
     pairs = zip(nodes, pytree.tree_leaves(result), strict=True)
-    return tuple(_grid_behind(node) for node, leaf in pairs if isinstance(leaf, Tensor))
+    return tuple(_qparams_behind(node) for node, leaf in pairs if isinstance(leaf, Tensor))
 
 
-def _grid_behind(node: Any) -> Grid | None:
-    if not isinstance(node, Node) or node.target not in DEQUANTIZE_TARGETS:
+def _qparams_behind(node: Any) -> QParams | None:
+    if not is_dequantize(node):
         return None
     source = node.args[0]
     assert isinstance(source, Node)
-    return grid_of_integers(source)
+    return qparams_of_integers(source)

@@ -20,10 +20,10 @@ from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchq_compat.errors import CaseError
-from torchq_compat.graph import metadata
 from torchq_compat.migrate.comparison.measure.cases import Case
 from torchq_compat.migrate.comparison.measure.fx_switch import fx_is_called
 from torchq_compat.migrate.running.redirections import REDIRECTIONS, redirect, replace_everywhere
+from torchq_compat.support import metadata
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["ScriptRecorder"]

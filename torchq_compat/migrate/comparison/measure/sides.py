@@ -1,4 +1,4 @@
-"""What both sides tell about a model: the places where values can be seen, and on which grid they lie."""
+"""What both sides tell about a model: the places where values can be seen, and their qparams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchq_compat.qspecs.qparams import Grid
+from torchq_compat.qspecs.qparams import QParams
 
 __all__ = ["Key", "OpKey", "PartKey", "QuantizedModel", "Reading", "ResultKey"]
 
@@ -41,10 +41,10 @@ Key = OpKey | ResultKey | PartKey
 
 @dataclass(frozen=True)
 class Reading:
-    """What passed a place in one run: dequantized values, and their grid, None where they are float."""
+    """What passed a place in one run: dequantized values, and their qparams, None where they are float."""
 
     value: Tensor
-    grid: Grid | None
+    qparams: QParams | None
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class QuantizedModel:
 
     Attributes:
         run: calls the model and returns its result, and what passed at every place.
-        output_grids: for each tensor of a result the grid it lies on; None: float.
+        output_qparams: for each tensor of a result its qparams; None: float.
         deployed: what the script would ship, for size and latency; None where it could not be made.
     """
 
     run: Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
-    output_grids: Callable[[Any], tuple[Grid | None, ...]]
+    output_qparams: Callable[[Any], tuple[QParams | None, ...]]
     deployed: nn.Module | None
     deployed_error: str = ""

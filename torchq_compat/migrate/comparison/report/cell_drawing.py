@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from torchq_compat.migrate.comparison.results import CellGraph, CellNode, GridView, Point
+from torchq_compat.migrate.comparison.results import CellGraph, CellNode, Point, QParamsView
 
 __all__ = ["draw_cell"]
 
@@ -30,7 +30,7 @@ Places = dict[str, tuple[float, float]]
 
 
 def draw_cell(cell: CellGraph, points: Mapping[str, Point]) -> Figure:
-    """``points``: by name; those of the cell's parts carry the grids."""
+    """``points``: by name; those of the cell's parts carry the qparams."""
     places = _places(cell)
     columns = max(x for x, _ in places.values()) / COLUMN + 1
     bottom, top = _limits(cell, places)
@@ -113,8 +113,8 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 
 def _box(axes: Axes, node: CellNode, centre: tuple[float, float], point: Point | None) -> None:
     x, y = centre
-    grid = point.ours.grid if point else None
-    colour = FLOAT_COLOUR if grid is None else DTYPE_COLOURS.get(grid.dtype, OTHER_COLOUR)
+    qparams = point.ours.qparams if point else None
+    colour = FLOAT_COLOUR if qparams is None else DTYPE_COLOURS.get(qparams.dtype, OTHER_COLOUR)
     axes.add_patch(
         FancyBboxPatch(
             (x - WIDTH / 2, y - HEIGHT / 2),
@@ -144,14 +144,14 @@ def _box(axes: Axes, node: CellNode, centre: tuple[float, float], point: Point |
 def _details(node: CellNode, point: Point | None) -> list[tuple[str, str]]:
     if point is None:
         return [(node.formula, "#333333")]
-    ours, fx = point.ours.grid, point.fx.grid if point.fx else None
+    ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
     lines = [(node.formula, "#333333"), (_chain(ours), "#111111")]
     if fx is not None and (ours is None or not ours.same_qparams(fx)):
         lines.append((f"FX: {_chain(fx)}", "#b04a00"))
     return lines
 
 
-def _chain(grid: GridView | None) -> str:
-    if grid is None:
+def _chain(qparams: QParamsView | None) -> str:
+    if qparams is None:
         return "float"
-    return f"q→dq {grid.dtype} {grid.scales[0]:.3g}/{grid.zero_points[0]}"
+    return f"q→dq {qparams.dtype} {qparams.scales[0]:.3g}/{qparams.zero_points[0]}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchq_compat.errors import ReportError
-from torchq_compat.migrate.comparison.causes import grid_text
+from torchq_compat.migrate.comparison.causes import qparams_text
 from torchq_compat.migrate.comparison.report.terminal_report import COLUMNS, cost_rows, point_row
 from torchq_compat.migrate.comparison.results import ComparedModel
 from torchq_compat.support.atomic_files import write_whole
@@ -65,7 +65,7 @@ def page(comparisons: Sequence[ComparedModel]) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["grid"] = grid_text
+    environment.filters["qparams"] = qparams_text
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         columns=COLUMNS,
         sections=[
@@ -102,9 +102,9 @@ def _plots(comparison: ComparedModel) -> Iterator[Plot]:
         )
     for title, points in plots.histogram_groups(capture):
         yield Plot(
-            f"Values against the grid: {title}",
-            "The float model's values; shaded is what a grid covers, dashed its ends, ticks are its steps "
-            "(at most 64 drawn).",
+            f"Values against the qparams: {title}",
+            "The float model's values; shaded is what the qparams cover, dashed their ends, ticks are their "
+            "steps (at most 64 drawn).",
             plots.histograms(points),
         )
     for cell in capture.cells:

@@ -14,7 +14,15 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from torchq_compat.migrate.comparison.report.cell_drawing import draw_cell
-from torchq_compat.migrate.comparison.results import Capture, CellGraph, GridView, Kind, Point, Series, Side
+from torchq_compat.migrate.comparison.results import (
+    Capture,
+    CellGraph,
+    Kind,
+    Point,
+    QParamsView,
+    Series,
+    Side,
+)
 
 __all__ = ["cell_chain", "error_per_place", "histogram_groups", "histograms", "over_time"]
 
@@ -89,7 +97,7 @@ def histogram_groups(capture: Capture) -> Iterator[tuple[str, list[Point]]]:
 
 
 def histograms(points: Sequence[Point]) -> str:
-    """The float values at each place, and the grids of both sides."""
+    """The float values at each place, and the qparams of both sides."""
     rows = max(1, math.ceil(len(points) / COLUMNS_OF_HISTOGRAMS))
     figure = Figure(figsize=(WIDTH, 0.4 + 2.1 * rows), layout="constrained")
     all_axes = figure.subplots(rows, COLUMNS_OF_HISTOGRAMS, squeeze=False).flatten()
@@ -99,7 +107,7 @@ def histograms(points: Sequence[Point]) -> str:
         _histogram(axes, point)
     handles = [
         Patch(color=colour, label=label)
-        for colour, label in ((OURS, "grid here"), (FX, "grid of FX, if another"))
+        for colour, label in ((OURS, "qparams here"), (FX, "qparams of FX, if others"))
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     return _data_uri(figure)
@@ -115,26 +123,28 @@ def _histogram(axes: Axes, point: Point) -> None:
     axes.stairs(histogram.counts, edges, fill=True, color="#9aa5b1")
     axes.set_yscale("symlog", linthresh=1)
     axes.set_ylim(bottom=0)
-    ours, fx = point.ours.grid, point.fx.grid if point.fx else None
+    ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
     if ours is not None:
-        _mark_grid(axes, ours, OURS, view, 0.0)
+        _mark_qparams(axes, ours, OURS, view, 0.0)
     if fx is not None and (ours is None or not fx.same_qparams(ours)):
-        _mark_grid(axes, fx, FX, view, TICK)
+        _mark_qparams(axes, fx, FX, view, TICK)
     axes.set_xlim(view)
     axes.set_title(_shortened(point.name.rpartition(".cell.")[2], 34), fontsize=8)
     axes.tick_params(labelsize=7)
 
 
-def _mark_grid(axes: Axes, grid: GridView, colour: str, view: tuple[float, float], bottom: float) -> None:
-    """Shade what each grid covers, dash its ends, and draw its steps as ticks at the bottom."""
-    for scale, zero_point in zip(grid.scales, grid.zero_points, strict=True):
-        first, last = (grid.quant_min - zero_point) * scale, (grid.quant_max - zero_point) * scale
+def _mark_qparams(
+    axes: Axes, qparams: QParamsView, colour: str, view: tuple[float, float], bottom: float
+) -> None:
+    """Shade what the qparams cover, dash their ends, and draw their steps as ticks at the bottom."""
+    for scale, zero_point in zip(qparams.scales, qparams.zero_points, strict=True):
+        first, last = (qparams.quant_min - zero_point) * scale, (qparams.quant_max - zero_point) * scale
         axes.axvspan(max(first, view[0]), min(last, view[1]), color=colour, alpha=0.10, linewidth=0)
         for end in (first, last):
             if view[0] <= end <= view[1]:
                 axes.axvline(end, color=colour, linewidth=1.0, linestyle="--")
-        lowest = max(grid.quant_min, math.ceil(view[0] / scale) + zero_point)
-        highest = min(grid.quant_max, math.floor(view[1] / scale) + zero_point)
+        lowest = max(qparams.quant_min, math.ceil(view[0] / scale) + zero_point)
+        highest = min(qparams.quant_max, math.floor(view[1] / scale) + zero_point)
         every = max(1, math.ceil((highest - lowest) / MAX_TICKS))
         ticks = [(q - zero_point) * scale for q in range(lowest, highest + 1, every)]
         axes.vlines(

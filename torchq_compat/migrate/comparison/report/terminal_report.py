@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchq_compat.migrate.comparison.causes import grid_text
+from torchq_compat.migrate.comparison.causes import qparams_text
 from torchq_compat.migrate.comparison.results import ComparedModel, Costs, Kind, Point, Side, Status
 from torchq_compat.migrate.comparison.verdict import decibel_text
 
@@ -63,13 +63,16 @@ def point_row(point: Point) -> tuple[str, ...]:
     """The cells of ``COLUMNS``."""
     ours, fx, steps = point.ours, point.fx, point.steps
     same = (
-        fx is not None and fx.grid is not None and ours.grid is not None and ours.grid.same_qparams(fx.grid)
+        fx is not None
+        and fx.qparams is not None
+        and ours.qparams is not None
+        and ours.qparams.same_qparams(fx.qparams)
     )
     return (
         point.name,
         "" if point.kind is Kind.OUTPUT else point.operation,
-        grid_text(ours.grid),
-        NONE if fx is None else "same" if same else grid_text(fx.grid),
+        qparams_text(ours.qparams),
+        NONE if fx is None else "same" if same else qparams_text(fx.qparams),
         _decibels(ours),
         NONE if fx is None else _decibels(fx),
         NONE if steps is None else f"{steps.share:.2%}",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchq_compat.graph.graph_module import ModelRecord
     from torchq_compat.migrate.comparison.measure.script_recorder import Recording
     from torchq_compat.opaque_calls.layouts import CallLayout
-    from torchq_compat.qspecs.qparams import Grid
+    from torchq_compat.qspecs.qparams import QParams
 
 __all__ = ["KEYS", "MetaKey"]
 
@@ -70,29 +70,29 @@ class MetaKey(Generic[T]):
 RECORD: MetaKey[ModelRecord] = MetaKey("torchq_compat", "graph", "graph.graph_module", "everything")
 #: Whether the graph is in training mode.
 TRAINING: MetaKey[bool] = MetaKey(
-    "torchq_compat_training", "graph", "graph.training_modes", "graph.training_modes"
+    "torchq_compat_training", "graph", "capture.training_modes", "capture.training_modes"
 )
 #: Whether batch norms keep their statistics in training.
 FROZEN: MetaKey[bool] = MetaKey(
-    "torchq_compat_batch_norm_frozen", "graph", "graph.training_modes", "graph.training_modes"
+    "torchq_compat_batch_norm_frozen", "graph", "capture.training_modes", "capture.training_modes"
 )
 #: Whether an op keeps its training flag, whatever the mode of the graph.
 FIXED_MODE: MetaKey[bool] = MetaKey(
-    "torchq_compat_fixed_mode", "node", "capture.purposeful_training", "graph.training_modes"
+    "torchq_compat_fixed_mode", "node", "capture.purposeful_training", "capture.training_modes"
 )
 #: What an op is to a QConfigMapping.
 OP: MetaKey[OpRecord] = MetaKey("torchq_compat_op", "node", "annotate.op_records", "pipeline.switch_off")
 #: The path of the module that an opaque call calls.
 OPAQUE_CALL: MetaKey[str] = MetaKey(
-    "torchq_compat_leaf", "node", "opaque_calls.insert_calls", "people who look at a graph"
+    "torchq_compat_opaque_call", "node", "opaque_calls.insert_calls", "people who look at a graph"
 )
 #: The integers that a result of an opaque call is, from convert on; None for floats.
-INTEGERS: MetaKey[Grid | None] = MetaKey(
+INTEGERS: MetaKey[QParams | None] = MetaKey(
     "torchq_compat_integers", "node", "opaque_calls.quantized_boundary", "lower, opaque_calls"
 )
 #: The qparams that a dequantize behind an opaque call undoes.
-DEQUANTIZED: MetaKey[Grid] = MetaKey(
-    "torchq_compat_grid", "node", "opaque_calls.quantized_boundary", "opaque_calls.quantized_boundary"
+DEQUANTIZED: MetaKey[QParams] = MetaKey(
+    "torchq_compat_qparams", "node", "opaque_calls.quantized_boundary", "opaque_calls.quantized_boundary"
 )
 #: (least, largest) integer that the calibrated range takes; a reduced range leaves out half of them.
 OBSERVED_RANGE: MetaKey[tuple[int, int]] = MetaKey(
@@ -118,7 +118,7 @@ INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
 )
 #: The layouts of the calls of a standalone module.
 LAYOUTS: MetaKey[list[CallLayout]] = MetaKey(
-    "torchq_compat_leaf_layouts", "graph", "opaque_calls.insert_calls", "custom_modules.standalone"
+    "torchq_compat_opaque_layouts", "graph", "opaque_calls.insert_calls", "custom_modules.standalone"
 )
 #: The cells that are written out in the graph, by path.
 UNROLLED_CELLS: MetaKey[dict[str, GraphModule]] = MetaKey(

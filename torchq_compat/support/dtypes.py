@@ -1,4 +1,4 @@
-"""torch.ao's quantized dtypes -> the plain integer dtypes that PT2E graphs carry."""
+"""dtypes: by name, by range, and torch.ao's quantized ones as the plain integers that PT2E graphs carry."""
 
 from __future__ import annotations
 
@@ -8,11 +8,43 @@ from torchao.quantization.pt2e.utils import to_underlying_dtype
 
 from torchq_compat.errors import ConfigError
 
-__all__ = ["FLOAT_DTYPES", "PACKED_DTYPES", "as_dtype", "dtype_range", "is_integer", "plain_dtype"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "KERNEL_DTYPES",
+    "LEGACY_DTYPES",
+    "PACKED_DTYPES",
+    "as_dtype",
+    "dtype_name",
+    "dtype_named",
+    "dtype_range",
+    "is_integer",
+    "plain_dtype",
+]
 
 FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 #: Several values in a byte. PT2E has one value per byte, in the range of the packed dtype.
 PACKED_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
+#: Integers that torch.ao's quantized tensors hold -> the dtype of such a tensor.
+LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8, torch.int32: torch.qint32}
+#: Those that integer kernels compute on.
+KERNEL_DTYPES = (torch.uint8, torch.int8)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name ``dtype`` as messages, reports and files do: ``uint8``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of that name, the inverse of ``dtype_name``.
+
+    Raises:
+        ValueError: no dtype has it.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype of torch is called {name!r}")
+    return dtype
 
 
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from torchq_compat.graph import metadata
+from torchq_compat.support import metadata
 
 __all__ = [
     "batch_counters",

@@ -1,0 +1,176 @@
+"""q-dq nodes: the operators of ``quantized_decomposed``, named, recognised and inserted here alone.
+
+A *static* node has its qparams in the graph, as literals per tensor and as constants per channel; a *dynamic*
+one takes those that ``CHOOSE_QPARAMS`` computes from the tensor in each run. ``QParams`` (``qparams.py``) are
+the values: ``PerTensorQParams.of_node`` reads them from a node, and computes on tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+import torchq_compat.support.upstream  # noqa: F401 - registers quantized_decomposed
+from torchq_compat.support.graph_nodes import free_name
+
+if TYPE_CHECKING:
+    from torchq_compat.qspecs.qparams import QParams
+
+__all__ = [
+    "ALL_OPS",
+    "CHOOSE_QPARAMS",
+    "CONVERT_DTYPE",
+    "DEQUANTIZE",
+    "DEQUANTIZES",
+    "DEQUANTIZE_DYNAMIC",
+    "DEQUANTIZE_PER_CHANNEL",
+    "NAMESPACE",
+    "QUANTIZE",
+    "QUANTIZE_DYNAMIC",
+    "QUANTIZE_PER_CHANNEL",
+    "constants_in",
+    "embedding_byte",
+    "insert_dequantize",
+    "insert_dynamic_q_dq",
+    "insert_q_dq",
+    "insert_quantize",
+    "integers_behind",
+    "is_dequantize",
+]
+
+NAMESPACE = "quantized_decomposed"
+_OPS = torch.ops.quantized_decomposed
+#: Static, per tensor.
+QUANTIZE = _OPS.quantize_per_tensor.default
+DEQUANTIZE = _OPS.dequantize_per_tensor.default
+#: Static, per channel.
+QUANTIZE_PER_CHANNEL = _OPS.quantize_per_channel.default
+DEQUANTIZE_PER_CHANNEL = _OPS.dequantize_per_channel.default
+#: Dynamic, per tensor.
+CHOOSE_QPARAMS = _OPS.choose_qparams.tensor
+QUANTIZE_DYNAMIC = _OPS.quantize_per_tensor.tensor
+DEQUANTIZE_DYNAMIC = _OPS.dequantize_per_tensor.tensor
+#: A cast that no compiler may fuse away: to float16 and back.
+CONVERT_DTYPE = _OPS.convert_element_type.no_fuse
+
+#: What gives floats for static integers.
+DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
+#: What convert puts into a graph around the ops of the model.
+ALL_OPS = (
+    QUANTIZE,
+    *DEQUANTIZES,
+    QUANTIZE_PER_CHANNEL,
+    CHOOSE_QPARAMS,
+    QUANTIZE_DYNAMIC,
+    DEQUANTIZE_DYNAMIC,
+    CONVERT_DTYPE,
+)
+
+#: Makes a node that reads a tensor, given what to call it.
+MakeConstant = Callable[[str, Tensor], Node]
+
+
+def embedding_byte() -> Any:
+    """Return the operator that looks up rows of an integer table and dequantizes them; importing ExecuTorch
+    registers it."""
+    return _OPS.embedding_byte.default
+
+
+def is_dequantize(node: Any) -> bool:
+    """Tell whether ``node`` is a static dequantize."""
+    return isinstance(node, Node) and node.target in DEQUANTIZES
+
+
+def integers_behind(dequantize: Node) -> Node:
+    """Return the node whose integers ``dequantize`` reads."""
+    source = dequantize.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def insert_quantize(graph: Graph, source: Node, qparams: QParams, constant: MakeConstant) -> Node:
+    """Insert the quantize of ``source`` at the graph's insertion point, without ``meta``."""
+    return graph.call_function(qparams.quantize_op, (source, *_arguments(source, qparams, constant)))
+
+
+def insert_dequantize(
+    graph: Graph,
+    integers: Node,
+    qparams: QParams,
+    constant: MakeConstant,
+    out_dtype: torch.dtype = torch.float32,
+) -> Node:
+    """Insert the dequantize of ``integers`` at the graph's insertion point, without ``meta``.
+
+    Args:
+        graph: that of ``integers``.
+        integers: a node that gives integers of ``qparams.dtype``.
+        qparams: per tensor or per channel.
+        constant: makes the nodes for scales and zero points per channel.
+        out_dtype: the float dtype of the result.
+    """
+    kwargs: dict[str, Any] = {} if out_dtype is torch.float32 else {"out_dtype": out_dtype}
+    args = (integers, *_arguments(integers, qparams, constant))
+    return graph.call_function(qparams.dequantize_op, args, kwargs)
+
+
+def insert_q_dq(graph: Graph, source: Node, qparams: QParams, constant: MakeConstant) -> Node:
+    """Insert quantize and dequantize of ``source``, with the same constants; returns the dequantize, which
+    has the ``meta`` of ``source``."""
+    arguments = _arguments(source, qparams, constant)
+    quantize = graph.call_function(qparams.quantize_op, (source, *arguments))
+    dequantize = graph.call_function(qparams.dequantize_op, (quantize, *arguments))
+    dequantize.meta = dict(source.meta)
+    return dequantize
+
+
+def insert_dynamic_q_dq(
+    graph: Graph,
+    source: Node,
+    chosen_range: tuple[int, int],
+    limits: tuple[int, int],
+    *,
+    eps: float,
+    dtype: torch.dtype,
+) -> Node:
+    """Insert nodes that choose qparams for ``source``, quantize and dequantize it.
+
+    Args:
+        graph: that of ``source``.
+        source: gives floats.
+        chosen_range: the integers that the range of the tensor is spread over.
+        limits: the integers that quantize clamps to.
+        eps: the smallest scale.
+        dtype: that of the integers.
+
+    Returns:
+        The dequantize.
+    """
+    chosen = graph.call_function(CHOOSE_QPARAMS, (source, *chosen_range, eps, dtype))
+    scale, zero_point = (graph.call_function(operator.getitem, (chosen, index)) for index in range(2))
+    arguments = (scale, zero_point, *limits, dtype)
+    integers = graph.call_function(QUANTIZE_DYNAMIC, (source, *arguments))
+    return graph.call_function(DEQUANTIZE_DYNAMIC, (integers, *arguments))
+
+
+def _arguments(source: Node, qparams: QParams, constant: MakeConstant) -> tuple[Any, ...]:
+    value = source.meta.get("val")
+    device = value.device if isinstance(value, Tensor) else torch.device("cpu")
+    return qparams.arguments(source.name, constant, device)
+
+
+def constants_in(graph_module: GraphModule) -> MakeConstant:
+    """Return a function that keeps tensors as buffers of ``graph_module`` and makes nodes that read them."""
+
+    def constant(name: str, value: Tensor) -> Node:
+        name = free_name(graph_module, name)
+        # Not the method of the module: a standalone module's class may have one of its own.
+        nn.Module.register_buffer(graph_module, name, value)
+        return graph_module.graph.get_attr(name)
+
+    return constant
