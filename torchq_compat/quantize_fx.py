@@ -22,6 +22,7 @@ from torchq_compat.config.custom_configs import (
     read_fuse_custom_config,
     read_prepare_custom_config,
 )
+from torchq_compat.config.old_keywords import takes_old_keywords
 from torchq_compat.config.qconfig_mappings import QConfigRules, read_qconfig_mapping
 from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.lower.x86.entry_point import lower_or_warn
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 
+@takes_old_keywords()
 def prepare_fx(
     model: nn.Module,
     qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
@@ -62,7 +64,8 @@ def prepare_fx(
         qconfig_mapping: a QConfigMapping or its dict form; or a torchao ``Quantizer``, which annotates
             all that is no custom module. Custom modules then have torch.ao's default qconfig.
         example_inputs: one example of every positional argument; only their structure, dtypes and ranks
-            matter, every size stays free unless the model fixes it.
+            matter, every size stays free unless the model fixes it. A bare tensor, a list, and a dict of
+            forward's parameters are taken too, with a QuantizationWarning that names the tuple to write.
         prepare_custom_config: a PrepareCustomConfig or its dict form.
         backend_config: a BackendConfig or its dict form; default: torch.ao's native backend.
         dynamic_shapes: which sizes stay free, as ``torch.export.export`` takes it; default: all that can.
@@ -71,7 +74,7 @@ def prepare_fx(
         The observed model, called as ``model`` is, with tensors of the same dtypes and any free sizes.
 
     Raises:
-        InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
+        InputError: ``example_inputs`` missing, or not fitting the model.
         ConfigError: a setting that cannot be read or is not carried over.
         CaptureError: torch.export cannot capture the model; names the user's line.
         CustomModuleError: an observed class that does not do what the mapping promises.
@@ -97,6 +100,7 @@ def prepare_fx(
     )
 
 
+@takes_old_keywords()
 def prepare_qat_fx(
     model: nn.Module,
     qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
@@ -138,6 +142,7 @@ def prepare_qat_fx(
     )
 
 
+@takes_old_keywords(reference=lambda: convert_to_reference_fx)
 @checked_arguments(_remove_qconfig=FLAG, keep_original_weights=FLAG)
 def convert_fx(
     graph_module: GraphModule,
@@ -187,6 +192,7 @@ def convert_fx(
     return lower_or_warn(reference)
 
 
+@takes_old_keywords()
 @checked_arguments(_remove_qconfig=FLAG)
 def convert_to_reference_fx(
     graph_module: GraphModule,
@@ -220,6 +226,7 @@ def convert_to_reference_fx(
     return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
 
 
+@takes_old_keywords()
 @checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))
 def fuse_fx(
     model: nn.Module,
@@ -307,7 +314,7 @@ def _prepare(
     request = PrepareRequest(
         rules=read_qconfig_mapping(qconfig_mapping),
         quantizer=quantizer,
-        example_inputs=read_example_inputs(example_inputs),
+        example_inputs=read_example_inputs(example_inputs, model),
         settings=read_prepare_custom_config(prepare_custom_config),
         backend=read_backend_config(backend_config),
         dynamic_shapes=dynamic_shapes,

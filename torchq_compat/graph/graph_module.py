@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,17 @@ from torchq_compat.graph.training_modes import set_training
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.decisions import Decision
-from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY, is_activation_post_process
+
+if TYPE_CHECKING:
+    from torchq_compat.lower.torchscript.scripted import ScriptedGraph
 
 __all__ = [
     "ConvertedGraphModule",
     "ModelRecord",
     "QuantizationGraphModule",
     "Stage",
+    "is_traced_by_jit",
     "preserved_of",
     "record_of",
 ]
@@ -81,6 +85,11 @@ class ModelRecord:
         return self
 
 
+def is_traced_by_jit() -> bool:
+    """Whether torch.jit.trace is looking, which would fix every size: it gets the scripted graph."""
+    return bool(torch._C._is_tracing()) and not torch.compiler.is_compiling()
+
+
 class QuantizationGraphModule(GraphModule):
     """A captured model that takes the float model's call forms, ``train()`` and ``eval()``."""
 
@@ -117,6 +126,8 @@ class QuantizationGraphModule(GraphModule):
         # Dynamo cannot look at the graph, and compares structures itself.
         if not torch.compiler.is_compiling() and not all(isinstance(arg, Tensor) for arg in bound):
             check_structure(self.reference, bound)
+        if is_traced_by_jit():
+            return self._scripted().call(bound)
         try:
             observes = self.record.stage is Stage.PREPARED and not self.record.is_qat
             if not observes or torch.compiler.is_compiling():
@@ -129,6 +140,41 @@ class QuantizationGraphModule(GraphModule):
             if error is None:
                 raise
             raise error from cause
+
+    @property
+    def is_prepared(self) -> bool:
+        return self.record.stage is Stage.PREPARED
+
+    @property
+    def __jit_ignored_attributes__(self) -> list[str]:
+        """torch.jit.trace compiles what observers export; the scripted graph it gets calls none of them."""
+        return ["is_prepared", *self._observing()]
+
+    def __dir__(self) -> list[str]:
+        # torch.jit.trace goes through it, and would compile what it was told to ignore.
+        return sorted(set(super().__dir__()).difference(self._observing()))
+
+    def _observing(self) -> set[str]:
+        """The names of the submodules with observers in them."""
+        return {
+            name
+            for name, child in self._modules.items()
+            if child is not None and any(map(is_activation_post_process, child.modules()))
+        }
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by torch.jit.script: a plain module of the same computation that it can compile.
+
+        Raises:
+            ExportError: a module or operator that TorchScript has no word for.
+        """
+        return self._scripted().module()
+
+    def _scripted(self) -> ScriptedGraph:
+        # The last stage of all, which only torch.jit asks for.
+        from torchq_compat.lower.torchscript.scripted import scripted_graph
+
+        return scripted_graph(self)
 
     def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
         """What is told of a failed call; None: ``cause`` itself."""

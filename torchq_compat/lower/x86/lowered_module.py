@@ -73,7 +73,7 @@ class LoweredGraphModule(QuantizationGraphModule):
     The reference graph is the one source of truth: parameters, buffers, submodules and state_dict are its
     own, and the kernels' packed weights are made from them, again whenever a state was loaded, moved or
     written in place.
-    ``graph`` and ``code`` are what runs. torch.compile, torch.export and torch.jit.trace see the reference
+    ``graph`` and ``code`` are what runs, in TorchScript too. torch.compile and torch.export see the reference
     graph, which is portable.
     """
 
@@ -124,6 +124,8 @@ class LoweredGraphModule(QuantizationGraphModule):
             lowered = write_lowered_graph(lowering.reference, plan, paths, in_floats, MADE)
         modules = {opaque.name: opaque.module for opaque in opaque_modules if opaque.module is not None}
         state[MADE] = _Made({**lowered.constants, **modules})
+        # torch.jit.trace knows packed weights that are attributes of the module it traces.
+        state.update({f"{MADE}_{name}": value for name, value in lowered.constants.items()})
         state[LOWERING] = _Lowering(
             lowering.reference,
             lowering.engine,
@@ -245,8 +247,8 @@ class _Made(nn.Module):
 
 
 def _is_captured() -> bool:
-    """Whether torch.compile, torch.export or torch.jit is looking: none of them can take packed weights."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing()
+    """Whether torch.compile or torch.export is looking: they cannot take packed weights."""
+    return torch.compiler.is_compiling()
 
 
 def _left_float(reference: ConvertedGraphModule) -> dict[str, str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from torchq_compat.config.old_keywords import KEYWORDS
+
 __all__ = [
     "DICT_GETTERS",
     "ENGINE_INTERNALS",
@@ -90,16 +92,6 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
         "backend_config",
     ),
     "fuse_fx": ("model", "fuse_custom_config", "backend_config"),
-}
-
-#: Keywords that torch 1.13 renamed.
-KEYWORDS: Mapping[str, str] = {
-    "qconfig_dict": "qconfig_mapping",
-    "prepare_custom_config_dict": "prepare_custom_config",
-    "convert_custom_config_dict": "convert_custom_config",
-    "fuse_custom_config_dict": "fuse_custom_config",
-    "backend_config_dict": "backend_config",
-    "equalization_qconfig_dict": "_equalization_config",
 }
 
 #: Functions that return a dict form -> those that return the object, in the same module.
