@@ -93,6 +93,18 @@ def is_traced_by_jit() -> bool:
 class QuantizationGraphModule(GraphModule):
     """A captured model that takes the float model's call forms, ``train()`` and ``eval()``."""
 
+    #: Properties that torch.jit.trace would compile.
+    __jit_unused_properties__ = (
+        "graph",
+        "code",
+        "_boxed_call",
+        "reference",
+        "lowering",
+        "record",
+        "is_prepared",
+        "__jit_ignored_attributes__",
+    )
+
     @classmethod
     def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
         """``graph_module`` as this class, with the ``preserved`` attributes of the float model."""
@@ -152,7 +164,14 @@ class QuantizationGraphModule(GraphModule):
 
     def __dir__(self) -> list[str]:
         # torch.jit.trace goes through it, and would compile what it was told to ignore.
-        return sorted(set(super().__dir__()).difference(self._observing()))
+        hidden = self._observing() if self.is_prepared else {"torchscript_observes"}
+        return sorted(set(super().__dir__()).difference(hidden))
+
+    @torch.jit.export
+    def torchscript_observes(self) -> bool:
+        """Return False: torch.jit.trace heeds ``__jit_ignored_attributes__`` of modules that export
+        something."""
+        return False
 
     def _observing(self) -> set[str]:
         """The names of the submodules with observers in them."""
