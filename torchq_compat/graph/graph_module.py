@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -21,6 +23,7 @@ from torchq_compat.custom_modules.root import ROOT
 from torchq_compat.errors import CalibrationError, CheckpointError, TorchQCompatError
 from torchq_compat.graph import metadata
 from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
+from torchq_compat.graph.module_views import ModuleFacts, install_views
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
@@ -35,7 +38,7 @@ from torchq_compat.graph.training_modes import set_training
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.decisions import Decision
-from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY, is_activation_post_process
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
 if TYPE_CHECKING:
     from torchq_compat.lower.torchscript.scripted import ScriptedGraph
@@ -71,6 +74,7 @@ class ModelRecord:
     Attributes:
         rules: the QConfigMapping it was prepared with; None where a torchao Quantizer was given instead.
         is_custom_module: whether the float model is a custom module itself; see ``custom_modules.root``.
+        modules: what is known of the modules of the float model, by path.
     """
 
     stage: Stage
@@ -80,9 +84,14 @@ class ModelRecord:
     rules: QConfigRules | None
     interface: QuantizedInterface = field(default_factory=QuantizedInterface)
     is_custom_module: bool = False
+    modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+
+def is_asked_by_torch_jit(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(("torch.jit", "torch._jit_internal"))
 
 
 def is_traced_by_jit() -> bool:
@@ -159,13 +168,21 @@ class QuantizationGraphModule(GraphModule):
 
     @property
     def __jit_ignored_attributes__(self) -> list[str]:
-        """torch.jit.trace compiles what observers export; the scripted graph it gets calls none of them."""
-        return ["is_prepared", *self._observing()]
+        """torch.jit.trace would compile what submodules export; the scripted graph it gets calls none of
+        them."""
+        return ["is_prepared", *self._modules]
 
     def __dir__(self) -> list[str]:
-        # torch.jit.trace goes through it, and would compile what it was told to ignore.
-        hidden = self._observing() if self.is_prepared else {"torchscript_observes"}
-        return sorted(set(super().__dir__()).difference(hidden))
+        names = set(super().__dir__())
+        # What torch.jit was told to ignore it would go through here, and compile.
+        if is_asked_by_torch_jit(sys._getframe(1)):
+            private = {name for name in vars(self) if name.startswith("_torchq_compat")}
+            return sorted((names | set(self.packed_weights())) - set(self._modules) - private)
+        return sorted(names - {"torchscript_observes"})
+
+    def packed_weights(self) -> Mapping[str, Any]:
+        """Name of an attribute -> packed weights; torch.jit.trace knows those of the module it traces."""
+        return {}
 
     @torch.jit.export
     def torchscript_observes(self) -> bool:
@@ -271,7 +288,19 @@ class QuantizationGraphModule(GraphModule):
 
 
 class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
-    """A q-dq graph: its state_dict carries all qparams."""
+    """A q-dq graph: its state_dict carries all qparams. Views stand where the float model's modules stood."""
+
+    @classmethod
+    def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
+        """See ``QuantizationGraphModule``."""
+        wrapped = super().wrap(graph_module, record, preserved)
+        install_views(wrapped, record.modules)
+        return wrapped
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = super().__deepcopy__(memo)
+        install_views(copied, copied.record.modules)
+        return copied
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
         """The qparams of the integers each flat input is taken as; None where the input is taken as it is."""

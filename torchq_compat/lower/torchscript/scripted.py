@@ -57,9 +57,7 @@ class ScriptedGraph:
     def call(self, args: tuple[Any, ...]) -> Any:
         """Call the function with positional arguments of the model, which torch.jit.trace is looking at."""
         flat = pytree.tree_leaves(args, is_leaf=lambda leaf: leaf is None)
-        # torch.jit knows the tensors of the module it traces; those that train cannot be constants.
-        constants = self.constants if self.model.is_prepared else self.source.constants
-        result = self.function(*flat, *constants.values())
+        result = self.function(*flat, *self.constants.values())
         results = iter(result if len(self.source.results) != 1 else (result,))
         returned = flat_results(self.model.reference.graph.output_node())
         leaves = [next(results) if isinstance(each, Node) else each for each in returned]

@@ -77,6 +77,8 @@ class LoweredGraphModule(QuantizationGraphModule):
     graph, which is portable.
     """
 
+    __jit_unused_properties__ = (*QuantizationGraphModule.__jit_unused_properties__, "_lowering")
+
     @property
     def reference(self) -> ConvertedGraphModule:
         """The q-dq graph of ``convert_to_reference_fx``; it shares its state with this model."""
@@ -124,8 +126,6 @@ class LoweredGraphModule(QuantizationGraphModule):
             lowered = write_lowered_graph(lowering.reference, plan, paths, in_floats, MADE)
         modules = {opaque.name: opaque.module for opaque in opaque_modules if opaque.module is not None}
         state[MADE] = _Made({**lowered.constants, **modules})
-        # torch.jit.trace knows packed weights that are attributes of the module it traces.
-        state.update({f"{MADE}_{name}": value for name, value in lowered.constants.items()})
         state[LOWERING] = _Lowering(
             lowering.reference,
             lowering.engine,
@@ -139,6 +139,17 @@ class LoweredGraphModule(QuantizationGraphModule):
             trials=lowering.trials,
         )
         self.graph = lowered.graph
+
+    def packed_weights(self) -> Mapping[str, Any]:
+        """See ``QuantizationGraphModule``. They are no attributes to look at: torch.export cannot take
+        them."""
+        made = vars(vars(self).get(MADE, _Made({}))).items()
+        return {f"{MADE}_{name}": value for name, value in made if isinstance(value, torch.ScriptObject)}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(f"{MADE}_") and name in (packed := self.packed_weights()):
+            return packed[name]
+        return super().__getattr__(name)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
