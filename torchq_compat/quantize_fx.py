@@ -24,7 +24,8 @@ from torchq_compat.config.custom_configs import (
 )
 from torchq_compat.config.old_keywords import takes_old_keywords
 from torchq_compat.config.qconfig_mappings import QConfigRules, read_qconfig_mapping
-from torchq_compat.errors import ConfigError, InputError
+from torchq_compat.eager.fuse import fuse
+from torchq_compat.errors import ConfigError
 from torchq_compat.lower.x86.entry_point import lower_or_warn
 from torchq_compat.pipeline.convert import convert_to_reference
 from torchq_compat.pipeline.prepare import prepare
@@ -233,36 +234,35 @@ def fuse_fx(
     fuse_custom_config: FuseCustomConfig | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Check the arguments and return ``model``: PT2E fuses while it prepares.
+    """Fuse convolutions and linears with the batch norm and the ReLU behind them.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.fuse_fx`` folds batch norm into convolutions and joins ReLU
-    to what it follows. ``prepare_fx`` here does both on the exported graph, so the model is returned as it
-    is, after the same checks.
+    Legacy: ``torch.ao.quantization.quantize_fx.fuse_fx``. ``prepare_fx`` fuses on the exported graph, fused
+    here or not.
 
     Args:
-        model: the float model, in evaluation mode.
+        model: the float model, in evaluation mode if it has batch norms behind convolutions or linears. It is
+            not changed.
         fuse_custom_config: a FuseCustomConfig or its dict form.
         backend_config: a BackendConfig or its dict form.
 
     Returns:
-        ``model`` itself.
+        A GraphModule with modules of ``torch.ao.nn.intrinsic``; ``model`` itself, with a QuantizationWarning,
+        if torch.fx cannot trace it.
 
     Raises:
-        InputError: the model is in training mode, as in FX.
+        InputError: a batch norm to be folded is in training mode.
         ConfigError: a setting that cannot be read.
 
     Example:
         >>> import torch
         >>> from torchq_compat import fuse_fx
         >>> model = torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU()).eval()
-        >>> fuse_fx(model) is model
-        True
+        >>> type(getattr(fuse_fx(model), "0")).__name__
+        'ConvReLU1d'
     """
-    read_fuse_custom_config(fuse_custom_config)
+    preserved = read_fuse_custom_config(fuse_custom_config)
     read_backend_config(backend_config)
-    if model.training:
-        raise InputError("fuse_fx works on a model in evaluation mode.", hint="call model.eval() first.")
-    return model
+    return fuse(model, preserved)
 
 
 def get_default_prepare_custom_config() -> PrepareCustomConfig:

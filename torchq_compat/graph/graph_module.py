@@ -148,6 +148,8 @@ class QuantizationGraphModule(GraphModule):
         if not torch.compiler.is_compiling() and not all(isinstance(arg, Tensor) for arg in bound):
             check_structure(self.reference, bound)
         if is_traced_by_jit():
+            for name in self.packed_weights():
+                vars(self).pop(name, None)
             return self._scripted().call(bound)
         try:
             observes = self.record.stage is Stage.PREPARED and not self.record.is_qat
@@ -169,7 +171,12 @@ class QuantizationGraphModule(GraphModule):
     @property
     def __jit_ignored_attributes__(self) -> list[str]:
         """torch.jit.trace would compile what submodules export; the scripted graph it gets calls none of
-        them."""
+        them.
+
+        It asks for this before it looks for attributes: packed weights are there until it calls the model,
+        and not for longer, because torch.export cannot look at them.
+        """
+        vars(self).update(self.packed_weights())
         return ["is_prepared", *self._modules]
 
     def __dir__(self) -> list[str]:
@@ -177,11 +184,11 @@ class QuantizationGraphModule(GraphModule):
         # What torch.jit was told to ignore it would go through here, and compile.
         if is_asked_by_torch_jit(sys._getframe(1)):
             private = {name for name in vars(self) if name.startswith("_torchq_compat")}
-            return sorted((names | set(self.packed_weights())) - set(self._modules) - private)
+            return sorted(names - set(self._modules) - private)
         return sorted(names - {"torchscript_observes"})
 
     def packed_weights(self) -> Mapping[str, Any]:
-        """Name of an attribute -> packed weights; torch.jit.trace knows those of the module it traces."""
+        """Name -> packed weights, which torch.jit.trace knows as attributes of the module it traces."""
         return {}
 
     @torch.jit.export

@@ -141,15 +141,9 @@ class LoweredGraphModule(QuantizationGraphModule):
         self.graph = lowered.graph
 
     def packed_weights(self) -> Mapping[str, Any]:
-        """See ``QuantizationGraphModule``. They are no attributes to look at: torch.export cannot take
-        them."""
+        """See ``QuantizationGraphModule``."""
         made = vars(vars(self).get(MADE, _Made({}))).items()
         return {f"{MADE}_{name}": value for name, value in made if isinstance(value, torch.ScriptObject)}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(f"{MADE}_") and name in (packed := self.packed_weights()):
-            return packed[name]
-        return super().__getattr__(name)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
