@@ -14,6 +14,7 @@ from torchq_compat.errors import *  # noqa: F403 - listed once, there
 
 if TYPE_CHECKING:
     from torchq_compat.annotate.quantizer_from import quantizer_from
+    from torchq_compat.eager.quantize_dynamic import quantize_dynamic
     from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
     from torchq_compat.migrate.comparison.comparing import compare
@@ -44,6 +45,7 @@ __all__ = [
     "get_default_prepare_custom_config",
     "prepare_fx",
     "prepare_qat_fx",
+    "quantize_dynamic",
     "quantizer_from",
     "reroute_tuples",
     "to_executorch",
@@ -58,6 +60,7 @@ _HOMES = {
     "compare": "torchq_compat.migrate.comparison.comparing",
     "explain": "torchq_compat.pipeline.explanation",
     "export": "torchq_compat.lower.export",
+    "quantize_dynamic": "torchq_compat.eager.quantize_dynamic",
     "quantizer_from": "torchq_compat.annotate.quantizer_from",
     "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
     "to_executorch": "torchq_compat.lower.executorch",

@@ -25,6 +25,7 @@ __all__ = [
     "FxError",
     "InputError",
     "LeftFloatError",
+    "ModuleAttributeError",
     "PartConfigError",
     "PathError",
     "QuantizationWarning",
@@ -239,6 +240,10 @@ class PathError(TorchQCompatError):
 
 class RewriteUsageError(TorchQCompatError):
     """Arguments of ``torchq-compat rewrite`` that do not go together."""
+
+
+class ModuleAttributeError(TorchQCompatError, AttributeError):
+    """What a view of a float module in a converted model cannot give."""
 
 
 class LeftFloatError(TorchQCompatError):

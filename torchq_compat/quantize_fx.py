@@ -22,8 +22,10 @@ from torchq_compat.config.custom_configs import (
     read_fuse_custom_config,
     read_prepare_custom_config,
 )
+from torchq_compat.config.old_keywords import takes_old_keywords
 from torchq_compat.config.qconfig_mappings import QConfigRules, read_qconfig_mapping
-from torchq_compat.errors import ConfigError, InputError
+from torchq_compat.eager.fuse import fuse
+from torchq_compat.errors import ConfigError
 from torchq_compat.lower.x86.entry_point import lower_or_warn
 from torchq_compat.pipeline.convert import convert_to_reference
 from torchq_compat.pipeline.prepare import prepare
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 
+@takes_old_keywords()
 def prepare_fx(
     model: nn.Module,
     qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
@@ -62,7 +65,8 @@ def prepare_fx(
         qconfig_mapping: a QConfigMapping or its dict form; or a torchao ``Quantizer``, which annotates
             all that is no custom module. Custom modules then have torch.ao's default qconfig.
         example_inputs: one example of every positional argument; only their structure, dtypes and ranks
-            matter, every size stays free unless the model fixes it.
+            matter, every size stays free unless the model fixes it. A bare tensor, a list, and a dict of
+            forward's parameters are taken too, with a QuantizationWarning that names the tuple to write.
         prepare_custom_config: a PrepareCustomConfig or its dict form.
         backend_config: a BackendConfig or its dict form; default: torch.ao's native backend.
         dynamic_shapes: which sizes stay free, as ``torch.export.export`` takes it; default: all that can.
@@ -71,7 +75,7 @@ def prepare_fx(
         The observed model, called as ``model`` is, with tensors of the same dtypes and any free sizes.
 
     Raises:
-        InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
+        InputError: ``example_inputs`` missing, or not fitting the model.
         ConfigError: a setting that cannot be read or is not carried over.
         CaptureError: torch.export cannot capture the model; names the user's line.
         CustomModuleError: an observed class that does not do what the mapping promises.
@@ -97,6 +101,7 @@ def prepare_fx(
     )
 
 
+@takes_old_keywords()
 def prepare_qat_fx(
     model: nn.Module,
     qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
@@ -138,6 +143,7 @@ def prepare_qat_fx(
     )
 
 
+@takes_old_keywords(reference=lambda: convert_to_reference_fx)
 @checked_arguments(_remove_qconfig=FLAG, keep_original_weights=FLAG)
 def convert_fx(
     graph_module: GraphModule,
@@ -187,6 +193,7 @@ def convert_fx(
     return lower_or_warn(reference)
 
 
+@takes_old_keywords()
 @checked_arguments(_remove_qconfig=FLAG)
 def convert_to_reference_fx(
     graph_module: GraphModule,
@@ -220,42 +227,42 @@ def convert_to_reference_fx(
     return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
 
 
+@takes_old_keywords()
 @checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))
 def fuse_fx(
     model: nn.Module,
     fuse_custom_config: FuseCustomConfig | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Check the arguments and return ``model``: PT2E fuses while it prepares.
+    """Fuse convolutions and linears with the batch norm and the ReLU behind them.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.fuse_fx`` folds batch norm into convolutions and joins ReLU
-    to what it follows. ``prepare_fx`` here does both on the exported graph, so the model is returned as it
-    is, after the same checks.
+    Legacy: ``torch.ao.quantization.quantize_fx.fuse_fx``. ``prepare_fx`` fuses on the exported graph, fused
+    here or not.
 
     Args:
-        model: the float model, in evaluation mode.
+        model: the float model, in evaluation mode if it has batch norms behind convolutions or linears. It is
+            not changed.
         fuse_custom_config: a FuseCustomConfig or its dict form.
         backend_config: a BackendConfig or its dict form.
 
     Returns:
-        ``model`` itself.
+        A GraphModule with modules of ``torch.ao.nn.intrinsic``; ``model`` itself, with a QuantizationWarning,
+        if torch.fx cannot trace it.
 
     Raises:
-        InputError: the model is in training mode, as in FX.
+        InputError: a batch norm to be folded is in training mode.
         ConfigError: a setting that cannot be read.
 
     Example:
         >>> import torch
         >>> from torchq_compat import fuse_fx
         >>> model = torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.ReLU()).eval()
-        >>> fuse_fx(model) is model
-        True
+        >>> type(getattr(fuse_fx(model), "0")).__name__
+        'ConvReLU1d'
     """
-    read_fuse_custom_config(fuse_custom_config)
+    preserved = read_fuse_custom_config(fuse_custom_config)
     read_backend_config(backend_config)
-    if model.training:
-        raise InputError("fuse_fx works on a model in evaluation mode.", hint="call model.eval() first.")
-    return model
+    return fuse(model, preserved)
 
 
 def get_default_prepare_custom_config() -> PrepareCustomConfig:
@@ -307,7 +314,7 @@ def _prepare(
     request = PrepareRequest(
         rules=read_qconfig_mapping(qconfig_mapping),
         quantizer=quantizer,
-        example_inputs=read_example_inputs(example_inputs),
+        example_inputs=read_example_inputs(example_inputs, model),
         settings=read_prepare_custom_config(prepare_custom_config),
         backend=read_backend_config(backend_config),
         dynamic_shapes=dynamic_shapes,

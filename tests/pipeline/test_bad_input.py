@@ -127,8 +127,6 @@ def test_example_inputs_missing(prepare: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        (torch.randn(5, 3, INPUTS), "Tensor"),
-        ({"x": torch.randn(5, 3, INPUTS)}, "dict"),
         ((batch for batch in [good_inputs()]), "generator"),
         (3, "int"),
         ("x", "str"),

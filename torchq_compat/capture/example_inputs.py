@@ -1,41 +1,157 @@
-"""Example inputs as a caller gives them."""
+"""Example inputs as a caller gives them, in any of the forms that FX took without a look."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+from torch.ao.quantization import QConfigMapping
+from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
 
+from torchq_compat.config.custom_configs import PREPARE_KEYS
 from torchq_compat.errors import InputError
+from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["MISSING", "read_example_inputs"]
 
 #: Default of an argument that must be given, whose absence deserves words of ours.
 MISSING: Any = object()
+#: Keys of the custom config dict that stood third before torch 1.13, those that later releases dropped too.
+OLD_CONFIG_KEYS = {
+    *PREPARE_KEYS,
+    "additional_quant_pattern",
+    "additional_fuser_method_mapping",
+    "additional_qat_module_mapping",
+    "float_to_observed_custom_module_class",
+    "non_traceable_module_name",
+}
+CONFIGS = (PrepareCustomConfig, ConvertCustomConfig, FuseCustomConfig, QConfigMapping)
+WHERE_FROM = "the first batch of the calibration loader will do, without its targets"
+#: What no model takes as its only argument, and what stands here by mistake.
+NO_ARGUMENT = (str, bytes, int, float, complex, set, frozenset, Iterator, nn.Module, DataLoader)
+BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def read_example_inputs(value: Any) -> tuple[Any, ...]:
+def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
     """``value`` as a tuple of positional arguments.
 
+    A list becomes a tuple, a dict whose keys are parameters of forward the arguments of these names, any
+    other single value the only argument; each with a warning that names the new form.
+
+    Args:
+        model: whose forward is called with them; None: names are not looked at.
+
     Raises:
-        InputError: missing, no tuple or list, or holding a PackedSequence.
+        InputError: missing, a custom config, or holding a PackedSequence.
     """
     if value is MISSING or value is None:
+        stands = "" if value is MISSING else ": None stands in its place"
         raise InputError(
-            "example_inputs is missing: torch.export captures the model by running it once.",
-            hint="pass a tuple with one example of every argument, e.g. prepare_fx(model, mapping, (x,)).",
+            f"example_inputs is missing{stands}: torch.export captures the model by running it once.",
+            hint="pass a tuple with one example of every argument, e.g. prepare_fx(model, mapping, (x,)); "
+            f"{WHERE_FROM}.",
         )
-    if isinstance(value, list):
-        value = tuple(value)
-    if not isinstance(value, tuple):
+    if _is_old_config(value):
         raise InputError(
-            f"example_inputs must be a tuple of positional arguments, got {type(value).__name__}.",
-            hint="write example_inputs=(x,) with a trailing comma for a model of one argument.",
+            f"{shown(value)} stands in the place of example_inputs: before torch 1.13 the custom config was "
+            "the third argument.",
+            hint="pass a tuple with one example of every argument third, and this as "
+            f"prepare_custom_config=; {WHERE_FROM}.",
         )
-    if any(isinstance(arg, PackedSequence) for arg in value):
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        model = None  # It is refused later, in words of its own.
+    if isinstance(value, PackedSequence):
+        value = (value,)  # It is a tuple of its own parts.
+    args = value if isinstance(value, tuple) else _as_tuple(value, model)
+    if any(isinstance(arg, PackedSequence) for arg in args):
         raise InputError(
             "example_inputs hold a PackedSequence, which torch.export cannot carry.",
             hint="capture the model with padded sequences; a prepared or converted recurrent module "
             "itself, say prepared.encoder, can be called with a PackedSequence.",
         )
-    return value
+    _check_count(args, model)
+    return args
+
+
+def _is_old_config(value: Any) -> bool:
+    if isinstance(value, dict):
+        return not value or OLD_CONFIG_KEYS.issuperset(value)
+    return isinstance(value, CONFIGS)
+
+
+def _as_tuple(value: Any, model: nn.Module | None) -> tuple[Any, ...]:
+    if isinstance(value, list):
+        warn_user("example_inputs is a list, taken as the tuple of all arguments; write tuple(...).")
+        return tuple(value)
+    if isinstance(value, Mapping) and model is not None:
+        named = _by_names(value, model)
+        if named is not None:
+            return named
+    kind = type(value).__name__
+    if isinstance(value, NO_ARGUMENT) or callable(value):
+        raise InputError(
+            f"example_inputs must be a tuple of positional arguments, got {kind}.",
+            hint=f"write example_inputs=(x,) with a trailing comma for a model of one argument; {WHERE_FROM}.",
+        )
+    warn_user(
+        f"example_inputs is a single {kind}, taken as the only argument; write (x,) with a trailing comma."
+    )
+    return (value,)
+
+
+def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | None:
+    """Keyword arguments as positional ones; None where ``value`` is an argument itself.
+
+    Raises:
+        InputError: some of the keys are parameters of forward, and others not, or one is left out.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    taken = [name for name, each in parameters.items() if each.kind in BY_POSITION]
+    given = [name for name in taken if name in value]
+    if not given:
+        return None
+    unknown = [str(key) for key in value if key not in given]
+    forward = f"{type(model).__name__}.forward"
+    if unknown:
+        raise InputError(
+            f"example_inputs is a dict with {unknown[0]!r}, which {forward} does not take by position.",
+            hint=f"give a tuple of positional arguments; {forward} takes ({', '.join(taken)}).",
+        )
+    used = taken[: taken.index(given[-1]) + 1]
+    args = []
+    for name in used:
+        default = parameters[name].default
+        if name not in value and default is inspect.Parameter.empty:
+            raise InputError(
+                f"example_inputs is a dict without {name!r}, which {forward} needs.",
+                hint=f"give a tuple of positional arguments; {forward} takes ({', '.join(taken)}).",
+            )
+        args.append(value.get(name, default))
+    warn_user(
+        f"example_inputs is a dict, taken as keyword arguments; write a tuple of ({', '.join(used)}) in "
+        "this order."
+    )
+    return tuple(args)
+
+
+def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
+    """A batch of a loader holds targets too; FX did not look at it."""
+    if model is None:
+        return
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
+        return
+    count = sum(each.kind in BY_POSITION for each in parameters)
+    if len(args) > count:
+        raise InputError(
+            f"{type(model).__name__}.forward does not run on the example_inputs: it takes {count} positional "
+            f"arguments, and they are {len(args)}.",
+            hint="leave out what is no argument of the model, as the targets in a batch of a loader: "
+            "example_inputs=(batch[0],).",
+        )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Self, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from torchq_compat.capture.training_modes import set_training
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.errors import CalibrationError, CheckpointError, TorchQCompatError
 from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
+from torchq_compat.graph.module_views import ModuleFacts, install_views
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
@@ -36,12 +39,16 @@ from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
+if TYPE_CHECKING:
+    from torchq_compat.lower.torchscript.scripted import ScriptedGraph
+
 __all__ = [
     "ROOT",
     "ConvertedGraphModule",
     "ModelRecord",
     "QuantizationGraphModule",
     "Stage",
+    "is_traced_by_jit",
     "preserved_of",
     "record_of",
 ]
@@ -69,6 +76,7 @@ class ModelRecord:
     Attributes:
         rules: the QConfigMapping it was prepared with; None where a torchao Quantizer was given instead.
         is_custom_module: whether the float model is a custom module itself; see ``custom_modules.root``.
+        modules: what is known of the modules of the float model, by path.
     """
 
     stage: Stage
@@ -78,13 +86,35 @@ class ModelRecord:
     rules: QConfigRules | None
     interface: QuantizedInterface = field(default_factory=QuantizedInterface)
     is_custom_module: bool = False
+    modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
+def is_asked_by_torch_jit(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(("torch.jit", "torch._jit_internal"))
+
+
+def is_traced_by_jit() -> bool:
+    """Whether torch.jit.trace is looking, which would fix every size: it gets the scripted graph."""
+    return bool(torch._C._is_tracing()) and not torch.compiler.is_compiling()
+
+
 class QuantizationGraphModule(GraphModule):
     """A captured model that takes the float model's call forms, ``train()`` and ``eval()``."""
+
+    #: Properties that torch.jit.trace would compile.
+    __jit_unused_properties__ = (
+        "graph",
+        "code",
+        "_boxed_call",
+        "reference",
+        "lowering",
+        "record",
+        "is_prepared",
+        "__jit_ignored_attributes__",
+    )
 
     @classmethod
     def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
@@ -119,6 +149,10 @@ class QuantizationGraphModule(GraphModule):
         # Dynamo cannot look at the graph, and compares structures itself.
         if not torch.compiler.is_compiling() and not all(isinstance(arg, Tensor) for arg in bound):
             check_structure(self.reference, bound)
+        if is_traced_by_jit():
+            for name in self.packed_weights():
+                vars(self).pop(name, None)
+            return self._scripted().call(bound)
         try:
             observes = self.record.stage is Stage.PREPARED and not self.record.is_qat
             if not observes or torch.compiler.is_compiling():
@@ -131,6 +165,61 @@ class QuantizationGraphModule(GraphModule):
             if error is None:
                 raise
             raise error from cause
+
+    @property
+    def is_prepared(self) -> bool:
+        return self.record.stage is Stage.PREPARED
+
+    @property
+    def __jit_ignored_attributes__(self) -> list[str]:
+        """torch.jit.trace would compile what submodules export; the scripted graph it gets calls none of
+        them.
+
+        It asks for this before it looks for attributes: packed weights are there until it calls the model,
+        and not for longer, because torch.export cannot look at them.
+        """
+        vars(self).update(self.packed_weights())
+        return ["is_prepared", *self._modules]
+
+    def __dir__(self) -> list[str]:
+        names = set(super().__dir__())
+        # What torch.jit was told to ignore it would go through here, and compile.
+        if is_asked_by_torch_jit(sys._getframe(1)):
+            private = {name for name in vars(self) if name.startswith("_torchq_compat")}
+            return sorted(names - set(self._modules) - private)
+        return sorted(names - {"torchscript_observes"})
+
+    def packed_weights(self) -> Mapping[str, Any]:
+        """Name -> packed weights, which torch.jit.trace knows as attributes of the module it traces."""
+        return {}
+
+    @torch.jit.export
+    def torchscript_observes(self) -> bool:
+        """Return False: torch.jit.trace heeds ``__jit_ignored_attributes__`` of modules that export
+        something."""
+        return False
+
+    def _observing(self) -> set[str]:
+        """The names of the submodules with observers in them."""
+        return {
+            name
+            for name, child in self._modules.items()
+            if child is not None and any(map(is_activation_post_process, child.modules()))
+        }
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by torch.jit.script: a plain module of the same computation that it can compile.
+
+        Raises:
+            ExportError: a module or operator that TorchScript has no word for.
+        """
+        return self._scripted().module()
+
+    def _scripted(self) -> ScriptedGraph:
+        # The last stage of all, which only torch.jit asks for.
+        from torchq_compat.lower.torchscript.scripted import scripted_graph
+
+        return scripted_graph(self)
 
     def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
         """What is told of a failed call; None: ``cause`` itself."""
@@ -208,7 +297,19 @@ class QuantizationGraphModule(GraphModule):
 
 
 class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
-    """A q-dq graph: its state_dict carries all qparams."""
+    """A q-dq graph: its state_dict carries all qparams. Views stand where the float model's modules stood."""
+
+    @classmethod
+    def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
+        """See ``QuantizationGraphModule``."""
+        wrapped = super().wrap(graph_module, record, preserved)
+        install_views(wrapped, record.modules)
+        return wrapped
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = super().__deepcopy__(memo)
+        install_views(copied, copied.record.modules)
+        return copied
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
         """The qparams of the integers each flat input is taken as; None where the input is taken as it is."""

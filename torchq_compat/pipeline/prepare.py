@@ -21,6 +21,7 @@ from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.root import with_parent
 from torchq_compat.custom_modules.swap import decide_swaps
 from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule, Stage
+from torchq_compat.graph.module_views import describe_modules
 from torchq_compat.graph.quantized_interface import QuantizedInterface
 from torchq_compat.pipeline.capture_model import CapturedModel, capture_model, try_model
 from torchq_compat.pipeline.float_model import check_float_model, signature_of
@@ -60,6 +61,8 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     cumulative = batch_norm.before_capture(working)
     signature = signature_of(working, request.example_inputs)
 
+    modules_of = describe_modules(working)
+
     # Select what is a custom module, and tell what is left behind.
     swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
     leftovers = _decide_leftovers(model, working, request)
@@ -97,6 +100,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
         request.rules if request.quantizer is None else None,
         interface,
         is_custom_module=type(working) is not type(model),
+        modules=modules_of,
     )
     made = QuantizationGraphModule.wrap(prepared, record, _preserved(working, request))
     with slow_stage(f"checking {name}"):

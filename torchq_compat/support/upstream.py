@@ -7,6 +7,8 @@ there first.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ __all__ = [
     "make_per_tensor_quantized_tensor",
     "pytree",
     "symbolic_shapes_config",
+    "tracing_paused",
 ]
 
 #: Functions that make a quantized tensor of integers and qparams.
@@ -59,3 +62,14 @@ DEVICE_CACHES = (
     (torchao.utils, "_assert_and_get_unique_device"),
     (torch.ao.quantization.fx.utils, "assert_and_get_unique_device"),
 )
+
+
+@contextmanager
+def tracing_paused() -> Iterator[None]:
+    """Let torch.jit.trace, if it is looking, not see what happens inside."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)

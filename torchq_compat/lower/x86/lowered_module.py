@@ -73,9 +73,11 @@ class LoweredGraphModule(QuantizationGraphModule):
     The reference graph is the one source of truth: parameters, buffers, submodules and state_dict are its
     own, and the kernels' packed weights are made from them, again whenever a state was loaded, moved or
     written in place.
-    ``graph`` and ``code`` are what runs. torch.compile, torch.export and torch.jit.trace see the reference
+    ``graph`` and ``code`` are what runs, in TorchScript too. torch.compile and torch.export see the reference
     graph, which is portable.
     """
+
+    __jit_unused_properties__ = (*QuantizationGraphModule.__jit_unused_properties__, "_lowering")
 
     @property
     def reference(self) -> ConvertedGraphModule:
@@ -137,6 +139,11 @@ class LoweredGraphModule(QuantizationGraphModule):
             trials=lowering.trials,
         )
         self.graph = lowered.graph
+
+    def packed_weights(self) -> Mapping[str, Any]:
+        """See ``QuantizationGraphModule``."""
+        made = vars(vars(self).get(MADE, _Made({}))).items()
+        return {f"{MADE}_{name}": value for name, value in made if isinstance(value, torch.ScriptObject)}
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -245,8 +252,8 @@ class _Made(nn.Module):
 
 
 def _is_captured() -> bool:
-    """Whether torch.compile, torch.export or torch.jit is looking: none of them can take packed weights."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing()
+    """Whether torch.compile or torch.export is looking: they cannot take packed weights."""
+    return torch.compiler.is_compiling()
 
 
 def _left_float(reference: ConvertedGraphModule) -> dict[str, str]:

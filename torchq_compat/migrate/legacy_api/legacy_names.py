@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from torchq_compat.config.old_keywords import KEYWORDS
+
 __all__ = [
     "DICT_GETTERS",
+    "EAGER_FUNCTIONS",
     "ENGINE_INTERNALS",
     "KEYWORDS",
     "MOVED",
@@ -18,6 +21,7 @@ __all__ = [
     "MOVED_FUNCTIONS",
     "NAMESPACES",
     "NOT_IN_NAMESPACES",
+    "NUMERIC_SUITE",
     "PARAMETERS",
     "Moved",
 ]
@@ -49,6 +53,16 @@ MOVED_FUNCTIONS = (
     Moved("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
     Moved("torch.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
     Moved("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils", PART_FUNCTIONS),
+)
+#: Eager functions: only the name moves, the rest of these modules stays.
+EAGER_FUNCTIONS = tuple(
+    Moved(module, "torchq_compat", _unchanged("quantize_dynamic"))
+    for module in (
+        "torch.ao.quantization",
+        "torch.ao.quantization.quantize",
+        "torch.quantization",
+        "torch.quantization.quantize",
+    )
 )
 #: The classes are the same objects on both sides: only source code has to change.
 MOVED_CLASSES = (
@@ -92,16 +106,6 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "fuse_fx": ("model", "fuse_custom_config", "backend_config"),
 }
 
-#: Keywords that torch 1.13 renamed.
-KEYWORDS: Mapping[str, str] = {
-    "qconfig_dict": "qconfig_mapping",
-    "prepare_custom_config_dict": "prepare_custom_config",
-    "convert_custom_config_dict": "convert_custom_config",
-    "fuse_custom_config_dict": "fuse_custom_config",
-    "backend_config_dict": "backend_config",
-    "equalization_qconfig_dict": "_equalization_config",
-}
-
 #: Functions that return a dict form -> those that return the object, in the same module.
 DICT_GETTERS: Mapping[str, str] = {
     "torch.ao.quantization.get_default_qconfig_dict": "get_default_qconfig_mapping",
@@ -125,7 +129,6 @@ NOT_IN_NAMESPACES = frozenset(
 
 #: Parts of FX's engine that PT2E has no counterpart for: prefixes of dotted names.
 ENGINE_INTERNALS = (
-    "torch.ao.ns",
     "torch.ao.quantization.fx._equalize",
     "torch.ao.quantization.fx._model_report",
     "torch.ao.quantization.fx.convert",
@@ -142,6 +145,21 @@ ENGINE_INTERNALS = (
     "torch.ao.quantization.quantize_fx.QuantizationTracer",
     "torch.ao.quantization.quantize_fx.Scope",
     "torch.ao.quantization.quantize_fx.ScopeContextManager",
-    "torch.quantization._numeric_suite_fx",
     "torch.quantization.fx",
+    # Private functions of quantize_fx; run redirects those that mean something here.
+    "torch.ao.quantization.quantize_fx._convert_fx",
+    "torch.ao.quantization.quantize_fx._convert_to_reference_decomposed_fx",
+    "torch.ao.quantization.quantize_fx._fuse_fx",
+    "torch.ao.quantization.quantize_fx._prepare_fx",
+    "torch.ao.quantization.quantize_fx._swap_ff_with_fxff",
+    "torch.quantization.quantize_fx._convert_fx",
+    "torch.quantization.quantize_fx._fuse_fx",
+    "torch.quantization.quantize_fx._prepare_fx",
+    "torch.quantization.quantize_fx._swap_ff_with_fxff",
+)
+#: The Numeric Suite, eager and FX: prefixes of dotted names.
+NUMERIC_SUITE = (
+    "torch.ao.ns",
+    "torch.quantization._numeric_suite",
+    "torch.quantization._numeric_suite_fx",
 )

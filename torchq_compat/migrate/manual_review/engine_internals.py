@@ -42,7 +42,7 @@ CONSTRUCT = Construct(
     title="FX engine internals",
     becomes="nothing with the same shape; see the guide",
     guide="""\
-Tracers, pattern matchers, graph passes, the numeric suite and the model report are FX's own engine. For
+Tracers, pattern matchers, graph passes, private functions and the model report are FX's own engine. For
 what was quantized and why, use `explain`; to change what is quantized, use the configuration classes.
 """,
 )

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchq_compat.migrate.legacy_api.legacy_names import MOVED_FUNCTIONS, Moved
+from torchq_compat.migrate.legacy_api.legacy_names import EAGER_FUNCTIONS, MOVED_FUNCTIONS, Moved
 
 __all__ = ["REDIRECTIONS", "redirect", "replace_everywhere"]
 
@@ -29,7 +29,20 @@ BATCH_NORM_SWITCHES = Moved(
     "torchq_compat.nn.intrinsic.qat",
     {name: name for name in ("freeze_bn_stats", "update_bn_stats")},
 )
-REDIRECTIONS = (*MOVED_FUNCTIONS, BATCH_NORM_SWITCHES)
+#: Private functions of FX that scripts call all the same.
+PRIVATE_FUNCTIONS = (
+    Moved(
+        "torch.ao.quantization.quantize_fx",
+        "torchq_compat.quantize_fx",
+        {"_convert_to_reference_decomposed_fx": "convert_to_reference_fx"},
+    ),
+    Moved(
+        "torch.ao.quantization.quantize_fx",
+        "torchq_compat.migrate.running.private_functions",
+        {"_prepare_fx": "prepare_fx", "_convert_fx": "convert_fx", "_fuse_fx": "fuse_fx"},
+    ),
+)
+REDIRECTIONS = (*MOVED_FUNCTIONS, *EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NORM_SWITCHES)
 
 
 def redirect(wrap: Callable[[Function], Function], instead: Mapping[str, str] | None = None) -> None:

@@ -36,13 +36,15 @@ def _words() -> Iterator[str]:
         yield from (*moved.names, *moved.names.values())
     yield from (name.rpartition(".")[2] for name in DICT_GETTERS)
     yield from KEYWORDS
-    yield from ("quantize_fx", "lstm_utils", "_numeric_suite_fx")
+    yield from ("quantize_fx", "lstm_utils", "_numeric_suite", "_numeric_suite_fx", "quantize_dynamic")
+    yield "quantize_pt2e"
 
 
 FX_MODULES = "|".join(re.escape(name.rpartition(".")[2]) for name in ENGINE_INTERNALS if ".fx." in name)
 LEGACY_WORD = re.compile(
     rf"\b(?:{'|'.join(sorted(set(_words())))})\b"
-    rf"|torch\.(?:ao\.)?quantization\.fx(?:\.(?:{FX_MODULES})\b| import\b)|torch\.ao\.ns\b".encode()
+    rf"|torch\.(?:ao\.)?quantization\.fx(?:\.(?:{FX_MODULES})\b| import\b)|torch\.ao\.ns\b"
+    rf"|torch\.ao\.quantization\.(?:quantizer|pt2e)\b|torch\.ao\.quantization import (?:quantizer|pt2e)\b".encode()
 )
 
 ItemT = TypeVar("ItemT")

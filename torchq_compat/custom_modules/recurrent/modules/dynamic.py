@@ -7,13 +7,19 @@ whole, and the hidden state is quantized step by step. No parts but the linears 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization import QConfig
 from torch.fx import GraphModule
 
 from torchq_compat.custom_modules.parts.part import PartKind
 from torchq_compat.custom_modules.parts.part_graph import PartGraphModule, prepare_parts
-from torchq_compat.custom_modules.parts.part_specs import PartSpecs
+from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.cell.float_cell import FloatCell
 from torchq_compat.custom_modules.recurrent.cell.kinds import CellKind, kind_of
@@ -21,8 +27,25 @@ from torchq_compat.custom_modules.recurrent.cell.prepared_cell import float_cell
 from torchq_compat.custom_modules.recurrent.modules.contracts import RecurrentContract, contract_of
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.modules.recurrent_module import RecurrentModule
+from torchq_compat.qspecs.quantization_specs import OpSpecs
 
-__all__ = ["DynamicRecurrent", "convert_dynamic", "prepare_dynamic"]
+__all__ = ["DynamicRecurrent", "convert_dynamic", "prepare_dynamic", "quantize_recurrent"]
+
+#: Of the constructors of the float modules.
+ARGUMENTS = (
+    *("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional"),
+    *("proj_size", "nonlinearity"),
+)
+#: What is shown beside the sizes where it is not this.
+SHOWN = {
+    "num_layers": 1,
+    "bias": True,
+    "batch_first": False,
+    "dropout": 0.0,
+    "bidirectional": False,
+    "proj_size": 0,
+    "nonlinearity": "tanh",
+}
 
 
 class InputProjection(nn.Module):
@@ -52,9 +75,69 @@ class DynamicRecurrent(RecurrentModule):
     floats."""
 
     can_be_lowered = True
+    #: Of one that stands in an eager model.
+    made_from: MadeFrom | None = None
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return (None,) * count
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: forward methods call it on LSTM, GRU and RNN."""
+
+    def __repr__(self) -> str:
+        shown = dict(self.made_from.arguments) if self.made_from else self.contract.attributes()
+        sizes = [str(shown.pop(name)) for name in ("input_size", "hidden_size") if name in shown]
+        others = [f"{name}={shown[name]}" for name in SHOWN if shown.get(name, SHOWN[name]) != SHOWN[name]]
+        return f"DynamicQuantized{self.contract.kind.name}({', '.join([*sizes, *others])})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce__(self) -> Any:
+        """Eager models are pickled whole; a captured cell cannot be, so that it is made again."""
+        if self.made_from is None:
+            return super().__reduce__()
+        return _made_again, (self.made_from, self.module_path, self.is_lowered, self.state_dict())
+
+
+@dataclass(frozen=True)
+class MadeFrom:
+    """The float module that a dynamic one was made from."""
+
+    float_class: type[nn.Module]
+    arguments: Mapping[str, Any]
+    qconfig: QConfig
+
+    @classmethod
+    def of(cls, module: nn.Module, qconfig: QConfig) -> MadeFrom:
+        given = {name: getattr(module, name) for name in ARGUMENTS if hasattr(module, name)}
+        if not given.get("proj_size"):
+            given.pop("proj_size", None)  # GRU and RNN refuse it, 0 too.
+        return cls(type(module), given, qconfig)
+
+
+def quantize_recurrent(module: nn.Module, qconfig: QConfig, path: str) -> DynamicRecurrent:
+    """A converted module from the float ``module``, which is left as it is.
+
+    Args:
+        path: where it stands in the model, for messages.
+    """
+    prepared = prepare_dynamic(module, DynamicPartSpecs(OpSpecs(qconfig)))
+    prepared.module_path = path
+    converted = convert_dynamic(prepared).eval()
+    converted.made_from = MadeFrom.of(module, qconfig)
+    return converted
+
+
+def _made_again(made_from: MadeFrom, path: str, is_lowered: bool, state: dict[str, Any]) -> DynamicRecurrent:
+    with torch.random.fork_rng(devices=()):
+        module = made_from.float_class(**made_from.arguments)
+    made = quantize_recurrent(module, made_from.qconfig, path)
+    made.load_state_dict(state)
+    return made.lowered() if is_lowered else made
 
 
 def prepare_dynamic(module: nn.Module, specs: PartSpecs) -> DynamicRecurrent:

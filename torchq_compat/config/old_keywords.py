@@ -1,0 +1,84 @@
+"""Keywords and flags of the FX functions before torch 1.13, taken with a warning that names the new form."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from torchq_compat.errors import ArgumentError
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = ["KEYWORDS", "takes_old_keywords"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Old name -> the name since torch 1.13.
+KEYWORDS: Mapping[str, str] = {
+    "qconfig_dict": "qconfig_mapping",
+    "prepare_custom_config_dict": "prepare_custom_config",
+    "convert_custom_config_dict": "convert_custom_config",
+    "fuse_custom_config_dict": "fuse_custom_config",
+    "backend_config_dict": "backend_config",
+    "equalization_qconfig_dict": "_equalization_config",
+}
+IS_REFERENCE = "is_reference"
+
+
+def takes_old_keywords(
+    reference: Callable[[], Callable[..., Any]] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let the decorated function take the keywords it had before torch 1.13.
+
+    Args:
+        reference: for ``convert_fx``, which had an ``is_reference`` (then its second parameter): the function
+            that does what was asked for with it.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def renamed(*args: Any, **kwargs: Any) -> R:
+            kwargs = _renamed(function.__name__, parameters, kwargs)
+            if reference is None:
+                return function(*args, **kwargs)
+            args, kwargs, is_reference = _without_flag(args, kwargs)
+            chosen = reference() if is_reference else function
+            return chosen(*args, **kwargs)  # type: ignore[return-value]
+
+        return renamed  # type: ignore[return-value]
+
+    return decorate
+
+
+def _renamed(function: str, parameters: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        new = KEYWORDS.get(name, name) if name not in parameters else name
+        if new not in parameters:
+            new = name
+        if new != name:
+            warn_user(f"{function}: {name}= is the name before torch 1.13; write {new}=.")
+        if new in found or (new != name and new in kwargs):
+            raise ArgumentError(f"{function} got {new} twice, once as {name}.", hint=f"give {new}= alone.")
+        found[new] = value
+    return found
+
+
+def _without_flag(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """The arguments without ``is_reference``, given by keyword or as the second argument."""
+    flag = kwargs.get(IS_REFERENCE)
+    if flag is None and len(args) > 1 and isinstance(args[1], bool):
+        flag, args = args[1], (args[0], *args[2:])
+    if flag is None:
+        return args, kwargs, False
+    warn_user(
+        f"convert_fx: {IS_REFERENCE}={flag} is of torch before 1.13; "
+        + ("write convert_to_reference_fx." if flag else "leave it out.")
+    )
+    return args, {name: value for name, value in kwargs.items() if name != IS_REFERENCE}, bool(flag)

@@ -1,0 +1,1 @@
+"""Eager-mode quantization that legacy scripts call beside FX: models in, models out, no graph."""

@@ -1,0 +1,142 @@
+"""``torch.ao.quantization.quantize_dynamic``: integer weights, activations quantized as they come.
+
+Recurrent modules become those of this package, which run in its native loop. ``Linear``, ``Embedding`` and
+``EmbeddingBag`` become torch.ao.nn's own modules, which are single calls of torch's integer kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.ao.quantization import QConfig
+from torch.ao.quantization.quantization_mappings import get_default_dynamic_quant_module_mappings
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from torchq_compat.custom_modules.recurrent.modules.dynamic import quantize_recurrent
+from torchq_compat.custom_modules.recurrent.modules.families import family_of
+from torchq_compat.custom_modules.registry import handler_of
+from torchq_compat.eager.dynamic_spec import qconfigs_by_path, read_spec
+from torchq_compat.errors import ConfigError
+from torchq_compat.graph.graph_module import record_of
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = ["quantize_dynamic"]
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+#: Where the classes are that a mapping may name for recurrent modules; ours take their place.
+LEGACY_DYNAMIC = "torch.ao.nn.quantized.dynamic"
+
+
+@checked_arguments(model=instance_of(nn.Module, what="an nn.Module"), inplace=FLAG)
+def quantize_dynamic(
+    model: nn.Module,
+    qconfig_spec: Any = None,
+    dtype: torch.dtype = torch.qint8,
+    mapping: Mapping[type[nn.Module], Any] | None = None,
+    inplace: bool = False,
+) -> nn.Module:
+    """Quantize the weights of an eager model; activations are quantized as they come.
+
+    Legacy: ``torch.ao.quantization.quantize_dynamic``.
+
+    Args:
+        model: the float model. Only with ``inplace`` it is changed.
+        qconfig_spec: a set of module types and paths, which get the default QConfig of ``dtype``; or a dict
+            from types and paths to QConfigs, which submodules inherit; None: Linear, LSTM, GRU and the cells
+            for qint8 and float16, Embedding and EmbeddingBag for quint8, EmbeddingBag for quint4x2.
+        dtype: ``torch.qint8``, ``torch.float16``, ``torch.quint8`` or ``torch.quint4x2``.
+        mapping: type -> class with a ``from_float``, in place of the default ones.
+        inplace: whether to change ``model`` itself.
+
+    Returns:
+        The model, in evaluation mode, with quantized modules in place of float ones.
+
+    Raises:
+        ConfigError: a spec, dtype or mapping that cannot be read.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import quantize_dynamic
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval()
+        >>> quantize_dynamic(model, {torch.nn.Linear})[0].weight().dtype
+        torch.qint8
+    """
+    if record_of(model) is not None:
+        raise ConfigError(
+            "quantize_dynamic: the model was prepared or converted by this package already.",
+            hint="give the float model; or give prepare_fx a dynamic QConfig.",
+        )
+    spec = read_spec(qconfig_spec, dtype)
+    classes = get_default_dynamic_quant_module_mappings() if mapping is None else dict(mapping)
+    working = model if inplace else copy.deepcopy(model)
+    working.eval()
+    # All are made before the first is put in place: a failure leaves the model as it was.
+    quantized: dict[nn.Module, nn.Module] = {}
+    qconfigs = qconfigs_by_path(working, spec)
+    for path, module in working.named_modules():
+        qconfig = qconfigs.get(path)
+        made = None if qconfig is None else _quantized(module, qconfig, path, classes)
+        if made is not None:
+            quantized[module] = _with_hooks_of(module, made)
+    if working in quantized:
+        return _root(working, quantized[working], inplace=inplace)
+    for parent in list(working.modules()):
+        for name, child in list(parent.named_children()):
+            if child in quantized:
+                setattr(parent, name, quantized[child])
+    return working
+
+
+def _quantized(
+    module: nn.Module, qconfig: QConfig, path: str, classes: Mapping[type[nn.Module], Any]
+) -> nn.Module | None:
+    """What stands in for ``module``; None: itself."""
+    kind = type_before_parametrizations(module)
+    quantized_class = classes.get(kind)
+    is_ours = quantized_class is None or quantized_class.__module__.startswith(LEGACY_DYNAMIC)
+    family = family_of(module)
+    if family is not None and kind is family.float_class and is_ours:
+        leaf = quantize_recurrent(module, qconfig, path)
+        handler = handler_of(leaf)
+        lowered = handler.lower(leaf) if handler is not None else ""
+        return leaf if isinstance(lowered, str) else lowered
+    if quantized_class is None:
+        return None
+    if isinstance(module, EMBEDDINGS) and qconfig.weight().qscheme != torch.per_channel_affine_float_qparams:
+        warn_user(
+            f"{kind.__name__} at {path!r} stays float: its qconfig is not float_qparams_weight_only_qconfig."
+        )
+        return None
+    if not hasattr(quantized_class, "from_float"):
+        raise ConfigError(
+            f"quantize_dynamic: {quantized_class!r} in mapping has no from_float.",
+            hint="give classes of modules with a classmethod from_float(cls, module).",
+        )
+    # from_float reads it there; ``module`` itself, which may be the user's, is left without.
+    float_module = copy.copy(module)
+    float_module.qconfig = qconfig
+    made: nn.Module = quantized_class.from_float(float_module)
+    return made.eval()
+
+
+def _with_hooks_of(module: nn.Module, made: nn.Module) -> nn.Module:
+    """As torch.ao: the hooks of a float module go over to the one in its place."""
+    for hook in module._forward_pre_hooks.values():
+        made.register_forward_pre_hook(hook)
+    for hook in module._forward_hooks.values():
+        made.register_forward_hook(hook)
+    return made
+
+
+def _root(model: nn.Module, quantized: nn.Module, *, inplace: bool) -> nn.Module:
+    if inplace:
+        warn_user(
+            f"quantize_dynamic(inplace=True) cannot change a bare {type(model).__name__} in place: the "
+            "quantized module is returned, the one given stays float."
+        )
+    return quantized

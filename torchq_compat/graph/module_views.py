@@ -1,0 +1,278 @@
+"""What scripts read of a converted model, module by module: ``q.conv1.weight()``, ``.scale``, ``print(q)``.
+
+Legacy: modules of ``torch.ao.nn.quantized``. A captured graph has none: a view stands at the path of each float
+module, holds no tensor that the graph does not hold there, and answers from the graph.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.capture.origins import is_fx_leaf
+from torchq_compat.errors import ModuleAttributeError
+from torchq_compat.support.graph_nodes import attribute_of, module_path_of
+from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
+
+__all__ = ["ModuleFacts", "ModuleView", "describe_modules", "install_views"]
+
+OPS = torch.ops.quantized_decomposed
+PER_TENSOR = OPS.dequantize_per_tensor.default
+PER_CHANNEL = OPS.dequantize_per_channel.default
+DEQUANTIZES = (PER_TENSOR, PER_CHANNEL)
+QUANTIZE = OPS.quantize_per_tensor.default
+RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
+LEGACY_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8, torch.int32: torch.qint32}
+#: Values of a float module that are settings: no tensors, and nothing that could hold one.
+SETTINGS = (int, float, str, bool, tuple, type(None))
+FUSED_RELU = re.compile(r"(?P<op>Conv)(?P<rank>\dd)|(?P<linear>Linear)")
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What is known of a float module.
+
+    Attributes:
+        kind: the name of its class.
+        settings: its plain public attributes.
+        shown: what its repr shows.
+    """
+
+    kind: str
+    settings: Mapping[str, Any]
+    shown: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFacts:
+        return self
+
+
+def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
+    """The facts of all modules of ``model`` that are torch.nn's, by path."""
+    found = {}
+    for path, module in model.named_modules():
+        if path and is_fx_leaf(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            settings = {
+                name: value
+                for name, value in vars(module).items()
+                if not name.startswith("_") and isinstance(value, SETTINGS) and name != "training"
+            }
+            found[path] = ModuleFacts(type(module).__name__, settings, module.extra_repr())
+    return found
+
+
+def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
+    """Put a view at every path of ``facts`` where ``converted`` has no module of its own."""
+    nodes = _nodes_by_path(converted)
+    for path, fact in facts.items():
+        kind = _kind_of(fact, nodes.get(path, []))
+        parent, name = _parent_of(converted, path) if kind else (None, "")
+        if parent is None:
+            continue
+        standing = parent._modules.get(name)
+        if standing is None and name in vars(parent):
+            continue
+        if standing is not None and type(standing) is not nn.Module and not isinstance(standing, ModuleView):
+            continue
+        view = _view_class(kind)(converted, path, fact)
+        if standing is not None:
+            # The very parameters and buffers that the graph reads there.
+            kept = {key: value for key, value in vars(standing).items() if key != "_view"}
+            vars(view).update(kept)
+        parent._modules[name] = view
+
+
+class ModuleView(nn.Module):
+    """Stands for a module of the float model in a converted one."""
+
+    def __init__(self, converted: GraphModule, path: str, facts: ModuleFacts) -> None:
+        super().__init__()
+        vars(self)["_view"] = (weakref.ref(converted), path, facts)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            owner, path, facts = vars(self)["_view"]
+            if name.startswith("__") or owner() is None:
+                raise
+        found = _ANSWERS[name](owner(), path) if name in _ANSWERS else facts.settings.get(name, _MISSING)
+        if found is _MISSING:
+            raise ModuleAttributeError(
+                f"{path!r} of the converted model is a view of what was {facts.kind}: it has no {name!r}.",
+                hint="it has the float module's settings, and weight(), scale and zero_point where the module "
+                "is quantized; explain(model) has the rest.",
+            )
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the ops of the module are in the graph.
+
+        Raises:
+            ModuleAttributeError: always.
+        """
+        _, path, facts = vars(self)["_view"]
+        raise ModuleAttributeError(
+            f"{path!r} of the converted model is a view of what was {facts.kind}: it cannot be called.",
+            hint="call the whole model; its graph computes what the module computed.",
+        )
+
+    def __copy__(self) -> nn.Module:
+        return self
+
+    def __reduce__(self) -> Any:
+        # A copy of the model gets views of its own.
+        return _plain_module, (vars(self)["_parameters"], vars(self)["_buffers"], vars(self)["_modules"])
+
+    def extra_repr(self) -> str:
+        owner, path, facts = vars(self)["_view"]
+        if owner() is None:
+            return ""
+        shown = [facts.shown] if facts.shown else []
+        scale, zero_point = (_ANSWERS[name](owner(), path) for name in ("scale", "zero_point"))
+        if scale is not _MISSING and type(self).__name__.startswith("Quantized"):
+            shown += [f"scale={scale}, zero_point={zero_point}"]
+        weight = _weight_node(owner(), path)
+        if weight is not None:
+            shown += [f"weight={str(attribute_of(owner(), weight.args[0]).dtype).removeprefix('torch.')}"]
+            shown += ["per channel" if weight.target is PER_CHANNEL else "per tensor"]
+        return ", ".join(shown)
+
+
+_MISSING = object()
+
+
+def _plain_module(parameters: Any, buffers: Any, modules: Any) -> nn.Module:
+    module = nn.Module()
+    vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
+    return module
+
+
+@cache
+def _view_class(name: str) -> type[ModuleView]:
+    return type(name, (ModuleView,), {"__module__": __name__})
+
+
+def _parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
+    """The module that shall hold ``path``, made where it is missing; None inside modules of other kinds."""
+    *parents, name = path.split(".")
+    module = model
+    for each in parents:
+        if each not in module._modules:
+            if each in vars(module):
+                return None, name
+            module._modules[each] = nn.Module()
+        child = module._modules[each]
+        if child is None or type(child) is not nn.Module:
+            return None, name
+        module = child
+    return module, name
+
+
+def _nodes_by_path(graph_module: GraphModule) -> dict[str, list[Node]]:
+    found: dict[str, list[Node]] = {}
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.target not in (*DEQUANTIZES, QUANTIZE):
+            found.setdefault(module_path_of(node).partition("@")[0], []).append(node)
+    return found
+
+
+def _nodes_at(graph_module: GraphModule, path: str) -> list[Node]:
+    return _nodes_by_path(graph_module).get(path, [])
+
+
+def _kind_of(facts: ModuleFacts, nodes: list[Node]) -> str:
+    """The name under which FX's converted model showed the module; empty where FX has none any more."""
+    if not nodes:
+        return ""
+    weight = _weight_of(nodes)
+    if weight is None:
+        is_fused_away = nodes[0].target in RELU and _is_behind_weighted(nodes[0])
+        return "" if is_fused_away else facts.kind
+    if _is_dynamic(nodes):
+        return f"DynamicQuantized{facts.kind}"
+    fused = FUSED_RELU.fullmatch(facts.kind)
+    if fused is not None and any(user.target in RELU for user in nodes[-1].users):
+        kind = f"ConvReLU{fused['rank']}" if fused["op"] else "LinearReLU"
+        return f"Quantized{kind}"
+    return f"Quantized{facts.kind}"
+
+
+def _is_behind_weighted(node: Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, Node) and _weight_of([source]) is not None
+
+
+def _weight_of(nodes: list[Node]) -> Node | None:
+    """The dequantize of an integer weight that one of ``nodes`` reads."""
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.target in DEQUANTIZES and _reads_attribute(source):
+                return source
+    return None
+
+
+def _reads_attribute(node: Node) -> bool:
+    return isinstance(node.args[0], Node) and node.args[0].op == "get_attr"
+
+
+def _is_dynamic(nodes: list[Node]) -> bool:
+    sources = [source for node in nodes for source in node.all_input_nodes]
+    return any(source.target is OPS.dequantize_per_tensor.tensor for source in sources)
+
+
+def _weight_node(owner: GraphModule, path: str) -> Node | None:
+    return _weight_of(_nodes_at(owner, path))
+
+
+def _weight(owner: GraphModule, path: str) -> Any:
+    """A method, as of torch.ao's modules, that returns the quantized weight."""
+    node = _weight_node(owner, path)
+    if node is None:
+        return _MISSING
+
+    def weight() -> Tensor:
+        integers, *qparams = (
+            attribute_of(owner, each) if isinstance(each, Node) else each for each in node.args
+        )
+        if integers.dtype not in LEGACY_DTYPES:
+            return Tensor(integers)
+        if node.target is PER_CHANNEL:
+            scales, zero_points, axis = qparams[:3]
+            made = make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
+        else:
+            made = make_per_tensor_quantized_tensor(integers, *qparams[:2])
+        assert isinstance(made, Tensor)
+        return made
+
+    return weight
+
+
+def _output_qparams(owner: GraphModule, path: str) -> Iterator[Any]:
+    """Scale and zero point of what the module's op, with a ReLU behind it, gives."""
+    nodes = _nodes_at(owner, path)
+    node = nodes[-1] if nodes else None
+    while node is not None:
+        quantize = next((user for user in node.users if user.target is QUANTIZE), None)
+        if quantize is not None:
+            yield from quantize.args[1:3]
+            return
+        node = next((user for user in node.users if user.target in RELU), None)
+
+
+def _scale(owner: GraphModule, path: str) -> Any:
+    return next(_output_qparams(owner, path), _MISSING)
+
+
+def _zero_point(owner: GraphModule, path: str) -> Any:
+    return next(iter(list(_output_qparams(owner, path))[1:]), _MISSING)
+
+
+_ANSWERS = {"weight": _weight, "scale": _scale, "zero_point": _zero_point}

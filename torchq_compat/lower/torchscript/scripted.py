@@ -1,0 +1,346 @@
+"""The compiled function of a captured model, and the plain module around it that torch.jit.script
+compiles."""
+
+from __future__ import annotations
+import __future__
+
+import itertools
+import linecache
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple  # noqa: UP035 - the words of TorchScript
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.capture.torch_export import capture
+from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
+from torchq_compat.errors import ExportError
+from torchq_compat.graph import metadata
+from torchq_compat.lower.torchscript.operators import HELPERS
+from torchq_compat.lower.torchscript.source import FunctionSource, flat_results, write_function
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.support.upstream import PythonPrinter, pytree, tracing_paused
+from torchq_compat.support.user_warnings import warn_user
+
+if TYPE_CHECKING:
+    from torchq_compat.graph.graph_module import QuantizationGraphModule
+
+__all__ = ["ScriptedGraph", "scripted_graph"]
+
+NAMES: dict[str, Any] = {"Dict": Dict, "List": List, "Optional": Optional, "Tuple": Tuple}
+_FILES = itertools.count()
+#: What a condition about sizes may be written with, to be one of TorchScript too.
+PLAIN_CONDITION = re.compile(r"(?:[\w\s()+\-*%<>=!]|//)*")
+
+
+@dataclass(frozen=True)
+class ScriptedGraph:
+    """A captured model in TorchScript.
+
+    Attributes:
+        model: it was made from.
+        function: of its flat inputs and ``constants`` -> its flat results.
+        constants: name -> tensor or packed weights.
+    """
+
+    model: QuantizationGraphModule
+    source: FunctionSource
+    function: Any
+    constants: dict[str, Any]
+
+    def call(self, args: tuple[Any, ...]) -> Any:
+        """Call the function with positional arguments of the model, which torch.jit.trace is looking at."""
+        flat = pytree.tree_leaves(args, is_leaf=lambda leaf: leaf is None)
+        result = self.function(*flat, *self.constants.values())
+        results = iter(result if len(self.source.results) != 1 else (result,))
+        returned = flat_results(self.model.reference.graph.output_node())
+        leaves = [next(results) if isinstance(each, Node) else each for each in returned]
+        return pytree.tree_unflatten(leaves, _out_spec(self.model))
+
+    def module(self) -> nn.Module:
+        """A plain module that torch.jit.script compiles."""
+        forward = _compile(
+            _forward_text(self), "forward", {"graph_function": self.function, "Tensor": Tensor}
+        )
+        cls = type(f"Scripted{type(self.model).__name__}", (nn.Module,), {"forward": forward})
+        module: nn.Module = cls()
+        for name, value in self.constants.items():
+            if isinstance(value, Tensor):
+                module.register_buffer(name, value)
+            else:
+                setattr(module, name, value)
+        return module.train(self.model.training)
+
+
+def scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
+    """The graph of ``model`` that runs, compiled by torch.jit.
+
+    Raises:
+        ExportError: a module or operator that TorchScript has no word for; names it.
+    """
+    with tracing_paused():
+        return _scripted_graph(model)
+
+
+def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
+    if model.is_prepared:
+        warn_user(
+            "TorchScript of a prepared model does not observe: its observers stand still and its "
+            "fake-quantizes have the qparams of now. Calibrate or train before."
+        )
+    leaves = _Leaves(model)
+    source = write_function(model, lambda path: operator.attrgetter(path)(model), leaves.write)
+    constants = {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in source.constants.items()
+    }
+    name = f"{re.sub('[^0-9A-Za-z]', '_', type(model).__name__)}_graph"
+    return ScriptedGraph(model, source, _script(source, name), constants)
+
+
+class _Leaves:
+    """Writes called modules: observers and modules that are opaque to the graph."""
+
+    def __init__(self, model: QuantizationGraphModule) -> None:
+        self.model = model
+
+    def write(self, node: Node, function: FunctionSource, args: list[str]) -> str:
+        path = str(node.target)
+        module = operator.attrgetter(path)(self.model)
+        if isinstance(module, OpaqueModule):
+            return self._call_of_leaf(node, module, function, args)
+        if hasattr(module, "activation_post_process") or hasattr(module, "fake_quant_enabled"):
+            return _fake_quantized(module, function, args[0], path)
+        if hasattr(module, "calculate_qparams"):
+            return args[0]
+        raise _refused(type(module).__name__, path, "it is no module of this package")
+
+    def _call_of_leaf(self, node: Node, leaf: OpaqueModule, function: FunctionSource, args: list[str]) -> str:
+        inner = _function_of_leaf(leaf, node, self.model)
+        compiled = _script(inner, f"module_{len(function.called)}")
+        name = f"module_{len(function.called)}"
+        function.called[name] = compiled
+        constants = [function.constant(value) for value in inner.constants.values()]
+        call = f"{name}({', '.join([*args, *constants])})"
+        return call if len(inner.results) != 1 else f"({call},)"
+
+
+def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphModule) -> FunctionSource:
+    """One call of ``leaf`` as a function, from its exported form; its loops are one operator."""
+    layout = node.kwargs.get("opaque_layout")
+    examples = tuple(_example(each, leaf) for each in _reference_node(node, model).args)
+    path = str(node.target)
+    if any(not isinstance(each, Tensor) for each in examples):
+        raise _refused(type(leaf).__name__, path, "it is called with a size")
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.leaf = leaf
+
+        def forward(self, *flat: Tensor) -> Any:
+            return self.leaf(*flat, opaque_layout=layout)
+
+    try:
+        with exporting_loops_as(LoopShape.OPAQUE), torch.no_grad():
+            captured = capture(Called().train(leaf.training), examples)
+    except Exception as cause:
+        raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
+
+    def no_module(call: Node, *_: Any) -> str:
+        raise _refused(type(leaf).__name__, path, f"it calls {call.target!s}")
+
+    inner = write_function(captured, lambda name: operator.attrgetter(name)(captured), no_module)
+    inner.constants = {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in inner.constants.items()
+    }
+    return inner
+
+
+def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
+    """The call in the reference graph, whose nodes know their shapes."""
+    if model.reference is model:
+        return node
+    name = metadata.REFERENCE_NODE.of(node)
+    return next(each for each in model.reference.graph.nodes if each.name == name)
+
+
+def _example(argument: Any, leaf: OpaqueModule) -> Any:
+    """A tensor of the sizes of the example; in floats where ``leaf`` takes them."""
+    if not isinstance(argument, Node):
+        return argument
+    source, value = argument, argument.meta.get("val")
+    while not isinstance(value, Tensor) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+        value = source.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    sizes = [int(size) if isinstance(size, int) else int(size.node.hint) for size in value.shape]
+    dtype = value.dtype
+    integers = metadata.INTEGERS.of(argument)
+    if integers is not None:
+        dtype = integers.dtype
+    if leaf.opaque_in_floats and not dtype.is_floating_point:
+        dtype = leaf.opaque_float_dtype()
+    return torch.zeros(sizes, dtype=dtype)
+
+
+def _fake_quantized(module: nn.Module, function: FunctionSource, x: str, path: str) -> str:
+    scale, zero_point = getattr(module, "scale", None), getattr(module, "zero_point", None)
+    enabled = getattr(module, "fake_quant_enabled", None)
+    if not isinstance(scale, Tensor) or not isinstance(zero_point, Tensor) or not isinstance(enabled, Tensor):
+        raise _refused(type(module).__name__, path, "it has no scale and zero point of its own")
+    if not bool(enabled[0]):
+        return x
+    qparams = [function.constant(scale.detach()), function.constant(zero_point.detach())]
+    bounds = [
+        str(int(module.activation_post_process.quant_min)),
+        str(int(module.activation_post_process.quant_max)),
+    ]  # type: ignore[union-attr, arg-type]
+    if scale.numel() > 1:
+        axis = str(int(getattr(module, "ch_axis", 0)))
+        return f"torch.fake_quantize_per_channel_affine({', '.join([x, *qparams, axis, *bounds])})"
+    return f"torch.fake_quantize_per_tensor_affine({', '.join([x, *qparams, *bounds])})"
+
+
+def _script(source: FunctionSource, name: str) -> Any:
+    return _scripted_text(source.text(name), name, tuple(source.called.items()))
+
+
+@lru_cache(maxsize=64)
+def _scripted_text(text: str, name: str, called: tuple[tuple[str, Any], ...]) -> Any:
+    """One function for one text: torch.jit.trace traces twice and compares."""
+    try:
+        return torch.jit.script(_compile(text, name, {**HELPERS, **dict(called)}))
+    except RuntimeError as cause:
+        first = next(line for line in str(cause).splitlines() if line.strip())
+        raise ExportError(
+            f"torch.jit cannot compile the graph: {first}",
+            hint="use torchq_compat.export and torch.export.save.",
+        ) from cause
+
+
+def _compile(text: str, name: str, known: dict[str, Any]) -> Callable[..., Any]:
+    """The Python function of ``text``; torch.jit reads the text again, where inspect finds it."""
+    file = f"<torchq_compat.torchscript.{next(_FILES)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    namespace = {**NAMES, **known, "torch": torch, "math": math, "__name__": "torchq_compat.torchscript"}
+    exec(
+        compile(text, file, "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True), namespace
+    )
+    function: Callable[..., Any] = namespace[name]
+    return function
+
+
+# --- the module around the function ---
+
+
+def _forward_text(scripted: ScriptedGraph) -> str:
+    model = scripted.model
+    info = model.reference.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    spec = info.in_spec.children()[0]
+    names = list(model.record.signature.names or info.orig_args)
+    kinds = iter(kind for _, kind in scripted.source.inputs)
+    typed, flat = [], []
+    for name, child in zip(names, spec.children(), strict=True):
+        typed.append(f"{name}: {_type_of_spec(child, kinds)}")
+        flat += list(_leaves_of(child, name))
+    lines = [*_checks(model, dict(zip(_labels(model), flat, strict=False)))]
+    constants = [f"self.{name}" for name in scripted.constants]
+    call = f"graph_function({', '.join([*flat, *constants])})"
+    lines.append(f"results = {call}")
+    single = len(scripted.source.results) == 1
+    results = iter(["results"] if single else [f"results[{i}]" for i in range(len(scripted.source.results))])
+    returned = flat_results(model.reference.graph.output_node())
+    leaves = iter(next(results) if isinstance(each, Node) else repr(each) for each in returned)
+    lines.append(f"return {_rebuilt(_out_spec(model), leaves)}")
+    return f"def forward(self, {', '.join(typed)}):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _labels(model: QuantizationGraphModule) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(dimension.label for dimension in model.record.signature.sizes.dimensions))
+
+
+def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[str]:
+    """Assertions about the sizes that capture fixed or bound to each other."""
+    sizes = model.record.signature.sizes
+    if any(label not in inputs for label in _labels(model)):
+        return
+    places = {name: f"{inputs[each.label]}.size({each.index})" for name, each in sizes._places}
+    written = set[str]()
+    for rule in sizes.rules:
+        condition = PythonPrinter().doprint(rule.condition)
+        if not PLAIN_CONDITION.fullmatch(condition) or any(name not in places for name in rule.names):
+            continue
+        for name in rule.names:
+            if name not in written:
+                written.add(name)
+                yield f"{name} = {places[name]}"
+        told = f"{rule.dimension.name} is not as captured: {rule.expected}"
+        yield f"assert {condition}, {told!r}"
+
+
+def _out_spec(model: QuantizationGraphModule) -> Any:
+    return model.reference.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
+
+
+def _is_leaf(spec: Any) -> bool:
+    return spec.type is None or spec.is_leaf()
+
+
+def _type_of_spec(spec: Any, kinds: Iterator[str]) -> str:
+    if _is_leaf(spec):
+        return next(kinds)
+    inner = [_type_of_spec(child, kinds) for child in spec.children()]
+    if spec.type is tuple:
+        return f"Tuple[{', '.join(inner)}]"
+    if spec.type is list and set(inner) == {"Tensor"}:
+        return "List[Tensor]"
+    if spec.type is dict and set(inner) == {"Tensor"}:
+        return "Dict[str, Tensor]"
+    raise _structure_refused(spec)
+
+
+def _leaves_of(spec: Any, place: str) -> Iterator[str]:
+    if _is_leaf(spec):
+        yield place
+        return
+    keys = spec.context if spec.type is dict else range(len(spec.children()))
+    for key, child in zip(keys, spec.children(), strict=True):
+        yield from _leaves_of(child, f"{place}[{key!r}]")
+
+
+def _rebuilt(spec: Any, leaves: Iterator[str]) -> str:
+    if _is_leaf(spec):
+        return next(leaves)
+    inner = [_rebuilt(child, leaves) for child in spec.children()]
+    if spec.type is tuple or (isinstance(spec.type, type) and issubclass(spec.type, tuple)):
+        return f"({', '.join(inner)},)"
+    if spec.type is list:
+        return f"[{', '.join(inner)}]"
+    if spec.type is dict:
+        return (
+            "{" + ", ".join(f"{key!r}: {each}" for key, each in zip(spec.context, inner, strict=True)) + "}"
+        )
+    raise _structure_refused(spec)
+
+
+def _structure_refused(spec: Any) -> ExportError:
+    return ExportError(
+        f"TorchScript has no {spec.type.__name__} of mixed values as the model takes or returns it.",
+        hint="return a tuple, list or dict of tensors, or use torchq_compat.export and torch.export.save.",
+    )
+
+
+def _refused(kind: str, path: str, why: str) -> ExportError:
+    return ExportError(
+        f"{kind} at {path!r} cannot become TorchScript: {why}.",
+        hint="use torchq_compat.export and torch.export.save, or leave this module out of what is scripted.",
+    )

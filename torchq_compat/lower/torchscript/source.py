@@ -1,0 +1,183 @@
+"""A captured graph as the source of one TorchScript function of tensors and constants."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.errors import ExportError
+from torchq_compat.lower.torchscript.operators import FUNCTIONS, INT_FLOAT, TEMPLATES
+from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.upstream import OpOverload
+
+__all__ = ["FunctionSource", "ModuleCalls", "write_function"]
+
+INDENT = "    "
+#: Have no result, and no meaning where sizes are numbers.
+ASSERTIONS = (
+    "_assert_scalar",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+    "_assert_tensor_metadata",
+)
+
+
+@dataclass
+class FunctionSource:
+    """A function: inputs, constants and lines.
+
+    Attributes:
+        inputs: (name, type) of the flat inputs.
+        constants: name -> tensor or packed weights, handed over behind the inputs.
+        lines: of its body.
+        results: expressions of the flat results.
+        called: name -> compiled functions it calls.
+    """
+
+    inputs: list[tuple[str, str]] = field(default_factory=list)
+    constants: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
+    called: dict[str, Any] = field(default_factory=dict)
+
+    def text(self, name: str) -> str:
+        """The function as text; one result is returned as it is, others as a tuple."""
+        typed = [f"{each}: {kind}" for each, kind in self.inputs]
+        typed += [f"{each}: {_type_of(value)}" for each, value in self.constants.items()]
+        body = [*self.lines, f"return {self.returned(self.results)}"]
+        return f"def {name}({', '.join(typed)}):\n" + "".join(f"{INDENT}{line}\n" for line in body)
+
+    def returned(self, results: list[str]) -> str:
+        return results[0] if len(results) == 1 else f"({', '.join(results)})"
+
+    def constant(self, value: Any) -> str:
+        """The name of a constant; the same one for the same value."""
+        for name, known in self.constants.items():
+            if known is value:
+                return name
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+
+#: Writes a ``call_module`` node: (node, function, the expressions of its arguments) -> its expression.
+ModuleCalls = Callable[[Node, FunctionSource, list[str]], str]
+
+
+def write_function(
+    graph_module: GraphModule, attribute: Callable[[str], Any], write_module_call: ModuleCalls
+) -> FunctionSource:
+    """Write the function of ``graph_module``.
+
+    Args:
+        attribute: path -> what a ``get_attr`` reads there.
+        write_module_call: what becomes of called modules.
+
+    Raises:
+        ExportError: a node that TorchScript has no word for.
+    """
+    function = FunctionSource()
+    names: dict[Node, str] = {}
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            names[node] = f"v_{node.name}"
+            function.inputs.append((names[node], _input_type(node)))
+        elif node.op == "get_attr":
+            names[node] = function.constant(attribute(str(node.target)))
+        elif node.op == "output":
+            function.results = [names[each] for each in flat_results(node) if isinstance(each, Node)]
+        elif not node.users and node.op == "call_function" and _is_assertion(node):
+            continue
+        else:
+            args = [_literal(each, "", names) for each in node.args]
+            expression = (
+                write_module_call(node, function, args)
+                if node.op == "call_module"
+                else _expression(node, names)
+            )
+            names[node] = f"v_{node.name}"
+            function.lines.append(f"{names[node]} = {expression}")
+    return function
+
+
+def flat_results(output: Node) -> list[Any]:
+    """What a graph returns, flat: nodes and constants."""
+    returned = output.args[0]
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+
+
+def _input_type(node: Node) -> str:
+    value = node.meta.get("val")
+    if value is None:
+        return "Optional[Tensor]" if "val" in node.meta else "Tensor"
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind.__name__
+    return "Tensor"
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "Tensor"
+    if isinstance(value, torch.ScriptObject):
+        return str(value._type())
+    raise ExportError(
+        f"TorchScript: a constant of type {type(value).__name__} cannot be written.",
+        hint="use torchq_compat.export and torch.export.save.",
+    )
+
+
+def _is_assertion(node: Node) -> bool:
+    return getattr(node.target, "__name__", "").partition(".")[0] in ASSERTIONS
+
+
+def _expression(node: Node, names: Mapping[Node, str]) -> str:
+    target = node.target
+    if target in TEMPLATES:
+        return TEMPLATES[target].format(*(_literal(each, "", names) for each in node.args))
+    if not isinstance(target, OpOverload):
+        raise ExportError(
+            f"TorchScript has no word for {getattr(target, '__name__', target)!s} at "
+            f"{module_path_of(node) or node.name!r}.",
+            hint="use torchq_compat.export and torch.export.save.",
+        )
+    schema = target._schema
+    arguments = {argument.name: str(argument.type) for argument in schema.arguments}
+    kinds = list(arguments.values())
+    given = [_literal(each, kind, names) for each, kind in zip(node.args, kinds, strict=False)]
+    given += [f"{name}={_literal(each, arguments[name], names)}" for name, each in node.kwargs.items()]
+    called = FUNCTIONS.get(target) or f"torch.ops.{schema.name.replace('::', '.')}"
+    return f"{called}({', '.join(given)})"
+
+
+def _literal(value: Any, kind: str, names: Mapping[Node, str]) -> str:
+    """``value`` in TorchScript, where an argument of type ``kind`` is asked for."""
+    kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+    if isinstance(value, Node):
+        return _as_float(value, names[value]) if kind == "float" else names[value]
+    if isinstance(value, (list, tuple)):
+        element = kind.removeprefix("List[").removesuffix("]") if kind.startswith("List[") else ""
+        listed = f"[{', '.join(_literal(each, element, names) for each in value)}]"
+        return listed if element in ("", "number", "t") else f"torch.jit.annotate({kind}, {listed})"
+    if isinstance(value, float) or (kind == "float" and isinstance(value, (int, bool))):
+        return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, int) and kind == "int":
+        return repr(int(value))
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    return str(value)  # a dtype, layout or memory format prints as its name
+
+
+def _as_float(node: Node, name: str) -> str:
+    is_size = isinstance(node.meta.get("val"), (torch.SymInt, int)) and node.target not in INT_FLOAT
+    is_size = is_size or node.target in (torch.ops.aten.sym_size.int, operator.floordiv)
+    return f"float({name})" if is_size else name

@@ -1,0 +1,29 @@
+"""``torch.ao.quantization.quantize_dynamic`` -> ``torchq_compat.quantize_dynamic``, however imported."""
+
+from __future__ import annotations
+
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.legacy_names import EAGER_FUNCTIONS
+from torchq_compat.migrate.legacy_api.moved_names import MovedNames
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+
+__all__ = ["REWRITE"]
+
+CONSTRUCT = Construct(
+    code="TQ111",
+    title="quantize_dynamic",
+    becomes="torchq_compat.quantize_dynamic",
+    guide="""\
+`quantize_dynamic` of `torch.ao.quantization` or `torch.quantization`: the same function, arguments and
+numbers, eager in, eager out; LSTM, GRU, RNN and their cells run in the native loop.
+""",
+)
+
+REWRITE = Rewrite(
+    name="quantize-dynamic",
+    construct=CONSTRUCT,
+    summary="quantize_dynamic comes from torchq_compat",
+    # The modules hold much else, which stays: only the name moves.
+    find=MovedNames("TQ111", (), EAGER_FUNCTIONS).find,
+    order=8,
+)

@@ -1,0 +1,56 @@
+"""The Numeric Suite in the process that runs a legacy script: given one of our models, it says what to call.
+
+It looks for torch.ao's modules, or for their names in a state_dict; of a captured model it returns nothing,
+and says nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchq_compat.errors import FxError
+from torchq_compat.graph.graph_module import record_of
+from torchq_compat.migrate.running.redirections import replace_everywhere
+
+__all__ = ["refuse_numeric_suite"]
+
+MODULES = ("torch.ao.ns._numeric_suite", "torch.ao.ns._numeric_suite_fx")
+#: What only the state of a captured, converted model has.
+OUR_KEY = re.compile(r"(.*\.)?(_frozen_param\d+|_scale_\d+)")
+
+
+def refuse_numeric_suite() -> None:
+    """Let the functions of the suite raise an FxError where they are given a model of ours, or its state."""
+    replacements: dict[int, Callable[..., Any]] = {}
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for function in vars(module).values():
+            if inspect.isfunction(function) and function.__module__ == name:
+                replacements[id(function)] = _refusing(function)
+    replace_everywhere(replacements)
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if any(_is_ours(value) for value in (*args, *kwargs.values())):
+            raise FxError(
+                f"{function.__name__} of the Numeric Suite finds nothing in a model of torchq_compat: its "
+                "graph has no modules of torch.ao.",
+                hint="torchq_compat.compare measures every place against the float model, and "
+                "torchq_compat.suggest returns the mapping that leaves the worst places float.",
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _is_ours(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(isinstance(key, str) and OUR_KEY.fullmatch(key) for key in value)
+    return record_of(value) is not None

@@ -1,0 +1,58 @@
+"""Private functions of FX that scripts call, with their signatures, on the functions of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from torchq_compat import quantize_fx
+
+__all__ = ["convert_fx", "fuse_fx", "prepare_fx"]
+
+
+def prepare_fx(
+    model: nn.Module,
+    qconfig_mapping: Any,
+    is_qat: bool,
+    example_inputs: tuple[Any, ...],
+    prepare_custom_config: Any = None,
+    _equalization_config: Any = None,
+    backend_config: Any = None,
+    is_standalone_module: bool = False,
+) -> GraphModule:
+    """``torch.ao.quantization.quantize_fx._prepare_fx``."""
+    prepare = quantize_fx.prepare_qat_fx if is_qat else quantize_fx.prepare_fx
+    return prepare(
+        model,
+        qconfig_mapping,
+        example_inputs,
+        prepare_custom_config,
+        _equalization_config=_equalization_config,
+        backend_config=backend_config,
+    )
+
+
+def convert_fx(
+    graph_module: GraphModule,
+    is_reference: bool = False,
+    convert_custom_config: Any = None,
+    is_standalone_module: bool = False,
+    _remove_qconfig: bool = True,
+    qconfig_mapping: Any = None,
+    backend_config: Any = None,
+    is_decomposed: bool = False,
+    keep_original_weights: bool = False,
+) -> GraphModule:
+    """``torch.ao.quantization.quantize_fx._convert_fx``."""
+    to_reference = is_reference or is_decomposed
+    convert = quantize_fx.convert_to_reference_fx if to_reference else quantize_fx.convert_fx
+    return convert(graph_module, convert_custom_config, _remove_qconfig, qconfig_mapping, backend_config)
+
+
+def fuse_fx(
+    model: nn.Module, is_qat: bool = False, fuse_custom_config: Any = None, backend_config: Any = None
+) -> nn.Module:
+    """``torch.ao.quantization.quantize_fx._fuse_fx``; ``prepare_qat_fx`` fuses while it prepares."""
+    return model if is_qat else quantize_fx.fuse_fx(model, fuse_custom_config, backend_config)
