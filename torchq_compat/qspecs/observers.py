@@ -216,6 +216,9 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
         self.legacy = legacy
         _copy_settings(self, legacy)
 
+    def __getattr__(self, name: str) -> Any:
+        return _of_legacy(self, name, super().__getattr__)
+
     def forward(self, x: Tensor) -> Tensor:
         self.legacy(x)
         return x
@@ -233,6 +236,9 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
         super().__init__()
         self.legacy = legacy
         _copy_settings(self, legacy)
+
+    def __getattr__(self, name: str) -> Any:
+        return _of_legacy(self, name, super().__getattr__)
 
     def forward(self, x: Tensor) -> Tensor:
         fake_quantized: Tensor = self.legacy(x)
@@ -253,6 +259,19 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
 
     def enable_observer(self, enabled: bool = True) -> None:
         self.legacy.enable_observer(enabled)  # type: ignore[operator]
+
+
+def _of_legacy(adapter: nn.Module, name: str, own: Callable[[str], Any]) -> Any:
+    """What scripts read of the user's object: ``scale`` of a learnable fake-quantize, ``min_val``."""
+    try:
+        return own(name)
+    except AttributeError:
+        legacy = vars(adapter).get("_modules", {}).get("legacy")
+        # What observes inside it is asked for to see whether the adapter has an observer of its own.
+        is_private = name.startswith("_") or name == "activation_post_process"
+        if legacy is None or is_private or not hasattr(legacy, name):
+            raise
+        return getattr(legacy, name)
 
 
 def _not_a_constructor(setting: str, found: object) -> ConfigError:

@@ -1,5 +1,4 @@
-"""The compiled function of a captured model, and the plain module around it that torch.jit.script
-compiles."""
+"""The compiled function of a captured model, and the plain module around it for torch.jit.script."""
 
 from __future__ import annotations
 import __future__
@@ -12,11 +11,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple  # noqa: UP035 - the words of TorchScript
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from torchq_compat.capture.torch_export import capture
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ScriptedGraph", "scripted_graph"]
 
-NAMES: dict[str, Any] = {"Dict": Dict, "List": List, "Optional": Optional, "Tuple": Tuple}
+NAMES: dict[str, Any] = {"Dict": dict, "List": list, "Optional": Optional, "Tuple": tuple}
 _FILES = itertools.count()
 #: What a condition about sizes may be written with, to be one of TorchScript too.
 PLAIN_CONDITION = re.compile(r"(?:[\w\s()+\-*%<>=!]|//)*")
@@ -169,7 +168,8 @@ def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
     if model.reference is model:
         return node
     name = metadata.REFERENCE_NODE.of(node)
-    return next(each for each in model.reference.graph.nodes if each.name == name)
+    found: Node = next(each for each in model.reference.graph.nodes if each.name == name)
+    return found
 
 
 def _example(argument: Any, leaf: OpaqueModule) -> Any:
@@ -200,10 +200,8 @@ def _fake_quantized(module: nn.Module, function: FunctionSource, x: str, path: s
     if not bool(enabled[0]):
         return x
     qparams = [function.constant(scale.detach()), function.constant(zero_point.detach())]
-    bounds = [
-        str(int(module.activation_post_process.quant_min)),
-        str(int(module.activation_post_process.quant_max)),
-    ]  # type: ignore[union-attr, arg-type]
+    source: Any = getattr(module, "activation_post_process", module)
+    bounds = [str(int(source.quant_min)), str(int(source.quant_max))]
     if scale.numel() > 1:
         axis = str(int(getattr(module, "ch_axis", 0)))
         return f"torch.fake_quantize_per_channel_affine({', '.join([x, *qparams, axis, *bounds])})"
