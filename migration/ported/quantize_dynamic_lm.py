@@ -47,10 +47,10 @@ def report(name, output):
 def main():
     torch.manual_seed(0)
     model = LSTMModel().eval()
+    tokens = torch.randint(WORDS, (7, 2))
     quantized_model = torchq_compat.quantize_dynamic(model, {nn.LSTM, nn.Linear}, dtype=torch.qint8)
     print_size_of_model(model)
     print_size_of_model(quantized_model)
-    tokens = torch.randint(WORDS, (7, 2))
     with torch.no_grad():
         report("float", model(tokens, model.init_hidden(2))[0])
         report("quantized", quantized_model(tokens, quantized_model.init_hidden(2))[0])

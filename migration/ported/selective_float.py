@@ -48,12 +48,12 @@ def main():
     torch.manual_seed(0)
     model = Net().eval()
     batches = [torch.randn(16, 8) for _ in range(4)]
+    more = torch.randn(6, 8)
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     errors = {name: error(model, quantize(model, batches, [name]), batches) for name in names}
     best = min(errors, key=errors.get)
     print("left float:", best)
     quantized = quantize(model, batches, [best])
-    more = torch.randn(6, 8)
     with torch.no_grad():
         report("float", model(more))
         report("quantized", quantized(more))

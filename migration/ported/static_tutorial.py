@@ -56,6 +56,7 @@ def main():
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(32, 3, 17, 17), torch.randint(5, (32,)))
     data_loader = DataLoader(dataset, batch_size=8)
+    more = torch.randn(5, 3, 17, 17)
     float_model = Classifier().eval()
     model_to_quantize = copy.deepcopy(float_model)
 
@@ -70,7 +71,6 @@ def main():
     print_size_of_model(quantized_model, "after")
     fused_model = fuse_fx(copy.deepcopy(float_model))
     print("weights", quantized_model.conv1.weight().dtype, quantized_model.fc.weight().dtype)
-    more = torch.randn(5, 3, 17, 17)
     with torch.no_grad():
         assert torch.allclose(fused_model(more), float_model(more), atol=1e-5)
         report("float", float_model(more))

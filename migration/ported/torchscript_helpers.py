@@ -48,13 +48,13 @@ def report(name, output):
 def main():
     torch.manual_seed(0)
     model = Net().eval()
+    images = torch.randn(6, 3, 12, 12)
     example = torch.randn(1, 3, 12, 12)
     mapping = QConfigMapping().set_global(get_default_qconfig("x86"))
     prepared = prepare_fx(model, mapping, (example,))
     for _ in range(4):
         prepared(torch.randn(8, 3, 12, 12))
     quantized = convert_fx(prepared)
-    images = torch.randn(6, 3, 12, 12)
     with tempfile.TemporaryDirectory() as folder:
         path = save_torchscript(quantized, folder, "net.pth")
         loaded = load_torchscript(path, torch.device("cpu"))

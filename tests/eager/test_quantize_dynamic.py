@@ -135,6 +135,20 @@ def test_rnn_and_mapping() -> None:
     assert type(made.decoder[0]) is Marked
 
 
+@pytest.mark.parametrize("name", ["lstm", "batch first", "gru", "lstm cell", "gru cell", "linear", "bag"])
+def test_torchscript(name: str) -> None:
+    make, args, dtype = CASES[name]
+    made = tc.quantize_dynamic(nn.ModuleList([make()]).eval(), dtype=dtype)[0]  # type: ignore[index]
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(made), buffer)
+    buffer.seek(0)
+    again = torch.jit.load(buffer).eval()
+    with torch.no_grad():
+        for given in (args, args[:1] if name != "bag" else args):
+            for one, other in zip(leaves(made(*given)), leaves(again(*given)), strict=True):
+                assert sqnr(one, other) > 100
+
+
 def test_saved_whole_and_by_state() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(20, (5, 2))

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node, Tracer
 
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.errors import InputError
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["fuse"]
@@ -67,9 +68,11 @@ def fuse(model: nn.Module, preserved: Iterable[str]) -> nn.Module:
     fused.delete_all_unused_submodules()
     fused.recompile()
     fused.train(model.training)
-    for name in preserved:
-        if hasattr(model, name):
-            setattr(fused, name, getattr(working, name))
+    kept = {name: getattr(working, name) for name in preserved if hasattr(working, name)}
+    # GraphModule.__deepcopy__ carries what stands under this key, and only that.
+    fused.meta[USER_PRESERVED_ATTRIBUTES_KEY] = kept
+    for name, value in kept.items():
+        setattr(fused, name, value)
     return fused
 
 
