@@ -64,7 +64,8 @@ def _state_sizes(settings: dict[str, Any], count: int) -> list[tuple[int, ...]]:
     if "num_layers" not in settings:
         return [(-1, width)] * count
     rows = settings["num_layers"] * (2 if settings["bidirectional"] else 1)
-    return [(rows, -1, hidden), (rows, -1, width)][:count]
+    both: list[tuple[int, ...]] = [(rows, -1, hidden), (rows, -1, width)]
+    return both[:count]
 
 
 def _forward_text(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.torch_export import capture
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as

@@ -144,7 +144,7 @@ def _eager_line(source: nn.Module, result: nn.Module) -> str:
     kinds = Counter(
         name
         for module in result.modules()
-        if (name := module._get_name()).startswith(("Dynamic", "Quantized"))
+        if (name := module._get_name()).startswith(("Dynamic", "Quantized"))  # type: ignore[no-untyped-call]
     )
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing"
     return f"  {type(source).__name__}, quantized dynamically: {shown}"
