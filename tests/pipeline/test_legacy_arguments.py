@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization import DeQuantStub, QuantStub, get_default_qconfig_mapping
 from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.utils.data import DataLoader
 
@@ -92,3 +92,26 @@ def test_old_keywords() -> None:
         tc.convert_fx(prepared, is_reference=False, convert_custom_config_dict={})
     with pytest.warns(QuantizationWarning), pytest.raises(ArgumentError, match="twice"):
         tc.prepare_fx(Two().eval(), MAPPING, (X,), qconfig_dict=MAPPING, qconfig_mapping=MAPPING)
+
+
+def test_quant_stubs_do_nothing() -> None:
+    class Stubs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant, self.dequant = QuantStub(), DeQuantStub()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dequant(self.fc(self.quant(x)))
+
+    with_stubs, without = Stubs().eval(), Two().eval()
+    without.fc.load_state_dict(with_stubs.fc.state_dict())
+    results = []
+    for model in (with_stubs, without):
+        prepared = tc.prepare_fx(model, MAPPING, (X,))
+        prepared(X)
+        converted = tc.convert_fx(prepared)
+        results.append(converted(X))
+        assert converted.fc.weight().dtype is torch.qint8
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], with_stubs(X))
