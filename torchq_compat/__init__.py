@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
     from torchq_compat.migrate.comparison.comparing import compare
+    from torchq_compat.migrate.comparison.suggesting import suggest
     from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
     from torchq_compat.multi_output.tuple_rerouting import reroute_tuples
     from torchq_compat.pipeline.explanation import explain
@@ -48,6 +49,7 @@ __all__ = [
     "quantize_dynamic",
     "quantizer_from",
     "reroute_tuples",
+    "suggest",
     "to_executorch",
 ]
 __all__ += errors.__all__
@@ -63,6 +65,7 @@ _HOMES = {
     "quantize_dynamic": "torchq_compat.eager.quantize_dynamic",
     "quantizer_from": "torchq_compat.annotate.quantizer_from",
     "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
+    "suggest": "torchq_compat.migrate.comparison.suggesting",
     "to_executorch": "torchq_compat.lower.executorch",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -143,7 +144,7 @@ def prepare_qat_fx(
     )
 
 
-@takes_old_keywords(reference=lambda: convert_to_reference_fx)
+@takes_old_keywords(reference=lambda: _reference())
 @checked_arguments(_remove_qconfig=FLAG, keep_original_weights=FLAG)
 def convert_fx(
     graph_module: GraphModule,
@@ -263,6 +264,10 @@ def fuse_fx(
     preserved = read_fuse_custom_config(fuse_custom_config)
     read_backend_config(backend_config)
     return fuse(model, preserved)
+
+
+def _reference() -> Callable[..., GraphModule]:
+    return convert_to_reference_fx
 
 
 def get_default_prepare_custom_config() -> PrepareCustomConfig:

@@ -56,14 +56,7 @@ def quantize_and_save(model, images, path):
         for batch in images:
             model(batch)
     model = quantize_fx.convert_fx(model)
-    torch.export.save(
-        torch.export.export(
-            model,
-            (example,),
-            dynamic_shapes=tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in (example,)),
-        ),
-        path,
-    )
+    torch.jit.save(torch.jit.script(model), path)
 
 
 def report(name, output):
@@ -80,7 +73,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "net.pt")
         quantize_and_save(model, images, path)
-        loaded = torch.export.load(path).module()
+        loaded = torch.jit.load(path)
     with torch.no_grad():
         report("quantized", loaded(more))
 

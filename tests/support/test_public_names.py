@@ -9,7 +9,7 @@ import pytest
 ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
     CheckpointError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
-    InputError LeftFloatError PartConfigError PathError QuantizationWarning RecurrentModuleError
+    InputError LeftFloatError ModuleAttributeError PartConfigError PathError QuantizationWarning RecurrentModuleError
     ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
 """
 QUANTIZE_FX = """
@@ -18,8 +18,8 @@ QUANTIZE_FX = """
 """
 PUBLIC = {
     "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
-        Output annotate_outputs check_sharing compare explain export quantizer_from
-        reroute_tuples to_executorch
+        Output annotate_outputs check_sharing compare explain export quantize_dynamic
+        quantizer_from reroute_tuples suggest to_executorch
     """,
     "torchq_compat.errors": ERRORS,
     "torchq_compat.quantize_fx": QUANTIZE_FX,

@@ -128,6 +128,18 @@ def test_caches_of_devices_can_be_cleared() -> None:
         assert hasattr(function, "cache_clear"), name
 
 
+def test_tracing_is_paused_and_goes_on() -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        with upstream.tracing_paused():
+            assert not torch._C._is_tracing()
+            torch.full((2,), 3.0).neg()
+        return x * 2
+
+    traced = torch.jit.trace(doubled, torch.ones(2))
+    assert "aten::mul" in str(traced.graph)
+    assert "aten::neg" not in str(traced.graph)
+
+
 def test_decomposed_operators_are_registered() -> None:
     schema = torch.ops.quantized_decomposed.quantize_per_tensor.default._schema
     names = [argument.name for argument in schema.arguments]

@@ -97,7 +97,7 @@ def _as_tuple(value: Any, model: nn.Module | None) -> tuple[Any, ...]:
     if isinstance(value, NO_ARGUMENT) or callable(value):
         raise InputError(
             f"example_inputs must be a tuple of positional arguments, got {kind}.",
-            hint=f"write example_inputs=(x,) with a trailing comma for a model of one argument; {WHERE_FROM}.",
+            hint=f"write example_inputs=(x,) with a trailing comma for one argument; {WHERE_FROM}.",
         )
     warn_user(
         f"example_inputs is a single {kind}, taken as the only argument; write (x,) with a trailing comma."

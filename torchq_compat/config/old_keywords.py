@@ -47,9 +47,9 @@ def takes_old_keywords(
                 return function(*args, **kwargs)
             args, kwargs, is_reference = _without_flag(args, kwargs)
             chosen = reference() if is_reference else function
-            return chosen(*args, **kwargs)  # type: ignore[return-value]
+            return chosen(*args, **kwargs)
 
-        return renamed  # type: ignore[return-value]
+        return renamed
 
     return decorate
 

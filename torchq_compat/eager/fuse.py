@@ -1,7 +1,7 @@
 """``fuse_fx``: a GraphModule in which chains of modules that run as one are one.
 
-Legacy: torch.ao's fused modules of ``torch.ao.nn.intrinsic``, at the path of the first of a chain; the others are
-gone.
+Legacy: torch.ao's fused modules of ``torch.ao.nn.intrinsic``, at the path of the first of a chain; the others
+are gone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node, Tracer
 
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.errors import InputError
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["fuse"]
@@ -27,7 +28,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 RELU_FUNCTIONS = (F.relu, torch.relu)
 RELU_METHODS = ("relu", "relu_")
-#: Class of module -> the classes that may follow it, in order of what is tried first; those of torch.ao's table.
+#: Chains of modules that torch.ao has a fused module for, the longest first.
 CHAINS: tuple[tuple[type[nn.Module], ...], ...] = (
     *((conv, norm, nn.ReLU) for conv, norm in zip(CONVOLUTIONS, BATCH_NORMS, strict=True)),
     *((conv, norm) for conv, norm in zip(CONVOLUTIONS, BATCH_NORMS, strict=True)),
@@ -67,9 +68,11 @@ def fuse(model: nn.Module, preserved: Iterable[str]) -> nn.Module:
     fused.delete_all_unused_submodules()
     fused.recompile()
     fused.train(model.training)
-    for name in preserved:
-        if hasattr(model, name):
-            setattr(fused, name, getattr(working, name))
+    kept = {name: getattr(working, name) for name in preserved if hasattr(working, name)}
+    # GraphModule.__deepcopy__ carries what stands under this key, and only that.
+    fused.meta[USER_PRESERVED_ATTRIBUTES_KEY] = kept
+    for name, value in kept.items():
+        setattr(fused, name, value)
     return fused
 
 
@@ -120,7 +123,7 @@ def _fuse_chain(fused: GraphModule, chain: list[Node]) -> None:
     for module in modules:
         module.training = modules[0].training
     first, *others = chain
-    made: Any = fuse_known_modules(modules, is_qat=False)[0]
+    made: Any = fuse_known_modules(modules, is_qat=False)[0]  # type: ignore[no-untyped-call]
     fused.set_submodule(str(first.target), made)
     graph: Graph = fused.graph
     for node in reversed(others):

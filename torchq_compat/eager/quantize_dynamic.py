@@ -72,7 +72,9 @@ def quantize_dynamic(
             hint="give the float model; or give prepare_fx a dynamic QConfig.",
         )
     spec = read_spec(qconfig_spec, dtype)
-    classes = get_default_dynamic_quant_module_mappings() if mapping is None else dict(mapping)
+    classes: Mapping[Any, Any] = (
+        get_default_dynamic_quant_module_mappings() if mapping is None else dict(mapping)
+    )
     working = model if inplace else copy.deepcopy(model)
     working.eval()
     # All are made before the first is put in place: a failure leaves the model as it was.
@@ -93,7 +95,7 @@ def quantize_dynamic(
 
 
 def _quantized(
-    module: nn.Module, qconfig: QConfig, path: str, classes: Mapping[type[nn.Module], Any]
+    module: nn.Module, qconfig: QConfig, path: str, classes: Mapping[Any, Any]
 ) -> nn.Module | None:
     """What stands in for ``module``; None: itself."""
     kind = type_before_parametrizations(module)
@@ -119,7 +121,7 @@ def _quantized(
         )
     # from_float reads it there; ``module`` itself, which may be the user's, is left without.
     float_module = copy.copy(module)
-    float_module.qconfig = qconfig
+    vars(float_module)["qconfig"] = qconfig
     made: nn.Module = quantized_class.from_float(float_module)
     return made.eval()
 

@@ -105,7 +105,7 @@ class QuantizationGraphModule(GraphModule):
     """A captured model that takes the float model's call forms, ``train()`` and ``eval()``."""
 
     #: Properties that torch.jit.trace would compile.
-    __jit_unused_properties__ = (
+    __jit_unused_properties__ = [  # noqa: RUF012 - torch.fx has a list there
         "graph",
         "code",
         "_boxed_call",
@@ -114,7 +114,7 @@ class QuantizationGraphModule(GraphModule):
         "record",
         "is_prepared",
         "__jit_ignored_attributes__",
-    )
+    ]
 
     @classmethod
     def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
@@ -172,17 +172,16 @@ class QuantizationGraphModule(GraphModule):
 
     @property
     def __jit_ignored_attributes__(self) -> list[str]:
-        """torch.jit.trace would compile what submodules export; the scripted graph it gets calls none of
-        them.
+        """torch.jit.trace would compile what submodules export; the graph it gets calls none of them.
 
-        It asks for this before it looks for attributes: packed weights are there until it calls the model,
-        and not for longer, because torch.export cannot look at them.
+        It asks for this before it looks for attributes: packed weights are there until it calls the
+        model, and not for longer, because torch.export cannot look at them.
         """
         vars(self).update(self.packed_weights())
         return ["is_prepared", *self._modules]
 
     def __dir__(self) -> list[str]:
-        names = set(super().__dir__())
+        names = set(super().__dir__())  # type: ignore[no-untyped-call]
         # What torch.jit was told to ignore it would go through here, and compile.
         if is_asked_by_torch_jit(sys._getframe(1)):
             private = {name for name in vars(self) if name.startswith("_torchq_compat")}
@@ -195,17 +194,8 @@ class QuantizationGraphModule(GraphModule):
 
     @torch.jit.export
     def torchscript_observes(self) -> bool:
-        """Return False: torch.jit.trace heeds ``__jit_ignored_attributes__`` of modules that export
-        something."""
+        """Return False. torch.jit.trace heeds ``__jit_ignored_attributes__`` where something is exported."""
         return False
-
-    def _observing(self) -> set[str]:
-        """The names of the submodules with observers in them."""
-        return {
-            name
-            for name, child in self._modules.items()
-            if child is not None and any(map(is_activation_post_process, child.modules()))
-        }
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by torch.jit.script: a plain module of the same computation that it can compile.

@@ -1,7 +1,7 @@
 """What scripts read of a converted model, module by module: ``q.conv1.weight()``, ``.scale``, ``print(q)``.
 
-Legacy: modules of ``torch.ao.nn.quantized``. A captured graph has none: a view stands at the path of each float
-module, holds no tensor that the graph does not hold there, and answers from the graph.
+Legacy: modules of ``torch.ao.nn.quantized``. A captured graph has none: a view stands at the path of each
+float module, holds no tensor that the graph does not hold there, and answers from the graph.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ModuleView(nn.Module):
         if found is _MISSING:
             raise ModuleAttributeError(
                 f"{path!r} of the converted model is a view of what was {facts.kind}: it has no {name!r}.",
-                hint="it has the float module's settings, and weight(), scale and zero_point where the module "
+                hint="it has the float module's settings, and weight(), scale and zero_point where it "
                 "is quantized; explain(model) has the rest.",
             )
         return found
@@ -141,7 +141,7 @@ class ModuleView(nn.Module):
             shown += [f"scale={scale}, zero_point={zero_point}"]
         weight = _weight_node(owner(), path)
         if weight is not None:
-            shown += [f"weight={str(attribute_of(owner(), weight.args[0]).dtype).removeprefix('torch.')}"]
+            shown += [f"weight={str(_weight_attribute(owner(), weight).dtype).removeprefix('torch.')}"]
             shown += ["per channel" if weight.target is PER_CHANNEL else "per tensor"]
         return ", ".join(shown)
 
@@ -232,6 +232,12 @@ def _weight_node(owner: GraphModule, path: str) -> Node | None:
     return _weight_of(_nodes_at(owner, path))
 
 
+def _weight_attribute(owner: GraphModule, dequantize: Node) -> Any:
+    source = dequantize.args[0]
+    assert isinstance(source, Node)
+    return attribute_of(owner, source)
+
+
 def _weight(owner: GraphModule, path: str) -> Any:
     """A method, as of torch.ao's modules, that returns the quantized weight."""
     node = _weight_node(owner, path)
@@ -239,9 +245,10 @@ def _weight(owner: GraphModule, path: str) -> Any:
         return _MISSING
 
     def weight() -> Tensor:
-        integers, *qparams = (
+        values: list[Any] = [
             attribute_of(owner, each) if isinstance(each, Node) else each for each in node.args
-        )
+        ]
+        integers, *qparams = values
         if integers.dtype not in LEGACY_DTYPES:
             return Tensor(integers)
         if node.target is PER_CHANNEL:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from torchq_compat.errors import TorchQCompatError
-from torchq_compat.migrate import compare, rewrite, run, scan
+from torchq_compat.migrate import compare, rewrite, run, scan, suggest
 from torchq_compat.migrate.project import project_address
 
 __all__ = ["main"]
@@ -22,7 +22,7 @@ USAGE_ERROR = 2
 #: As a shell says that a signal ended a command.
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
-COMMANDS = (run, scan, rewrite, compare)
+COMMANDS = (run, scan, rewrite, compare, suggest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ REPLACED: dict[str, Callable[..., nn.Module]] = {
     "MinMaxObserver": FastMinMaxObserver,
     "MovingAverageMinMaxObserver": SaturationCountingObserver,
 }
+#: Warnings handed on.
+_TOLD: set[tuple[type[Warning], str]] = set()
 
 
 class ObserverConstructor:
@@ -69,7 +71,11 @@ class ObserverConstructor:
     def __init__(self, legacy: LegacyConstructor, setting: str = "qconfig") -> None:
         self.legacy = legacy
         self.setting = setting
-        self.settings = read_settings(self(), self._make_legacy(), setting)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            legacy_made = self._make_legacy()
+        _warn_once(caught)
+        self.settings = read_settings(self(), legacy_made, setting)
         self.__name__ = "PerChannelObserver" if self.settings.ch_axis is not None else "Observer"
 
     def with_args(self, **_spec: Any) -> ObserverConstructor:
@@ -93,6 +99,15 @@ class ObserverConstructor:
         if not isinstance(made, (*PT2E_BASES, *LEGACY_BASES)):
             raise _not_a_constructor(self.setting, self.legacy)
         return made
+
+
+def _warn_once(caught: Iterable[warnings.WarningMessage]) -> None:
+    """Hand on, once, what a library said of an observer: each rule of a config makes observers anew."""
+    for each in caught:
+        told = (each.category, str(each.message))
+        if told not in _TOLD:
+            _TOLD.add(told)
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 def translate_constructor(legacy: LegacyConstructor, setting: str = "qconfig") -> ObserverConstructor:
@@ -216,6 +231,9 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
         self.legacy = legacy
         _copy_settings(self, legacy)
 
+    def __getattr__(self, name: str) -> Any:
+        return _of_legacy(self, name, super().__getattr__)
+
     def forward(self, x: Tensor) -> Tensor:
         self.legacy(x)
         return x
@@ -233,6 +251,9 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
         super().__init__()
         self.legacy = legacy
         _copy_settings(self, legacy)
+
+    def __getattr__(self, name: str) -> Any:
+        return _of_legacy(self, name, super().__getattr__)
 
     def forward(self, x: Tensor) -> Tensor:
         fake_quantized: Tensor = self.legacy(x)
@@ -253,6 +274,19 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
 
     def enable_observer(self, enabled: bool = True) -> None:
         self.legacy.enable_observer(enabled)  # type: ignore[operator]
+
+
+def _of_legacy(adapter: nn.Module, name: str, own: Callable[[str], Any]) -> Any:
+    """What scripts read of the user's object: ``scale`` of a learnable fake-quantize, ``min_val``."""
+    try:
+        return own(name)
+    except AttributeError:
+        legacy = vars(adapter).get("_modules", {}).get("legacy")
+        # What observes inside it is asked for to see whether the adapter has an observer of its own.
+        is_private = name.startswith("_") or name == "activation_post_process"
+        if legacy is None or is_private or not hasattr(legacy, name):
+            raise
+        return getattr(legacy, name)
 
 
 def _not_a_constructor(setting: str, found: object) -> ConfigError:

@@ -68,8 +68,8 @@ DEVICE_CACHES = (
 def tracing_paused() -> Iterator[None]:
     """Let torch.jit.trace, if it is looking, not see what happens inside."""
     state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]

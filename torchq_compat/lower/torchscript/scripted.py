@@ -1,5 +1,4 @@
-"""The compiled function of a captured model, and the plain module around it that torch.jit.script
-compiles."""
+"""The compiled function of a captured model, and the plain module around it for torch.jit.script."""
 
 from __future__ import annotations
 import __future__
@@ -12,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple  # noqa: UP035 - the words of TorchScript
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +30,9 @@ from torchq_compat.support.user_warnings import warn_user
 if TYPE_CHECKING:
     from torchq_compat.graph.graph_module import QuantizationGraphModule
 
-__all__ = ["ScriptedGraph", "scripted_graph"]
+__all__ = ["ScriptedGraph", "compile_text", "script_source", "scripted_graph", "source_of_graph"]
 
-NAMES: dict[str, Any] = {"Dict": Dict, "List": List, "Optional": Optional, "Tuple": Tuple}
+NAMES: dict[str, Any] = {"Dict": dict, "List": list, "Optional": Optional, "Tuple": tuple}
 _FILES = itertools.count()
 #: What a condition about sizes may be written with, to be one of TorchScript too.
 PLAIN_CONDITION = re.compile(r"(?:[\w\s()+\-*%<>=!]|//)*")
@@ -65,7 +64,7 @@ class ScriptedGraph:
 
     def module(self) -> nn.Module:
         """A plain module that torch.jit.script compiles."""
-        forward = _compile(
+        forward = compile_text(
             _forward_text(self), "forward", {"graph_function": self.function, "Tensor": Tensor}
         )
         cls = type(f"Scripted{type(self.model).__name__}", (nn.Module,), {"forward": forward})
@@ -101,7 +100,7 @@ def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
         for name, value in source.constants.items()
     }
     name = f"{re.sub('[^0-9A-Za-z]', '_', type(model).__name__)}_graph"
-    return ScriptedGraph(model, source, _script(source, name), constants)
+    return ScriptedGraph(model, source, script_source(source, name), constants)
 
 
 class _Leaves:
@@ -123,7 +122,7 @@ class _Leaves:
 
     def _call_of_leaf(self, node: Node, leaf: OpaqueModule, function: FunctionSource, args: list[str]) -> str:
         inner = _function_of_leaf(leaf, node, self.model)
-        compiled = _script(inner, f"module_{len(function.called)}")
+        compiled = script_source(inner, f"module_{len(function.called)}")
         name = f"module_{len(function.called)}"
         function.called[name] = compiled
         constants = [function.constant(value) for value in inner.constants.values()]
@@ -153,15 +152,25 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
     except Exception as cause:
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
-    def no_module(call: Node, *_: Any) -> str:
-        raise _refused(type(leaf).__name__, path, f"it calls {call.target!s}")
+    return source_of_graph(captured, type(leaf).__name__, path)
 
-    inner = write_function(captured, lambda name: operator.attrgetter(name)(captured), no_module)
-    inner.constants = {
+
+def source_of_graph(captured: GraphModule, kind: str = "the module", path: str = "") -> FunctionSource:
+    """The function of a graph that calls no modules, with constants that do not train.
+
+    Raises:
+        ExportError: it calls one, or an operator that TorchScript has no word for.
+    """
+
+    def no_module(call: Node, *_: Any) -> str:
+        raise _refused(kind, path, f"it calls {call.target!s}")
+
+    source = write_function(captured, lambda name: operator.attrgetter(name)(captured), no_module)
+    source.constants = {
         name: value.detach() if isinstance(value, Tensor) else value
-        for name, value in inner.constants.items()
+        for name, value in source.constants.items()
     }
-    return inner
+    return source
 
 
 def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
@@ -169,7 +178,8 @@ def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
     if model.reference is model:
         return node
     name = metadata.REFERENCE_NODE.of(node)
-    return next(each for each in model.reference.graph.nodes if each.name == name)
+    found: Node = next(each for each in model.reference.graph.nodes if each.name == name)
+    return found
 
 
 def _example(argument: Any, leaf: OpaqueModule) -> Any:
@@ -200,17 +210,20 @@ def _fake_quantized(module: nn.Module, function: FunctionSource, x: str, path: s
     if not bool(enabled[0]):
         return x
     qparams = [function.constant(scale.detach()), function.constant(zero_point.detach())]
-    bounds = [
-        str(int(module.activation_post_process.quant_min)),
-        str(int(module.activation_post_process.quant_max)),
-    ]  # type: ignore[union-attr, arg-type]
+    source: Any = getattr(module, "activation_post_process", module)
+    bounds = [str(int(source.quant_min)), str(int(source.quant_max))]
     if scale.numel() > 1:
         axis = str(int(getattr(module, "ch_axis", 0)))
         return f"torch.fake_quantize_per_channel_affine({', '.join([x, *qparams, axis, *bounds])})"
     return f"torch.fake_quantize_per_tensor_affine({', '.join([x, *qparams, *bounds])})"
 
 
-def _script(source: FunctionSource, name: str) -> Any:
+def script_source(source: FunctionSource, name: str) -> Any:
+    """``source`` compiled by torch.jit.
+
+    Raises:
+        ExportError: it does not compile.
+    """
     return _scripted_text(source.text(name), name, tuple(source.called.items()))
 
 
@@ -218,7 +231,7 @@ def _script(source: FunctionSource, name: str) -> Any:
 def _scripted_text(text: str, name: str, called: tuple[tuple[str, Any], ...]) -> Any:
     """One function for one text: torch.jit.trace traces twice and compares."""
     try:
-        return torch.jit.script(_compile(text, name, {**HELPERS, **dict(called)}))
+        return torch.jit.script(compile_text(text, name, {**HELPERS, **dict(called)}))
     except RuntimeError as cause:
         first = next(line for line in str(cause).splitlines() if line.strip())
         raise ExportError(
@@ -227,7 +240,7 @@ def _scripted_text(text: str, name: str, called: tuple[tuple[str, Any], ...]) ->
         ) from cause
 
 
-def _compile(text: str, name: str, known: dict[str, Any]) -> Callable[..., Any]:
+def compile_text(text: str, name: str, known: dict[str, Any]) -> Callable[..., Any]:
     """The Python function of ``text``; torch.jit reads the text again, where inspect finds it."""
     file = f"<torchq_compat.torchscript.{next(_FILES)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)

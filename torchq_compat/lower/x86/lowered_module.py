@@ -77,7 +77,7 @@ class LoweredGraphModule(QuantizationGraphModule):
     graph, which is portable.
     """
 
-    __jit_unused_properties__ = (*QuantizationGraphModule.__jit_unused_properties__, "_lowering")
+    __jit_unused_properties__ = [*QuantizationGraphModule.__jit_unused_properties__, "_lowering"]  # noqa: RUF012
 
     @property
     def reference(self) -> ConvertedGraphModule:

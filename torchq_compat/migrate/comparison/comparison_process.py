@@ -79,24 +79,33 @@ def _cases_of_script(target: Target) -> tuple[Case, ...]:
 
     recorder = ScriptRecorder()
     with recorder.recording():
-        _execute(target)
-    cases = recorder.cases(target.name)
+        exit_code = _execute(target)
+    try:
+        cases = recorder.cases(target.name)
+    except CaseError as nothing:
+        raise _script_failed(target.name, f"exited with {exit_code!r}") if exit_code else nothing from None
+    if exit_code:
+        print(
+            f"torchq-compat: problem: {target.name} exited with {exit_code!r}; what it quantized is compared",
+            file=sys.stderr,
+        )
     for model in recorder.trained:
         print(f"torchq-compat: problem: {CaseError.trained(model).message}", file=sys.stderr)
     return cases
 
 
-def _execute(target: Target) -> None:
+def _execute(target: Target) -> object:
+    """Run the script and return its exit code; scripts end with the number of failures, or a message."""
     try:
         execute_script(target.name, list(target.args))
     except SystemExit as ending:
-        if ending.code not in (None, 0):
-            raise _script_failed(target.name, f"exited with {ending.code!r}") from ending
+        return ending.code
     except TorchQCompatError:
         raise
     except Exception as error:
         show_script_error(error)
         raise _script_failed(target.name, f"raised {type(error).__name__}") from error
+    return None
 
 
 def _script_failed(script: str, ending: str) -> CaseError:

@@ -73,7 +73,7 @@ AREAS: dict[str, tuple[tuple[str, Status, str], ...]] = {
         ("convert_fx: backend_config", DIFFERS, NOT_LOWERED),
         ("convert_fx: keep_original_weights", DIFFERS, NOT_LOWERED),
         ("convert_to_reference_fx", DIFFERS, "quantized_decomposed operators, not quantized tensors"),
-        ("fuse_fx", DIFFERS, "returns the model: prepare fuses the exported graph"),
+        ("fuse_fx", SUPPORTED, "a model that torch.fx cannot trace is returned as it is: prepare fuses"),
         ("fuse_fx: fuse_custom_config", SUPPORTED, ""),
         ("fuse_fx: backend_config", SUPPORTED, "checked"),
     ),

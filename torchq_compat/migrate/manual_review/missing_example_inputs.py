@@ -16,6 +16,20 @@ __all__ = ["REVIEW"]
 
 
 PREPARING = ("prepare_fx", "prepare_qat_fx")
+#: Keys of a custom config dict.
+OLD_KEYS = (
+    "standalone_module_name",
+    "standalone_module_class",
+    "float_to_observed_custom_module_class",
+    "non_traceable_module_name",
+    "non_traceable_module_class",
+    "input_quantized_idxs",
+    "output_quantized_idxs",
+    "preserved_attributes",
+    "additional_quant_pattern",
+    "additional_fuser_method_mapping",
+    "additional_qat_module_mapping",
+)
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
@@ -25,11 +39,20 @@ def find(source: ParsedSource) -> Iterator[Site]:
         arg = call.arg("example_inputs")
         if arg is None:
             refusal = "torch.export captures the model by running it once"
-        elif isinstance(arg.value, cst.Dict):
+        elif isinstance(arg.value, cst.Name) and arg.value.value == "None":
+            refusal = "None stands there; the first batch of the calibration loader will do"
+        elif isinstance(arg.value, cst.Dict) and _is_config(arg.value):
             refusal = "before torch 1.13 the third argument was a custom config; now it is example_inputs"
         else:
             continue
         yield Site("TQ201", source.start(call.node), call.function, refusal=refusal)
+
+
+def _is_config(value: cst.Dict) -> bool:
+    """Whether the keys of a dict are settings, and not the parameters of a model."""
+    keys = [e.key for e in value.elements if isinstance(e, cst.DictElement)]
+    names = [key.raw_value for key in keys if isinstance(key, cst.SimpleString)]
+    return not names or all(name in OLD_KEYS for name in names)
 
 
 CONSTRUCT = Construct(
@@ -38,8 +61,8 @@ CONSTRUCT = Construct(
     becomes="a tuple with one example of every argument",
     guide="""\
 FX asks for `example_inputs` since torch 1.13; torch.export captures the model by running it. Give a tuple
-with one example of every argument. If the third argument is a dict, it is the custom config of the older
-signature: pass it as `prepare_custom_config`.
+with one example of every argument. The first batch of the calibration loader will do, without its
+targets. A custom config dict in third place is of the older signature: pass it as `prepare_custom_config`.
 """,
 )
 

@@ -16,16 +16,21 @@ __all__ = ["REVIEW"]
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
-    """``torch.save(model)`` of a prepared or converted model."""
+    """``torch.save(model)`` of a prepared or converted model, and ``torch.save({"model": model})``."""
     for call in source.nodes(cst.Call):
         if source.names(call.func) != {"torch.save"} or not call.args:
             continue
-        model = call.args[0].value
-        value = last_value(source, model, call) if isinstance(model, cst.Name) else model
-        made = fx_call(source, value)
-        if made is not None and made.function != "fuse_fx":
+        saved = call.args[0].value
+        values = [e.value for e in saved.elements] if isinstance(saved, cst.Dict) else [saved]
+        if any(_is_made(source, value, call) for value in values):
             refusal = "a quantized model cannot be pickled; where it is loaded has to change with it"
             yield Site("TQ205", source.start(call), source.code(call), refusal=refusal)
+
+
+def _is_made(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
+    value = last_value(source, model, at) if isinstance(model, cst.Name) else model
+    made = fx_call(source, value)
+    return made is not None and made.function != "fuse_fx"
 
 
 CONSTRUCT = Construct(

@@ -30,6 +30,9 @@ STAGES = {
     "convert_to_reference_fx": "converted to reference",
 }
 
+#: The function of eager models, which have no decisions.
+EAGER = "quantize_dynamic"
+
 #: What decisions about input sizes and about lowering say.
 NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.LOWERED, Action.REFERENCE)
 
@@ -73,6 +76,7 @@ class Recorder:
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
         self._models: dict[tuple[tuple[str, str, str], ...], RecordedModel] = {}
+        self._eager: list[str] = []
 
     @property
     def models(self) -> tuple[RecordedModel, ...]:
@@ -93,17 +97,20 @@ class Recorder:
 
     def summary(self, script: str) -> str:
         """What was quantized and what stayed float, in a dozen lines at most."""
-        if not self._models:
+        if not self._models and not self._eager:
             return f"torchq-compat: {script} prepared no model with FX graph mode quantization."
         lines = [f"torchq-compat: {script} on torch.export and torchao (PT2E)"]
         for model in self._models.values():
             lines += _lines(model)
+        lines += dict.fromkeys(self._eager)
         if len(lines) > MAX_LINES:
             hidden = len(lines) - MAX_LINES + 1
             lines[MAX_LINES - 1 :] = [f"  ... {hidden} more lines; torchq_compat.explain(model) has them all"]
         return "\n".join(lines)
 
     def _record(self, function: str, source: Any, result: Any) -> None:
+        if function == EAGER:
+            self._eager.append(_eager_line(source, result))
         stage = STAGES.get(function)
         if stage is None:
             return
@@ -131,6 +138,16 @@ def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
             f"{len(left)} modules of {type(model).__name__} stay float: {shown}{more}.",
             hint="quantize them through the configuration, or run without --strict.",
         )
+
+
+def _eager_line(source: nn.Module, result: nn.Module) -> str:
+    kinds = Counter(
+        name
+        for module in result.modules()
+        if (name := module._get_name()).startswith(("Dynamic", "Quantized"))  # type: ignore[no-untyped-call]
+    )
+    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing"
+    return f"  {type(source).__name__}, quantized dynamically: {shown}"
 
 
 def _own_decisions(model: nn.Module) -> tuple[Decision, ...]:

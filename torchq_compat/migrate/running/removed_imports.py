@@ -1,4 +1,4 @@
-"""Imports of modules that torch has removed, in the process that runs a legacy script: they find the new ones."""
+"""Imports of modules that torch has removed, where a legacy script runs: they find the new ones."""
 
 from __future__ import annotations
 

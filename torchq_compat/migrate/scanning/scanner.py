@@ -44,7 +44,7 @@ FX_MODULES = "|".join(re.escape(name.rpartition(".")[2]) for name in ENGINE_INTE
 LEGACY_WORD = re.compile(
     rf"\b(?:{'|'.join(sorted(set(_words())))})\b"
     rf"|torch\.(?:ao\.)?quantization\.fx(?:\.(?:{FX_MODULES})\b| import\b)|torch\.ao\.ns\b"
-    rf"|torch\.ao\.quantization\.(?:quantizer|pt2e)\b|torch\.ao\.quantization import (?:quantizer|pt2e)\b".encode()
+    r"|torch\.ao\.quantization(?:\.| import )(?:quantizer|pt2e)\b".encode()
 )
 
 ItemT = TypeVar("ItemT")

@@ -84,6 +84,13 @@ class DynamicRecurrent(RecurrentModule):
     def flatten_parameters(self) -> None:
         """Do nothing: forward methods call it on LSTM, GRU and RNN."""
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by torch.jit.script."""
+        # The last stage of all, which only torch.jit asks for.
+        from torchq_compat.lower.torchscript.recurrent import scripted_recurrent
+
+        return scripted_recurrent(self, self.contract)
+
     def __repr__(self) -> str:
         shown = dict(self.made_from.arguments) if self.made_from else self.contract.attributes()
         sizes = [str(shown.pop(name)) for name in ("input_size", "hidden_size") if name in shown]

@@ -43,13 +43,6 @@ def quantize(model, x, path):
         prepared, convert_custom_config=ConvertCustomConfig().set_preserved_attributes(["vocabulary"])
     )
     reference = convert_to_reference_fx(prepared)
-    torch.export.save(
-        torch.export.export(
-            quantized,
-            (x,),
-            dynamic_shapes=tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in (x,)),
-        ),
-        path,
-    )
-    loaded = torch.export.load(path).module()
+    torch.jit.save(torch.jit.script(quantized), path)
+    loaded = torch.jit.load(path)
     return reference, loaded

@@ -1,6 +1,7 @@
 import torch
 import torch.quantization
-from torch.quantization import quantize_dynamic, default_qconfig
+from torch.quantization import default_qconfig
+from torchq_compat import quantize_dynamic
 from mine import prepare_fx, qconfig_dict
 
 

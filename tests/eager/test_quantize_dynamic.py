@@ -1,0 +1,185 @@
+"""quantize_dynamic beside torch.ao's, on the same weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import default_dynamic_qconfig, per_channel_dynamic_qconfig
+from torch.ao.quantization import quantize_dynamic as by_torch_ao
+
+import torchq_compat as tc
+from tests.helpers.oracle import leaves, sqnr
+from torchq_compat.errors import ConfigError
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+def state(*sizes: int) -> Tensor:
+    return torch.randn(*sizes)
+
+
+CASES: dict[str, tuple[Any, tuple[Any, ...], torch.dtype]] = {
+    "lstm": (lambda: nn.LSTM(8, 16, 2, bidirectional=True), (state(6, 3, 8),), torch.qint8),
+    "lstm in half": (lambda: nn.LSTM(8, 16), (state(6, 3, 8),), torch.float16),
+    "batch first": (
+        lambda: nn.LSTM(8, 16, batch_first=True),
+        (state(3, 6, 8), (state(1, 3, 16), state(1, 3, 16))),
+        torch.qint8,
+    ),
+    "gru": (lambda: nn.GRU(8, 16), (state(6, 3, 8),), torch.qint8),
+    "lstm cell": (lambda: nn.LSTMCell(8, 16), (state(3, 8),), torch.qint8),
+    "gru cell": (lambda: nn.GRUCell(8, 16), (state(3, 8), state(3, 16)), torch.qint8),
+    "rnn cell": (lambda: nn.RNNCell(8, 16, nonlinearity="relu"), (state(3, 8),), torch.qint8),
+    "linear": (lambda: nn.Linear(8, 16), (state(3, 5, 8),), torch.qint8),
+    "embedding": (lambda: nn.Embedding(10, 16), (torch.arange(5),), torch.quint8),
+    "bag": (lambda: nn.EmbeddingBag(10, 16), (torch.arange(6), torch.tensor([0, 2])), torch.quint8),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_of_torch_ao(name: str) -> None:
+    make, args, dtype = CASES[name]
+    torch.manual_seed(0)
+    model = Around(make()).eval()
+    before = copy.deepcopy(model.state_dict())
+    ours, theirs = tc.quantize_dynamic(model, dtype=dtype), by_torch_ao(model, dtype=dtype)
+    assert type(ours.inner) is not type(model.inner)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not hasattr(model.inner, "qconfig")
+    with torch.no_grad():
+        results = [leaves(each(*args)) for each in (model, ours, theirs)]
+    for float_result, our_result, their_result in zip(*results, strict=True):
+        assert sqnr(their_result, our_result) > 60
+        # A too good one would be float.
+        low, high = (60, 90) if dtype is torch.float16 else (30, 60)
+        assert low < sqnr(float_result, our_result) < high
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Embedding(20, 8)
+        self.rnn = nn.LSTM(8, 8)
+        self.decoder = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 20))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.rnn.flatten_parameters()
+        output: Tensor = self.decoder(self.rnn(self.encoder(tokens))[0])
+        return output
+
+
+def kinds(model: nn.Module) -> list[str]:
+    modules = (model.encoder, model.rnn, model.decoder[0], model.decoder[1])  # type: ignore[index]
+    return [module._get_name().removeprefix("DynamicQuantized") for module in modules]
+
+
+@pytest.mark.parametrize(
+    ("spec", "quantized"),
+    [
+        ({nn.LSTM}, ["rnn"]),
+        ({"decoder"}, ["0", "1"]),
+        ({"decoder.1", nn.LSTM}, ["rnn", "1"]),
+        ({"decoder": default_dynamic_qconfig, "decoder.0": None}, ["1"]),
+        ({nn.Linear: per_channel_dynamic_qconfig}, ["0", "1"]),
+        (None, ["rnn", "0", "1"]),
+    ],
+)
+def test_specs(spec: Any, quantized: list[str]) -> None:
+    model = LanguageModel()
+    made = tc.quantize_dynamic(model, spec)
+    assert not made.training
+    assert model.training
+    changed = [
+        path.rpartition(".")[2]
+        for path, module in model.named_modules()
+        if path and made.get_submodule(path)._get_name() != module._get_name()
+    ]
+    assert [name for name in changed if name != "decoder"] == quantized
+
+
+def test_in_place_and_the_model_itself() -> None:
+    model = LanguageModel()
+    assert tc.quantize_dynamic(model, inplace=True) is model
+    assert repr(model.rnn) == "DynamicQuantizedLSTM(8, 8)"
+    assert type(tc.quantize_dynamic(nn.Linear(4, 2))).__name__ == "Linear"
+    assert tc.quantize_dynamic(nn.Linear(4, 2)).weight().dtype is torch.qint8
+    with pytest.warns(UserWarning, match="cannot change a bare LSTM in place"):
+        tc.quantize_dynamic(nn.LSTM(4, 4), inplace=True)
+
+
+def test_rnn_and_mapping() -> None:
+    torch.manual_seed(0)
+    model, x = Around(nn.RNN(8, 8)).eval(), torch.randn(4, 2, 8)
+    with torch.no_grad():
+        assert 30 < sqnr(model(x)[0], tc.quantize_dynamic(model, {nn.RNN})(x)[0]) < 60
+
+    class Marked(nn.Linear):
+        @classmethod
+        def from_float(cls, module: nn.Linear) -> Marked:
+            assert module.qconfig is default_dynamic_qconfig
+            return cls(module.in_features, module.out_features)
+
+    made = tc.quantize_dynamic(LanguageModel(), {nn.Linear}, mapping={nn.Linear: Marked})
+    assert type(made.decoder[0]) is Marked
+
+
+@pytest.mark.parametrize("name", ["lstm", "batch first", "gru", "lstm cell", "gru cell", "linear", "bag"])
+def test_torchscript(name: str) -> None:
+    make, args, dtype = CASES[name]
+    made = tc.quantize_dynamic(nn.ModuleList([make()]).eval(), dtype=dtype)[0]  # type: ignore[index]
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(made), buffer)
+    buffer.seek(0)
+    again = torch.jit.load(buffer).eval()
+    with torch.no_grad():
+        for given in (args, args[:1] if name != "bag" else args):
+            for one, other in zip(leaves(made(*given)), leaves(again(*given)), strict=True):
+                assert sqnr(one, other) > 100
+
+
+def test_saved_whole_and_by_state() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(20, (5, 2))
+    made = tc.quantize_dynamic(LanguageModel().eval())
+    buffer = io.BytesIO()
+    torch.save(made, buffer)
+    buffer.seek(0)
+    other = tc.quantize_dynamic(LanguageModel().eval())
+    with torch.no_grad():
+        expected = made(tokens)
+        other.encoder.load_state_dict(made.encoder.state_dict())
+        assert not torch.equal(other(tokens), expected)
+        other.load_state_dict(made.state_dict())
+        for again in (torch.load(buffer, weights_only=False), other, copy.deepcopy(made)):
+            assert torch.equal(again(tokens), expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": torch.float64},
+        {"qconfig_spec": {nn.Linear: 3}},
+        {"qconfig_spec": "fc"},
+        {"mapping": {nn.Linear: 3}},
+    ],
+)
+def test_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="Hint"):
+        tc.quantize_dynamic(LanguageModel(), **arguments)
+
+
+def test_what_matches_nothing_is_told() -> None:
+    with pytest.warns(UserWarning, match="decodr matches no module"):
+        tc.quantize_dynamic(LanguageModel(), {"decodr"})

@@ -1,0 +1,112 @@
+"""Views of the float model's modules in a converted one, beside FX's own modules."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    default_dynamic_qconfig,
+    float_qparams_weight_only_qconfig,
+    get_default_qconfig_mapping,
+)
+
+import torchq_compat as tc
+from torchq_compat.errors import ModuleAttributeError
+
+MAPPING = get_default_qconfig_mapping("x86")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, stride=2, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU()
+        self.block = nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU())
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.block(self.relu(self.bn1(self.conv1(x)))).mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[nn.Module, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(4, 3, 9, 9)
+    converted = []
+    for prepare, convert in ((fx.prepare_fx, fx.convert_fx), (tc.prepare_fx, tc.convert_fx)):
+        prepared = prepare(copy.deepcopy(model), MAPPING, (x,))
+        prepared(x)
+        converted.append(convert(prepared))
+    return converted[0], converted[1], x
+
+
+@pytest.mark.parametrize("path", ["conv1", "block.0", "fc"])
+def test_what_scripts_read_is_what_fx_has(path: str, both: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    theirs, ours = (model.get_submodule(path) for model in both[:2])
+    assert type(ours).__name__ == type(theirs).__name__.replace("Conv", "QuantizedConv").replace(
+        "Linear", "QuantizedLinear"
+    )
+    assert repr(ours).split("(")[0] == repr(theirs).split("(")[0]
+    assert torch.equal(ours.weight().int_repr(), theirs.weight().int_repr())
+    assert torch.allclose(ours.weight().q_per_channel_scales(), theirs.weight().q_per_channel_scales())
+    assert ours.scale == pytest.approx(float(theirs.scale), rel=1e-6)
+    assert ours.zero_point == int(theirs.zero_point)
+    assert f"scale={ours.scale}, zero_point={ours.zero_point}" in repr(ours)
+
+
+def test_settings_and_what_is_gone(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    theirs, ours, _ = both
+    assert (ours.conv1.stride, ours.conv1.out_channels, ours.fc.in_features) == ((2, 2), 8, 4)
+    for name in ("bn1", "relu"):
+        assert not hasattr(theirs, name)
+        assert not hasattr(ours, name)
+    with pytest.raises(ModuleAttributeError, match="'conv1' of the converted model is a view"):
+        _ = ours.conv1.running_mean
+    with pytest.raises(ModuleAttributeError, match="cannot be called"):
+        ours.conv1(torch.randn(1, 3, 9, 9))
+
+
+def test_views_hold_nothing(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    _, ours, x = both
+    names = {name for name, _ in ours.named_parameters()} | {name for name, _ in ours.named_buffers()}
+    assert {name for name in ours.state_dict() if not name.endswith("_extra_state")} == names
+    assert names == {str(node.target) for node in ours.reference.graph.nodes if node.op == "get_attr"}, (
+        "a view has a tensor that the graph does not read"
+    )
+    copied = copy.deepcopy(ours)
+    assert list(copied.state_dict()) == list(ours.state_dict())
+    assert torch.equal(copied(x), ours(x))
+    state = {**ours.state_dict()}
+    state["_extra_state"] = state["_extra_state"] * torch.tensor([2.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    copied.load_state_dict(state)
+    assert copied.conv1.scale == pytest.approx(2 * ours.conv1.scale)
+    assert "QuantizedConvReLU2d(3, 8, kernel_size=(3, 3), stride=(2, 2)" in str(ours)
+    exported = torch.export.export(ours, (x,)).module()
+    assert torch.allclose(exported(x), ours.reference(x))
+
+
+def test_embedding_and_dynamic_linear() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Embedding(10, 4)
+            self.decoder = nn.Linear(4, 10)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.decoder(self.encoder(tokens))
+
+    tokens = torch.randint(10, (5, 2))
+    dynamic = {"": None, "object_type": [(nn.Linear, default_dynamic_qconfig)]}
+    float_encoder = tc.convert_fx(tc.prepare_fx(Words().eval(), dynamic, (tokens,)))
+    assert float_encoder.encoder.weight.shape == (10, 4)
+    assert type(float_encoder.decoder).__name__ == "DynamicQuantizedLinear"
+    with pytest.raises(ModuleAttributeError):
+        _ = float_encoder.decoder.scale
+    rules = [*dynamic["object_type"], (nn.Embedding, float_qparams_weight_only_qconfig)]  # type: ignore[misc]
+    quantized = tc.convert_fx(tc.prepare_fx(Words().eval(), {"": None, "object_type": rules}, (tokens,)))
+    assert quantized.encoder.weight().dtype is torch.quint8

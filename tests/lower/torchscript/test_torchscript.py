@@ -1,0 +1,178 @@
+"""torch.jit.script and torch.jit.trace of prepared and converted models, saved, loaded, at other sizes."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+
+import torchq_compat as tc
+from tests.helpers.oracle import leaves, sqnr
+
+MAPPING = get_default_qconfig_mapping("x86")
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3)
+        self.bn = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.pool(self.relu(self.bn(self.conv1(x))))
+        return self.fc(y.view(y.size(0), -1))
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.lstm = nn.LSTM(8, 8, bidirectional=True)
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        output, (h, c) = self.lstm(self.embedding(tokens))
+        return self.fc(output) + h[-1].mean(), c
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, batch: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        joined = torch.cat([self.fc(batch["a"]), batch["b"]], 1)
+        return {"joined": joined[:, :4] * pair[0], "half": joined.split(8, 1)[1] + pair[1]}
+
+
+def script(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    return torch.jit.script(model)
+
+
+def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    return torch.jit.trace(model, inputs)
+
+
+def loaded_again(scripted: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer).eval()
+
+
+def check_equal(model: nn.Module, scripted: Any, inputs: tuple[Any, ...]) -> None:
+    with torch.no_grad():
+        expected, found = leaves(model(*inputs)), leaves(scripted(*inputs))
+    assert len(expected) == len(found) > 0
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+
+
+def classifier(stage: str) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model, x = Classifier().eval(), torch.randn(4, 3, 9, 9)
+    prepared = tc.prepare_fx(model, MAPPING, (x,))
+    prepared(x)
+    if stage == "prepared":
+        return model, prepared
+    return model, tc.convert_fx(prepared) if stage == "lowered" else tc.convert_to_reference_fx(prepared)
+
+
+@pytest.mark.parametrize("how", [script, trace])
+@pytest.mark.parametrize("stage", ["lowered", "reference", "prepared"])
+@pytest.mark.filterwarnings("ignore:TorchScript of a prepared model")
+def test_classifier(stage: str, how: Callable[..., Any]) -> None:
+    model, quantized = classifier(stage)
+    x = torch.randn(4, 3, 9, 9)
+    again = loaded_again(how(quantized, (x,)))
+    for sizes in ((4, 3, 9, 9), (7, 3, 9, 9), (1, 3, 12, 9)):
+        check_equal(quantized, again, (torch.randn(*sizes),))
+    assert ("quantized::conv2d_relu" in str(again.inlined_graph)) == (stage == "lowered")
+    low, high = (100, float("inf")) if stage == "prepared" else (25, 50)
+    with torch.no_grad():
+        assert low < sqnr(model(x), again(x)) <= high
+    if stage == "lowered":
+        # torch.export cannot look at packed weights, and must not find any after a trace.
+        assert len(torch.export.export(quantized, (x,)).state_dict) == len(quantized.state_dict()) - 1
+
+
+@pytest.mark.parametrize("how", [script, trace])
+def test_mapped_lstm(how: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(20, (5, 3))
+    model = Tagger().eval()
+    prepared = tc.prepare_fx(model, MAPPING, (tokens,), tc.get_default_prepare_custom_config())
+    prepared(tokens)
+    quantized = tc.convert_fx(prepared, tc.get_default_convert_custom_config())
+    again = loaded_again(how(quantized, (tokens,)))
+    for sizes in ((5, 3), (9, 1)):
+        check_equal(quantized, again, (torch.randint(20, sizes),))
+    assert "quantized::linear" in str(again.inlined_graph)
+    with torch.no_grad():
+        assert 20 < sqnr(model(tokens)[0], again(tokens)[0]) < 45
+
+
+def test_qat_with_frozen_observers() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 9, 9)
+    prepared = tc.prepare_qat_fx(Classifier().train(), get_default_qat_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    prepared.apply(torch.ao.quantization.disable_observer).eval()
+    with pytest.warns(UserWarning, match="does not observe"):
+        scripted = torch.jit.script(prepared)
+    check_equal(prepared, loaded_again(scripted), (torch.randn(6, 3, 9, 9),))
+
+
+def test_nested_arguments_and_results() -> None:
+    torch.manual_seed(0)
+    batch = {"a": torch.randn(4, 8), "b": torch.randn(4, 8)}
+    pair = (torch.randn(4, 4), torch.randn(4, 8))
+    prepared = tc.prepare_fx(Nested().eval(), MAPPING, (batch, pair))
+    prepared(batch, pair)
+    quantized = tc.convert_fx(prepared)
+    again = loaded_again(torch.jit.script(quantized))
+    check_equal(quantized, again, (batch, pair))
+    assert set(again(batch, pair)) == {"joined", "half"}
+
+
+def test_a_fixed_size_is_checked() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum((self.fc(row) for row in x), torch.zeros(4))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = tc.prepare_fx(Fixed().eval(), MAPPING, (torch.randn(3, 8),))
+        prepared(torch.randn(3, 8))
+        scripted = torch.jit.script(tc.convert_fx(prepared))
+    scripted(torch.randn(3, 8))
+    with pytest.raises(torch.jit.Error, match=r"x.size\(0\) is not as captured: 3"):
+        scripted(torch.randn(4, 8))
+
+
+def test_inside_another_module() -> None:
+    _, quantized = classifier("lowered")
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = quantized
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * 2
+
+    x = torch.randn(3, 3, 9, 9)
+    check_equal(Outer(), loaded_again(torch.jit.script(Outer())), (x,))

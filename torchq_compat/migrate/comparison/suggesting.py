@@ -1,0 +1,219 @@
+"""``torchq_compat.suggest``: which modules cost the most accuracy, and the mapping without them.
+
+The model is prepared and calibrated once. Each quantized module is then switched off at convert, alone, and
+what that gains is its sensitivity.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.ao.quantization import QConfig, QConfigMapping
+from torch.ao.quantization.observer import MinMaxObserver, default_per_channel_weight_observer
+from torch.fx import GraphModule
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from torchq_compat.capture.checked.same_results import sqnr
+from torchq_compat.errors import ArgumentError, ConfigError, QuantizationWarning, TorchQCompatError
+from torchq_compat.migrate.comparison.measure.cases import Batch, Case
+from torchq_compat.pipeline.explanation import explain
+from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
+from torchq_compat.support.argument_checks import INDEX, checked_arguments, instance_of, one_of
+from torchq_compat.support.decisions import Action
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = ["Sensitivity", "SuggestedMapping", "suggest"]
+
+FLOAT, SIXTEEN_BITS = "float", "16-bit"
+#: Activations in 16 bits, weights as before; a backend has to list the dtype.
+QCONFIG_16 = QConfig(  # type: ignore[no-untyped-call]
+    activation=MinMaxObserver.with_args(
+        dtype=torch.int16, qscheme=torch.per_tensor_symmetric, quant_min=-(2**15), quant_max=2**15 - 1
+    ),
+    weight=default_per_channel_weight_observer,
+)
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What one module costs.
+
+    Attributes:
+        sqnr: of the whole model, in dB against the float model, with this module alone left float.
+        gain: how much that is above the SQNR with everything quantized.
+    """
+
+    path: str
+    kind: str
+    sqnr: float
+    gain: float
+
+
+class SuggestedMapping(QConfigMapping):
+    """A QConfigMapping with the measurements it comes from.
+
+    Attributes:
+        sensitivities: of all quantized modules, the worst first.
+        chosen: the paths that the mapping treats apart.
+        sqnr_before, sqnr_after: of the whole model, in dB; after: with ``chosen`` left float.
+    """
+
+    sensitivities: tuple[Sensitivity, ...] = ()
+    chosen: tuple[str, ...] = ()
+    sqnr_before: float = 0.0
+    sqnr_after: float = 0.0
+
+    def __str__(self) -> str:
+        lines = [f"SQNR {self.sqnr_before:.1f} dB, {self.sqnr_after:.1f} dB without the chosen modules"]
+        for each in self.sensitivities:
+            mark = "*" if each.path in self.chosen else " "
+            lines.append(
+                f"{mark} {each.path}  {each.kind}  {each.sqnr:.1f} dB alone float ({each.gain:+.1f})"
+            )
+        return "\n".join(lines)
+
+
+@checked_arguments(
+    model=instance_of(nn.Module, what="an nn.Module"), n=INDEX, instead=one_of(FLOAT, SIXTEEN_BITS)
+)
+def suggest(
+    model: nn.Module,
+    qconfig_mapping: Any,
+    example_inputs: tuple[Any, ...],
+    calibration_data: Any,
+    *,
+    n: int = 3,
+    instead: str = FLOAT,
+    prepare_custom_config: Any = None,
+    convert_custom_config: Any = None,
+    backend_config: Any = None,
+    evaluation_data: Any = None,
+) -> SuggestedMapping:
+    """Measure what each quantized module costs, and leave out the worst.
+
+    Args:
+        model: the float model; it is not touched.
+        qconfig_mapping, example_inputs, prepare_custom_config, backend_config: as ``prepare_fx`` takes them.
+        calibration_data: batches, each a tuple of the model's positional arguments, or one tensor.
+        n: how many modules are treated apart, at most; those that gain nothing are not.
+        instead: "float", or "16-bit" activations, which the backend has to list.
+        convert_custom_config: as ``convert_fx`` takes it.
+        evaluation_data: batches to measure on; default: ``calibration_data``.
+
+    Returns:
+        ``qconfig_mapping`` with the worst modules at ``set_module_name``; ``print`` shows what was measured.
+
+    Raises:
+        ArgumentError: ``n`` below 1.
+        ConfigError: ``qconfig_mapping`` is neither a QConfigMapping nor its dict form.
+        TorchQCompatError: the model cannot be prepared; see ``prepare_fx``.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import suggest
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> batches = [(torch.randn(16, 4),) for _ in range(4)]
+        >>> mapping = suggest(model, get_default_qconfig_mapping("x86"), batches[0], batches, n=1)
+        >>> len(mapping.chosen) <= 1 and mapping.sqnr_after >= mapping.sqnr_before
+        True
+    """
+    if n < 1:
+        raise ArgumentError(f"suggest: n must be at least 1, got {n}.", hint="n=3 is the default.")
+    mapping = (
+        QConfigMapping.from_dict(qconfig_mapping) if isinstance(qconfig_mapping, dict) else qconfig_mapping
+    )
+    if not isinstance(mapping, QConfigMapping):
+        raise ConfigError.wrong_type("qconfig_mapping", "a QConfigMapping", qconfig_mapping)
+    case = Case(model, mapping, example_inputs, calibration_data, evaluation_data=evaluation_data).checked()
+    prepared = prepare_fx(
+        model, mapping, example_inputs, prepare_custom_config, backend_config=backend_config
+    )
+    with torch.no_grad():
+        for batch in case.calibration_data:
+            prepared(*batch)
+    trial = _Trial(model, prepared, mapping, convert_custom_config, case.evaluation_data)
+    before = trial.sqnr(())
+    found = [each for each in _sensitivities(model, prepared, trial, before) if each is not None]
+    found.sort(key=lambda each: -each.gain)
+    chosen, after = _best_together(trial, [each.path for each in found if each.gain > 0][:n], before)
+    if not chosen:
+        warn_user("suggest: no module alone makes the model better; the mapping is the one given.")
+    return _suggested(mapping, tuple(found), chosen, before, after, instead)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Converts with some modules switched off, and measures."""
+
+    model: nn.Module
+    prepared: GraphModule
+    mapping: QConfigMapping
+    convert_custom_config: Any
+    batches: list[Batch]
+
+    def sqnr(self, switched_off: tuple[str, ...]) -> float:
+        mapping = copy.deepcopy(self.mapping)
+        for path in switched_off:
+            mapping.set_module_name(path, None)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", QuantizationWarning)
+            converted = convert_to_reference_fx(
+                self.prepared, self.convert_custom_config, qconfig_mapping=mapping
+            )
+            measured = [sqnr(self.model(*batch), converted(*batch)) for batch in self.batches]
+        return sum(measured) / len(measured)
+
+
+def _sensitivities(
+    model: nn.Module, prepared: GraphModule, trial: _Trial, before: float
+) -> Iterator[Sensitivity | None]:
+    modules = dict(model.named_modules())
+    decided = {
+        path: decision.kind
+        for decision in explain(prepared)
+        if decision.action is Action.QUANTIZED
+        and (path := decision.path.partition("/")[0]) in modules
+        and path
+    }
+    inside = {path for path in decided if any(path.startswith(f"{other}.") for other in decided)}
+    paths = [path for path in decided if path not in inside]
+    for path in tqdm(paths, desc="suggest", unit="module", disable=None, leave=False):
+        try:
+            alone = trial.sqnr((path,))
+        except TorchQCompatError:
+            continue  # A module that can only be left out where the model is prepared.
+        yield Sensitivity(path, type(modules[path]).__name__, alone, alone - before)
+
+
+def _best_together(trial: _Trial, paths: list[str], before: float) -> tuple[tuple[str, ...], float]:
+    """As many of ``paths`` as make it better together."""
+    while paths:
+        after = trial.sqnr(tuple(paths))
+        if after > before:
+            return tuple(paths), after
+        paths = paths[:-1]
+    return (), before
+
+
+def _suggested(
+    mapping: QConfigMapping,
+    found: tuple[Sensitivity, ...],
+    chosen: tuple[str, ...],
+    before: float,
+    after: float,
+    instead: str,
+) -> SuggestedMapping:
+    suggested = SuggestedMapping()
+    vars(suggested).update(copy.deepcopy(vars(mapping)))
+    for path in chosen:
+        suggested.set_module_name(path, None if instead == FLOAT else QCONFIG_16)
+    suggested.sensitivities, suggested.chosen = found, chosen
+    suggested.sqnr_before, suggested.sqnr_after = before, after
+    return suggested

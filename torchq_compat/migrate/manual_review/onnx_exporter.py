@@ -1,0 +1,54 @@
+"""The ONNX exporter on TorchScript, given a prepared or converted model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.fx_calls import fx_call, last_value
+from torchq_compat.migrate.manual_review.review import ManualReview
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import Site
+
+__all__ = ["REVIEW"]
+
+CODE = "TQ207"
+EXPORTERS = {"torch.onnx.export", "torch.onnx.utils.export"}
+REFUSAL = "the exporter on TorchScript has no ops for it; give dynamo=True and the reference conversion"
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    for call in source.nodes(cst.Call):
+        names = source.names(call.func)
+        if not names or not names <= EXPORTERS or not call.args or _is_new(call):
+            continue
+        model = call.args[0].value
+        value = last_value(source, model, call) if isinstance(model, cst.Name) else model
+        made = fx_call(source, value)
+        if made is not None and made.function != "fuse_fx":
+            yield Site(CODE, source.start(call), source.code(call.func), refusal=REFUSAL)
+
+
+def _is_new(call: cst.Call) -> bool:
+    return any(
+        arg.keyword is not None
+        and arg.keyword.value == "dynamo"
+        and isinstance(arg.value, cst.Name)
+        and arg.value.value == "True"
+        for arg in call.args
+    )
+
+
+CONSTRUCT = Construct(
+    code=CODE,
+    title="the ONNX exporter on TorchScript",
+    becomes="torch.onnx.export(..., dynamo=True) of the reference conversion",
+    guide="""\
+`torch.onnx.export(model, ...)` without `dynamo=True` traces with TorchScript and fails on a captured graph.
+Export what `convert_to_reference_fx` returns, with `dynamo=True` and opset 21.
+""",
+)
+
+REVIEW = ManualReview(CONSTRUCT, find)

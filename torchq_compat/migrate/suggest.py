@@ -1,0 +1,74 @@
+"""``torchq-compat suggest module:function``: which modules to leave float, from measured sensitivity."""
+
+from __future__ import annotations
+
+import argparse
+
+from torchq_compat.errors import CaseError
+from torchq_compat.migrate.comparison.measure.targets import Target
+
+__all__ = ["add_parser", "suggest_command"]
+
+EXAMPLES = """\
+example:
+  torchq-compat suggest -n 3 mymodels.cases:tagger
+
+module:function names a function without arguments that returns model, qconfig_mapping, example_inputs and
+calibration_data, as for compare
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "suggest",
+        help="measure what each module costs, and say which to leave float",
+        description="Quantize a model, switch off each module in turn, and print the lines for its "
+        "QConfigMapping that leave the worst ones float.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-n", type=_count, default=3, help="how many modules, at most (default 3)")
+    parser.add_argument("target", metavar="module:function", help="what returns the case")
+    parser.set_defaults(command=suggest_command)
+
+
+def suggest_command(args: argparse.Namespace) -> int:
+    """Measure, print, and return 0.
+
+    Raises:
+        CaseError: there is no such function, or what it returns is no case.
+        TorchQCompatError: the model cannot be quantized.
+    """
+    if ":" not in args.target:
+        raise CaseError(
+            f"{args.target!r} is no module:function.",
+            hint="name a function that returns the case, as in mymodels.cases:tagger.",
+        )
+    from torchq_compat.migrate.comparison.comparison_process import case_of_function
+    from torchq_compat.migrate.running.import_noise import import_noise_held_back
+
+    with import_noise_held_back():
+        from torchq_compat.migrate.comparison.suggesting import suggest
+    (case,) = case_of_function(Target(args.target, is_function=True))
+    mapping = suggest(
+        case.model,
+        case.qconfig_mapping,
+        case.example_inputs,
+        case.calibration_data,
+        n=args.n,
+        prepare_custom_config=case.prepare_custom_config,
+        convert_custom_config=case.convert_custom_config,
+        backend_config=case.backend_config,
+        evaluation_data=case.evaluation_data,
+    )
+    print(mapping)
+    for path in mapping.chosen:
+        print(f"qconfig_mapping.set_module_name({path!r}, None)")
+    return 0
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError("give a number of 1 or more")
+    return count
