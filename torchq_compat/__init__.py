@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
     from torchq_compat.migrate.comparison.comparing import compare
-    from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
+    from torchq_compat.multi_output import Output, annotate_outputs, check_annotations, check_sharing
     from torchq_compat.multi_output.tuple_rerouting import reroute_tuples
     from torchq_compat.pipeline.explanation import explain
     from torchq_compat.quantize_fx import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Output",
     "annotate_outputs",
+    "check_annotations",
     "check_sharing",
     "compare",
     "convert_fx",
@@ -54,6 +55,7 @@ __all__ += errors.__all__
 _HOMES = {
     "Output": "torchq_compat.multi_output",
     "annotate_outputs": "torchq_compat.multi_output",
+    "check_annotations": "torchq_compat.multi_output",
     "check_sharing": "torchq_compat.multi_output",
     "compare": "torchq_compat.migrate.comparison.comparing",
     "explain": "torchq_compat.pipeline.explanation",

@@ -18,7 +18,7 @@ QUANTIZE_FX = """
 """
 PUBLIC = {
     "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
-        Output annotate_outputs check_sharing compare explain export quantizer_from
+        Output annotate_outputs check_annotations check_sharing compare explain export quantizer_from
         reroute_tuples to_executorch
     """,
     "torchq_compat.errors": ERRORS,

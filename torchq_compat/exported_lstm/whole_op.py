@@ -21,7 +21,7 @@ from torchao.quantization.pt2e.quantizer import (
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.exported_lstm.aten_lstm import AtenLSTM, aten_lstms
-from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
+from torchq_compat.multi_output import Output, annotate_outputs, check_annotations
 from torchq_compat.support.argument_checks import checked_arguments, instance_of, optional
 
 __all__ = ["WholeOpLSTMQuantizer", "whole_op_lstm_quantizer"]
@@ -77,7 +77,7 @@ class WholeOpLSTMQuantizer(Quantizer):  # type: ignore[misc]
         Raises:
             AnnotationError: specs of this quantizer, or of one before it.
         """
-        check_sharing(model)
+        check_annotations(model)
 
     def _input_specs(self, lstm: AtenLSTM) -> EdgeSpecs:
         specs: EdgeSpecs = dict.fromkeys((lstm.x, lstm.h0, lstm.c0), self.activation)

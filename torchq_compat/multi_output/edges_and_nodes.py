@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from torchq_compat.errors import AnnotationError
 from torchq_compat.support.argument_checks import INDEX, check_arguments, instance_of
@@ -22,11 +23,14 @@ __all__ = [
     "Source",
     "canonical",
     "canonical_source",
+    "check_input",
+    "float_outputs",
     "getitems_of",
     "has_several",
     "node_at",
     "output_values",
     "shown",
+    "shown_source",
 ]
 
 
@@ -107,6 +111,32 @@ def has_several(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
+def float_outputs(node: Node) -> list[Output]:
+    """Those outputs of ``node``, which has several, that can be quantized."""
+    return [
+        Output(node, index)
+        for index, value in enumerate(output_values(node))
+        if isinstance(value, Tensor) and value.dtype.is_floating_point
+    ]
+
+
+def check_input(node: Node, source: Source) -> None:
+    """Refuse an edge that torchao does not observe: it takes positional arguments, in nested lists too.
+
+    Raises:
+        AnnotationError: ``source`` is no positional argument of ``node``.
+    """
+    positional: set[EdgeOrNode] = set()
+    map_arg(node.args, lambda argument: positional.add(canonical(argument)))
+    if canonical(source) not in positional:
+        raise AnnotationError(
+            f"{shown(canonical(source))} is no positional input of node {node.name!r} ({node.target}).",
+            hint="its inputs are: "
+            + ", ".join(argument.name for argument in node.all_input_nodes)
+            + ". torchao observes positional arguments only.",
+        )
+
+
 def getitems_of(output: Output) -> list[Node]:
     """The nodes that pick ``output``, in graph order."""
     picked = [user for user in output.node.users if canonical(user) == output]
@@ -134,11 +164,12 @@ def node_at(source: Source) -> Node:
 def shown(point: EdgeOrNode) -> str:
     """``point`` for people."""
     if isinstance(point, tuple):
-        return f"the edge ({_name(point[0])} -> {point[1].name})"
-    return _name(point) if isinstance(point, Output) else f"the output of {point.name}"
+        return f"the edge ({shown_source(point[0])} -> {point[1].name})"
+    return shown_source(point) if isinstance(point, Output) else f"the output of {point.name}"
 
 
-def _name(source: Source) -> str:
+def shown_source(source: Source) -> str:
+    """``source`` for people, as it was spelled."""
     return f"output {source.index} of {source.node.name}" if isinstance(source, Output) else source.name
 
 
