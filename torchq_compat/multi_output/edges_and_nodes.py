@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.errors import AnnotationError
 from torchq_compat.support.argument_checks import INDEX, check_arguments, instance_of
@@ -152,7 +153,9 @@ def node_at(source: Source) -> Node:
         graph = source.node.graph
         with graph.inserting_after(source.node):
             getitem = graph.call_function(operator.getitem, (source.node, source.index))
-        getitem.meta["val"] = source.node.meta["val"][source.index]
+        # Where it came from, as the getitems have that torch.export writes.
+        origin = {key: value for key, value in source.node.meta.items() if key != Q_ANNOTATION_KEY}
+        getitem.meta = {**origin, "val": source.node.meta["val"][source.index]}
         return getitem
     first, *duplicates = found
     for duplicate in duplicates:

@@ -32,6 +32,7 @@ from torchq_compat.pipeline.observe_modules import (
     place_modules,
 )
 from torchq_compat.pipeline.prepare_request import PrepareRequest
+from torchq_compat.pipeline.share_modules import share_modules
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.progress import slow_stage
 from torchq_compat.support.user_warnings import warn_user
@@ -74,7 +75,8 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
 
     # Observe the custom modules, and place them.
     modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
-    decisions.extend(place_modules(captured, swaps, modules, is_qat=is_qat))
+    writers, decisions = share_modules(captured, swaps, modules, decisions, request.quantizer)
+    decisions.extend(place_modules(captured, swaps, modules, writers, is_qat=is_qat))
     boundaries = boundaries_of(graph_module, swaps, tried.runs.calls)
 
     # Annotate, and insert observers.

@@ -33,7 +33,8 @@ from torchq_compat.custom_modules.recurrent.modules.recurrent_module import (
     RecurrentModule,
 )
 from torchq_compat.custom_modules.recurrent.native.build import kernel_build
-from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
+from torchq_compat.custom_modules.recurrent.whole_op import whole_op_writer
+from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, WriteOps, register
 from torchq_compat.errors import RecurrentModuleError
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
@@ -55,6 +56,9 @@ class RecurrentHandler(PartOwnerHandler):
 
     def is_opaque(self, module: nn.Module) -> bool:
         return isinstance(module, self.family.float_class) and isinstance(module, nn.RNNBase)
+
+    def ops_writer(self, module: nn.Module) -> WriteOps | None:
+        return whole_op_writer(module, self.family.float_class)
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         return fake_call(module, path)
