@@ -66,7 +66,13 @@ _HOMES = {
 }
 
 
+#: torch.ao's private names of public functions here; old scripts import them.
+_LEGACY_NAMES = {"_reroute_tuple_getitem_pattern": "reroute_tuples"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _LEGACY_NAMES:
+        return getattr(importlib.import_module(__name__), _LEGACY_NAMES[name])
     if name not in __all__:
         raise AttributeError(f"module 'torchq_compat' has no attribute {name!r}")
     home = importlib.import_module(_HOMES.get(name, "torchq_compat.quantize_fx"))
