@@ -105,7 +105,7 @@ def test_decomposed_in_three_shapes_with_the_same_bits(variant: Any) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_whole(variant: Any) -> None:
-    """q-dq at x, each state, each weight, each bias and each output; h0, output and h_n on the same qparams."""
+    """q-dq at x, each state, weight, bias and output; h0, output and h_n on the same qparams."""
     cls, options, op = variant
     torch.manual_seed(0)
     model, inputs = Model(cls, options).eval(), batch(cls, options, 0)

@@ -34,5 +34,5 @@ def restore_source_functions(graph_module: GraphModule, model: nn.Module) -> Non
         source, *_ = origin.object_types
         if isinstance(source, str):
             source = OPERATOR_OF_METHOD.get(source, source)
-        # The first of the pair names the call: all ops of one call have it.
-        node.meta[SOURCE_FUNCTIONS] = [(node.meta["torch_fn"][0], source)]
+        # torch_fn counts the calls of each function: all ops of one call have the same.
+        node.meta[SOURCE_FUNCTIONS] = [(".".join(node.meta["torch_fn"]), source)]
