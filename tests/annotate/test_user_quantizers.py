@@ -27,6 +27,7 @@ from tests.helpers.quantizers import ATEN, ByHand, annotate, int8_spec
 from torchq_compat import Output, annotate_outputs
 from torchq_compat.custom_config import PrepareCustomConfig
 from torchq_compat.errors import AnnotationError, QuantizationWarning
+from torchq_compat.graph.observed_graph import observer_nodes
 from torchq_compat.lstm_utils import whole_op_lstm_quantizer
 from torchq_compat.recurrent_parts import whole_op_recurrent_quantizer
 
@@ -183,6 +184,17 @@ def test_a_plain_prepare_checks_an_annotated_graph_with_one_call() -> None:
         Checking(lambda n: annotate(n, output=INT8) if n.target is ATEN.chunk.default else None),
     )
     assert sum("activation_post_process" in str(n.target) for n in prepared.graph.nodes) == 2
+
+
+@pytest.mark.parametrize("target", [ATEN.chunk.default, ATEN.topk.default])
+def test_observers_of_outputs_keep_the_debug_handle(target: Any) -> None:
+    """torchao's numeric comparison finds an observer by the ``from_node`` of what it observes."""
+    prepared, _ = converted_by(at(target, lambda n: annotate(n, output=INT8)))
+    found = [(node.meta["from_node"], node.args[0]) for node, _ in observer_nodes(prepared)]
+    assert len(found) == (2 if target is ATEN.chunk.default else 1)
+    for handle, observed in found:
+        assert isinstance(observed, Node)
+        assert handle == observed.meta["from_node"]
 
 
 # -- observers of torch.ao in specs
