@@ -11,6 +11,7 @@ import torch
 import torch.ao.quantization as legacy
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.fake_quantize import FakeQuantize
 from torchao.quantization.pt2e.observer import MinMaxObserver, PlaceholderObserver
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 from torchao.quantization.pt2e.quantizer import (
@@ -136,8 +137,8 @@ def itself(node: Node) -> Any:
             ["x is no positional input", "'relu'"],
         ),
         (
-            at(ATEN.topk.default, lambda n: [annotate(user, output=INT8) for user in n.users]),
-            ["output 1 of topk", "int64"],
+            at(ATEN.chunk.default, lambda n: [annotate(user, {n: INT8}) for user in n.users]),
+            ["the edge (chunk -> getitem) is a", "cannot be quantized"],
         ),
     ],
 )
@@ -214,7 +215,10 @@ class Own(legacy.MinMaxObserver):
         (legacy.MinMaxObserver.with_args(eps=0.25).with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
         (MinMaxObserver.with_args(eps=0.25).with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
         (Own.with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
-        (legacy.FakeQuantize.with_args(observer=legacy.MinMaxObserver), MinMaxObserver),
+        (
+            legacy.FakeQuantize.with_args(observer=legacy.MinMaxObserver),
+            FakeQuantize.with_args(observer=MinMaxObserver),
+        ),
     ],
 )
 @pytest.mark.parametrize("by_hand", [True, False])
@@ -358,3 +362,41 @@ def test_a_module_that_computes_something_else_is_not_written_as_the_operator() 
     with pytest.warns(QuantizationWarning, match="OwnForward at 'rnn' stays float"):
         prepared = tc.prepare_fx(model, whole_op_lstm_quantizer(), (x,))
     torch.testing.assert_close(prepared(x)[0], model(x)[0], rtol=0, atol=1e-6)
+
+
+def test_a_bad_spec_on_a_recurrent_operator_is_an_error() -> None:
+    quantizer = at(ATEN.gru.input, lambda n: annotate_outputs(n, {}, [INT8]))
+    with pytest.raises(AnnotationError, match=r"1 output specs were given for node .* has 2 outputs"):
+        tc.prepare_fx(Nested(nn.GRU(6, 8)).eval(), quantizer, (torch.randn(5, 3, 6),))
+
+
+def test_a_quantizer_that_rewrites_the_operator_has_the_module() -> None:
+    """As one that decomposes what it cannot quantize whole, before it annotates."""
+
+    class Rewriting(ByHand):
+        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+            for node in [n for n in model.graph.nodes if n.target is ATEN.gru.input]:
+                first = next(user for user in node.users if user.args[1] == 0)
+                with model.graph.inserting_before(first):
+                    again = model.graph.call_function(run_gru, node.args)
+                again.meta = dict(first.meta)
+                first.replace_all_uses_with(again)
+            model.graph.eliminate_dead_code()
+            model.recompile()
+            return model
+
+    class First(Nested):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0]
+
+    quantizer = Rewriting(lambda n: annotate(n, output=INT8) if n.target is run_gru else None)
+    model, x = First(nn.GRU(6, 8)).eval(), torch.randn(5, 3, 6)
+    prepared = tc.prepare_fx(model, quantizer, (x,))
+    prepared(x)
+    converted = tc.convert_to_reference_fx(prepared)
+    assert len(quantize_nodes(converted)) == 1
+    assert 30 < sqnr(model(x), converted(x)) < 60
+
+
+def run_gru(*args: Any) -> Tensor:
+    return ATEN.gru.input(*args)[0]

@@ -60,7 +60,7 @@ class TranslatedQuantizer(SpecQuantizer):
         )
         specs = {node: _for_any_convert(each) for node, each in decided.specs.items()}
         return {
-            node: _beside(each, specs, taken) if taken else each
+            node: _beside(node, each, specs, taken) if taken and each else each
             for node, each in specs.items()
             if node not in taken
         }
@@ -98,22 +98,29 @@ def _left_alone(decision: Decision) -> Decision:
     return replace(decision, action=Action.QUANTIZED, reason=reason, warn=False)
 
 
-def _beside(specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], taken: set[Node]) -> NodeSpecs:
-    """``specs`` where those of the nodes in ``taken`` are not written: no reference leads to nothing."""
+def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], taken: set[Node]) -> NodeSpecs:
+    """``specs`` of ``node`` where those of the nodes in ``taken`` are not written.
+
+    What ``node`` would have read from their observers it observes itself.
+    """
 
     def present(spec: QuantizationSpecBase) -> QuantizationSpecBase:
         while isinstance(spec, SharedQuantizationSpec):
             point = spec.edge_or_node
-            node = point[1] if isinstance(point, tuple) else point
-            if node not in taken or _spec_of(point) is not None:
+            annotated = point[1] if isinstance(point, tuple) else point
+            if annotated not in taken or _spec_of(point) is not None:
                 return spec
-            own = decided[node]
+            own = decided[annotated]
             meant = own.inputs[point[0]] if isinstance(point, tuple) else own.output
             assert meant is not None
             spec = meant
         return spec
 
     inputs = {producer: present(spec) for producer, spec in specs.inputs.items()}
+    for producer in node.all_input_nodes:
+        meant = decided[producer].output if producer in taken and producer in decided else None
+        if meant is not None and producer not in inputs and _spec_of(producer) is None:
+            inputs[producer] = present(meant)
     return NodeSpecs(inputs, None if specs.output is None else present(specs.output))
 
 

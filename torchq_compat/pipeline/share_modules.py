@@ -7,16 +7,17 @@ graph, is the Quantizer's if it annotates the ops that the module is made of: it
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.annotate.carried_out import annotated_points
 from torchq_compat.custom_modules.registry import WriteOps
 from torchq_compat.custom_modules.swap import Swap
+from torchq_compat.errors import TorchQCompatError
 from torchq_compat.multi_output.edges_and_nodes import has_several
 from torchq_compat.opaque_calls.insert_calls import insert_calls
 from torchq_compat.pipeline.capture_model import CapturedModel
@@ -68,25 +69,33 @@ def _wanted(
     name = type(quantizer).__name__
     trial = copy.deepcopy(captured.found.graph_module)
     insert_calls(trial, captured.stubs, modules, candidates)
+    written = _module_paths(trial) & candidates.keys()
     try:
         asked = _own_copy(quantizer)
         trial = asked.transform_for_annotation(trial)
         asked.annotate(trial)
+    except TorchQCompatError:
+        raise  # About what it writes, which is to be put right.
     except Exception as cause:
         # It may do without the ops it stumbles over; if not, the same error comes again, on the graph itself.
         first_line = str(cause).strip().split("\n", 1)[0]
         return set(), f"{name} fails on its ops: {type(cause).__name__}: {first_line}"
-    wanted = {path for path in _annotated_paths(trial) if path in candidates}
+    # What is gone, the Quantizer has rewritten as ops of its own.
+    wanted = written & _module_paths(trial, _is_annotated) | written - _module_paths(trial)
     return wanted, f"{name} does not annotate its ops either"
 
 
-def _annotated_paths(graph_module: GraphModule) -> set[str]:
-    """The paths of the modules whose ops with several outputs are annotated, at an input or at an output."""
+def _is_annotated(node: Node) -> bool:
+    """Whether ``node`` is annotated, at an input or at one of its outputs."""
+    return bool(annotated_points(node)) or any(annotated_points(user) for user in node.users)
+
+
+def _module_paths(graph_module: GraphModule, accepts: Callable[[Node], bool] = lambda node: True) -> set[str]:
+    """The paths of the modules of the ops with several outputs, of those that are accepted."""
     return {
         module_path_of(node).partition("@")[0]
         for node in graph_module.graph.nodes
-        if node.op == "call_function" and has_several(node)
-        if annotated_points(node) or any(annotated_points(user) for user in node.users)
+        if node.op == "call_function" and has_several(node) and accepts(node)
     }
 
 

@@ -1,4 +1,4 @@
-"""Modules built as observed ones, ``nn.quantizable.LSTM(..., split_gates=True)``, as torch.ao lets scripts do."""
+"""Modules built as observed ones: ``nn.quantizable.LSTM(..., split_gates=True)``, as with torch.ao's."""
 
 from __future__ import annotations
 
