@@ -58,11 +58,14 @@ class UserQuantizer(WrappingQuantizer):
         self.boundaries = boundaries
         self.model = model
         #: Of the outer graph, which comes first.
-        self._groups: list[tuple[SourcePartition, list[PointName]]] | None = None
+        self._groups: list[SourcePartition] | None = None
+        self._points: list[list[PointName]] | None = None
         self._observers: dict[Any, nn.Module] | None = None
 
     def annotate(self, model: GraphModule) -> GraphModule:
         model = super().annotate(model)
+        if self._groups is None:
+            self._groups = find_source_partitions(model, self.model)
         for call, boundary in self.boundaries.items():
             if call.graph is not model.graph:
                 continue
@@ -82,9 +85,12 @@ class UserQuantizer(WrappingQuantizer):
         """
         super().validate(model)
         check_annotations(model)
-        if self._groups is None:
-            partitions = find_source_partitions(model, self.model)
-            self._groups = [(partition, _points_of(partition)) for partition in partitions]
+        if self._points is None:
+            # Of several getitems of one output, one is left.
+            partitions = [
+                partition for partition in self._groups or () if not all(n._erased for n in partition.nodes)
+            ]
+            self._groups, self._points = partitions, [_points_of(partition) for partition in partitions]
 
     def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
         super().prepare_obs_or_fq_callback(model, observers)
@@ -98,7 +104,7 @@ class UserQuantizer(WrappingQuantizer):
         idle = {name_of(point) for point, each in observers.items() if each is None or not quantizes(each)}
         return tuple(
             _decision(partition, points, missing, idle, type(self.quantizer).__name__)
-            for partition, points in self._groups or ()
+            for partition, points in zip(self._groups or (), self._points or (), strict=True)
         )
 
 
@@ -110,6 +116,7 @@ def _points_of(partition: SourcePartition) -> list[PointName]:
     return [
         point
         for node in nodes
+        if not node._erased
         for point in annotated_points(node)
         if node not in outside or (node.target is operator.getitem and len(point) == 1)
     ]
