@@ -121,6 +121,10 @@ def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], tak
         meant = decided[producer].output if producer in taken and producer in decided else None
         if meant is not None and producer not in inputs and _spec_of(producer) is None:
             inputs[producer] = present(meant)
+    shared = getattr(specs.output, "edge_or_node", None)
+    if shared in taken and shared in inputs:
+        # An op that moves data: its output lies where its input does.
+        return NodeSpecs(inputs, SharedQuantizationSpec((shared, node)))
     return NodeSpecs(inputs, None if specs.output is None else present(specs.output))
 
 
