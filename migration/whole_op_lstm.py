@@ -17,7 +17,7 @@ from torchao.quantization.pt2e.observer import HistogramObserver, MinMaxObserver
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationSpec, Quantizer
 
-from torchq_compat import annotate_outputs, check_sharing
+from torchq_compat import annotate_outputs, check_annotations
 
 
 @dataclass
@@ -96,7 +96,7 @@ class CustomAtenQuantizer(Quantizer):
         return model
 
     def validate(self, model):
-        check_sharing(model)
+        check_annotations(model)
 
 
 act_qspec = QuantizationSpec(

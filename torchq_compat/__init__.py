@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torchq_compat.lower.export import export
     from torchq_compat.migrate.comparison.comparing import compare
     from torchq_compat.migrate.comparison.suggesting import suggest
-    from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
+    from torchq_compat.multi_output.annotate_outputs import annotate_outputs
+    from torchq_compat.multi_output.check_annotations import check_annotations, check_sharing
+    from torchq_compat.multi_output.edges_and_nodes import Output
     from torchq_compat.multi_output.tuple_rerouting import reroute_tuples
     from torchq_compat.pipeline.explanation import explain
     from torchq_compat.quantize_fx import (
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Output",
     "annotate_outputs",
+    "check_annotations",
     "check_sharing",
     "compare",
     "convert_fx",
@@ -58,6 +61,7 @@ __all__ += errors.__all__
 _HOMES = {
     "Output": "torchq_compat.multi_output",
     "annotate_outputs": "torchq_compat.multi_output",
+    "check_annotations": "torchq_compat.multi_output",
     "check_sharing": "torchq_compat.multi_output",
     "compare": "torchq_compat.migrate.comparison.comparing",
     "explain": "torchq_compat.pipeline.explanation",
@@ -70,7 +74,13 @@ _HOMES = {
 }
 
 
+#: torch.ao's private names of public functions here; old scripts import them.
+_LEGACY_NAMES = {"_reroute_tuple_getitem_pattern": "reroute_tuples"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _LEGACY_NAMES:
+        return getattr(importlib.import_module(__name__), _LEGACY_NAMES[name])
     if name not in __all__:
         raise AttributeError(f"module 'torchq_compat' has no attribute {name!r}")
     home = importlib.import_module(_HOMES.get(name, "torchq_compat.quantize_fx"))

@@ -64,7 +64,8 @@ def prepare_fx(
     Args:
         model: the float model.
         qconfig_mapping: a QConfigMapping or its dict form; or a torchao ``Quantizer``, which annotates
-            all that is no custom module. Custom modules then have torch.ao's default qconfig.
+            all that is no custom module. Custom modules then have torch.ao's default qconfig. A recurrent
+            module that nothing maps is the Quantizer's, if it annotates the operator: ``aten.lstm.input``.
         example_inputs: one example of every positional argument; only their structure, dtypes and ranks
             matter, every size stays free unless the model fixes it. A bare tensor, a list, and a dict of
             forward's parameters are taken too, with a QuantizationWarning that names the tuple to write.
@@ -80,6 +81,7 @@ def prepare_fx(
         ConfigError: a setting that cannot be read or is not carried over.
         CaptureError: torch.export cannot capture the model; names the user's line.
         CustomModuleError: an observed class that does not do what the mapping promises.
+        AnnotationError: specs of a Quantizer that cannot be carried out; see ``check_annotations``.
 
     Example:
         >>> import torch

@@ -2,8 +2,26 @@
 
 Legacy has this for LSTM alone, ``torch.ao.quantization.fx.lstm_utils``; ``torchq_compat.lstm_utils`` keeps
 its signatures. The parts of every kind of cell are listed in ``custom_modules.recurrent.cell.cell_parts``.
+
+And for Quantizers of PT2E: the operators that torch.export leaves of them, quantized whole or decomposed.
 """
 
 from torchq_compat.custom_modules.recurrent.modules.observed_parts import get_individually_observed_parts
+from torchq_compat.exported_lstm import (
+    convert_decomposed_lstm,
+    decompose_recurrent,
+    prepare_decomposed_lstm,
+)
+from torchq_compat.exported_lstm.whole_op import whole_op_recurrent_quantizer
 
-__all__ = ["get_individually_observed_parts"]
+__all__ = [
+    "convert_decomposed_recurrent",
+    "decompose_recurrent",
+    "get_individually_observed_parts",
+    "prepare_decomposed_recurrent",
+    "whole_op_recurrent_quantizer",
+]
+
+#: Whatever was decomposed: the functions of ``lstm_utils`` under names that say so.
+prepare_decomposed_recurrent = prepare_decomposed_lstm
+convert_decomposed_recurrent = convert_decomposed_lstm

@@ -17,7 +17,12 @@ from torch.ao.quantization import (
 from torch.fx import GraphModule
 from torchao.quantization.pt2e import HistogramObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
-from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
+from torchao.quantization.pt2e.quantizer import (
+    ComposableQuantizer,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    Quantizer,
+)
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     X86InductorQuantizer,
@@ -197,3 +202,29 @@ def test_what_a_quantizer_cannot_be_combined_with() -> None:
     prepared(x)
     with pytest.raises(ConfigError, match="prepared with a torchao Quantizer"):
         tc.convert_fx(prepared, qconfig_mapping=QConfigMapping())
+
+
+def test_translated_quantizer_in_a_composition_leaves_annotated_ops_alone() -> None:
+    """The first linear is LinearQuantizer's, -100 to 100; the rest FX's. Neighbours share at the seam."""
+
+    class First(LinearQuantizer):
+        def annotate(self, model: GraphModule) -> GraphModule:
+            nodes = [n for n in model.graph.nodes if n.target is torch.ops.aten.linear.default]
+            nodes[0].meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
+                input_qspec_map={nodes[0].args[0]: self.activation, nodes[0].args[1]: self.weight},
+                _annotated=True,
+            )
+            return model
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)).eval()
+    batches = [(torch.randn(6, 8),) for _ in range(2)]
+    translated = tc.quantizer_from(get_default_qconfig_mapping("qnnpack"))
+    converted = converted_by_torchao(model, ComposableQuantizer([First(), translated]), batches)
+    ranges = [node.args[3:] for node in quantize_nodes(converted)]
+    assert ranges[0] == (-100, 100, torch.int8)
+    assert ranges[1:] == [(0, 255, torch.uint8)] * 3
+    reasons = [decision.reason for decision in translated.report]
+    assert "before this one" in reasons[0]
+    assert all("before this one" not in reason for reason in reasons[1:])
+    assert 20 < sqnr(model(*batches[0]), converted(*batches[0])) < 50

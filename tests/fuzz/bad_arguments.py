@@ -190,6 +190,7 @@ Arguments = Callable[[], dict[str, Any]]
 GOOD: dict[str, Arguments] = {
     "annotate_outputs": node_arguments,
     "decompose_lstm": lambda: {"program": exported_lstm()},
+    "check_annotations": lambda: {"model": exported_splits()},
     "check_sharing": lambda: {"model": exported_splits()},
     "compare": compare_arguments,
     "compare_case": lambda: {"case": case_to_compare(), "fx": False},

@@ -26,7 +26,6 @@ from torchao.quantization.pt2e.quantizer import (
 from tests.helpers.chunked_models import ATEN, FIXED, UINT8, Apply, X, derived, export, int8
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat import Output, annotate_outputs, check_sharing
-from torchq_compat.errors import QuantizationWarning
 from torchq_compat.multi_output import AnnotationError
 
 OPS = torch.ops.quantized_decomposed
@@ -149,15 +148,20 @@ def test_none_leaves_an_output_alone(
     ] * (count - 1)
 
 
-def test_torchao_alone_drops_the_spec() -> None:
-    """What this is for: the spec on the node itself disappears. check_sharing says so."""
+class OfOneOpUnchecked(OfOneOp):
+    def validate(self, model: GraphModule) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("quantizer", "found"), [(OfOneOpUnchecked, 0), (OfOneOp, 2)])
+def test_torchao_alone_drops_the_spec(quantizer: Any, found: int) -> None:
+    """What this is for: the spec on the node itself disappears, unless check_sharing carries it out."""
 
     def annotate(node: Node) -> None:
         node.meta["quantization_annotation"] = QuantizationAnnotation(output_qspec=int8(), _annotated=True)
 
-    with pytest.warns(QuantizationWarning, match=r"'chunk' .* has several outputs"):
-        _, converted = quantized(export(lambda x: x.chunk(2), X), OfOneOp(ATEN.chunk.default, annotate), X)
-    assert result_qparams(converted) == [None, None]
+    _, converted = quantized(export(lambda x: x.chunk(2), X), quantizer(ATEN.chunk.default, annotate), X)
+    assert sum(each is not None for each in result_qparams(converted)) == found
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
     CheckpointError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
-    InputError LeftFloatError ModuleAttributeError PartConfigError PathError QuantizationWarning RecurrentModuleError
-    ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
+    InputError LeftFloatError ModuleAttributeError PartConfigError PathError QuantizationWarning
+    RecurrentModuleError ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
 """
 QUANTIZE_FX = """
     convert_fx convert_to_reference_fx fuse_fx get_default_convert_custom_config
@@ -18,7 +18,7 @@ QUANTIZE_FX = """
 """
 PUBLIC = {
     "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
-        Output annotate_outputs check_sharing compare explain export quantize_dynamic
+        Output annotate_outputs check_annotations check_sharing compare explain export quantize_dynamic
         quantizer_from reroute_tuples suggest to_executorch
     """,
     "torchq_compat.errors": ERRORS,
@@ -36,7 +36,10 @@ PUBLIC = {
     "torchq_compat.nn.quantizable": "GRU GRUCell LSTM LSTMCell MultiheadAttention RNN RNNCell",
     "torchq_compat.nn.quantized": "GRU GRUCell LSTM LSTMCell MultiheadAttention RNN RNNCell",
     "torchq_compat.profiles": "int16_parts int8_parts int8_with_int16_cell",
-    "torchq_compat.recurrent_parts": "get_individually_observed_parts",
+    "torchq_compat.recurrent_parts": """
+        convert_decomposed_recurrent decompose_recurrent get_individually_observed_parts
+        prepare_decomposed_recurrent whole_op_recurrent_quantizer
+    """,
 }
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from torch.ao.quantization import QConfigMapping
 from torch.ao.quantization.backend_config import BackendConfig
 from torch.fx import GraphModule, Node
-from torchao.quantization.pt2e.quantizer import QuantizationSpec
-from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase
+from torchao.quantization.pt2e.quantizer import QuantizationSpec, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, QuantizationSpecBase
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.annotate.decide import decide_graph
@@ -27,13 +27,15 @@ from torchq_compat.config.backend_configs import read_backend_config
 from torchq_compat.config.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.qspecs.quantization_specs import make_spec
 from torchq_compat.qspecs.weight_observers import WeightConstructor
-from torchq_compat.support.decisions import Report
+from torchq_compat.support.decisions import Action, Decision, Report
 
 __all__ = ["TranslatedQuantizer", "quantizer_from"]
 
 
 class TranslatedQuantizer(SpecQuantizer):
     """Annotates what a QConfigMapping and a BackendConfig quantize; see ``quantizer_from``.
+
+    What is annotated already, by a quantizer before it in a ``ComposableQuantizer``, it leaves alone.
 
     Attributes:
         report: the decisions about the graph annotated last, printable and machine-readable.
@@ -51,8 +53,17 @@ class TranslatedQuantizer(SpecQuantizer):
 
     def _decide(self, model: GraphModule) -> Mapping[Node, NodeSpecs]:
         decided = decide_graph(model, None, self._rules, self._backend, boundaries={})
-        self.report = Report(decided.decisions)
-        return {node: _for_any_convert(specs) for node, specs in decided.specs.items()}
+        taken = {node for node in model.graph.nodes if _is_annotated(node)}
+        names = {node.name for node in taken}
+        self.report = Report(
+            tuple(_left_alone(each) if each.node in names else each for each in decided.decisions)
+        )
+        specs = {node: _for_any_convert(each) for node, each in decided.specs.items()}
+        return {
+            node: _beside(node, each, specs, taken) if taken and each else each
+            for node, each in specs.items()
+            if node not in taken
+        }
 
 
 def quantizer_from(
@@ -60,6 +71,8 @@ def quantizer_from(
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> TranslatedQuantizer:
     """A torchao Quantizer that annotates what FX would have quantized.
+
+    In a ``ComposableQuantizer`` it annotates what the quantizers before it left alone.
 
     Modules are known by what the exported graph holds of them, path and class name; a class defined inside a
     function cannot be found by its name, so a rule by such an object type does not apply.
@@ -73,6 +86,56 @@ def quantizer_from(
             pattern.
     """
     return TranslatedQuantizer(qconfig_mapping, backend_config)
+
+
+def _is_annotated(node: Node) -> bool:
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    return annotation is not None and annotation._annotated
+
+
+def _left_alone(decision: Decision) -> Decision:
+    reason = "annotated by a quantizer before this one"
+    return replace(decision, action=Action.QUANTIZED, reason=reason, warn=False)
+
+
+def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], taken: set[Node]) -> NodeSpecs:
+    """``specs`` of ``node`` where those of the nodes in ``taken`` are not written.
+
+    What ``node`` would have read from their observers it observes itself.
+    """
+
+    def present(spec: QuantizationSpecBase) -> QuantizationSpecBase:
+        while isinstance(spec, SharedQuantizationSpec):
+            point = spec.edge_or_node
+            annotated = point[1] if isinstance(point, tuple) else point
+            if annotated not in taken or _spec_of(point) is not None:
+                return spec
+            own = decided[annotated]
+            meant = own.inputs[point[0]] if isinstance(point, tuple) else own.output
+            assert meant is not None
+            spec = meant
+        return spec
+
+    inputs = {producer: present(spec) for producer, spec in specs.inputs.items()}
+    for producer in node.all_input_nodes:
+        meant = decided[producer].output if producer in taken and producer in decided else None
+        if meant is not None and producer not in inputs and _spec_of(producer) is None:
+            inputs[producer] = present(meant)
+    shared = getattr(specs.output, "edge_or_node", None)
+    if shared in taken and shared in inputs:
+        # An op that moves data: its output lies where its input does.
+        return NodeSpecs(inputs, SharedQuantizationSpec((shared, node)))
+    return NodeSpecs(inputs, None if specs.output is None else present(specs.output))
+
+
+def _spec_of(point: Any) -> QuantizationSpecBase | None:
+    """What is annotated at ``point``."""
+    node = point[1] if isinstance(point, tuple) else point
+    annotation = node.meta[Q_ANNOTATION_KEY]
+    spec: QuantizationSpecBase | None = (
+        annotation.input_qspec_map.get(point[0]) if isinstance(point, tuple) else annotation.output_qspec
+    )
+    return spec
 
 
 def _for_any_convert(specs: NodeSpecs) -> NodeSpecs:

@@ -1,8 +1,14 @@
-"""A user's torchao Quantizer around custom modules: it annotates the rest, this package their edges."""
+"""A user's torchao Quantizer around custom modules: it annotates the rest, this package their edges.
+
+Everything it wrote is checked and settled, whatever its ``validate`` does, and looked for again in the
+prepared graph: what ``explain`` says is what stands there.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -15,15 +21,27 @@ from torchao.quantization.pt2e.quantizer import (
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.call_boundary import OpaqueBoundary
+from torchq_compat.annotate.carried_out import (
+    PointName,
+    annotated_points,
+    name_of,
+    quantizes,
+    unobserved_points,
+)
 from torchq_compat.annotate.source_partitions import SourcePartition, find_source_partitions, is_float_tensor
 from torchq_compat.annotate.wrapping_quantizer import WrappingQuantizer
+from torchq_compat.multi_output.check_annotations import check_annotations
+from torchq_compat.multi_output.edges_and_nodes import has_several
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["UserQuantizer"]
 
 
 class UserQuantizer(WrappingQuantizer):
     """``quantizer`` for a graph with opaque calls.
+
+    torchao asks it about the bodies of scans and other loops as well, after the graph around them.
 
     Args:
         leaves: the boundary of each opaque call of the graph.
@@ -39,19 +57,77 @@ class UserQuantizer(WrappingQuantizer):
         super().__init__(quantizer)
         self.boundaries = boundaries
         self.model = model
-        self.decisions: tuple[Decision, ...] = ()
+        #: Of the outer graph, which comes first.
+        self._groups: list[SourcePartition] | None = None
+        self._points: list[list[PointName]] | None = None
+        self._observers: dict[Any, nn.Module] | None = None
 
     def annotate(self, model: GraphModule) -> GraphModule:
         model = super().annotate(model)
-        partitions = find_source_partitions(model, self.model)
+        if self._groups is None:
+            self._groups = find_source_partitions(model, self.model)
         for call, boundary in self.boundaries.items():
+            if call.graph is not model.graph:
+                continue
+            _warn_if_annotated(call, self.quantizer)
             call.meta[Q_ANNOTATION_KEY] = _annotation(call, boundary)
             for getitem in call.users:
                 position = getitem.args[1]
                 assert isinstance(position, int)
                 _annotate_output(getitem, boundary.output_specs[position])
-        self.decisions = tuple(_decision(partition, self.quantizer) for partition in partitions)
         return model
+
+    def validate(self, model: GraphModule) -> None:
+        """Ask ``quantizer``, then check and settle all annotations.
+
+        Raises:
+            AnnotationError: see ``check_annotations``.
+        """
+        super().validate(model)
+        check_annotations(model)
+        if self._points is None:
+            # Of several getitems of one output, one is left.
+            partitions = [
+                partition for partition in self._groups or () if not all(n._erased for n in partition.nodes)
+            ]
+            self._groups, self._points = partitions, [_points_of(partition) for partition in partitions]
+
+    def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
+        super().prepare_obs_or_fq_callback(model, observers)
+        if self._observers is None:
+            self._observers = dict(observers)
+
+    def decisions(self, prepared: GraphModule) -> tuple[Decision, ...]:
+        """What was done with each op of ``prepared``, which torchao made of the outer graph."""
+        observers = self._observers or {}
+        missing = unobserved_points(prepared, observers)
+        idle = {name_of(point) for point, each in observers.items() if each is None or not quantizes(each)}
+        return tuple(
+            _decision(partition, points, missing, idle, type(self.quantizer).__name__)
+            for partition, points in zip(self._groups or (), self._points or (), strict=True)
+        )
+
+
+def _points_of(partition: SourcePartition) -> list[PointName]:
+    """Where ``group`` is annotated; the outputs of an operator with several are its getitems'."""
+    several = [node for node in partition.nodes if has_several(node)]
+    nodes = dict.fromkeys([*partition.nodes, *(user for node in several for user in node.users)])
+    outside = {node for node in nodes if node not in partition.nodes}
+    return [
+        point
+        for node in nodes
+        if not node._erased
+        for point in annotated_points(node)
+        if node not in outside or (node.target is operator.getitem and len(point) == 1)
+    ]
+
+
+def _warn_if_annotated(call: Node, quantizer: Quantizer) -> None:
+    if annotated_points(call):
+        warn_user(
+            f"what {type(quantizer).__name__} annotates the call of the custom module at {call.target!r} "
+            "with is not used: a custom module says itself what is observed around it."
+        )
 
 
 def _annotation(call: Node, boundary: OpaqueBoundary) -> QuantizationAnnotation:
@@ -76,18 +152,33 @@ def _annotate_output(getitem: Node, spec: QuantizationSpec | None) -> None:
         )
 
 
-def _decision(partition: SourcePartition, quantizer: Quantizer) -> Decision:
-    name = type(quantizer).__name__
+def _decision(
+    partition: SourcePartition,
+    points: list[PointName],
+    missing: set[PointName],
+    idle: set[PointName],
+    name: str,
+) -> Decision:
     output = partition.output.name if partition.output else ""
-    if any(_is_annotated(node) for node in partition.nodes):
+    lost = [point for point in points if point in missing]
+    if any(point not in missing and point not in idle for point in points):
+        reason = f"annotated by {name}"
+        if lost:
+            reason += f", but torchao observes nothing at {_shown(lost)}"
         return Decision(
-            partition.label, partition.kind, Action.QUANTIZED, f"annotated by {name}", node=output
+            partition.label, partition.kind, Action.QUANTIZED, reason, node=output, warn=bool(lost)
         )
-    return Decision(
-        partition.label, partition.kind, Action.FLOAT, f"{name} does not annotate it", node=output
+    if lost:
+        reason = f"annotated by {name}, but torchao observes nothing at {_shown(lost)}"
+    elif points:
+        reason = f"annotated by {name} with observers that quantize nothing"
+    else:
+        reason = f"{name} does not annotate it"
+    return Decision(partition.label, partition.kind, Action.FLOAT, reason, node=output, warn=bool(points))
+
+
+def _shown(points: list[PointName]) -> str:
+    return ", ".join(
+        f"the edge {' -> '.join(point)}" if len(point) == 2 else f"the output of {point[0]}"
+        for point in points
     )
-
-
-def _is_annotated(node: Node) -> bool:
-    annotation = node.meta.get(Q_ANNOTATION_KEY)
-    return annotation is not None and bool(annotation.input_qspec_map or annotation.output_qspec)

@@ -34,6 +34,11 @@ DROPOUT: dict[object, int] = {
     ATEN.alpha_dropout.default: 2,
     ATEN.feature_alpha_dropout.default: 2,
     ATEN.rrelu.default: 3,
+    # Dropout between the layers of recurrent operators that a Quantizer wanted whole.
+    ATEN.lstm.input: 6,
+    ATEN.gru.input: 6,
+    ATEN.rnn_tanh.input: 6,
+    ATEN.rnn_relu.input: 6,
 }
 BATCH_NORM: dict[object, int] = {ATEN.batch_norm.default: 5, ATEN.instance_norm.default: 5}
 COUNT_BATCHES = ATEN.add_.Tensor

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.config.backend_configs import BackendTable
@@ -31,11 +31,15 @@ __all__ = [
     "CustomModuleHandler",
     "ExplainModel",
     "ObserveRequest",
+    "WriteOps",
     "handler_of",
     "handlers",
     "register",
 ]
 
+#: (graph module, opaque call, path, args and kwargs of the call) -> the nodes of its results in flat order,
+#: written before the call; None if this call cannot be written.
+WriteOps = Callable[[GraphModule, Node, str, tuple[Any, ...], dict[str, Any]], list[Node] | None]
 #: What explains a prepared or converted model.
 ExplainModel = Callable[[nn.Module], Iterable[Decision]]
 
@@ -102,6 +106,11 @@ class CustomModuleHandler(ABC):
     def is_opaque(self, module: nn.Module) -> bool:
         """Whether a float ``module`` left as it is must stay one call, because torch.export would unroll
         it or fix its sizes."""
+
+    def ops_writer(self, module: nn.Module) -> WriteOps | None:
+        """What writes a float ``module`` that is opaque as ops that a Quantizer can annotate; None if nothing
+        can."""
+        return None
 
     @abstractmethod
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:

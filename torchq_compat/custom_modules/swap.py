@@ -135,7 +135,8 @@ def _find(
         return handler, request, f"custom module {mapped.__name__}, qconfig from {selection.rule}"
     unmapped = next((h for h in handlers() if h.takes_unmapped(module, specs, backend)), None)
     if unmapped is not None:
-        return unmapped, request, f"the backend quantizes it dynamically, qconfig from {selection.rule}"
+        why = "the backend quantizes it dynamically" if specs.is_dynamic else "the model was built with it"
+        return unmapped, request, f"{why}, qconfig from {selection.rule}"
     return None, None, _why_unmapped(type(module), specs.quant_type, settings)
 
 

@@ -1,4 +1,4 @@
-"""Break ``aten.lstm.input`` up in a program that is already exported.
+"""Decompose the recurrent operators of a program that is already exported.
 
 The maintainers' answer in the PyTorch issue on operators with several outputs: an LSTM has internal states
 and internal linears; break it into ``aten.linear`` and annotate those.
@@ -7,16 +7,24 @@ and internal linears; break it into ``aten.linear`` and annotate those.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.torch_export import capture_flat
-from torchq_compat.custom_modules.recurrent.cell.lstm_cell import LSTMCellFloat
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape
 from torchq_compat.errors import AtenLSTMError
-from torchq_compat.exported_lstm.aten_lstm import AtenLSTM, Direction, aten_lstms
+from torchq_compat.exported_lstm.aten_recurrent import (
+    LSTM_OP,
+    RECURRENT_OPS,
+    AtenRecurrent,
+    Direction,
+    aten_recurrents,
+    refuse_packed,
+)
 from torchq_compat.exported_lstm.opaque import write_opaque
 from torchq_compat.exported_lstm.rolled import write_rolled
 from torchq_compat.exported_lstm.unrolled import write_unrolled
@@ -24,12 +32,12 @@ from torchq_compat.exported_lstm.writer import NodeWriter
 from torchq_compat.multi_output.edges_and_nodes import Output, canonical
 from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
-__all__ = ["decompose_lstm"]
+__all__ = ["decompose_lstm", "decompose_recurrent"]
 
 GUARDS = "_guards_fn"
 
 
-Write = Callable[[NodeWriter, AtenLSTM, dict[str, GraphModule]], tuple[Node, Node, Node]]
+Write = Callable[[NodeWriter, AtenRecurrent, dict[str, GraphModule]], tuple[Node, ...]]
 WRITE: dict[LoopShape, Write] = {
     LoopShape.ROLLED: write_rolled,
     LoopShape.UNROLLED: write_unrolled,
@@ -43,7 +51,8 @@ def decompose_lstm(
     """Decompose every ``aten.lstm.input`` of ``program`` into ops that any quantizer can annotate.
 
     Prepare what it returns, which computes the same, with ``prepare_decomposed_lstm`` and any torchao
-    Quantizer; the parts get the same qparams whatever the shape.
+    Quantizer; the parts get the same qparams whatever the shape. ``recurrent_parts.decompose_recurrent`` does
+    the same for GRU and RNN, too.
 
     Args:
         program: a float32 program, or a module of one; it is not changed, and the parts own copies of the
@@ -55,30 +64,80 @@ def decompose_lstm(
             and the other nodes decide what they accept.
 
     Raises:
-        AtenLSTMError: no LSTM in the program, weights that are computed in it or not float32, an unknown
-            shape, or a dynamic length to unroll.
+        AtenLSTMError: no LSTM in the program, one of a PackedSequence, weights that are computed in it or not
+            float32, an unknown shape, or a dynamic length to unroll.
     """
+    return _decompose(program, shape, (LSTM_OP,))
+
+
+def decompose_recurrent(
+    program: ExportedProgram | GraphModule, shape: LoopShape | str = LoopShape.ROLLED
+) -> GraphModule:
+    """Decompose every LSTM, GRU and RNN of ``program`` into ops that any quantizer can annotate.
+
+    These are ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``.
+    Prepare what it returns, which computes the same, with ``prepare_decomposed_recurrent``.
+
+    Args:
+        program: see ``lstm_utils.decompose_lstm``.
+        shape: ``"rolled"``, ``"unrolled"`` or ``"opaque"``, as there.
+
+    Raises:
+        AtenLSTMError: no such operator in the program, and as there.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat.recurrent_parts import decompose_recurrent
+        >>> program = torch.export.export(torch.nn.GRU(4, 8), (torch.randn(5, 1, 4),))
+        >>> decompose_recurrent(program)(torch.randn(9, 1, 4))[0].shape
+        torch.Size([9, 1, 8])
+    """
+    return _decompose(program, shape, RECURRENT_OPS)
+
+
+def _decompose(
+    program: ExportedProgram | GraphModule, shape: LoopShape | str, operators: Collection[Any]
+) -> GraphModule:
     if shape not in list(LoopShape):
         raise AtenLSTMError(
             f"shape {shape!r} is not known.",
             hint=f"the shapes are: {', '.join(LoopShape)}.",
         )
     graph_module = _own_module(program)
-    lstms = aten_lstms(graph_module)
-    if not lstms:
-        raise AtenLSTMError(
-            "the program has no aten.lstm.input.",
-            hint="export the float model with torch.export.export and do not run_decompositions before.",
-        )
-    for lstm in lstms:
-        cells = {direction.path: _cell(graph_module, direction) for direction in lstm.directions}
-        _replace(lstm.node, WRITE[LoopShape(shape)](NodeWriter(graph_module, lstm.node), lstm, cells))
+    refuse_packed(graph_module)
+    found = aten_recurrents(graph_module, operators)
+    if not found:
+        raise _nothing_to_decompose(graph_module, operators)
+    for each in found:
+        cells = {direction.path: _cell(graph_module, each, direction) for direction in each.directions}
+        _replace(each.node, WRITE[LoopShape(shape)](NodeWriter(graph_module, each.node), each, cells))
     _drop_guards(graph_module)
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
     rewritten = GraphModule(graph_module, graph_module.graph)
     rewritten.meta.update(graph_module.meta)
     return rewritten
+
+
+#: Operators named in an error.
+MOST_NAMED = 8
+
+
+def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any]) -> AtenLSTMError:
+    """The error for a program without ``operators``; says what it has."""
+    counts = Counter(str(node.target) for node in graph_module.graph.nodes if node.op == "call_function")
+    named = [
+        f"{target} x{count}" if count > 1 else target for target, count in counts.most_common(MOST_NAMED)
+    ]
+    has = ", ".join(named) + (" and others" if len(counts) > MOST_NAMED else "")
+    hint = "export the float model with torch.export.export and do not run_decompositions before."
+    others = {str(each.node.target) for each in aten_recurrents(graph_module)}
+    if others:
+        hint = f"torchq_compat.recurrent_parts.decompose_recurrent decomposes {', '.join(sorted(others))}."
+    return AtenLSTMError(
+        f"the program has no {', '.join(map(str, operators))}; it has {has or 'no operators at all'}.",
+        hint=hint,
+    )
 
 
 def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
@@ -95,9 +154,9 @@ def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
     )
 
 
-def _cell(graph_module: GraphModule, direction: Direction) -> GraphModule:
+def _cell(graph_module: GraphModule, recurrent: AtenRecurrent, direction: Direction) -> GraphModule:
     weights = direction.values(graph_module)
-    cell = LSTMCellFloat(weights, split_gates=False)
+    cell = recurrent.kind.float_cell(weights, split_gates=False)
     return capture_flat(cell, cell.example_inputs())
 
 

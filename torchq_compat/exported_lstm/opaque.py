@@ -10,29 +10,29 @@ from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModu
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.modules.over_time import State
 from torchq_compat.custom_modules.recurrent.modules.runners import PythonRunner, Sequences
-from torchq_compat.exported_lstm.aten_lstm import AtenLSTM
+from torchq_compat.exported_lstm.aten_recurrent import AtenRecurrent
 from torchq_compat.exported_lstm.writer import NodeWriter
 from torchq_compat.support.graph_nodes import free_name
 
-__all__ = ["OpaqueLSTM", "write_opaque"]
+__all__ = ["OpaqueRecurrent", "write_opaque"]
 
 
-class OpaqueLSTM(nn.Module):
-    """(x, h0, c0) -> (output, h_n, c_n), as ``aten.lstm.input`` takes and gives them, for any length.
+class OpaqueRecurrent(nn.Module):
+    """(x, *states) -> (output, *last states), as the operator takes and gives them, for any length.
 
     Cells are at ``layers.<i>.layer_fw.cell`` and ``layers.<i>.layer_bw.cell``.
     """
 
-    def __init__(self, lstm: AtenLSTM, cells: dict[str, GraphModule]) -> None:
+    def __init__(self, recurrent: AtenRecurrent, cells: dict[str, GraphModule]) -> None:
         super().__init__()
-        self.batch_first = lstm.batch_first
-        self.dropout = lstm.dropout
-        self.output_size = int(lstm.h0.meta["val"].shape[-1])
+        self.batch_first = recurrent.batch_first
+        self.dropout = recurrent.dropout
+        self.output_size = int(recurrent.states[0].meta["val"].shape[-1])
         self.layers = nn.ModuleList(
             RecurrentLayer(
                 [RecurrentDirection(CellGraphModule.wrap(cells[direction.path])) for direction in directions]
             )
-            for directions in lstm.layers()
+            for directions in recurrent.layers()
         )
 
     def by_layer(self) -> list[tuple[RecurrentDirection, ...]]:
@@ -43,20 +43,19 @@ class OpaqueLSTM(nn.Module):
         """All of them."""
         return [direction for layer in self.by_layer() for direction in layer]
 
-    def forward(self, x: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        states: list[State] = list(zip(h0.unbind(0), c0.unbind(0), strict=True))
+    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        rows: list[State] = list(zip(*(state.unbind(0) for state in states), strict=True))
         x = x.transpose(0, 1) if self.batch_first else x
         layers = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
-        x, last = PythonRunner().run_layers(layers, Sequences(x), states, self.dropout)
-        h_n, c_n = (torch.stack(rows) for rows in zip(*last, strict=True))
-        return (x.transpose(0, 1) if self.batch_first else x), h_n, c_n
+        x, last = PythonRunner().run_layers(layers, Sequences(x), rows, self.dropout)
+        ends = (torch.stack(rows) for rows in zip(*last, strict=True))
+        return (x.transpose(0, 1) if self.batch_first else x), *ends
 
 
 def write_opaque(
-    writer: NodeWriter, lstm: AtenLSTM, cells: dict[str, GraphModule]
-) -> tuple[Node, Node, Node]:
-    """Nodes for the three results of ``lstm``."""
-    name = free_name(writer.graph_module, f"{lstm.node.name}_decomposed")
-    call = writer.module(name, OpaqueLSTM(lstm, cells), lstm.x, lstm.h0, lstm.c0)
-    output, h_n, c_n = (writer.getitem(call, index) for index in range(3))
-    return output, h_n, c_n
+    writer: NodeWriter, recurrent: AtenRecurrent, cells: dict[str, GraphModule]
+) -> tuple[Node, ...]:
+    """Nodes for the results of ``recurrent``."""
+    name = free_name(writer.graph_module, f"{recurrent.node.name}_decomposed")
+    call = writer.module(name, OpaqueRecurrent(recurrent, cells), recurrent.x, *recurrent.states)
+    return tuple(writer.getitem(call, index) for index in range(1 + len(recurrent.states)))

@@ -1,4 +1,5 @@
-"""The quantized boundary of an opaque LSTM: q-dq on its inputs and results, with the qparams of its cells.
+"""The quantized boundary of an opaque recurrent module: q-dq of its inputs and results, on the cells'
+qparams.
 
 The cells quantize what arrives and hand out values with their own qparams, so the q-dq here changes no
 value: it shows a backend what it may pass as integers.
@@ -12,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.parts.part_graph import converted_qparams
-from torchq_compat.exported_lstm.opaque import OpaqueLSTM
+from torchq_compat.exported_lstm.opaque import OpaqueRecurrent
 from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_q_dq
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams, combine_along
 from torchq_compat.support.user_warnings import warn_user
@@ -22,7 +23,7 @@ __all__ = ["quantize_boundary"]
 INPUTS, RESULTS = ("x", "h0", "c0"), ("output", "h_n", "c_n")
 
 
-def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueLSTM) -> None:
+def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueRecurrent) -> None:
     """Insert q-dq around every call of ``module``, which stands at ``path``; warns of edges left float."""
     inputs, results = _input_qparams(module), _result_qparams(module)
     for call in [node for node in graph_module.graph.nodes if node.op == "call_module"]:
@@ -39,7 +40,9 @@ def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueLSTM) 
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
     graph_module.recompile()
-    left = [name for name, qparams in zip(INPUTS + RESULTS, inputs + results, strict=True) if qparams is None]
+    count = len(inputs)
+    names = INPUTS[:count] + RESULTS[:count]
+    left = [name for name, qparams in zip(names, inputs + results, strict=True) if qparams is None]
     if left:
         warn_user(
             f"the boundary of {path!r} stays float at {', '.join(left)}: the quantizer did not quantize that "
@@ -47,21 +50,21 @@ def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueLSTM) 
         )
 
 
-def _input_qparams(module: OpaqueLSTM) -> tuple[QParams | None, ...]:
+def _input_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:
     first_layer = {_argument_qparams(direction.cell)[0] for direction in module.by_layer()[0]}
     x = first_layer.pop() if len(first_layer) == 1 else None
-    _, h, c = zip(*(_argument_qparams(direction.cell) for direction in module.directions()), strict=True)
-    return x, _combine(0, h, 1), _combine(0, c, 1)
+    _, *states = zip(*(_argument_qparams(direction.cell) for direction in module.directions()), strict=True)
+    return x, *(_combine(0, state, 1) for state in states)
 
 
-def _result_qparams(module: OpaqueLSTM) -> tuple[QParams | None, ...]:
+def _result_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:
     output = [converted_qparams(direction.cell)[0] for direction in module.by_layer()[-1]]
-    h, c = zip(*(converted_qparams(direction.cell) for direction in module.directions()), strict=True)
-    return _combine(2, output, module.output_size), _combine(0, h, 1), _combine(0, c, 1)
+    states = zip(*(converted_qparams(direction.cell) for direction in module.directions()), strict=True)
+    return _combine(2, output, module.output_size), *(_combine(0, state, 1) for state in states)
 
 
 def _argument_qparams(cell: GraphModule) -> tuple[PerTensorQParams | None, ...]:
-    """The qparams with which a converted cell quantizes x, h and c; None where it does not."""
+    """The qparams with which a converted cell quantizes x and the states; None where it does not."""
     return tuple(_qparams_of_readers(node) for node in cell.graph.nodes if node.op == "placeholder")
 
 

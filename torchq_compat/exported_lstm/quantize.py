@@ -1,4 +1,4 @@
-"""Prepare and convert a program whose LSTMs are decomposed, whatever their shape."""
+"""Prepare and convert a program whose recurrent operators are decomposed, whatever their shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
 from torchq_compat.errors import AtenLSTMError
-from torchq_compat.exported_lstm.opaque import OpaqueLSTM
+from torchq_compat.exported_lstm.opaque import OpaqueRecurrent
 from torchq_compat.exported_lstm.opaque_boundary import quantize_boundary
 from torchq_compat.exported_lstm.scan_weights import hoist_weights
 from torchq_compat.exported_lstm.shared_steps import SharedStepsQuantizer
@@ -29,15 +29,15 @@ def prepare_decomposed_lstm(model: GraphModule, quantizer: Quantizer) -> GraphMo
     """Observers where ``quantizer`` wants them, one per part of a cell and shared by all time steps.
 
     Legacy: ``prepare_pt2e(model, quantizer)``, which it calls; but torchao does not look inside a module, and
-    gives each step of an unrolled LSTM observers of its own. ``quantizer`` is asked to annotate the graph and
+    gives each step that is written out observers of its own. ``quantizer`` is asked to annotate the graph and
     each cell.
 
     Args:
-        model: what ``decompose_lstm`` returned; it is not changed.
+        model: what ``decompose_lstm`` or ``decompose_recurrent`` returned; it is not changed.
         quantizer: any torchao Quantizer. What moves values between steps and layers is not quantized.
     """
     prepared: GraphModule = prepare_pt2e(copy.deepcopy(model), SharedStepsQuantizer(quantizer))
-    for _, module in _opaque_lstms(prepared):
+    for _, module in _opaque_modules(prepared):
         for direction in module.directions():
             direction.cell = CellGraphModule.wrap(prepare_pt2e(direction.cell, quantizer))
     return prepared
@@ -48,10 +48,10 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
     """The q-dq form of a calibrated model; ``prepared`` is left as it is.
 
     Raises:
-        AtenLSTMError: an opaque LSTM whose cells were not prepared.
+        AtenLSTMError: an opaque module whose cells were not prepared.
     """
     copied = copy.deepcopy(prepared)
-    for _, module in _opaque_lstms(copied):
+    for _, module in _opaque_modules(copied):
         for direction in module.directions():
             if not any(observer_nodes(direction.cell)):
                 raise AtenLSTMError(
@@ -61,7 +61,7 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
             direction.cell = CellGraphModule.wrap(convert_pt2e(direction.cell))
     converted: GraphModule = convert_pt2e(copied)
     hoist_weights(converted)
-    for path, module in _opaque_lstms(converted):
+    for path, module in _opaque_modules(converted):
         quantize_boundary(converted, path, module)
     # torchao leaves the float weights of nested paths behind; a new module takes what the graph reads.
     whole = GraphModule(converted, converted.graph)
@@ -70,5 +70,5 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
     return whole
 
 
-def _opaque_lstms(graph_module: nn.Module) -> list[tuple[str, OpaqueLSTM]]:
-    return [(path, m) for path, m in graph_module.named_modules() if isinstance(m, OpaqueLSTM)]
+def _opaque_modules(graph_module: nn.Module) -> list[tuple[str, OpaqueRecurrent]]:
+    return [(path, m) for path, m in graph_module.named_modules() if isinstance(m, OpaqueRecurrent)]

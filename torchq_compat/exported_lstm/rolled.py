@@ -6,13 +6,14 @@ folded to integers; weights handed in as the scan's additional inputs would stay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.exported_lstm.aten_lstm import AtenLSTM, Direction
+from torchq_compat.exported_lstm.aten_recurrent import AtenRecurrent, Direction
 from torchq_compat.exported_lstm.write_layers import flipped, write_layers
 from torchq_compat.exported_lstm.writer import ATEN, NodeWriter
 from torchq_compat.support.graph_nodes import free_name
@@ -23,33 +24,33 @@ SCAN = torch.ops.higher_order.scan
 
 
 def write_rolled(
-    writer: NodeWriter, lstm: AtenLSTM, cells: dict[str, GraphModule]
-) -> tuple[Node, Node, Node]:
-    """Nodes for the three results of ``lstm``."""
+    writer: NodeWriter, recurrent: AtenRecurrent, cells: dict[str, GraphModule]
+) -> tuple[Node, ...]:
+    """Nodes for the results of ``recurrent``."""
 
-    def write_direction(direction: Direction, x: Node, h: Node, c: Node) -> tuple[Node, Node, Node]:
+    def write_direction(direction: Direction, x: Node, states: Sequence[Node]) -> tuple[Node, Sequence[Node]]:
         # torchao sets the prepared body with setattr, which a path with dots would defeat.
-        name = f"{lstm.node.name}_{direction.path.replace('.', '_')}"
+        name = f"{recurrent.node.name}_{direction.path.replace('.', '_')}"
         body = writer.body(free_name(writer.graph_module, name), scan_body(cells[direction.path]))
         steps = flipped(writer, x) if direction.backward else x
-        sizes = (x.meta["val"].shape[0], *h.meta["val"].shape)
-        values = [h.meta["val"], c.meta["val"], h.meta["val"].new_empty(sizes)]
-        scan = writer.glue(SCAN, body, [h, c], [steps], (), value=values)
-        h_n, c_n, outputs = (writer.getitem(scan, index) for index in range(3))
-        return (flipped(writer, outputs) if direction.backward else outputs), h_n, c_n
+        values = [state.meta["val"] for state in states]
+        sizes = (x.meta["val"].shape[0], *values[0].shape)
+        scan = writer.glue(SCAN, body, list(states), [steps], (), value=[*values, values[0].new_empty(sizes)])
+        *last, outputs = (writer.getitem(scan, index) for index in range(len(states) + 1))
+        return (flipped(writer, outputs) if direction.backward else outputs), last
 
-    return write_layers(writer, lstm, write_direction)
+    return write_layers(writer, recurrent, write_direction)
 
 
 def scan_body(cell: GraphModule) -> GraphModule:
-    """``cell``, (x, h, c) -> (h', c'), as a scan calls it: (h, c, x) -> (h', c', y).
+    """``cell``, (x, *states) -> new states, as a scan calls it: (*states, x) -> (*new states, y).
 
-    y is a copy of h', because a carried value must not be handed out as well.
+    y is a copy of the hidden state, the first, because a carried value must not be handed out as well.
     """
     graph, owned = Graph(), nn.Module()
     copied: dict[Node, Node] = {}
-    x, h, c = (node for node in cell.graph.nodes if node.op == "placeholder")
-    for placeholder in (h, c, x):
+    x, *states = (node for node in cell.graph.nodes if node.op == "placeholder")
+    for placeholder in (*states, x):
         copied[placeholder] = graph.node_copy(placeholder)
     for node in cell.graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -60,8 +61,8 @@ def scan_body(cell: GraphModule) -> GraphModule:
             owned.register_parameter(name, cell.get_parameter(str(node.target)))
             copied[node].target = name
     results: Any = cell.graph.output_node().args[0]
-    new_h, new_c = (copied[result] for result in results)
-    y = graph.call_function(ATEN.clone.default, (new_h,))
-    y.meta = dict(new_h.meta)
-    graph.output((new_h, new_c, y))
+    new = [copied[result] for result in results]
+    y = graph.call_function(ATEN.clone.default, (new[0],))
+    y.meta = dict(new[0].meta)
+    graph.output((*new, y))
     return GraphModule(owned, graph)

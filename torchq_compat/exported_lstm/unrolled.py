@@ -7,6 +7,7 @@ the first one.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.errors import AtenLSTMError
-from torchq_compat.exported_lstm.aten_lstm import AtenLSTM, Direction
+from torchq_compat.exported_lstm.aten_recurrent import AtenRecurrent, Direction
 from torchq_compat.exported_lstm.write_layers import write_layers
 from torchq_compat.exported_lstm.writer import ATEN, NodeWriter
 from torchq_compat.support import metadata
@@ -37,43 +38,43 @@ def unrolled_cells(graph_module: GraphModule) -> dict[str, GraphModule]:
 
 
 def write_unrolled(
-    writer: NodeWriter, lstm: AtenLSTM, cells: dict[str, GraphModule]
-) -> tuple[Node, Node, Node]:
-    """Nodes for the three results of ``lstm``.
+    writer: NodeWriter, recurrent: AtenRecurrent, cells: dict[str, GraphModule]
+) -> tuple[Node, ...]:
+    """Nodes for the results of ``recurrent``.
 
     Raises:
         AtenLSTMError: the sequence length is dynamic.
     """
-    base = free_name(writer.graph_module, f"{lstm.node.name}_decomposed")
-    length = lstm.x.meta["val"].shape[1 if lstm.batch_first else 0]
+    base = free_name(writer.graph_module, f"{recurrent.node.name}_decomposed")
+    length = recurrent.x.meta["val"].shape[1 if recurrent.batch_first else 0]
     if isinstance(length, torch.SymInt):
         raise AtenLSTMError(
-            f"the sequence length of {lstm.node.name!r} is dynamic, so its steps cannot be written out.",
+            f"the sequence length of {recurrent.node.name!r} is dynamic, so its steps cannot be written out.",
             hint="use shape='rolled' or shape='opaque', or export with a fixed length.",
         )
-    _assert_length(writer, lstm, length)
+    _assert_length(writer, recurrent, length)
 
-    def write_direction(direction: Direction, x: Node, h: Node, c: Node) -> tuple[Node, Node, Node]:
+    def write_direction(direction: Direction, x: Node, states: Sequence[Node]) -> tuple[Node, Sequence[Node]]:
         path, cell = f"{base}.{direction.path}", cells[direction.path]
         weights = _weights(writer, path, cell)
         outputs = []
         order = reversed(range(length)) if direction.backward else range(length)
         for step, time in enumerate(order):
             at_time = writer.glue(ATEN.select.int, x, 0, time)
-            h, c = _write_step(writer, cell, path, step, weights, (at_time, h, c))
-            outputs.append(h)
+            states = _write_step(writer, cell, path, step, weights, (at_time, *states))
+            outputs.append(states[0])
         if direction.backward:
             outputs.reverse()
-        return writer.glue(ATEN.stack.default, outputs), h, c
+        return writer.glue(ATEN.stack.default, outputs), states
 
-    return write_layers(writer, lstm, write_direction)
+    return write_layers(writer, recurrent, write_direction)
 
 
-def _assert_length(writer: NodeWriter, lstm: AtenLSTM, length: int) -> None:
+def _assert_length(writer: NodeWriter, recurrent: AtenRecurrent, length: int) -> None:
     """Of a longer sequence the steps written out would be the first ones, without a word."""
-    size = writer.glue(ATEN.sym_size.int, lstm.x, 1 if lstm.batch_first else 0, value=length)
+    size = writer.glue(ATEN.sym_size.int, recurrent.x, 1 if recurrent.batch_first else 0, value=length)
     same = writer.glue(operator.eq, size, length, value=True)
-    message = f"{lstm.node.name} was unrolled for sequences of {length} steps"
+    message = f"{recurrent.node.name} was unrolled for sequences of {length} steps"
     writer.glue(ATEN._assert_scalar.default, same, message, value=())
 
 
@@ -95,7 +96,7 @@ def _write_step(
     step: int,
     weights: dict[Node, Node],
     inputs: tuple[Node, ...],
-) -> tuple[Node, Node]:
+) -> tuple[Node, ...]:
     placeholders = (node for node in cell.graph.nodes if node.op == "placeholder")
     written = {**weights, **dict(zip(placeholders, inputs, strict=True))}
     for node in cell.graph.nodes:
@@ -105,5 +106,4 @@ def _write_step(
                 node.target, *args, **{metadata.COPY.name: Copy(path, node.name, step)}
             )
     results: Any = cell.graph.output_node().args[0]
-    h, c = (written[result] for result in results)
-    return h, c
+    return tuple(written[result] for result in results)

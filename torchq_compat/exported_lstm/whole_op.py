@@ -1,6 +1,6 @@
-"""The LSTM as one quantized operator: q-dq around ``aten.lstm.input``, nothing inside.
+"""LSTM, GRU and RNN as one quantized operator each: q-dq around ``aten.lstm.input``, nothing inside.
 
-For a backend that has an LSTM kernel and its own way with the internal state. The other way, ops that any
+For a backend that has a kernel for it and its own way with the internal state. The other way, ops that any
 quantizer can annotate, is ``decompose``.
 """
 
@@ -20,11 +20,22 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from torchq_compat.exported_lstm.aten_lstm import AtenLSTM, aten_lstms
-from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
+from torchq_compat.exported_lstm.aten_recurrent import (
+    LSTM_OP,
+    RECURRENT_OPS,
+    AtenRecurrent,
+    aten_recurrents,
+    refuse_packed,
+)
+from torchq_compat.multi_output import Output, annotate_outputs, check_annotations
 from torchq_compat.support.argument_checks import checked_arguments, instance_of, optional
 
-__all__ = ["WholeOpLSTMQuantizer", "whole_op_lstm_quantizer"]
+__all__ = [
+    "WholeOpLSTMQuantizer",
+    "WholeOpRecurrentQuantizer",
+    "whole_op_lstm_quantizer",
+    "whole_op_recurrent_quantizer",
+]
 
 PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric)
 EdgeSpecs = dict[Node | Output, Any]
@@ -56,8 +67,38 @@ def whole_op_lstm_quantizer(
     return WholeOpLSTMQuantizer(activation or _default_activation(), weight or _default_weight())
 
 
-class WholeOpLSTMQuantizer(Quantizer):  # type: ignore[misc]
-    """See ``whole_op_lstm_quantizer``. Nodes that are annotated already are left alone."""
+@checked_arguments(activation=SPEC, weight=SPEC)
+def whole_op_recurrent_quantizer(
+    activation: QuantizationSpec | None = None, weight: QuantizationSpec | None = None
+) -> WholeOpRecurrentQuantizer:
+    """A torchao Quantizer that quantizes every LSTM, GRU and RNN of a program as one operator.
+
+    These are ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``.
+    Quantized are x, the states, each weight, the biases and each output, as ``whole_op_lstm_quantizer`` does
+    it: h0, the output and h_n share one observer.
+
+    Args:
+        activation: of x and the states; default int8 per tensor, affine, HistogramObserver.
+        weight: of all weights, per tensor or per channel on axis 0; default int8 per tensor, symmetric,
+            MinMaxObserver.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import convert_fx, prepare_fx
+        >>> from torchq_compat.recurrent_parts import whole_op_recurrent_quantizer
+        >>> x = torch.randn(5, 1, 4)
+        >>> prepared = prepare_fx(torch.nn.GRU(4, 8).eval(), whole_op_recurrent_quantizer(), (x,))
+        >>> _ = prepared(torch.randn(50, 1, 4))  # calibrate
+        >>> convert_fx(prepared)(x)[0].shape
+        torch.Size([5, 1, 8])
+    """
+    return WholeOpRecurrentQuantizer(activation or _default_activation(), weight or _default_weight())
+
+
+class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
+    """See ``whole_op_recurrent_quantizer``. Nodes that are annotated already are left alone."""
+
+    operators: tuple[Any, ...] = RECURRENT_OPS
 
     def __init__(self, activation: QuantizationSpec, weight: QuantizationSpec) -> None:
         super().__init__()
@@ -65,10 +106,17 @@ class WholeOpLSTMQuantizer(Quantizer):  # type: ignore[misc]
         self.weight = weight
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        for lstm in aten_lstms(model):
-            annotation = lstm.node.meta.get(Q_ANNOTATION_KEY)
+        """Annotate every call of ``operators``.
+
+        Raises:
+            AtenLSTMError: an operator of a PackedSequence.
+        """
+        refuse_packed(model)
+        for recurrent in aten_recurrents(model, self.operators):
+            annotation = recurrent.node.meta.get(Q_ANNOTATION_KEY)
             if annotation is None or not annotation._annotated:
-                annotate_outputs(lstm.node, self._input_specs(lstm), self._output_specs(lstm))
+                specs = self._input_specs(recurrent)
+                annotate_outputs(recurrent.node, specs, self._output_specs(recurrent))
         return model
 
     def validate(self, model: GraphModule) -> None:
@@ -77,24 +125,24 @@ class WholeOpLSTMQuantizer(Quantizer):  # type: ignore[misc]
         Raises:
             AnnotationError: specs of this quantizer, or of one before it.
         """
-        check_sharing(model)
+        check_annotations(model)
 
-    def _input_specs(self, lstm: AtenLSTM) -> EdgeSpecs:
-        specs: EdgeSpecs = dict.fromkeys((lstm.x, lstm.h0, lstm.c0), self.activation)
-        for direction in lstm.directions:
+    def _input_specs(self, recurrent: AtenRecurrent) -> EdgeSpecs:
+        specs: EdgeSpecs = dict.fromkeys((recurrent.x, *recurrent.states), self.activation)
+        hidden = recurrent.states[0]
+        for direction in recurrent.directions:
             for name, parameter in direction.parameters.items():
                 if name.startswith("weight"):
                     specs[parameter] = self.weight
                 else:
                     weight = direction.parameters[name.replace("bias", "weight")]
-                    multiplied = lstm.x if name == "bias_ih" and direction.layer == 0 else lstm.h0
-                    specs[parameter] = self._bias_spec((multiplied, lstm.node), (weight, lstm.node))
+                    multiplied = recurrent.x if name == "bias_ih" and direction.layer == 0 else hidden
+                    specs[parameter] = self._bias_spec((multiplied, recurrent.node), (weight, recurrent.node))
         return specs
 
-    def _output_specs(self, lstm: AtenLSTM) -> list[SharedQuantizationSpec]:
-        hidden = SharedQuantizationSpec((lstm.h0, lstm.node))
-        cell = SharedQuantizationSpec((lstm.c0, lstm.node))
-        return [hidden, hidden, cell]
+    def _output_specs(self, recurrent: AtenRecurrent) -> list[SharedQuantizationSpec]:
+        states = [SharedQuantizationSpec((state, recurrent.node)) for state in recurrent.states]
+        return [states[0], *states]
 
     def _bias_spec(self, multiplied: tuple[Node, Node], weight: tuple[Node, Node]) -> DerivedQuantizationSpec:
         per_channel = self.weight.qscheme in PER_CHANNEL
@@ -108,6 +156,12 @@ class WholeOpLSTMQuantizer(Quantizer):  # type: ignore[misc]
             qscheme=torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric,
             ch_axis=0 if per_channel else None,
         )
+
+
+class WholeOpLSTMQuantizer(WholeOpRecurrentQuantizer):
+    """See ``whole_op_lstm_quantizer``."""
+
+    operators = (LSTM_OP,)
 
 
 def product_of_scales(observers: list[Any]) -> tuple[Tensor, Tensor]:

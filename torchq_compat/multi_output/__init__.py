@@ -6,7 +6,8 @@ without a word. ``annotate_outputs`` takes one spec per output and puts each whe
 """
 
 from torchq_compat.errors import AnnotationError
-from torchq_compat.multi_output.annotate_outputs import annotate_outputs, check_sharing
+from torchq_compat.multi_output.annotate_outputs import annotate_outputs
+from torchq_compat.multi_output.check_annotations import check_annotations, check_sharing
 from torchq_compat.multi_output.edges_and_nodes import Output
 
-__all__ = ["AnnotationError", "Output", "annotate_outputs", "check_sharing"]
+__all__ = ["AnnotationError", "Output", "annotate_outputs", "check_annotations", "check_sharing"]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from torch import Tensor
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx import Node
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
@@ -18,13 +15,13 @@ from torchq_compat.multi_output.edges_and_nodes import (
     Output,
     Source,
     canonical,
-    canonical_source,
-    has_several,
-    node_at,
+    check_input,
     output_values,
-    shown,
+    shown_source,
 )
-from torchq_compat.multi_output.sharing import SpecTable, with_nodes
+from torchq_compat.multi_output.sharing import SpecTable
+from torchq_compat.multi_output.spec_checks import checked_spec, checked_value
+from torchq_compat.multi_output.write_specs import write_specs
 from torchq_compat.support.argument_checks import (
     ANYTHING,
     FLAG,
@@ -33,9 +30,8 @@ from torchq_compat.support.argument_checks import (
     mapping_of,
     sequence_of,
 )
-from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["annotate_outputs", "check_sharing"]
+__all__ = ["annotate_outputs"]
 
 
 # What is no spec is said by the name of its point.
@@ -67,8 +63,9 @@ def annotate_outputs(
         allow_implicit_sharing: as in torchao's QuantizationAnnotation, for the inputs of ``node``.
 
     Raises:
-        AnnotationError: a spec for what is no input, no output, or no float tensor; another spec at the same
-            point; references that go round in a circle, or derive from a point that comes later.
+        AnnotationError: a spec for what is no input, no output, or no float tensor; one that torchao cannot
+            carry out, as in ``check_annotations``; another spec at the same point; references that go round
+            in a circle, or derive from a point that comes later.
     """
     told = _told(node, input_specs, output_specs)
     table = SpecTable(node.graph)
@@ -79,32 +76,7 @@ def annotate_outputs(
     annotation = node.meta.setdefault(Q_ANNOTATION_KEY, QuantizationAnnotation())
     annotation._annotated = True
     annotation.allow_implicit_sharing = allow_implicit_sharing
-    _write(settled)
-
-
-@checked_arguments(model=instance_of(GraphModule))
-def check_sharing(model: GraphModule) -> None:
-    """Settle and check all specs of ``model``; call it in ``Quantizer.validate``.
-
-    ``annotate_outputs`` lets a spec refer to a point that is annotated later, which may be by hand, with
-    ``Output`` in the specs; here every reference must lead to a spec.
-
-    Warns of an ``output_qspec`` on a node with several outputs, whoever wrote it: torchao drops it.
-
-    Raises:
-        AnnotationError: as ``annotate_outputs``, or a reference to a point without a spec.
-    """
-    table = SpecTable(model.graph)
-    table.check_circles()
-    table.check_observed()
-    _write(table.settled())
-    for node in model.graph.nodes:
-        annotation = node.meta.get(Q_ANNOTATION_KEY)
-        if annotation is not None and annotation.output_qspec is not None and has_several(node):
-            warn_user(
-                f"node {node.name!r} ({node.target}) has several outputs, and torchao drops its "
-                "output_qspec; give each output its spec with annotate_outputs."
-            )
+    write_specs(node.graph, settled)
 
 
 def _told(
@@ -119,70 +91,27 @@ def _told(
             hint="give one spec per output, in order; None leaves an output alone.",
         )
     told: dict[EdgeOrNode, Spec] = {}
+    spelled: dict[EdgeOrNode, Source] = {}
     for source, spec in input_specs.items():
         edge = canonical((source, node))
-        _check_input(node, source)
-        if spec is not None:
-            told[edge] = _checked(edge, spec)
-    for index, (spec, value) in enumerate(zip(output_specs, values, strict=True)):
+        check_input(node, source)
+        if spec is None:
+            continue
+        if edge in told and told[edge] != _checked(edge, spec):
+            raise AnnotationError(
+                f"{shown_source(spelled[edge])} and {shown_source(source)} are the same input of node "
+                f"{node.name!r} ({node.target}), and are told different specs.",
+                hint="leave one of the two out: getitems of one output carry the same tensor.",
+            )
+        told[edge] = _checked(edge, spec)
+        spelled[edge] = source
+    for index, spec in enumerate(output_specs):
         if spec is not None:
             point = canonical(Output(node, index))
-            if not isinstance(value, Tensor):
-                raise _not_quantizable(shown(point), f"a {type(value).__name__}")
-            if not value.dtype.is_floating_point:
-                raise _not_quantizable(shown(point), f"a tensor of {value.dtype}")
             told[point] = _checked(point, spec)
     return told
 
 
-def _check_input(node: Node, source: Source) -> None:
-    """torchao observes positional arguments, in nested lists too, and no keywords."""
-    positional: set[EdgeOrNode] = set()
-    map_arg(node.args, lambda argument: positional.add(canonical(argument)))
-    if canonical(source) not in positional:
-        raise AnnotationError(
-            f"{shown(canonical(source))} is no positional input of node {node.name!r} ({node.target}).",
-            hint="its inputs are: "
-            + ", ".join(argument.name for argument in node.all_input_nodes)
-            + ". torchao observes positional arguments only.",
-        )
-
-
-def _checked(point: EdgeOrNode, spec: Any) -> Spec:
-    if not isinstance(spec, Spec):
-        raise AnnotationError(
-            f"the spec of {shown(point)} is a {type(spec).__name__}.",
-            hint="use one of torchao's QuantizationSpec, FixedQParamsQuantizationSpec, "
-            "SharedQuantizationSpec, DerivedQuantizationSpec, or None.",
-        )
-    return spec
-
-
-def _write(specs: Mapping[EdgeOrNode, Spec]) -> None:
-    """Put ``specs`` into the annotations, in their order; torchao goes by the order of an input map."""
-    consumers = {point[1] for point in specs if isinstance(point, tuple)}
-    left_alone = {consumer: _left_alone(consumer) for consumer in consumers}
-    # From here on getitems are made and merged: a node read before may be gone.
-    spelled = {point: with_nodes(spec, node_at) for point, spec in specs.items()}
-    for consumer, sources in left_alone.items():
-        consumer.meta[Q_ANNOTATION_KEY].input_qspec_map = {node_at(source): None for source in sources}
-    for point, spec in spelled.items():
-        if isinstance(point, tuple):
-            source, consumer = point
-            consumer.meta[Q_ANNOTATION_KEY].input_qspec_map[node_at(source)] = spec
-        else:
-            annotation = node_at(point).meta.setdefault(Q_ANNOTATION_KEY, QuantizationAnnotation())
-            annotation.output_qspec, annotation._annotated = spec, True
-
-
-def _left_alone(consumer: Node) -> list[Source]:
-    """What ``consumer`` reads and its annotation names without a spec."""
-    inputs = consumer.meta[Q_ANNOTATION_KEY].input_qspec_map
-    return [canonical_source(source) for source, spec in inputs.items() if spec is None]
-
-
-def _not_quantizable(point: str, found: str) -> AnnotationError:
-    return AnnotationError(
-        f"{point} is {found}, which cannot be quantized.",
-        hint="give None as its spec; only floating point tensors have qparams.",
-    )
+def _checked(point: EdgeOrNode, spec: Spec) -> Spec:
+    checked_value(point)
+    return checked_spec(point, spec)

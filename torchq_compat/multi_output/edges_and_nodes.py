@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.errors import AnnotationError
 from torchq_compat.support.argument_checks import INDEX, check_arguments, instance_of
@@ -22,11 +24,14 @@ __all__ = [
     "Source",
     "canonical",
     "canonical_source",
+    "check_input",
+    "float_outputs",
     "getitems_of",
     "has_several",
     "node_at",
     "output_values",
     "shown",
+    "shown_source",
 ]
 
 
@@ -107,6 +112,32 @@ def has_several(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
+def float_outputs(node: Node) -> list[Output]:
+    """Those outputs of ``node``, which has several, that can be quantized."""
+    return [
+        Output(node, index)
+        for index, value in enumerate(output_values(node))
+        if isinstance(value, Tensor) and value.dtype.is_floating_point
+    ]
+
+
+def check_input(node: Node, source: Source) -> None:
+    """Refuse an edge that torchao does not observe: it takes positional arguments, in nested lists too.
+
+    Raises:
+        AnnotationError: ``source`` is no positional argument of ``node``.
+    """
+    positional: set[EdgeOrNode] = set()
+    map_arg(node.args, lambda argument: positional.add(canonical(argument)))
+    if canonical(source) not in positional:
+        raise AnnotationError(
+            f"{shown(canonical(source))} is no positional input of node {node.name!r} ({node.target}).",
+            hint="its inputs are: "
+            + ", ".join(argument.name for argument in node.all_input_nodes)
+            + ". torchao observes positional arguments only.",
+        )
+
+
 def getitems_of(output: Output) -> list[Node]:
     """The nodes that pick ``output``, in graph order."""
     picked = [user for user in output.node.users if canonical(user) == output]
@@ -122,7 +153,9 @@ def node_at(source: Source) -> Node:
         graph = source.node.graph
         with graph.inserting_after(source.node):
             getitem = graph.call_function(operator.getitem, (source.node, source.index))
-        getitem.meta["val"] = source.node.meta["val"][source.index]
+        # Where it came from, as the getitems have that torch.export writes.
+        origin = {key: value for key, value in source.node.meta.items() if key != Q_ANNOTATION_KEY}
+        getitem.meta = {**origin, "val": source.node.meta["val"][source.index]}
         return getitem
     first, *duplicates = found
     for duplicate in duplicates:
@@ -134,11 +167,12 @@ def node_at(source: Source) -> Node:
 def shown(point: EdgeOrNode) -> str:
     """``point`` for people."""
     if isinstance(point, tuple):
-        return f"the edge ({_name(point[0])} -> {point[1].name})"
-    return _name(point) if isinstance(point, Output) else f"the output of {point.name}"
+        return f"the edge ({shown_source(point[0])} -> {point[1].name})"
+    return shown_source(point) if isinstance(point, Output) else f"the output of {point.name}"
 
 
-def _name(source: Source) -> str:
+def shown_source(source: Source) -> str:
+    """``source`` for people, as it was spelled."""
     return f"output {source.index} of {source.node.name}" if isinstance(source, Output) else source.name
 
 

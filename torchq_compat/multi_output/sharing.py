@@ -18,7 +18,17 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
 
 from torchq_compat.errors import AnnotationError
-from torchq_compat.multi_output.edges_and_nodes import EdgeOrNode, Output, canonical, getitems_of, shown
+from torchq_compat.multi_output.edges_and_nodes import (
+    EdgeOrNode,
+    Output,
+    canonical,
+    float_outputs,
+    getitems_of,
+    has_several,
+    output_values,
+    shown,
+)
+from torchq_compat.multi_output.spec_checks import checked_spec
 from torchq_compat.support.dtypes import dtype_name
 
 __all__ = ["SpecTable", "with_nodes"]
@@ -27,10 +37,18 @@ __all__ = ["SpecTable", "with_nodes"]
 def references(spec: Spec) -> list[EdgeOrNode]:
     """The points ``spec`` takes its qparams from."""
     if isinstance(spec, SharedQuantizationSpec):
-        return [canonical(spec.edge_or_node)]
+        return [_referred(spec.edge_or_node)]
     if isinstance(spec, DerivedQuantizationSpec):
-        return [canonical(point) for point in spec.derived_from]
+        return [_referred(point) for point in spec.derived_from]
     return []
+
+
+def _referred(point: Any) -> EdgeOrNode:
+    """A node with several outputs stands for its output where one alone can be meant."""
+    if isinstance(point, Node) and has_several(point):
+        floats = float_outputs(point)
+        return floats[0] if len(floats) == 1 else point
+    return canonical(point)
 
 
 def read_specs(graph: Graph) -> Iterator[tuple[EdgeOrNode, Spec]]:
@@ -43,7 +61,41 @@ def read_specs(graph: Graph) -> Iterator[tuple[EdgeOrNode, Spec]]:
             if spec is not None:
                 yield canonical((source, node)), spec
         if annotation.output_qspec is not None:
-            yield canonical(node), annotation.output_qspec
+            yield from _output_specs(node, annotation.output_qspec)
+
+
+def _output_specs(node: Node, given: Any) -> Iterator[tuple[EdgeOrNode, Spec]]:
+    """``given``, the ``output_qspec`` of ``node``, by output: one spec is for each float output, a sequence
+    has one for each output.
+
+    Raises:
+        AnnotationError: another number of specs than of outputs, or no output that can be quantized.
+    """
+    if not has_several(node) and not isinstance(given, (list, tuple)):
+        yield canonical(node), given
+        return
+    count = len(output_values(node))
+    if not isinstance(given, (list, tuple)):
+        outputs = float_outputs(node)
+        if not outputs:
+            raise AnnotationError(
+                f"node {node.name!r} ({node.target}) has an output_qspec, and none of its {count} outputs is "
+                "a float tensor.",
+                hint="leave the output_qspec out; only floating point tensors are quantized.",
+            )
+        for output in outputs:
+            yield canonical(output), given
+        return
+    if len(given) != count:
+        raise AnnotationError(
+            f"the output_qspec of node {node.name!r} ({node.target}) has {len(given)} specs, "
+            f"and the node has {count} outputs.",
+            hint="give one spec per output, in order; None leaves an output alone. One spec alone, in no "
+            "list, is for every float output.",
+        )
+    for index, spec in enumerate(given):
+        if spec is not None:
+            yield canonical(Output(node, index)), spec
 
 
 class SpecTable:
@@ -52,8 +104,11 @@ class SpecTable:
     def __init__(self, graph: Graph) -> None:
         self.specs: dict[EdgeOrNode, Spec] = {}
         self._order = {node: index for index, node in enumerate(graph.nodes)}
+        checked: dict[int, Spec] = {}
         for point, spec in read_specs(graph):
-            self.tell(point, spec)
+            if id(spec) not in checked:
+                checked[id(spec)] = checked_spec(point, spec)
+            self.tell(point, checked[id(spec)])
 
     def tell(self, point: EdgeOrNode, spec: Spec) -> None:
         """Give ``point`` its spec.

@@ -144,3 +144,7 @@ def _replace(access: Node, element: Any) -> None:
     for user in list(access.users):
         user.args = map_aggregate(user.args, replaced)
         user.kwargs = map_aggregate(user.kwargs, replaced)
+
+
+#: The name of the function in ``torch.ao.quantization.fx.utils``.
+_reroute_tuple_getitem_pattern = reroute_tuples

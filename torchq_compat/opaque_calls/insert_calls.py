@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,10 +23,18 @@ ATEN = torch.ops.aten
 NEW_TENSOR = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_empty.default, ATEN.new_full.default)
 
 
-def insert_calls(graph_module: GraphModule, stubs: StubRegistry, modules: dict[str, nn.Module]) -> list[str]:
+def insert_calls(
+    graph_module: GraphModule,
+    stubs: StubRegistry,
+    modules: dict[str, nn.Module],
+    writers: Mapping[str, Callable[..., list[Node] | None]] = MappingProxyType({}),
+) -> list[str]:
     """Replace every opaque op in ``graph_module`` by a call of ``modules[handle]``, placed at that path.
 
     A float module that is never called is there for the parameters the model reads of it.
+
+    Args:
+        writers: write float modules as ops instead, by path; see ``CustomModuleHandler.ops_writer``.
 
     Returns:
         The parameters of observed modules whose values the model itself reads: it has copies of them.
@@ -47,6 +56,11 @@ def insert_calls(graph_module: GraphModule, stubs: StubRegistry, modules: dict[s
             _call_flat(graph_module, node, handle, (*tensors, *sizes), index)
         else:
             args, kwargs = layouts[index].inputs.put_together(tensors, sizes)
+            write = writers.get(handle)
+            results = None if write is None else write(graph_module, node, handle, args, kwargs)
+            if results is not None:
+                _use(node, results)
+                continue
             _call_nested(graph_module, node, handle, args, kwargs, layouts[index].outputs)
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
@@ -128,6 +142,16 @@ def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any
     node.replace_all_uses_with(call)
     graph_module.graph.erase_node(node)
     call._rename(path.replace(".", "_"))
+
+
+def _use(node: Node, results: Sequence[Node]) -> None:
+    """Put ``results`` in the place of those of the opaque op ``node``."""
+    for getitem in list(node.users):
+        position = getitem.args[1]
+        assert isinstance(position, int)
+        getitem.replace_all_uses_with(results[position])
+        node.graph.erase_node(getitem)
+    node.graph.erase_node(node)
 
 
 def _call_nested(

@@ -72,4 +72,4 @@ def observe_by_quantizer(captured: Captured, quantizer: Quantizer, *, is_qat: bo
     """As ``quantizer`` says of all that is no custom module."""
     around = UserQuantizer(quantizer, captured.boundaries, captured.model)
     prepared = prepare_with(captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative)
-    return prepared, around.decisions
+    return prepared, around.decisions(prepared)

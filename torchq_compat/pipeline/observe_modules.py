@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.annotate.op_records import module_record, write_op_records
-from torchq_compat.custom_modules.registry import ObserveRequest, handler_of
+from torchq_compat.custom_modules.registry import ObserveRequest, WriteOps, handler_of
 from torchq_compat.custom_modules.swap import Swap
 from torchq_compat.opaque_calls.insert_calls import example_call, insert_calls, opaque_call_nodes
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
@@ -40,12 +40,17 @@ def observe_modules(
 
 
 def place_modules(
-    captured: CapturedModel, swaps: Sequence[Swap], modules: dict[str, nn.Module], *, is_qat: bool
+    captured: CapturedModel,
+    swaps: Sequence[Swap],
+    modules: dict[str, nn.Module],
+    writers: Mapping[str, WriteOps],
+    *,
+    is_qat: bool,
 ) -> list[Decision]:
-    """Put ``modules`` behind the opaque calls, in place; return a decision about each parameter of theirs
-    that the graph has a copy of."""
+    """Put ``modules`` behind the opaque calls, in place, or write them as ops; return a decision about each
+    parameter of theirs that the graph has a copy of."""
     graph_module = captured.found.graph_module
-    copied = insert_calls(graph_module, captured.stubs, modules)
+    copied = insert_calls(graph_module, captured.stubs, modules, writers)
     classes = {swap.paths[0]: type(swap.module) for swap in swaps}
     write_op_records(
         (node, module_record(classes[str(node.target)], str(node.target)))

@@ -15,6 +15,7 @@ from torchq_compat.capture.checked.size_decisions import decide_blocks, decide_s
 from torchq_compat.capture.leftovers import decide_leftovers
 from torchq_compat.capture.parametrizations import decide_parametrizations
 from torchq_compat.capture.purposeful_training import fix_modes, flags_in_evaluation
+from torchq_compat.capture.source_functions import restore_source_functions
 from torchq_compat.capture.training_flags import decide_training_flags, set_training_flags
 from torchq_compat.capture.unmatched_rules import decide_unmatched_rules, decide_unmatched_settings
 from torchq_compat.config.qconfig_mappings import QConfigRules
@@ -33,6 +34,7 @@ from torchq_compat.pipeline.observe_modules import (
     place_modules,
 )
 from torchq_compat.pipeline.prepare_request import PrepareRequest
+from torchq_compat.pipeline.share_modules import share_modules
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.progress import slow_stage
 from torchq_compat.support.user_warnings import warn_user
@@ -77,7 +79,10 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
 
     # Observe the custom modules, and place them.
     modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
-    decisions.extend(place_modules(captured, swaps, modules, is_qat=is_qat))
+    if request.quantizer is not None:
+        restore_source_functions(graph_module, working)
+    writers, decisions = share_modules(captured, swaps, modules, decisions, request.quantizer)
+    decisions.extend(place_modules(captured, swaps, modules, writers, is_qat=is_qat))
     boundaries = boundaries_of(graph_module, swaps, tried.runs.calls)
 
     # Annotate, and insert observers.

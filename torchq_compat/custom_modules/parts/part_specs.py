@@ -18,7 +18,7 @@ from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.qspecs.weight_observers import WeightConstructor
 from torchq_compat.support.dtypes import dtype_range, is_integer
 
-__all__ = ["DynamicPartSpecs", "PartConstructors", "PartSpecs"]
+__all__ = ["DynamicPartSpecs", "FloatPartSpecs", "PartConstructors", "PartSpecs"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,25 @@ class PartSpecs:
         return fixed_qparams_constructor(
             scale, zero_point, activation.dtype, fake_quantize=activation.is_fake_quantize
         )
+
+
+class FloatPartSpecs(PartSpecs):
+    """Of no QConfig: nothing is observed."""
+
+    def output_spec(self, part: Part) -> QuantizationSpec | None:
+        return None
+
+    def input_spec(self, part: Part) -> QuantizationSpec | None:
+        return None
+
+    def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
+        return None
+
+    def weight_spec(self) -> QuantizationSpec | None:
+        return None
+
+    def group_dtype(self, group: str) -> torch.dtype:
+        return torch.float32
 
 
 class DynamicPartSpecs(PartSpecs):

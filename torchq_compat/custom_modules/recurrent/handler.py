@@ -33,7 +33,8 @@ from torchq_compat.custom_modules.recurrent.modules.recurrent_module import (
     RecurrentModule,
 )
 from torchq_compat.custom_modules.recurrent.native.build import kernel_build
-from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, register
+from torchq_compat.custom_modules.recurrent.whole_op import whole_op_writer
+from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, WriteOps, register
 from torchq_compat.errors import RecurrentModuleError
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
@@ -53,16 +54,32 @@ class RecurrentHandler(PartOwnerHandler):
         ours = tuple(filter(None, (self.family.observed, self.family.legacy_observed)))
         return issubclass(float_class, self.family.float_class) and issubclass(observed_class, ours)
 
+    def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
+        """An observed class that the model was built with: nothing in it is observed yet."""
+        return isinstance(module, self.family.observed) and module.qconfig is None and specs.is_static
+
     def is_opaque(self, module: nn.Module) -> bool:
         return isinstance(module, self.family.float_class) and isinstance(module, nn.RNNBase)
 
+    def ops_writer(self, module: nn.Module) -> WriteOps | None:
+        return whole_op_writer(module, self.family.float_class)
+
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        if isinstance(module, self.family.observed):
+            return module.contract.fake_call(path)
         return fake_call(module, path)
 
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, (self.family.observed, self.family.converted))
 
     def observe(self, request: ObserveRequest) -> OpaqueModule:
+        if isinstance(request.module, self.family.observed):
+            built = request.module
+            observed = self.family.observed.observe(
+                built.as_float(), PartSpecs(request.specs), split_gates=built.split_gates
+            )
+            observed.module_path = request.path
+            return observed
         warn_if_forward_overridden(request.module, self.family.float_class, request.path)
         observed = self._observed(request)
         observed.module_path = request.path

@@ -20,10 +20,10 @@ from torch.fx import GraphModule, Node
 from torchq_compat.capture.torch_export import capture
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
 from torchq_compat.errors import ExportError
-from torchq_compat.graph import metadata
 from torchq_compat.lower.torchscript.operators import HELPERS
 from torchq_compat.lower.torchscript.source import FunctionSource, flat_results, write_function
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.support import metadata
 from torchq_compat.support.upstream import PythonPrinter, pytree, tracing_paused
 from torchq_compat.support.user_warnings import warn_user
 

@@ -43,12 +43,14 @@ class CellKind:
         float_cell: one time step in floats.
         table: its parts.
         states: what it carries from step to step, the hidden state first.
+        options: arguments by which the constructor of torch.nn chooses it.
     """
 
     name: str
     float_cell: type[FloatCell]
     table: tuple[Part, ...]
     states: tuple[CellState, ...]
+    options: tuple[tuple[str, str], ...] = ()
 
     def parts(self, *, split_gates: bool, projected: bool = False) -> tuple[Part, ...]:
         """The parts of one cell, in the order of computation."""
@@ -64,7 +66,7 @@ class CellKind:
 LSTM = CellKind("LSTM", LSTMCellFloat, LSTM_PARTS, (HIDDEN, CELL))
 GRU = CellKind("GRU", GRUCellFloat, GRU_PARTS, (HIDDEN,))
 RNN_TANH = CellKind("RNN", TanhRNNCellFloat, RNN_TANH_PARTS, (HIDDEN,))
-RNN_RELU = CellKind("RNN with ReLU", ReLURNNCellFloat, RNN_RELU_PARTS, (HIDDEN,))
+RNN_RELU = CellKind("RNN with ReLU", ReLURNNCellFloat, RNN_RELU_PARTS, (HIDDEN,), (("nonlinearity", "relu"),))
 
 
 def kind_of(module: nn.Module) -> CellKind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from torchq_compat.custom_modules.parts.part_graph import prepare_parts
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
@@ -11,7 +12,7 @@ from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModu
 from torchq_compat.custom_modules.recurrent.cell.float_cell import FloatCell
 from torchq_compat.custom_modules.recurrent.cell.kinds import kind_of
 
-__all__ = ["float_cell", "prepared_cell"]
+__all__ = ["float_cell", "prepared_cell", "weights_of"]
 
 WEIGHT_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
@@ -51,3 +52,21 @@ def float_cell(module: nn.Module, suffix: str, *, split_gates: bool) -> FloatCel
 def _weights(module: nn.Module, suffix: str) -> dict[str, Tensor]:
     found = {name: getattr(module, f"{name}{suffix}", None) for name in WEIGHT_NAMES}
     return {name: value for name, value in found.items() if value is not None}
+
+
+#: Name of a projection in a cell -> what torch.nn calls its weight and bias.
+PROJECTIONS = {
+    "igates": ("weight_ih", "bias_ih"),
+    "hgates": ("weight_hh", "bias_hh"),
+    "projection": ("weight_hr", ""),
+}
+
+
+def weights_of(cell: GraphModule) -> dict[str, Tensor]:
+    """The parameters of a prepared cell, by the names of torch.nn without a suffix; split gates in one."""
+    pieces: dict[str, list[Tensor]] = {}
+    for path, parameter in cell.named_parameters():
+        projection, *_, kind = path.split(".")
+        weight, bias = PROJECTIONS[projection]
+        pieces.setdefault(weight if kind == "weight" else bias, []).append(parameter)
+    return {name: torch.cat(values) for name, values in pieces.items()}

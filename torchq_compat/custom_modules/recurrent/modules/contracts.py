@@ -55,6 +55,10 @@ class RecurrentContract(ABC):
         """The public attributes of the float module."""
 
     @abstractmethod
+    def float_module(self, float_class: type[nn.Module]) -> nn.Module:
+        """Make a ``float_class`` of the same sizes."""
+
+    @abstractmethod
     def suffixes(self) -> Sequence[Sequence[str]]:
         """What the float module's parameter names end in, for every layer and direction."""
 
@@ -121,6 +125,19 @@ class SequenceContract(RecurrentContract):
     def attributes(self) -> dict[str, Any]:
         names = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout")
         return {name: getattr(self.structure, name) for name in (*names, "bidirectional", "proj_size")}
+
+    def float_module(self, float_class: type[nn.Module]) -> nn.Module:
+        of = self.structure
+        options: dict[str, Any] = {
+            "num_layers": of.num_layers,
+            "bias": of.bias,
+            "batch_first": of.batch_first,
+            "dropout": of.dropout,
+            "bidirectional": of.bidirectional,
+            **({"proj_size": of.proj_size} if of.proj_size else {}),
+            **dict(of.kind.options),
+        }
+        return float_class(of.input_size, of.hidden_size, **options)
 
     def suffixes(self) -> Sequence[Sequence[str]]:
         directions = ("", "_reverse")[: self.structure.num_directions]
@@ -230,6 +247,9 @@ class CellContract(RecurrentContract):
             "hidden_size": self.hidden_size,
             "bias": self.bias,
         }
+
+    def float_module(self, float_class: type[nn.Module]) -> nn.Module:
+        return float_class(self.input_size, self.hidden_size, bias=self.bias, **dict(self.kind.options))
 
     def suffixes(self) -> Sequence[Sequence[str]]:
         return [[""]]

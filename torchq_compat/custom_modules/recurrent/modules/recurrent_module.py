@@ -13,12 +13,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import QConfig
+from torch.ao.quantization import NoopObserver, QConfig
 
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
-from torchq_compat.custom_modules.parts.part_specs import PartSpecs
+from torchq_compat.custom_modules.parts.part_specs import FloatPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
-from torchq_compat.custom_modules.recurrent.cell.prepared_cell import prepared_cell
+from torchq_compat.custom_modules.recurrent.cell.prepared_cell import prepared_cell, weights_of
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, shape_in_export
 from torchq_compat.custom_modules.recurrent.modules.contract import check_devices, check_same_dtype
 from torchq_compat.custom_modules.recurrent.modules.contracts import RecurrentContract, contract_of
@@ -33,11 +33,20 @@ from torchq_compat.custom_modules.recurrent.modules.runners import (
 )
 from torchq_compat.custom_modules.recurrent.native.columns import qparams_of_call
 from torchq_compat.errors import CustomModuleError, RecurrentModuleError
+from torchq_compat.graph.other_engines import OBSERVED_KEY
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.qspecs.qparams import QParams
-from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
+from torchq_compat.support.argument_checks import (
+    FLAG,
+    check_arguments,
+    checked_arguments,
+    instance_of,
+    optional,
+)
 
 __all__ = ["ConvertedRecurrent", "ObservedRecurrent", "RecurrentModule"]
+
+NOTHING_OBSERVED: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # type: ignore[no-untyped-call]
 
 
 class RecurrentModule(PartOwner):
@@ -150,6 +159,45 @@ class ObservedRecurrent(RecurrentModule):
 
     #: What it is made from.
     float_class: type[nn.Module]
+
+    def __init__(self, *args: Any, split_gates: bool = False, **kwargs: Any) -> None:
+        """Make a module with weights of its own that nothing observes yet, as torch.ao's constructor does.
+
+        ``prepare_fx`` of a model that has it observes it by its QConfig; ``state_dict`` and shapes are those
+        of the observed module.
+
+        Args:
+            args: of the float class: input size, hidden size and so on.
+            split_gates: one projection pair and one sum per gate instead of one for all gates.
+            kwargs: of the float class.
+
+        Raises:
+            ConfigError: ``split_gates`` of a module without gates.
+        """
+        if args and isinstance(args[0], RecurrentContract):
+            super().__init__(*args, **kwargs)
+            return
+        check_arguments(type(self).__name__, {"split_gates": FLAG}, {"split_gates": split_gates})
+        made: Any = self.float_class(*args, **kwargs)
+        made.qconfig = NOTHING_OBSERVED
+        given = given_specs(made, None, None, split_gates=split_gates, constructors={})
+        specs = FloatPartSpecs(given.op_specs)
+        contract = contract_of(made)
+        super().__init__(contract, prepared_layers(contract, made, specs, split_gates=split_gates))
+        self.split_gates, self.specs, self.qconfig = split_gates, specs, None
+        for _, cell in self.cells():
+            cell.meta.pop(OBSERVED_KEY, None)  # torchao's prepare has been there, and observes nothing.
+        self.eval()  # As torch.ao's.
+
+    def as_float(self) -> nn.Module:
+        """A float module with copies of the weights of the cells."""
+        made: nn.Module = self.contract.float_module(self.float_class)
+        cells = chain.from_iterable(layer.directions() for layer in self.contract.layers(self))
+        with torch.no_grad():
+            for suffix, direction in zip(chain.from_iterable(self.contract.suffixes()), cells, strict=True):
+                for name, value in weights_of(direction.cell).items():
+                    made.get_parameter(f"{name}{suffix}").copy_(value)
+        return made.train(self.training)
 
     @classmethod
     def observe(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool = False) -> Self:

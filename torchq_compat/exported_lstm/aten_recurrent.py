@@ -1,12 +1,13 @@
-"""A node of ``aten.lstm.input``, read: what torch.export leaves of an ``nn.LSTM``.
+"""A recurrent operator of an exported program, read: what torch.export leaves of LSTM, GRU and RNN.
 
-Signature: ``(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)``, with
-the parameters in the order of ``nn.LSTM._flat_weights``.
+Signature of ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``:
+``(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)``, with the
+parameters in the order of ``_flat_weights``; ``hx`` is a list of two for LSTM, else a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from torchq_compat.custom_modules.recurrent.cell.kinds import GRU, LSTM, RNN_RELU, RNN_TANH, CellKind
 from torchq_compat.errors import AtenLSTMError
 
-__all__ = ["LSTM_OP", "AtenLSTM", "Direction", "aten_lstms"]
+__all__ = ["LSTM_OP", "RECURRENT_OPS", "AtenRecurrent", "Direction", "aten_recurrents", "refuse_packed"]
 
-LSTM_OP = torch.ops.aten.lstm.input
+ATEN = torch.ops.aten
+LSTM_OP = ATEN.lstm.input
+KINDS: dict[Any, CellKind] = {
+    LSTM_OP: LSTM,
+    ATEN.gru.input: GRU,
+    ATEN.rnn_tanh.input: RNN_TANH,
+    ATEN.rnn_relu.input: RNN_RELU,
+}
+RECURRENT_OPS: tuple[Any, ...] = tuple(KINDS)
+#: Those of a PackedSequence: its batch sizes are data.
+PACKED_OPS = (ATEN.lstm.data, ATEN.gru.data, ATEN.rnn_tanh.data, ATEN.rnn_relu.data)
 
 
 @dataclass(frozen=True)
 class Direction:
     """One direction of one layer: its place and its parameters.
 
-    ``parameters`` are get_attr nodes by the names of ``nn.LSTM`` without the suffix: weight_ih, weight_hh,
+    ``parameters`` are get_attr nodes by the names of ``torch.nn`` without the suffix: weight_ih, weight_hh,
     bias_ih, bias_hh, weight_hr.
     """
 
@@ -41,7 +53,7 @@ class Direction:
 
     @property
     def path(self) -> str:
-        """Where its cell stands inside the LSTM."""
+        """Where its cell stands inside the module."""
         return f"layers.{self.layer}.{self.name}.cell"
 
     def values(self, graph_module: GraphModule) -> dict[str, Tensor]:
@@ -54,14 +66,19 @@ class Direction:
 
 
 @dataclass(frozen=True)
-class AtenLSTM:
-    """The arguments of one node. ``x`` is (T, B, I), or (B, T, I) with ``batch_first``; ``h0`` is (L*D, B, P)
-    and ``c0`` (L*D, B, H)."""
+class AtenRecurrent:
+    """The arguments of one node.
+
+    Attributes:
+        kind: what a cell of it computes.
+        x: (T, B, I), or (B, T, I) with ``batch_first``.
+        states: (L*D, B, width) each, the hidden state first.
+    """
 
     node: Node
+    kind: CellKind
     x: Node
-    h0: Node
-    c0: Node
+    states: tuple[Node, ...]
     directions: tuple[Direction, ...]
     num_layers: int
     dropout: float
@@ -69,17 +86,15 @@ class AtenLSTM:
     batch_first: bool
 
     @classmethod
-    def of(cls, node: Node) -> AtenLSTM:
-        """Read ``node``, which calls ``LSTM_OP``."""
+    def of(cls, node: Node) -> AtenRecurrent:
+        """Read ``node``, which calls one of ``RECURRENT_OPS``."""
         arguments: Any = node.args
-        x, (h0, c0), parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first = (
-            arguments
-        )
+        x, hx, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first = arguments
         return cls(
             node=node,
+            kind=KINDS[node.target],
             x=x,
-            h0=h0,
-            c0=c0,
+            states=tuple(hx) if isinstance(hx, (tuple, list)) else (hx,),
             directions=tuple(_directions(list(parameters), has_biases, num_layers, bidirectional)),
             num_layers=num_layers,
             dropout=dropout if train else 0.0,
@@ -94,9 +109,27 @@ class AtenLSTM:
             yield self.directions[first : first + width]
 
 
-def aten_lstms(graph_module: GraphModule) -> list[AtenLSTM]:
-    """Every ``aten.lstm.input`` of the graph, in order."""
-    return [AtenLSTM.of(node) for node in graph_module.graph.nodes if node.target is LSTM_OP]
+def aten_recurrents(
+    graph_module: GraphModule, operators: Collection[Any] = RECURRENT_OPS
+) -> list[AtenRecurrent]:
+    """Every call of ``operators`` in the graph, in order."""
+    return [AtenRecurrent.of(node) for node in graph_module.graph.nodes if node.target in operators]
+
+
+def refuse_packed(graph_module: GraphModule) -> None:
+    """Refuse a graph with an operator of a PackedSequence.
+
+    Raises:
+        AtenLSTMError: names the first one.
+    """
+    for node in graph_module.graph.nodes:
+        if node.target in PACKED_OPS:
+            raise AtenLSTMError(
+                f"node {node.name!r} is {node.target}, a recurrent operator of a PackedSequence: "
+                "its batch sizes are data, so its steps cannot be told apart.",
+                hint="export the model with padded sequences; outside an exported program a prepared module "
+                "of torchq_compat.nn.quantizable takes a PackedSequence.",
+            )
 
 
 def _directions(
@@ -120,7 +153,7 @@ def _directions(
 def _value(graph_module: GraphModule, node: Node) -> Tensor:
     if node.op != "get_attr":
         raise AtenLSTMError(
-            f"parameter {node.name!r} of the LSTM is computed in the graph ({node.target}).",
+            f"parameter {node.name!r} is computed in the graph ({node.target}).",
             hint="the parts own copies of the weights; remove parametrizations before torch.export.",
         )
     path, _, name = str(node.target).rpartition(".")
@@ -128,7 +161,7 @@ def _value(graph_module: GraphModule, node: Node) -> Tensor:
     value: Tensor = getattr(owner, name)
     if value.dtype is not torch.float32:
         raise AtenLSTMError(
-            f"parameter {node.name!r} of the LSTM is {value.dtype}.",
+            f"parameter {node.name!r} is {value.dtype}.",
             hint="quantize a float32 model: model.float() before torch.export.",
         )
     return value

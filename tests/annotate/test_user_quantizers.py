@@ -1,0 +1,402 @@
+"""What a user's Quantizer writes is what happens, or it is said: checks of prepare_fx and prepare_qat_fx."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization as legacy
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.fake_quantize import FakeQuantize
+from torchao.quantization.pt2e.observer import MinMaxObserver, PlaceholderObserver
+from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
+from torchao.quantization.pt2e.quantizer import (
+    ComposableQuantizer,
+    FixedQParamsQuantizationSpec,
+    QuantizationSpec,
+    Quantizer,
+    SharedQuantizationSpec,
+)
+
+import torchq_compat as tc
+from tests.helpers.oracle import leaves, quantize_nodes, sqnr
+from tests.helpers.quantizers import ATEN, ByHand, annotate, int8_spec
+from torchq_compat import Output, annotate_outputs
+from torchq_compat.custom_config import PrepareCustomConfig
+from torchq_compat.errors import AnnotationError, QuantizationWarning
+from torchq_compat.graph.observed_graph import observer_nodes
+from torchq_compat.lstm_utils import whole_op_lstm_quantizer
+from torchq_compat.recurrent_parts import whole_op_recurrent_quantizer
+
+INT8 = int8_spec()
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Halves(nn.Module):
+    """chunk, topk and arithmetic."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b = x.chunk(2, 1)
+        values, _ = a.topk(2)
+        return torch.relu(a + b), values, b
+
+
+def at(target: Any, write: Callable[[Node], object]) -> ByHand:
+    return ByHand(lambda node: write(node) if node.target is target else None)
+
+
+def converted_by(quantizer: Quantizer, *, is_qat: bool = False) -> tuple[GraphModule, GraphModule]:
+    prepare = tc.prepare_qat_fx if is_qat else tc.prepare_fx
+    static = torch.export.Dim.STATIC
+    prepared = prepare(Halves().train(is_qat), quantizer, (X,), dynamic_shapes=([static, static],))
+    prepared(X)
+    return prepared, tc.convert_to_reference_fx(prepared)
+
+
+def alone(quantizer: Quantizer) -> Quantizer:
+    return quantizer
+
+
+def composed(quantizer: Quantizer) -> Quantizer:
+    return ComposableQuantizer([ByHand(lambda node: None), quantizer])
+
+
+EVERY_WAY = pytest.mark.parametrize(
+    ("within", "is_qat"), [(alone, False), (composed, False), (alone, True), (composed, True)]
+)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(
+    ("target", "given", "expected"),
+    [
+        (ATEN.chunk.default, INT8, [0, 1]),
+        (ATEN.chunk.default, [INT8, None], [0]),
+        (ATEN.chunk.default, (None, INT8), [1]),
+        (ATEN.topk.default, INT8, [0]),
+        (ATEN.topk.default, [INT8, None], [0]),
+    ],
+)
+def test_specs_on_operators_with_several_outputs(
+    within: Any, is_qat: bool, target: Any, given: Any, expected: list[int]
+) -> None:
+    quantizer = within(at(target, lambda node: annotate(node, output=given)))
+    _, converted = converted_by(quantizer, is_qat=is_qat)
+    (node,) = [n for n in converted.graph.nodes if n.target is target]
+    quantized = [q.args[0].args for q in quantize_nodes(converted)]
+    assert sorted(quantized, key=lambda args: args[1]) == [(node, index) for index in expected]
+    decision = next(d for d in tc.explain(converted) if d.path == node.name)
+    assert decision.action == "quantized"
+
+
+def itself(node: Node) -> Any:
+    return SharedQuantizationSpec(node)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(
+    ("write", "points"),
+    [
+        (at(ATEN.chunk.default, lambda n: annotate(n, output=[INT8])), ["'chunk'", "1 specs", "2 outputs"]),
+        (at(ATEN.topk.default, lambda n: annotate(n, output=[INT8, INT8])), ["output 1 of topk", "int64"]),
+        (
+            at(ATEN.relu.default, lambda n: annotate(n, output=itself(n.args[0]))),
+            ["output of relu", "output of add", "no spec observes"],
+        ),
+        (
+            at(
+                ATEN.relu.default,
+                lambda n: annotate(n, {n.args[0]: itself(n)}, SharedQuantizationSpec((n.args[0], n))),
+            ),
+            ["round in a circle", "the edge (add -> relu)", "the output of relu"],
+        ),
+        (
+            at(
+                ATEN.relu.default,
+                lambda n: annotate(n, output=QuantizationSpec(torch.int8, MinMaxObserver, -128, 127)),
+            ),
+            ["output of relu", "no qscheme"],
+        ),
+        (
+            at(
+                ATEN.relu.default,
+                lambda n: annotate(n, output=FixedQParamsQuantizationSpec(torch.int8, 0.1, 0, -128, 127)),
+            ),
+            ["output of relu", "no qscheme"],
+        ),
+        (at(ATEN.relu.default, lambda n: annotate(n, output="int8")), ["output of relu is a str"]),
+        (
+            at(
+                ATEN.relu.default,
+                lambda n: annotate(n, {next(iter(n.graph.nodes)): INT8}),
+            ),
+            ["x is no positional input", "'relu'"],
+        ),
+        (
+            at(ATEN.chunk.default, lambda n: [annotate(user, {n: INT8}) for user in n.users]),
+            ["the edge (chunk -> getitem) is a", "cannot be quantized"],
+        ),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused(
+    within: Any, is_qat: bool, write: ByHand, points: list[str]
+) -> None:
+    with pytest.raises(AnnotationError) as error:
+        converted_by(within(write), is_qat=is_qat)
+    for point in [*points, "Hint:"]:
+        assert point in str(error.value)
+
+
+def test_one_edge_told_twice() -> None:
+    """Two getitems of one output are one tensor; both are named."""
+
+    def write(node: Node) -> None:
+        with node.graph.inserting_after(node.args[0]):
+            again = node.graph.call_function(operator.getitem, node.args[0].args)
+        again.meta["val"] = node.args[0].meta["val"]
+        node.args = (node.args[0], again)
+        annotate_outputs(node, {node.args[0]: INT8, again: int8_spec(PlaceholderObserver)}, [None])
+
+    with pytest.raises(AnnotationError, match=r"getitem and getitem_\w+ are the same input of node 'add'"):
+        converted_by(at(ATEN.add.Tensor, write))
+    with pytest.raises(AnnotationError, match="are the same input"):
+        converted_by(
+            at(
+                ATEN.add.Tensor,
+                lambda n: annotate_outputs(
+                    n, {n.args[0]: INT8, Output(n.args[0].args[0], 0): int8_spec(PlaceholderObserver)}, [None]
+                ),
+            )
+        )
+
+
+def test_a_plain_prepare_checks_an_annotated_graph_with_one_call() -> None:
+    class Checking(ByHand):
+        def validate(self, model: GraphModule) -> None:
+            tc.check_annotations(model)
+
+    exported = torch.export.export(Halves(), (X,)).module()
+    prepared = prepare_pt2e(
+        exported,
+        Checking(lambda n: annotate(n, output=INT8) if n.target is ATEN.chunk.default else None),
+    )
+    assert sum("activation_post_process" in str(n.target) for n in prepared.graph.nodes) == 2
+
+
+@pytest.mark.parametrize("target", [ATEN.chunk.default, ATEN.topk.default])
+def test_observers_of_outputs_keep_the_debug_handle(target: Any) -> None:
+    """torchao's numeric comparison finds an observer by the ``from_node`` of what it observes."""
+    prepared, _ = converted_by(at(target, lambda n: annotate(n, output=INT8)))
+    found = [(node.meta["from_node"], node.args[0]) for node, _ in observer_nodes(prepared)]
+    assert len(found) == (2 if target is ATEN.chunk.default else 1)
+    for handle, observed in found:
+        assert isinstance(observed, Node)
+        assert handle == observed.meta["from_node"]
+
+
+# -- observers of torch.ao in specs
+
+FAKE = legacy.FusedMovingAvgObsFakeQuantize
+
+
+class Own(legacy.MinMaxObserver):
+    """A user's own."""
+
+
+@pytest.mark.parametrize(
+    ("constructor", "reference"),
+    [
+        (legacy.MinMaxObserver, MinMaxObserver),
+        (legacy.MinMaxObserver.with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
+        (legacy.MinMaxObserver.with_args(eps=0.25).with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
+        (MinMaxObserver.with_args(eps=0.25).with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
+        (Own.with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
+        (
+            legacy.FakeQuantize.with_args(observer=legacy.MinMaxObserver),
+            FakeQuantize.with_args(observer=MinMaxObserver),
+        ),
+    ],
+)
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_observers_of_torch_ao(constructor: Any, reference: Any, by_hand: bool) -> None:
+    """The same q-dq as torchao's observer of that name; two specs with equal settings share an observer."""
+
+    def of(each: Any) -> Quantizer:
+        spec, same = int8_spec(each), int8_spec(each)
+
+        def write(node: Node) -> None:
+            if by_hand:
+                annotate(node, {node.args[0]: spec}, spec)
+                annotate(node.args[0], output=same)
+            else:
+                annotate_outputs(node, {node.args[0]: spec}, [spec])
+                annotate_outputs(node.args[0], {}, [same])
+
+        return at(ATEN.relu.default, write)
+
+    (_, ours), (_, theirs) = converted_by(of(constructor)), converted_by(of(reference))
+    found = [node.args[1:] for node in quantize_nodes(ours)]
+    assert len(found) == 2
+    assert found == [node.args[1:] for node in quantize_nodes(theirs)]
+
+
+def test_fake_quantizes_of_torch_ao_train() -> None:
+    prepared, converted = converted_by(
+        at(ATEN.relu.default, lambda n: annotate(n, output=int8_spec(FAKE))), is_qat=True
+    )
+    assert len(quantize_nodes(converted)) == 1
+    assert tc.explain(prepared).find("relu")[0].action == "quantized"
+
+
+def test_observers_that_quantize_nothing_are_said() -> None:
+    spec = QuantizationSpec(torch.float32, PlaceholderObserver)
+    with pytest.warns(QuantizationWarning, match="with observers that quantize nothing"):
+        _, converted = converted_by(at(ATEN.relu.default, lambda n: annotate(n, output=spec)))
+    assert quantize_nodes(converted) == []
+    assert tc.explain(converted).find("relu")[0].action == "float"
+
+
+# -- nested recurrent modules
+
+
+class Mapped(nn.LSTM):
+    """One that the custom config maps."""
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Mapped(6, 8), nn.LSTM(8, 8, 2), nn.GRU(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)[0])[0])[0]
+
+
+def test_each_recurrent_module_to_whom_it_belongs() -> None:
+    """The custom config's, the Quantizer's, and one that nobody wants."""
+    torch.manual_seed(0)
+    model, batches = Three().eval(), [(torch.randn(5, 3, 6),) for _ in range(3)]
+    mapping = PrepareCustomConfig().set_float_to_observed_mapping(Mapped, torch.ao.nn.quantizable.LSTM)
+    with pytest.warns(QuantizationWarning, match="GRU at 'third' stays float: .*does not annotate its ops"):
+        prepared = tc.prepare_fx(model, whole_op_lstm_quantizer(), batches[0], mapping)
+    for batch in batches:
+        prepared(*batch)
+    converted = tc.convert_to_reference_fx(prepared)
+    decisions = {d.path: d for d in tc.explain(converted)}
+    assert "custom module" in decisions["first"].reason
+    assert decisions["second"].reason == "annotated by WholeOpLSTMQuantizer"
+    assert decisions["third"].action == "float"
+    (lstm,) = [n for n in converted.graph.nodes if n.target is ATEN.lstm.input]
+    assert len(lstm.all_input_nodes) == 3 + 8
+    x = torch.randn(9, 2, 6)  # another length and batch
+    assert 25 < sqnr(model(x), converted(x)) < 60
+
+
+class Nested(nn.Module):
+    def __init__(self, rnn: nn.Module) -> None:
+        super().__init__()
+        self.rnn = rnn
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rnn(x)
+
+
+@pytest.mark.parametrize("place", [Nested, lambda rnn: rnn], ids=["nested", "root"])
+@pytest.mark.parametrize(
+    "rnn",
+    [
+        nn.LSTM(6, 8, 2, bidirectional=True, proj_size=3),
+        nn.GRU(6, 8, batch_first=True),
+        nn.RNN(6, 8, 2, nonlinearity="relu", bias=False),
+        nn.RNN(6, 8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(7, 3, 6), (7, 6)], ids=["batch", "one sequence"])
+def test_whole_operators_nested_and_root(rnn: nn.Module, place: Any, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    model, x = place(rnn).eval(), torch.randn(shape)
+    prepared = tc.prepare_fx(model, whole_op_recurrent_quantizer(), (x,))
+    for _ in range(4):
+        prepared(torch.randn(shape))
+    prepared(x)
+    converted = tc.convert_to_reference_fx(prepared)
+    for expected, result in zip(leaves(model(x)), leaves(converted(x)), strict=True):
+        assert expected.shape == result.shape
+        assert 25 < sqnr(expected, result) < 60
+    assert [d.action for d in tc.explain(converted) if d.kind == type(rnn).__name__] == ["quantized"]
+
+
+def test_dropout_between_layers_follows_the_mode() -> None:
+    """Everything dropped: in training the second layer sees zeros, in evaluation it does not."""
+    torch.manual_seed(0)
+    model, x = nn.LSTM(6, 8, 2, dropout=1.0), torch.randn(7, 3, 6)
+    prepared = tc.prepare_qat_fx(model, whole_op_lstm_quantizer(), (x,))
+    torch.testing.assert_close(prepared(x)[0], model(x)[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(prepared.eval()(x)[0], model.eval()(x)[0], rtol=0, atol=1e-6)
+    assert not torch.allclose(prepared(x)[0], prepared.train()(x)[0])
+
+
+def test_a_quantizer_that_stumbles_leaves_the_module_float() -> None:
+    def stumble(node: Node) -> None:
+        if node.target is ATEN.gru.input:
+            raise IndexError("list index out of range")
+
+    with pytest.warns(QuantizationWarning, match=r"ByHand fails on its ops: IndexError: list index"):
+        prepared = tc.prepare_fx(Nested(nn.GRU(6, 8)).eval(), ByHand(stumble), (torch.randn(5, 3, 6),))
+    assert tc.explain(prepared).find("rnn")[0].action == "float"
+
+
+class OwnForward(nn.LSTM):
+    def forward(self, x: Tensor, hx: Any = None) -> Any:
+        return super().forward(2 * x, hx)
+
+
+def test_a_module_that_computes_something_else_is_not_written_as_the_operator() -> None:
+    torch.manual_seed(0)
+    model, x = Nested(OwnForward(6, 8)).eval(), torch.randn(5, 3, 6)
+    with pytest.warns(QuantizationWarning, match="OwnForward at 'rnn' stays float"):
+        prepared = tc.prepare_fx(model, whole_op_lstm_quantizer(), (x,))
+    torch.testing.assert_close(prepared(x)[0], model(x)[0], rtol=0, atol=1e-6)
+
+
+def test_a_bad_spec_on_a_recurrent_operator_is_an_error() -> None:
+    quantizer = at(ATEN.gru.input, lambda n: annotate_outputs(n, {}, [INT8]))
+    with pytest.raises(AnnotationError, match=r"1 output specs were given for node .* has 2 outputs"):
+        tc.prepare_fx(Nested(nn.GRU(6, 8)).eval(), quantizer, (torch.randn(5, 3, 6),))
+
+
+def test_a_quantizer_that_rewrites_the_operator_has_the_module() -> None:
+    """As one that decomposes what it cannot quantize whole, before it annotates."""
+
+    class Rewriting(ByHand):
+        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+            for node in [n for n in model.graph.nodes if n.target is ATEN.gru.input]:
+                first = next(user for user in node.users if user.args[1] == 0)
+                with model.graph.inserting_before(first):
+                    again = model.graph.call_function(run_gru, node.args)
+                again.meta = dict(first.meta)
+                first.replace_all_uses_with(again)
+            model.graph.eliminate_dead_code()
+            model.recompile()
+            return model
+
+    class First(Nested):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0]
+
+    quantizer = Rewriting(lambda n: annotate(n, output=INT8) if n.target is run_gru else None)
+    model, x = First(nn.GRU(6, 8)).eval(), torch.randn(5, 3, 6)
+    prepared = tc.prepare_fx(model, quantizer, (x,))
+    prepared(x)
+    converted = tc.convert_to_reference_fx(prepared)
+    assert len(quantize_nodes(converted)) == 1
+    assert 30 < sqnr(model(x), converted(x)) < 60
+
+
+def run_gru(*args: Any) -> Tensor:
+    return ATEN.gru.input(*args)[0]
