@@ -1,4 +1,7 @@
-"""Checkpoints that are whole or not there: a killed save leaves the old file, a bad one is refused."""
+"""Checkpoints that are whole or not there, and states that FX saved.
+
+A killed save leaves the old file, a bad one is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq_compat.errors import CheckpointError
+from torchq_compat.errors import ArgumentError, CheckpointError
+from torchq_compat.fx_state.loading import load_state
+from torchq_compat.graph.graph_module import QuantizationGraphModule, Stage
 from torchq_compat.support.argument_checks import (
     ANYTHING,
     PATH,
@@ -24,7 +29,7 @@ from torchq_compat.support.argument_checks import (
 )
 from torchq_compat.support.atomic_files import whole_file
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "load_fx_state", "save_checkpoint"]
 
 
 MODULE = instance_of(nn.Module, what="an nn.Module")
@@ -72,6 +77,50 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
     if model is not None:
         model.load_state_dict(content)
     return content
+
+
+@checked_arguments(prepared=MODULE, state_dict=BY_NAME)
+def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Load what ``state_dict()`` of a model of FX returned into a model prepared here.
+
+    FX's model may have been prepared, and calibrated or trained, or converted, for a backend or as a reference;
+    or come from ``torch.ao.quantization.quantize_dynamic``. The numbers of a prepared one are taken over as they
+    are, so that calibration and training go on where they were. Of a converted one the weights are the
+    dequantized integers, and all qparams stay as they were saved until the observers see data again; batch
+    norms that training kept apart become ones that change nothing.
+
+    Args:
+        prepared: what ``prepare_fx`` or ``prepare_qat_fx`` of this package returned for the same float model and
+            configuration; changed in place.
+        state_dict: the state, with the names and values FX gave it. Packed objects among them, of functions and
+            of dynamic modules, are read if torch.load was allowed to load them.
+
+    Raises:
+        CheckpointError: half a state, a state of another model, entries that have no place here, NaN, or values
+            that cannot be read; the message names them, and ``prepared`` is as it was.
+        ArgumentError: ``prepared`` is no model prepared here.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping, quantize_fx
+        >>> from torchq_compat import convert_fx, prepare_fx
+        >>> from torchq_compat.checkpoints import load_fx_state
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> calibrated = quantize_fx.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> _ = calibrated(torch.randn(50, 4))
+        >>> prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> load_fx_state(prepared, calibrated.state_dict())
+        >>> convert_fx(prepared)(x).shape
+        torch.Size([3, 2])
+    """
+    if not isinstance(prepared, QuantizationGraphModule) or prepared.record.stage is not Stage.PREPARED:
+        found = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
+        raise ArgumentError(
+            f"load_fx_state: {type(prepared).__name__} is a {found} model, not one prepared here.",
+            hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into what that returns, and "
+            "convert it.",
+        )
+    load_state(prepared, state_dict)
 
 
 def _not_written(path: str, cause: BaseException) -> CheckpointError:

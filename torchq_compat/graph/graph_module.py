@@ -19,6 +19,7 @@ from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.root import ROOT
 from torchq_compat.errors import CalibrationError, CheckpointError, TorchQCompatError
+from torchq_compat.fx_state.given import is_fx_state
 from torchq_compat.graph import metadata
 from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
@@ -33,6 +34,7 @@ from torchq_compat.graph.quantized_interface import (
 from torchq_compat.graph.state_checks import check_state
 from torchq_compat.graph.training_modes import set_training
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
+from torchq_compat.qspecs.loaded_qparams import adopt_loaded_qparams
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
@@ -151,12 +153,16 @@ class QuantizationGraphModule(GraphModule):
                 none.
         """
         check_state(state_dict, self)
+        if is_fx_state(state_dict):
+            raise _is_of_fx()
         # torchao's observers keep the very tensors they are given, and two models would then share them.
         state_dict = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
         before = {name: value.clone() for name, value in self.state_dict().items()}
+        adopt_loaded_qparams(self, state_dict)
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except Exception as cause:
+            adopt_loaded_qparams(self, before)
             super().load_state_dict(before, strict=False)
             if isinstance(cause, CheckpointError):
                 raise
@@ -258,6 +264,15 @@ def record_of(model: object) -> ModelRecord | None:
     meta = getattr(model, "meta", None)
     record = meta.get(metadata.RECORD.name) if isinstance(meta, dict) else None
     return record if isinstance(record, ModelRecord) else None
+
+
+def _is_of_fx() -> CheckpointError:
+    return CheckpointError(
+        "the state was saved by a model of torch.ao's FX or eager mode, whose observers and weights have other "
+        "names.",
+        hint="load it with torchq_compat.checkpoints.load_fx_state(prepared, state_dict) into a model prepared "
+        "here, and convert that; this model was left as it was.",
+    )
 
 
 def _observer_failed(place: str, cause: BaseException) -> CalibrationError:

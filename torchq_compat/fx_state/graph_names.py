@@ -1,0 +1,302 @@
+"""What FX calls the parameters and observers of a prepared graph.
+
+FX numbers observers as it makes them, op by op: those of an op's inputs, then that of its output. Its convert
+names each scale after the module whose code computed the observed value, or, behind inputs and ops without a
+QConfig, after the first reader; and numbers those of one name in the order of the graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat.annotate.op_parameters import named_parameters_of, weight_of
+from torchq_compat.annotate.op_records import op_record
+from torchq_compat.batch_norm.nodes import BETA, EPS, GAMMA, RUNNING_MEAN, RUNNING_VAR, batch_norm_nodes
+from torchq_compat.config.qconfig_mappings import QConfigRules
+from torchq_compat.fx_state.given import FxState
+from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
+from torchq_compat.graph.observed_graph import observer_nodes
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+
+__all__ = ["in_sequential", "wanted_by_graph"]
+
+ATEN = torch.ops.aten
+#: Between a convolution and the batch norm that QAT fused with it.
+IN_FUSED_BATCH_NORM = (ATEN.div.Tensor, ATEN.add.Tensor)
+
+
+def wanted_by_graph(
+    graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
+) -> Wanted:
+    """What ``graph_module`` wants, apart from the custom modules it calls.
+
+    Args:
+        rules: the QConfigMapping it was prepared with.
+        prefix: leads, in FX's names, to what the graph is of; with its dot.
+    """
+    reader = _Reader(graph_module, rules, prefix)
+    observers, problems = reader.observers(state)
+    return Wanted(tuple(reader.tensors()), observers, tuple(reader.folded()), problems=problems)
+
+
+def in_sequential(name: str) -> str:
+    """``name`` of a parameter in the first of a fused pair: ``conv.weight`` is ``conv.0.weight``."""
+    path, _, last = name.rpartition(".")
+    return f"{path}.0.{last}" if path else name
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A call of an observer."""
+
+    node: Node
+    observer: nn.Module
+    #: The op that is given what it observes, where that is a weight.
+    reader: Node | None
+    is_module_weight: bool
+    is_output: bool
+
+    @property
+    def path(self) -> str:
+        return str(self.node.target)
+
+    @property
+    def observed(self) -> Node:
+        source = self.node.args[0]
+        assert isinstance(source, Node)
+        return source
+
+
+class _Reader:
+    def __init__(self, graph_module: GraphModule, rules: QConfigRules | None, prefix: str) -> None:
+        self.graph_module = graph_module
+        self.rules = rules
+        self.prefix = prefix
+        self.observer_of = dict(observer_nodes(graph_module))
+        self.sites = list(self._sites())
+        self.names = self._names_of_parameters()
+
+    def tensors(self) -> Iterator[WantedTensor]:
+        outside = [
+            f"{path}." for path, module in self.graph_module.named_modules() if _is_apart(path, module)
+        ]
+        outside += [f"{target}." for target in {str(node.target) for node in self.observer_of}]
+        observers = {self._weight_name(site): site for site in self.sites if site.reader is not None}
+        for name in self.graph_module.state_dict():
+            if name.startswith(tuple(outside)):
+                continue
+            site = observers.get(name)
+            yield WantedTensor(
+                name,
+                tuple(f"{self.prefix}{each}" for each in self.names.get(name, (name, in_sequential(name)))),
+                observer=None if site is None else site.path,
+                is_functional=site is not None and not site.is_module_weight,
+                is_optional=name.endswith("num_batches_tracked"),
+            )
+
+    def observers(self, state: FxState) -> tuple[tuple[WantedObserver, ...], tuple[str, ...]]:
+        """The observers, and what keeps their names from being known."""
+        numbered = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
+        theirs = state.observers_at(self.prefix)
+        problems = []
+        if not state.is_converted and len(theirs) != len(numbered):
+            problems.append(
+                f"it has {len(theirs)} observers in {self.prefix.removesuffix('.') or 'the model itself'} where "
+                f"this model has {len(numbered)}"
+            )
+        prefix_of = {site.node: name for site, name in zip(numbered, theirs, strict=False)}
+        scale_of = self._scale_names(numbered)
+        by_path: dict[str, list[_Site]] = {}
+        for site in self.sites:
+            by_path.setdefault(site.path, []).append(site)
+        wanted = tuple(
+            WantedObserver(
+                path,
+                tuple(name for site in sites for name in self._prefixes(site, prefix_of)),
+                tuple(name for site in sites for name in self._scales(site, scale_of)),
+                is_weight=any(site.reader is not None for site in sites),
+            )
+            for path, sites in by_path.items()
+        )
+        return wanted, tuple(problems)
+
+    def folded(self) -> Iterator[FoldedBatchNorm]:
+        for _, node in batch_norm_nodes(self.graph_module):
+            op = _fused_op(node)
+            if op is None:
+                continue
+            names = [
+                argument.target
+                for argument in node.args[GAMMA : RUNNING_VAR + 1]
+                if isinstance(argument, Node)
+            ]
+            eps = node.args[EPS]
+            assert isinstance(eps, float)
+            gamma, beta, mean, variance = map(str, names)
+            path = self._module_path(op)
+            bias = _fused_bias(node)
+            yield FoldedBatchNorm(
+                gamma,
+                beta,
+                mean,
+                variance,
+                eps,
+                tuple(f"{self.prefix}{name}" for name in (f"{path}.bias", f"{path}.0.bias")),
+                bias,
+            )
+
+    def _sites(self) -> Iterator[_Site]:
+        """In the order in which FX makes observers."""
+        seen: set[Node] = set()
+        for node in self.graph_module.graph.nodes:
+            if node.op in ("placeholder", "get_attr") or node in self.observer_of:
+                continue
+            weight = weight_of(node)
+            for argument in node.all_input_nodes:
+                if argument in self.observer_of and argument not in seen:
+                    seen.add(argument)
+                    yield self._site(argument, node if argument is weight and _attribute(argument) else None)
+            for user in node.users:
+                if user in self.observer_of and user not in seen and _has_output_spec(node):
+                    seen.add(user)
+                    yield self._site(user, None, is_output=True)
+
+    def _site(self, node: Node, reader: Node | None, *, is_output: bool = False) -> _Site:
+        record = op_record(reader) if reader is not None else None
+        is_module_weight = record is not None and record.origin.is_module_call
+        return _Site(node, self.observer_of[node], reader, is_module_weight, is_output)
+
+    def _weight_name(self, site: _Site) -> str | None:
+        attribute = _attribute(site.node)
+        return None if attribute is None else str(attribute.target)
+
+    def _prefixes(self, site: _Site, prefix_of: dict[Node, str]) -> Iterator[str]:
+        if site.node in prefix_of:
+            yield prefix_of[site.node]
+        if site.is_module_weight:
+            assert site.reader is not None
+            path = self._module_path(site.reader)
+            yield f"{self.prefix}{path}.weight_fake_quant"
+            yield f"{self.prefix}{path}.0.weight_fake_quant"
+
+    def _scales(self, site: _Site, scale_of: dict[Node, str]) -> Iterator[str]:
+        if site.node in scale_of:
+            yield scale_of[site.node]
+        record = op_record(site.observed)
+        if site.is_output and record is not None and record.origin.is_module_call:
+            yield f"{self.prefix}{_once(record.origin.module_path)}.scale"
+
+    def _scale_names(self, sites: list[_Site]) -> dict[Node, str]:
+        """Of FX's reference model; lowering keeps them, or moves them into modules."""
+        order = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
+        count: Counter[str] = Counter()
+        names: dict[Node, str] = {}
+        for site in sorted(sites, key=lambda site: order[site.node]):
+            name = self._scale_prefix(site)
+            names[site.node] = f"{self.prefix}{name}_scale_{count[name]}"
+            count[name] += 1
+        return names
+
+    def _scale_prefix(self, site: _Site) -> str:
+        record = op_record(site.observed)
+        is_input = site.observed.op == "placeholder" or (
+            record is not None and self.rules is not None and record.select(self.rules).qconfig is None
+        )
+        if is_input or record is None:
+            first = next(iter(site.node.users), None)
+            record = op_record(first) if first is not None else None
+        path = "" if record is None else _once(record.origin.module_path)
+        return path.replace(".", "_") + ("_input" if is_input else "")
+
+    def _module_path(self, op: Node) -> str:
+        record = op_record(op)
+        if record is not None and record.origin.is_module_call:
+            return _once(record.origin.module_path)
+        weight = next((node for name, node in _parameters(op) if name == "weight"), None)
+        return "" if weight is None else str(weight.target).rpartition(".")[0]
+
+    def _names_of_parameters(self) -> dict[str, tuple[str, ...]]:
+        """Our names that differ from FX's, or may: torchao's folding and FX's fused modules rename."""
+        names: dict[str, tuple[str, ...]] = {}
+        for node in self.graph_module.graph.nodes:
+            record = op_record(node)
+            if record is None or not record.origin.is_module_call:
+                continue
+            path = _once(record.origin.module_path)
+            for role, parameter in _parameters(node):
+                own = str(parameter.target)
+                if node.target is ATEN.batch_norm.default or own.rpartition(".")[2] != role:
+                    path_of_parameter = path if node.target is not ATEN.batch_norm.default else ""
+                    if path_of_parameter:
+                        names[own] = (f"{path}.{role}", f"{path}.0.{role}", own)
+        for _, node in batch_norm_nodes(self.graph_module):
+            op = _fused_op(node)
+            path = "" if op is None else self._module_path(op)
+            for argument in node.args[GAMMA : RUNNING_VAR + 1]:
+                if isinstance(argument, Node):
+                    own = str(argument.target)
+                    names[own] = (own, in_sequential(own), f"{path}.bn.{own.rpartition('.')[2]}")
+            mean = node.args[RUNNING_MEAN]
+            if isinstance(mean, Node):
+                counter = str(mean.target).replace("running_mean", "num_batches_tracked")
+                names[counter] = (counter, in_sequential(counter), f"{path}.bn.num_batches_tracked")
+        return names
+
+
+def _is_apart(path: str, module: nn.Module) -> bool:
+    return bool(path) and isinstance(module, (OpaqueModule, GraphModule))
+
+
+def _once(path: str) -> str:
+    """A second call of a module has ``@1`` behind its path."""
+    return path.partition("@")[0]
+
+
+def _has_output_spec(node: Node) -> bool:
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    return annotation is not None and annotation.output_qspec is not None
+
+
+def _attribute(node: Node) -> Node | None:
+    """The parameter that the observer called by ``node`` observes, perhaps scaled for a batch norm."""
+    source = node.args[0]
+    if isinstance(source, Node) and source.target is ATEN.mul.Tensor:
+        scale = source.args[1]
+        source = source.args[0] if isinstance(scale, Node) and scale.target is ATEN.reshape.default else None
+    return source if isinstance(source, Node) and source.op == "get_attr" else None
+
+
+def _parameters(op: Node) -> Iterator[tuple[str, Node]]:
+    """(role, get_attr node) of the parameters ``op`` is given."""
+    for role, node in named_parameters_of(op).items():
+        source = node
+        while (
+            source.op not in ("get_attr", "placeholder") and source.args and isinstance(source.args[0], Node)
+        ):
+            source = source.args[0]
+        if source.op == "get_attr":
+            yield role, source
+
+
+def _fused_op(batch_norm: Node) -> Node | None:
+    """The op that QAT fused with ``batch_norm``."""
+    source, passed = batch_norm.args[0], 0
+    while isinstance(source, Node) and source.target in IN_FUSED_BATCH_NORM:
+        source, passed = source.args[0], passed + 1
+    return source if passed and isinstance(source, Node) and weight_of(source) is not None else None
+
+
+def _fused_bias(batch_norm: Node) -> str | None:
+    source = batch_norm.args[0]
+    if isinstance(source, Node) and source.target is ATEN.add.Tensor:
+        reshaped = source.args[1]
+        if isinstance(reshaped, Node) and isinstance(reshaped.args[0], Node):
+            return str(reshaped.args[0].target)
+    return None
