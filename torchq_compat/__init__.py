@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchq_compat.annotate.quantizer_from import quantizer_from
     from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
+    from torchq_compat.lower.onnx import to_onnx
     from torchq_compat.migrate.comparison.comparing import compare
     from torchq_compat.multi_output import Output, annotate_outputs, check_sharing
     from torchq_compat.multi_output.tuple_rerouting import reroute_tuples
@@ -47,6 +48,7 @@ __all__ = [
     "quantizer_from",
     "reroute_tuples",
     "to_executorch",
+    "to_onnx",
 ]
 __all__ += errors.__all__
 
@@ -61,6 +63,7 @@ _HOMES = {
     "quantizer_from": "torchq_compat.annotate.quantizer_from",
     "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
     "to_executorch": "torchq_compat.lower.executorch",
+    "to_onnx": "torchq_compat.lower.onnx",
 }
 
 

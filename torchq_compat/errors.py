@@ -25,6 +25,7 @@ __all__ = [
     "FxError",
     "InputError",
     "LeftFloatError",
+    "OnnxError",
     "PartConfigError",
     "PathError",
     "QuantizationWarning",
@@ -205,6 +206,10 @@ class ExecutorchError(TorchQCompatError):
             f"the program cannot be called like this: {problem}.",
             hint=f"its inputs, flat, are ({', '.join(expected)}).",
         )
+
+
+class OnnxError(TorchQCompatError):
+    """A model that cannot become an ONNX file."""
 
 
 class CaseError(TorchQCompatError):

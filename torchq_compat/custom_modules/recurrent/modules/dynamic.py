@@ -52,6 +52,7 @@ class DynamicRecurrent(RecurrentModule):
     floats."""
 
     can_be_lowered = True
+    is_dynamic = True
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return (None,) * count
