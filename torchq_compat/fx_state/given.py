@@ -57,11 +57,13 @@ class FxState:
 
     Attributes:
         is_converted: whether the model was converted, so that there are integers and no observers.
+        is_lowered: whether its weights are packed or quantized tensors.
         functional_weights: packed weights of functions, in the order of the graph.
     """
 
     entries: dict[str, Entry]
     is_converted: bool
+    is_lowered: bool = False
     functional_weights: dict[str, Entry] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
 
@@ -120,6 +122,19 @@ class FxState:
         names = (name for name in self.entries if name.startswith(prefix))
         return [name for name in names if "." not in name[len(prefix) :] and SCALE_NAME.match(name)]
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is of a converted model with quantize operators alone, so that each has its qparams."""
+        return self.is_converted and not self.is_lowered
+
+    def fingerprint(self, name: str) -> tuple[object, ...]:
+        """Equal for observers, or scales with their zero points, of equal content."""
+        names = [each for each in self.entries if each.startswith(f"{name}.")] or list(self.qparams(name))
+        values = (self.entries[each].value for each in sorted(names) if each in self.entries)
+        return tuple(
+            (tuple(value.shape), *value.flatten().tolist()) for value in values if isinstance(value, Tensor)
+        )
+
     def qparams(self, scale_name: str) -> tuple[str, str]:
         """The names of a scale and its zero point."""
         return scale_name, re.sub(r"scale(?=(_\d+)?$)", "zero_point", scale_name)
@@ -151,17 +166,19 @@ class _Reader:
         self.functional: dict[str, Entry] = {}
         self.refused: list[str] = []
         self.is_converted = False
+        self.is_lowered = False
 
     def read(self) -> FxState:
         for name, value in self.state.items():
             self._read(name, value)
+        self.is_lowered = self.is_converted
         if self.refused:
             raise _unknown_values(self.refused, self.state)
         self._join_reference_weights()
         # The scale of a quantized module, and of what was a quantize operator.
         if any(SCALE_NAME.match(name) for name in self.entries):
             self.is_converted = True
-        return FxState(self.entries, self.is_converted, self.functional)
+        return FxState(self.entries, self.is_converted, self.is_lowered, self.functional)
 
     def _add(self, name: str, value: Tensor | FxWeight | None, *keys: str) -> None:
         if value is not None:

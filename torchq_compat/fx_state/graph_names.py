@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -42,8 +43,8 @@ def wanted_by_graph(
         prefix: leads, in FX's names, to what the graph is of; with its dot.
     """
     reader = _Reader(graph_module, rules, prefix)
-    observers, problems = reader.observers(state)
-    return Wanted(tuple(reader.tensors()), observers, tuple(reader.folded()), problems=problems)
+    observers, more, problems = reader.observers(state)
+    return Wanted(tuple(reader.tensors()), observers, tuple(reader.folded()), unused=more, problems=problems)
 
 
 def in_sequential(name: str) -> str:
@@ -61,7 +62,6 @@ class _Site:
     #: The op that is given what it observes, where that is a weight.
     reader: Node | None
     is_module_weight: bool
-    is_output: bool
 
     @property
     def path(self) -> str:
@@ -89,6 +89,7 @@ class _Reader:
         ]
         outside += [f"{target}." for target in {str(node.target) for node in self.observer_of}]
         observers = {self._weight_name(site): site for site in self.sites if site.reader is not None}
+        weight_beside = self._weights_beside_biases()
         for name in self.graph_module.state_dict():
             if name.startswith(tuple(outside)):
                 continue
@@ -98,21 +99,20 @@ class _Reader:
                 tuple(f"{self.prefix}{each}" for each in self.names.get(name, (name, in_sequential(name)))),
                 observer=None if site is None else site.path,
                 is_functional=site is not None and not site.is_module_weight,
+                packed_with=weight_beside.get(name),
                 is_optional=name.endswith("num_batches_tracked"),
             )
 
-    def observers(self, state: FxState) -> tuple[tuple[WantedObserver, ...], tuple[str, ...]]:
-        """The observers, and what keeps their names from being known."""
+    def observers(
+        self, state: FxState
+    ) -> tuple[tuple[WantedObserver, ...], tuple[str, ...], tuple[str, ...]]:
+        """The observers, what FX has besides, and what keeps the names from being known."""
         numbered = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
-        theirs = state.observers_at(self.prefix)
-        problems = []
-        if not state.is_converted and len(theirs) != len(numbered):
-            problems.append(
-                f"it has {len(theirs)} observers in {self.prefix.removesuffix('.') or 'the model itself'} where "
-                f"this model has {len(numbered)}"
-            )
-        prefix_of = {site.node: name for site, name in zip(numbered, theirs, strict=False)}
+        prefix_of, more, problems = _aligned(numbered, state.observers_at(self.prefix), state, self.prefix)
         scale_of = self._scale_names(numbered)
+        theirs = state.scales_at(self.prefix)
+        if state.is_reference and len(theirs) != len(numbered):
+            scale_of, more, problems = _aligned(self._in_graph_order(numbered), theirs, state, self.prefix)
         by_path: dict[str, list[_Site]] = {}
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
@@ -125,7 +125,7 @@ class _Reader:
             )
             for path, sites in by_path.items()
         )
-        return wanted, tuple(problems)
+        return wanted, more, problems
 
     def folded(self) -> Iterator[FoldedBatchNorm]:
         for _, node in batch_norm_nodes(self.graph_module):
@@ -166,12 +166,21 @@ class _Reader:
             for user in node.users:
                 if user in self.observer_of and user not in seen and _has_output_spec(node):
                     seen.add(user)
-                    yield self._site(user, None, is_output=True)
+                    yield self._site(user, None)
 
-    def _site(self, node: Node, reader: Node | None, *, is_output: bool = False) -> _Site:
+    def _weights_beside_biases(self) -> dict[str, str]:
+        """Of functions: bias -> weight."""
+        found = {}
+        for site in self.sites:
+            parameters = dict(_parameters(site.reader)) if site.reader is not None else {}
+            if not site.is_module_weight and {"weight", "bias"} <= parameters.keys():
+                found[str(parameters["bias"].target)] = str(parameters["weight"].target)
+        return found
+
+    def _site(self, node: Node, reader: Node | None) -> _Site:
         record = op_record(reader) if reader is not None else None
         is_module_weight = record is not None and record.origin.is_module_call
-        return _Site(node, self.observer_of[node], reader, is_module_weight, is_output)
+        return _Site(node, self.observer_of[node], reader, is_module_weight)
 
     def _weight_name(self, site: _Site) -> str | None:
         attribute = _attribute(site.node)
@@ -190,19 +199,27 @@ class _Reader:
         if site.node in scale_of:
             yield scale_of[site.node]
         record = op_record(site.observed)
-        if site.is_output and record is not None and record.origin.is_module_call:
+        if record is not None and record.origin.is_module_call:
             yield f"{self.prefix}{_once(record.origin.module_path)}.scale"
 
     def _scale_names(self, sites: list[_Site]) -> dict[Node, str]:
         """Of FX's reference model; lowering keeps them, or moves them into modules."""
-        order = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
         count: Counter[str] = Counter()
         names: dict[Node, str] = {}
-        for site in sorted(sites, key=lambda site: order[site.node]):
+        for site in self._in_graph_order(sites):
             name = self._scale_prefix(site)
             names[site.node] = f"{self.prefix}{name}_scale_{count[name]}"
             count[name] += 1
         return names
+
+    def _in_graph_order(self, sites: list[_Site]) -> list[_Site]:
+        order = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
+
+        def place(site: _Site) -> float:
+            # FX's graph reads a parameter where it is used.
+            return order[site.node] if site.reader is None else order[site.reader] - 0.5
+
+        return sorted(sites, key=place)
 
     def _scale_prefix(self, site: _Site) -> str:
         record = op_record(site.observed)
@@ -248,6 +265,30 @@ class _Reader:
                 counter = str(mean.target).replace("running_mean", "num_batches_tracked")
                 names[counter] = (counter, in_sequential(counter), f"{path}.bn.num_batches_tracked")
         return names
+
+
+def _aligned(
+    sites: list[_Site], theirs: list[str], state: FxState, prefix: str
+) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
+    """Node of a site -> FX's name; names without a site; problems.
+
+    FX observes some ops that torch.export drops, ``contiguous()`` of what is contiguous, with the observer
+    of what
+    they read: where it has more, runs of equal observers are matched.
+    """
+    if state.is_converted and not state.is_reference:
+        return {}, (), ()
+    if len(theirs) == len(sites):
+        return {site.node: name for site, name in zip(sites, theirs, strict=True)}, (), ()
+    own_runs = [list(run) for _, run in groupby(sites, key=lambda site: site.path)]
+    their_runs = [list(run) for _, run in groupby(theirs, key=state.fingerprint)]
+    if len(theirs) < len(sites) or len(own_runs) != len(their_runs):
+        if state.is_converted and not theirs:
+            return {}, (), ()
+        where = prefix.removesuffix(".") or "the model itself"
+        return {}, (), (f"it has {len(theirs)} observers in {where} where this model has {len(sites)}",)
+    matched = {site.node: run[0] for own, run in zip(own_runs, their_runs, strict=True) for site in own}
+    return matched, tuple(name for run in their_runs for name in run[1:]), ()
 
 
 def _is_apart(path: str, module: nn.Module) -> bool:

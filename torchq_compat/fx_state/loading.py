@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,9 @@ class _Planner:
         self.made = _Plan()
         self.missing: list[str] = []
         self.weights: dict[str, FxWeight] = {}
+        #: Our name of a function's weight -> FX's name of what it was packed into.
+        self.packed: dict[str, str] = {}
+        self.without_qparams: list[WantedObserver] = []
 
     def plan(self) -> _Plan:
         """Match everything.
@@ -91,12 +95,14 @@ class _Planner:
             CheckpointError: something that has no match, or does not fit.
         """
         functional = iter(list(self.state.functional_weights.items()))
-        for tensor in self.wanted.tensors:
+        # A weight first: the bias of a function is packed with it.
+        for tensor in sorted(self.wanted.tensors, key=lambda tensor: tensor.packed_with is not None):
             self._plan_tensor(tensor, functional)
         for batch_norm in self.wanted.folded if self.state.is_converted else ():
             self._dissolve(batch_norm)
         for observer in self.wanted.observers:
             self._plan_observer(observer)
+        self._match_in_order()
         self._drop_known()
         self._refuse_rest()
         return self.made
@@ -105,8 +111,13 @@ class _Planner:
         found = self.state.take(wanted.names)
         if found is None and wanted.is_functional and (packed := _next_weight(functional)) is not None:
             self.state.forgive(packed[0])
-            self.state.forgive(f"{packed[0]}:bias")
+            self.packed[wanted.name] = packed[0]
             found = packed
+        if found is None and wanted.packed_with in self.packed:
+            name = f"{self.packed[wanted.packed_with]}:bias"
+            entry = self.state.functional_weights.get(name)
+            self.state.forgive(name)
+            found = None if entry is None else (name, entry)
         if found is None:
             if not wanted.is_optional:
                 self.missing.append(wanted.names[0])
@@ -117,6 +128,9 @@ class _Planner:
             if wanted.observer is not None:
                 self.weights[wanted.observer] = value
             value = value.values
+            if wanted.is_functional and value.dim() == self.own[wanted.name].dim() + 1:
+                # FX packs a convolution over one dimension as one over two.
+                value = value.squeeze(2)
         self._set(wanted.name, value, name)
 
     def _set(self, name: str, value: Tensor, fx_name: str) -> None:
@@ -204,11 +218,17 @@ class _Planner:
                 found.append((scale[0], scale[1].value, zero_point[1].value))
         if not found:
             if not _needs_no_qparams(observer, wanted):
-                self.missing.append(wanted.scales[0] if wanted.scales else wanted.path)
+                self.without_qparams.append(wanted)
             return
-        name, scale_value, zero_point_value = found[0]
-        assert isinstance(scale_value, Tensor)
-        assert isinstance(zero_point_value, Tensor)
+        self._set_qparams(wanted, observer, *found[0])
+
+    def _set_qparams(
+        self, wanted: WantedObserver, observer: Any, name: str, scale_value: Any, zero_point_value: Any
+    ) -> None:
+        if scale_value.numel() > 1 and not hasattr(observer, "ch_axis"):
+            raise CheckpointError.other_model(
+                f"{name} is of {scale_value.numel()} channels, and {wanted.path} of this model has none."
+            )
         if not bool((scale_value.isfinite() & (scale_value > 0)).all()):
             raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
         self.made.qparams[wanted.path] = scale_value, zero_point_value
@@ -229,6 +249,21 @@ class _Planner:
         low, high = int(observer.quant_min), int(observer.quant_max)
         self.made.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
 
+    def _match_in_order(self) -> None:
+        """FX names a scale by the first reader it happens to find: what is left on both sides is in one
+        order."""
+        names = [name for name in self.state.scales_at("") if name in dict(self.state.untaken())]
+        if len(names) != len(self.without_qparams):
+            self.missing += [each.scales[0] if each.scales else each.path for each in self.without_qparams]
+            return
+        for wanted, scale_name in zip(self.without_qparams, names, strict=True):
+            scale, zero_point = (self.state.take((name,)) for name in self.state.qparams(scale_name))
+            if scale is None or zero_point is None:
+                self.missing.append(scale_name)
+                continue
+            observer = self.prepared.get_submodule(wanted.path)
+            self._set_qparams(wanted, observer, scale_name, scale[1].value, zero_point[1].value)
+
     def _drop_known(self) -> None:
         for prefix in (*self.wanted.only_fx, *self.wanted.unused):
             if self.state.is_converted:
@@ -246,9 +281,18 @@ class _Planner:
                 # Of a batch norm that is not trained; of a dynamically quantized linear, which has no output
                 # qparams but the attributes of the static one.
                 self.state.forgive(name)
+            elif ".weight_fake_quant." in f".{name}" and not self._observes(name):
+                # FX prepares modules for training by their QConfig, and converts by the backend.
+                self.state.forgive(name)
             elif isinstance(entry.value, Tensor) and last == "bias" and not bool(entry.value.any()):
                 # FX gives packed linears and folded convolutions a bias of zeros.
                 self.state.forgive(name)
+
+    def _observes(self, name: str) -> bool:
+        """Whether the weight that a fake-quantize of FX, with an entry called ``name``, is for is quantized
+        here."""
+        weight = name.partition("weight_fake_quant.")[0] + "weight"
+        return any(weight in tensor.names and tensor.observer is not None for tensor in self.wanted.tensors)
 
     def _refuse_rest(self) -> None:
         if self.missing:
@@ -332,7 +376,10 @@ def _load_observer(observer: nn.Module, given: dict[str, Tensor]) -> None:
         elif name not in state:
             state[name] = value
     device = next((tensor.device for tensor in target.buffers()), None)
-    target.load_state_dict({name: value.to(device) for name, value in state.items()})
+    ordered = OrderedDict((name, value.to(device)) for name, value in state.items())
+    # Without the versions torch takes the state for an old one, and resets eps.
+    ordered._metadata = target.state_dict()._metadata  # type: ignore[attr-defined]
+    target.load_state_dict(ordered)
 
 
 def _hold(observer: Any, scale: Tensor, zero_point: Tensor) -> None:

@@ -17,6 +17,7 @@ class WantedTensor:
         names: in FX's, in the order they are tried.
         observer: the path of the observer of this weight; None: it is not quantized.
         is_functional: whether a function is given it: FX packs it by its order in the graph.
+        packed_with: of a function's bias, our name of the weight that FX packs it with.
         is_optional: whether FX may do without it.
     """
 
@@ -24,6 +25,7 @@ class WantedTensor:
     names: tuple[str, ...]
     observer: str | None = None
     is_functional: bool = False
+    packed_with: str | None = None
     is_optional: bool = False
 
 
@@ -101,7 +103,10 @@ class Wanted:
             self,
             tensors=tuple(
                 replace(
-                    each, name=at(each.name), observer=None if each.observer is None else at(each.observer)
+                    each,
+                    name=at(each.name),
+                    observer=None if each.observer is None else at(each.observer),
+                    packed_with=None if each.packed_with is None else at(each.packed_with),
                 )
                 for each in self.tensors
             ),

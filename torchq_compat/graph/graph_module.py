@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -156,7 +157,10 @@ class QuantizationGraphModule(GraphModule):
         if is_fx_state(state_dict):
             raise _is_of_fx()
         # torchao's observers keep the very tensors they are given, and two models would then share them.
-        state_dict = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
+        own = OrderedDict((k, v.clone() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
+        # Without the versions torch takes the state for an old one, and resets the eps of observers.
+        own._metadata = getattr(state_dict, "_metadata", self.state_dict()._metadata)  # type: ignore[attr-defined]
+        state_dict = own
         before = {name: value.clone() for name, value in self.state_dict().items()}
         adopt_loaded_qparams(self, state_dict)
         try:

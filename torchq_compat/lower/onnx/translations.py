@@ -114,7 +114,7 @@ def choose_qparams(
     scale = op.Max(op.Div(op.Sub(high, low), _float(quant_max - quant_min)), _float(eps))
     shift = op.Sub(_float(quant_min), op.Round(op.Div(low, scale)))
     zero_point = op.Clip(shift, _float(quant_min), _float(quant_max))
-    return scale, op.Cast(zero_point, to=ir.DataType.INT64)
+    return op.Cast(scale, to=ir.DataType.DOUBLE), op.Cast(zero_point, to=ir.DataType.INT64)
 
 
 def dequantize_per_channel(
