@@ -83,21 +83,21 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
 def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load what ``state_dict()`` of a model of FX returned into a model prepared here.
 
-    FX's model may have been prepared, and calibrated or trained, or converted, for a backend or as a reference;
-    or come from ``torch.ao.quantization.quantize_dynamic``. The numbers of a prepared one are taken over as they
-    are, so that calibration and training go on where they were. Of a converted one the weights are the
-    dequantized integers, and all qparams stay as they were saved until the observers see data again; batch
-    norms that training kept apart become ones that change nothing.
+    FX's model may have been prepared, and calibrated or trained, or converted, for a backend or as a
+    reference; or come from ``torch.ao.quantization.quantize_dynamic``. The numbers of a prepared one are
+    taken over as they are, so that calibration and training go on where they were. Of a converted one the
+    weights are the dequantized integers, and all qparams stay as they were saved until the observers see
+    data again; batch norms that training kept apart become ones that change nothing.
 
     Args:
-        prepared: what ``prepare_fx`` or ``prepare_qat_fx`` of this package returned for the same float model and
-            configuration; changed in place.
-        state_dict: the state, with the names and values FX gave it. Packed objects among them, of functions and
-            of dynamic modules, are read if torch.load was allowed to load them.
+        prepared: what ``prepare_fx`` or ``prepare_qat_fx`` of this package returned for the same float model
+        and configuration; changed in place.
+        state_dict: the state, with the names and values FX gave it. Packed objects among them, of functions
+        and of dynamic modules, are read if torch.load was allowed to load them.
 
     Raises:
-        CheckpointError: half a state, a state of another model, entries that have no place here, NaN, or values
-            that cannot be read; the message names them, and ``prepared`` is as it was.
+        CheckpointError: half a state, a state of another model, entries that have no place here, NaN, or
+        values that cannot be read; the message names them, and ``prepared`` is as it was.
         ArgumentError: ``prepared`` is no model prepared here.
 
     Example:
@@ -117,7 +117,8 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
         found = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
         raise ArgumentError(
             f"load_fx_state: {type(prepared).__name__} is a {found} model, not one prepared here.",
-            hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into what that returns, and "
+            hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into what that "
+            "returns, and "
             "convert it.",
         )
     load_state(prepared, state_dict)

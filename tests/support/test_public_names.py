@@ -9,8 +9,8 @@ import pytest
 ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
     CheckpointError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
-    InputError LeftFloatError PartConfigError PathError QuantizationWarning RecurrentModuleError
-    ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
+    InputError LeftFloatError OnnxError PartConfigError PathError QuantizationWarning
+    RecurrentModuleError ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
 """
 QUANTIZE_FX = """
     convert_fx convert_to_reference_fx fuse_fx get_default_convert_custom_config
@@ -19,12 +19,12 @@ QUANTIZE_FX = """
 PUBLIC = {
     "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
         Output annotate_outputs check_sharing compare explain export quantizer_from
-        reroute_tuples to_executorch
+        reroute_tuples to_executorch to_onnx
     """,
     "torchq_compat.errors": ERRORS,
     "torchq_compat.quantize_fx": QUANTIZE_FX,
     "torchq_compat.custom_modules": "CustomModuleHandler UserModuleHandler register",
-    "torchq_compat.checkpoints": "load_checkpoint save_checkpoint",
+    "torchq_compat.checkpoints": "load_checkpoint load_fx_state save_checkpoint",
     "torchq_compat.custom_config": """
         ConvertCustomConfig FuseCustomConfig PrepareCustomConfig StandaloneModuleConfigEntry
     """,

@@ -19,7 +19,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.op_parameters import named_parameters_of, weight_of
 from torchq_compat.annotate.op_records import op_record
-from torchq_compat.batch_norm.nodes import BETA, EPS, GAMMA, RUNNING_MEAN, RUNNING_VAR, batch_norm_nodes
+from torchq_compat.batch_norm.nodes import EPS, GAMMA, RUNNING_MEAN, RUNNING_VAR, batch_norm_nodes
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.fx_state.given import FxState
 from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
@@ -273,8 +273,7 @@ def _aligned(
     """Node of a site -> FX's name; names without a site; problems.
 
     FX observes some ops that torch.export drops, ``contiguous()`` of what is contiguous, with the observer
-    of what
-    they read: where it has more, runs of equal observers are matched.
+    of what they read: where it has more, runs of equal observers are matched.
     """
     if state.is_converted and not state.is_reference:
         return {}, (), ()

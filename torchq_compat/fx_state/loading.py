@@ -46,7 +46,8 @@ def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> N
     _carry_out(prepared, plan)
     if plan.dropped:
         warn_user(
-            f"FX observes {len(plan.dropped)} values that have no observer here, and quantizes them once more "
+            f"FX observes {len(plan.dropped)} values that have no observer here, and quantizes them once "
+            f"more "
             f"than the model asks for: {_shorten(plan.dropped)}. They are left out."
         )
 
@@ -200,7 +201,8 @@ class _Planner:
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds a scale that is no positive number")
             if key.endswith("histogram") and value.shape != observer.get_buffer(key).shape:
                 raise CheckpointError.other_model(
-                    f"{name}.{key} has {value.numel()} bins, and this model {observer.get_buffer(key).numel()}."
+                    f"{name}.{key} has {value.numel()} bins, and this model "
+                    f"{observer.get_buffer(key).numel()}."
                 )
         return given
 
@@ -410,7 +412,8 @@ def _incomplete(problem: str, left: list[str]) -> CheckpointError:
     more = f" It has, without a place here, {_shorten(left)}." if left else ""
     return CheckpointError(
         f"the FX state does not fit this model: {problem}{more}",
-        hint="prepare the same float model here with the same configuration that FX had, for training if FX's "
+        hint="prepare the same float model here with the same configuration that FX had, for training if "
+        "FX's "
         "was prepared for it, and load the whole of what state_dict() of FX's model returned.",
     )
 

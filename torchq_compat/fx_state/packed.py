@@ -66,7 +66,8 @@ def unpacked_pair(packed: Any) -> tuple[FxWeight, Tensor | None]:
 
 
 def unpacked_cell(packed: Any) -> dict[str, FxWeight | Tensor]:
-    """ "weight_ih", "bias_ih", "weight_hh" and "bias_hh" of one direction of one layer of a dynamic LSTM or GRU.
+    """ "weight_ih", "bias_ih", "weight_hh" and "bias_hh" of one direction of one layer of a dynamic LSTM or
+    GRU.
 
     Raises:
         ValueError: another kind of packed object.

@@ -19,7 +19,8 @@ from torchq_compat import batch_norm
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.root import ROOT
-from torchq_compat.errors import CalibrationError, CheckpointError, TorchQCompatError
+from torchq_compat.errors import CalibrationError, CheckpointError, OnnxError, TorchQCompatError
+from torchq_compat.fx_state.accepting import fx_state_loader
 from torchq_compat.fx_state.given import is_fx_state
 from torchq_compat.graph import metadata
 from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
@@ -116,6 +117,8 @@ class QuantizationGraphModule(GraphModule):
         return metadata.RECORD.required(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+            raise _old_exporter(self.record.stage.value)
         bound = self.record.signature.bind(args, kwargs)
         # Dynamo cannot look at the graph, and compares structures itself.
         if not torch.compiler.is_compiling() and not all(isinstance(arg, Tensor) for arg in bound):
@@ -155,7 +158,10 @@ class QuantizationGraphModule(GraphModule):
         """
         check_state(state_dict, self)
         if is_fx_state(state_dict):
-            raise _is_of_fx()
+            loader = fx_state_loader()
+            if loader is None:
+                raise _is_of_fx()
+            return loader(self, state_dict)
         # torchao's observers keep the very tensors they are given, and two models would then share them.
         own = OrderedDict((k, v.clone() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
         # Without the versions torch takes the state for an old one, and resets the eps of observers.
@@ -272,10 +278,22 @@ def record_of(model: object) -> ModelRecord | None:
 
 def _is_of_fx() -> CheckpointError:
     return CheckpointError(
-        "the state was saved by a model of torch.ao's FX or eager mode, whose observers and weights have other "
+        "the state was saved by a model of torch.ao's FX or eager mode, whose observers and weights have "
+        "other "
         "names.",
-        hint="load it with torchq_compat.checkpoints.load_fx_state(prepared, state_dict) into a model prepared "
+        hint="load it with torchq_compat.checkpoints.load_fx_state(prepared, state_dict) into a model "
+        "prepared "
         "here, and convert that; this model was left as it was.",
+    )
+
+
+def _old_exporter(stage: str) -> OnnxError:
+    return OnnxError(
+        f"torch.onnx.export(..., dynamo=False) cannot write a {stage} model: it traces TorchScript, which "
+        f"has no "
+        "loop of free length and none of the quantize operators.",
+        hint="call torchq_compat.to_onnx(converted, example_inputs, path=...), or torch.onnx.export without "
+        "dynamo=False.",
     )
 
 

@@ -33,8 +33,8 @@ Qparams = tuple[Tensor, Tensor]
 
 
 def hold_qparams(observer: nn.Module, scale: Tensor, zero_point: Tensor) -> None:
-    """Let ``observer`` answer with ``scale`` and ``zero_point``, one or one for each channel, until it observes
-    again. An observer of a weight keeps them as long as the weight lies on them."""
+    """Let ``observer`` answer with ``scale`` and ``zero_point``, one or one for each channel, until it
+    observes again. An observer of a weight keeps them as long as the weight lies on them."""
     release_qparams(observer)
     observer.register_buffer(SCALE, scale.detach().clone().reshape(-1))
     observer.register_buffer(ZERO_POINT, zero_point.detach().clone().reshape(-1))

@@ -1,9 +1,9 @@
 """What FX calls the parameters and observers of a recurrent module.
 
-``torch.ao.nn.quantizable.LSTM`` observes each part below the part's own name. With individually observed parts
-its cell is a graph of FX's, with observers numbered as FX makes them and scales numbered by the name of the
-module that computed the value, where functions have none. A dynamic QConfig leaves ``nn.LSTM`` as it is, and
-packs one object for each layer and direction.
+``torch.ao.nn.quantizable.LSTM`` observes each part below the part's own name. With individually observed
+parts its cell is a graph of FX's, with observers numbered as FX makes them and scales numbered by the name
+of the module that computed the value, where functions have none. A dynamic QConfig leaves ``nn.LSTM`` as it
+is, and packs one object for each layer and direction.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def wanted_by_dynamic(module: DynamicRecurrent, prefix: str) -> Wanted:
 
 
 def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, index: int) -> Wanted:
-    tensors = []
+    tensors, observers = [], []
     for name, observer in _weights(graph):
         role, _, kind = name.rpartition(".")
         fx = f"{kind}_{'ih' if role.endswith('igates') else 'hh'}"
@@ -68,7 +68,9 @@ def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, ind
             f"{prefix}.{fx}",
         )
         tensors.append(WantedTensor(name, names, observer))
-    return Wanted(tuple(tensors))
+        if observer is not None:
+            observers.append(WantedObserver(observer, (), is_weight=True))
+    return Wanted(tuple(tensors), tuple(observers))
 
 
 def _named_parts(cell: CellGraphModule, at: str) -> Wanted:

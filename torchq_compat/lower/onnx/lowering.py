@@ -44,9 +44,9 @@ def to_onnx(
     """Write a converted model as ONNX: quantize and dequantize operators, and weights as their integers.
 
     Recurrent modules are Scan operators, one for each layer and direction, of any length and batch. In ONNX
-    Runtime the graph computes the bits of ``convert_to_reference_fx`` with its optimizer off, but for values that
-    lie between two integers, where ONNX divides by the scale and torch multiplies; with its optimizer on it is
-    within 40 dB.
+    Runtime the graph computes the bits of ``convert_to_reference_fx`` with its optimizer off, but for values
+    that lie between two integers, where ONNX divides by the scale and torch multiplies; with its optimizer
+    on it is within 40 dB.
 
     Args:
         converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode.
@@ -54,17 +54,17 @@ def to_onnx(
             matter. Every size that the model leaves free is free in the graph.
         path: where to write the ``.onnx`` file, whole or not at all.
         opset: the version of ONNX's operators, 21 or newer.
-        dynamic_lstm: how LSTMs with a dynamic QConfig are written. ``"loop"``: as the others, with the numbers of
-            the model here. ``"DynamicQuantizeLSTM"``: ONNX Runtime's own operator, which is some times faster,
-            quantizes over the whole range of 8 bits, and exists nowhere else.
+        dynamic_lstm: how LSTMs with a dynamic QConfig are written. ``"loop"``: as the others, with the
+        numbers of the model here. ``"DynamicQuantizeLSTM"``: ONNX Runtime's own operator, which is some
+        times faster, quantizes over the whole range of 8 bits, and exists nowhere else.
         dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it.
 
     Returns:
         The model: ``proto``, its opset and which sizes are free; ``save(path)``.
 
     Raises:
-        OnnxError: the extra ``onnx`` is not installed, an opset that is too old or unknown, or an operator that
-            has no form in ONNX.
+        OnnxError: the extra ``onnx`` is not installed, an opset that is too old or unknown, or an operator
+        that has no form in ONNX.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
         InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
         OSError: the file cannot be written.
@@ -82,7 +82,8 @@ def to_onnx(
     if opset < OLDEST_OPSET:
         raise OnnxError(
             f"to_onnx: opset {opset} is too old.",
-            hint=f"opset {OLDEST_OPSET} is the first whose quantize operators have all dtypes that models here "
+            hint=f"opset {OLDEST_OPSET} is the first whose quantize operators have all dtypes that models "
+            f"here "
             "have; ONNX Runtime has it since 1.18.",
         )
     if dynamic_lstm not in DYNAMIC_LSTMS:
@@ -128,8 +129,9 @@ def _cannot_translate(opset: int, cause: BaseException) -> OnnxError:
         causes.append(causes[-1].__cause__)
     innermost = next((each for each in reversed(causes) if str(each).strip()), cause)
     lines = [line.strip() for line in str(innermost).splitlines() if line.strip()]
+    found = f"{type(innermost).__name__}: {' '.join(lines[:2])}"
     return OnnxError(
-        f"torch.onnx cannot write the model for opset {opset}: {type(innermost).__name__}: {' '.join(lines[:2])}",
-        hint="every operator of the model needs a form in that opset; leave the part that has none outside the "
-        "model, or write it with other operators.",
+        f"torch.onnx cannot write the model for opset {opset}: {found}",
+        hint="every operator of the model needs a form in that opset; leave the part that has none outside "
+        "the model, or write it with other operators.",
     )

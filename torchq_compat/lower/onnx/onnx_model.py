@@ -64,4 +64,7 @@ def read_model(proto: Any, opset: int) -> OnnxModel:
         for dimension, size in enumerate(value.type.tensor_type.shape.dim)
         if size.HasField("dim_param")
     )
+    imported = {each.domain for each in proto.opset_import}
+    for domain in sorted({node.domain for node in proto.graph.node} - imported - {""}):
+        proto.opset_import.add(domain=domain, version=1)
     return OnnxModel(proto, opset, free)

@@ -20,6 +20,9 @@ from onnxscript import ir
 from onnxscript import opset21 as op
 from onnxscript.onnx_types import TensorType
 
+from torchq_compat.custom_modules.recurrent.exported_op.recurrent_op import QUANTIZED_RECURRENT
+from torchq_compat.lower.onnx.dynamic_lstm import quantized_recurrent
+
 __all__ = ["TRANSLATIONS"]
 
 OPS = torch.ops.quantized_decomposed
@@ -195,4 +198,5 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     OPS.dequantize_per_channel.default: dequantize_per_channel,
     OPS.convert_element_type.no_fuse: convert_element_type,
     torch.ops.aten.linear.default: linear,
+    QUANTIZED_RECURRENT: quantized_recurrent,
 }
