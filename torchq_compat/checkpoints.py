@@ -16,6 +16,7 @@ from torch import nn
 
 from torchq_compat.errors import ArgumentError, CheckpointError
 from torchq_compat.fx_state.loading import load_state
+from torchq_compat.fx_state.packed_files import packed_names
 from torchq_compat.graph.graph_module import QuantizationGraphModule, Stage
 from torchq_compat.support.argument_checks import (
     ANYTHING,
@@ -71,7 +72,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
     except FileNotFoundError:
         raise
     except Exception as cause:
-        raise _unreadable(Path(path).name, cause) from cause
+        packed = packed_names(path)
+        raise (_packed(Path(path).name, packed) if packed else _unreadable(Path(path).name, cause)) from cause
     if not BY_NAME.accepts(content):
         raise CheckpointError.not_a_state(shown(content))
     if model is not None:
@@ -129,6 +131,15 @@ def _not_written(path: str, cause: BaseException) -> CheckpointError:
     return CheckpointError(
         f"the state cannot be saved to {path}: {type(cause).__name__}: {first_line}",
         hint="it has to hold tensors and plain values only; a file that was there is as it was.",
+    )
+
+
+def _packed(path: str, names: list[str]) -> CheckpointError:
+    shown_names = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return CheckpointError(
+        f"the checkpoint {path} holds packed objects of torch.ao, which are no plain values: {shown_names}.",
+        hint="if you trust its source, load it with torch.load(path, weights_only=False) and hand what that "
+        "returns to load_fx_state; or save the state of the prepared model.",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, sqnr
-from torchq_compat.checkpoints import load_fx_state
-from torchq_compat.errors import QuantizationWarning
+from torchq_compat.checkpoints import load_checkpoint, load_fx_state
+from torchq_compat.errors import CheckpointError, QuantizationWarning
 
 
 class WithState(nn.Module):
@@ -177,6 +178,15 @@ def test_parts_of_their_own_dtypes() -> None:
         for name, (scale, zero_point) in expected.items():
             assert found[name]["scale"] == pytest.approx(float(scale), rel=1e-6), name
             assert found[name]["zero_point"] == int(zero_point), name
+
+
+def test_a_file_with_packed_objects_names_them(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        eager = quantize_dynamic(Dynamic().eval(), {nn.LSTM, nn.GRU, nn.LSTMCell, nn.Linear})
+        torch.save(eager.state_dict(), tmp_path / "dynamic.pt")
+    with pytest.raises(CheckpointError, match=r"(?s)lstm\._all_weight_values\.0\.param, .*_only=False"):
+        load_checkpoint(tmp_path / "dynamic.pt")
 
 
 def test_dynamic_modules() -> None:
