@@ -244,3 +244,12 @@ def test_own_eps_survives_our_own_state_dict() -> None:
     second.load_state_dict(first.state_dict())
     eps = [value for name, value in second.state_dict().items() if name.endswith("_0.eps")]
     assert eps == [torch.tensor([0.0625])]
+
+
+def test_compare_loads_it_on_both_sides() -> None:
+    torch.manual_seed(3)
+    state = calibrated_by_fx().state_dict()
+    compared = tc.compare(ConvNet().eval(), X86, X, [X], fx_state=state, fx=True)
+    assert not compared.verdict.needs_attention
+    with pytest.raises(CheckpointError, match="lacks"):
+        tc.compare(ConvNet().eval(), X86, X, [X], fx_state=without(dict(state), "fc."))
