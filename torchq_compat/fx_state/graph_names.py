@@ -159,10 +159,12 @@ class _Reader:
             if node.op in ("placeholder", "get_attr") or node in self.observer_of:
                 continue
             weight = weight_of(node)
+            if weight is not None and _attribute(weight) is None:
+                weight = None
             for argument in node.all_input_nodes:
                 if argument in self.observer_of and argument not in seen:
                     seen.add(argument)
-                    yield self._site(argument, node if argument is weight and _attribute(argument) else None)
+                    yield self._site(argument, node if argument is weight else None)
             for user in node.users:
                 if user in self.observer_of and user not in seen and _has_output_spec(node):
                     seen.add(user)

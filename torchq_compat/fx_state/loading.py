@@ -20,6 +20,7 @@ from torchq_compat.fx_state.packed import FxWeight
 from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.loaded_qparams import hold_qparams, release_qparams
 from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS
 from torchq_compat.qspecs.weight_observers import WeightObserver
@@ -60,7 +61,7 @@ def wanted_by_model(
     for path in dict.fromkeys(str(node.target) for node in opaque_call_nodes(graph_module)):
         leaf = graph_module.get_submodule(path)
         handler = handler_of(leaf)
-        if handler is not None:
+        if handler is not None and isinstance(leaf, OpaqueModule):
             inside = handler.wanted_of_fx(leaf, state, f"{prefix}{path}", wanted_by_model)
             wanted += inside.below(path)
     return wanted

@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 _CALIBRATION = threading.RLock()
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
     torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
@@ -117,7 +118,7 @@ class QuantizationGraphModule(GraphModule):
         return metadata.RECORD.required(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+        if torch.onnx.is_in_onnx_export() and is_tracing():
             raise _old_exporter(self.record.stage.value)
         bound = self.record.signature.bind(args, kwargs)
         # Dynamo cannot look at the graph, and compares structures itself.

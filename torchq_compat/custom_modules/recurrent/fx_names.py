@@ -97,11 +97,12 @@ def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxSta
     if state.is_converted:
         theirs = [name for name in state.scales_at(f"{at}.") if name.startswith(f"{at}._scale_")]
     expected = numbers.functions if state.is_converted else numbers.prepared
-    problems = ()
+    problems: tuple[str, ...] = ()
     if len(theirs) != len(expected):
         problems = (f"it has {len(theirs)} observers in {at} where FX makes {len(expected)}",)
     name_of = {part: name for part, name in zip(expected, theirs, strict=False) if part is not None}
-    observers, only_fx = [], []
+    observers: list[WantedObserver] = []
+    only_fx: list[str] = []
     for part, observer in observer_of.items():
         name = name_of.get(part)
         if state.is_converted:
@@ -111,9 +112,10 @@ def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxSta
             only_fx.append(name)
         elif name is not None:
             observers.append(WantedObserver(observer, (name,)))
-    unused, requantizing = [], []
-    for index, (part, name) in enumerate(zip(expected, theirs, strict=False)):
-        if part is None:
+    unused: list[str] = []
+    requantizing: list[str] = []
+    for index, (own, name) in enumerate(zip(expected, theirs, strict=False)):
+        if own is None:
             (unused if _is_input(index, state, numbers) else requantizing).append(name)
     if state.is_converted:
         first = "igates_input_input_scale_0" if module.split_gates else "igates_input_scale_0"
@@ -168,7 +170,8 @@ def _requantized_gates(module: RecurrentModule, cell: CellGraphModule) -> set[st
     return {
         gate
         for gate, part in GATE_PARTS.items()
-        if part in observer_of and cell.get_submodule(observer_of[part]).dtype is not default
+        if part in observer_of
+        and getattr(cell.get_submodule(observer_of[part]), "dtype", None) is not default
     }
 
 

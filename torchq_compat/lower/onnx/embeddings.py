@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument
 
 __all__ = ["look_up_integers"]
 
@@ -33,11 +34,11 @@ def _look_up(graph: Graph, embedding: Node) -> None:
     integers, scales, zero_points = table.args[:3]
     with graph.inserting_before(embedding):
 
-        def rows_of(tensor: object) -> Node:
+        def rows_of(tensor: Argument) -> Node:
             rows = graph.call_function(ATEN.index.Tensor, (tensor, [indices]))
             return graph.call_function(ATEN.to.dtype, (rows, torch.float32))
 
-        def column_of(tensor: object) -> Node:
+        def column_of(tensor: Argument) -> Node:
             return graph.call_function(ATEN.unsqueeze.default, (rows_of(tensor), -1))
 
         shifted = graph.call_function(ATEN.sub.Tensor, (rows_of(integers), column_of(zero_points)))

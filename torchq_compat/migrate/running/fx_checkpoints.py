@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.nn.modules.module import _IncompatibleKeys
+from torch import nn
 
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import CheckpointError, QuantizationWarning
@@ -54,7 +54,8 @@ def remembering_prepared(function: Function) -> Function:
 def _load(model: QuantizationGraphModule, state: Mapping[str, Any]) -> Any:
     if model.record.stage is Stage.PREPARED:
         load_fx_state(model, state)
-        return _IncompatibleKeys([], [])
+        # What it returns when all keys match.
+        return nn.Module().load_state_dict({})
     prepared, convert = metadata.PREPARED.of(model.reference), metadata.CONVERTED_FROM.of(model.reference)
     if prepared is None or convert is None:
         raise CheckpointError(

@@ -106,8 +106,10 @@ class RecurrentModule(PartOwner):
 
     def _is_opaque_as(self, shape: LoopShape) -> bool:
         if shape is LoopShape.OPAQUE_DYNAMIC_LSTM:
-            is_lstm = len(self.contract.kind.states) == 2 and isinstance(self.contract, SequenceContract)
-            return self.is_dynamic and is_lstm and not self.contract.structure.proj_size
+            contract = self.contract
+            if not self.is_dynamic or not isinstance(contract, SequenceContract):
+                return False
+            return len(contract.kind.states) == 2 and not contract.structure.proj_size
         return shape is LoopShape.OPAQUE
 
     #: Whether the cells may be converted ones, which the compiled cell loop runs.
