@@ -17,9 +17,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from torchq_compat import batch_norm
 from torchq_compat.annotate.op_parameters import named_parameters_of, weight_of
 from torchq_compat.annotate.op_records import op_record
-from torchq_compat.batch_norm.nodes import EPS, GAMMA, RUNNING_MEAN, RUNNING_VAR, batch_norm_nodes
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.fx_state.given import FxState
 from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
@@ -29,8 +29,6 @@ from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 __all__ = ["in_sequential", "wanted_by_graph"]
 
 ATEN = torch.ops.aten
-#: Between a convolution and the batch norm that QAT fused with it.
-IN_FUSED_BATCH_NORM = (ATEN.div.Tensor, ATEN.add.Tensor)
 
 
 def wanted_by_graph(
@@ -128,29 +126,18 @@ class _Reader:
         return wanted, more, problems
 
     def folded(self) -> Iterator[FoldedBatchNorm]:
-        for _, node in batch_norm_nodes(self.graph_module):
-            op = _fused_op(node)
-            if op is None:
-                continue
-            names = [
-                argument.target
-                for argument in node.args[GAMMA : RUNNING_VAR + 1]
-                if isinstance(argument, Node)
-            ]
-            eps = node.args[EPS]
-            assert isinstance(eps, float)
-            gamma, beta, mean, variance = map(str, names)
-            path = self._module_path(op)
-            bias = _fused_bias(node)
-            yield FoldedBatchNorm(
-                gamma,
-                beta,
-                mean,
-                variance,
-                eps,
-                tuple(f"{self.prefix}{name}" for name in (f"{path}.bias", f"{path}.0.bias")),
-                bias,
-            )
+        for norm in batch_norm.describe(self.graph_module):
+            if norm.op is not None:
+                path = self._module_path(norm.op)
+                yield FoldedBatchNorm(
+                    norm.names["weight"],
+                    norm.names["bias"],
+                    norm.names["running_mean"],
+                    norm.names["running_var"],
+                    norm.eps,
+                    tuple(f"{self.prefix}{name}" for name in (f"{path}.bias", f"{path}.0.bias")),
+                    norm.bias,
+                )
 
     def _sites(self) -> Iterator[_Site]:
         """In the order in which FX makes observers."""
@@ -255,17 +242,11 @@ class _Reader:
                     path_of_parameter = path if node.target is not ATEN.batch_norm.default else ""
                     if path_of_parameter:
                         names[own] = (f"{path}.{role}", f"{path}.0.{role}", own)
-        for _, node in batch_norm_nodes(self.graph_module):
-            op = _fused_op(node)
-            path = "" if op is None else self._module_path(op)
-            for argument in node.args[GAMMA : RUNNING_VAR + 1]:
-                if isinstance(argument, Node):
-                    own = str(argument.target)
-                    names[own] = (own, in_sequential(own), f"{path}.bn.{own.rpartition('.')[2]}")
-            mean = node.args[RUNNING_MEAN]
-            if isinstance(mean, Node):
-                counter = str(mean.target).replace("running_mean", "num_batches_tracked")
-                names[counter] = (counter, in_sequential(counter), f"{path}.bn.num_batches_tracked")
+        for norm in batch_norm.describe(self.graph_module):
+            path = "" if norm.op is None else self._module_path(norm.op)
+            counter = norm.names["running_mean"].replace("running_mean", "num_batches_tracked")
+            for role, own in {**norm.names, "num_batches_tracked": counter}.items():
+                names[own] = (own, in_sequential(own), f"{path}.bn.{role}")
         return names
 
 
@@ -325,20 +306,3 @@ def _parameters(op: Node) -> Iterator[tuple[str, Node]]:
             source = source.args[0]
         if source.op == "get_attr":
             yield role, source
-
-
-def _fused_op(batch_norm: Node) -> Node | None:
-    """The op that QAT fused with ``batch_norm``."""
-    source, passed = batch_norm.args[0], 0
-    while isinstance(source, Node) and source.target in IN_FUSED_BATCH_NORM:
-        source, passed = source.args[0], passed + 1
-    return source if passed and isinstance(source, Node) and weight_of(source) is not None else None
-
-
-def _fused_bias(batch_norm: Node) -> str | None:
-    source = batch_norm.args[0]
-    if isinstance(source, Node) and source.target is ATEN.add.Tensor:
-        reshaped = source.args[1]
-        if isinstance(reshaped, Node) and isinstance(reshaped.args[0], Node):
-            return str(reshaped.args[0].target)
-    return None

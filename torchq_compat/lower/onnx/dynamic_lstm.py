@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from onnxscript import ir
+from onnxscript import evaluator, ir
 from onnxscript import opset21 as op
 from onnxscript.onnx_types import TensorType
-from onnxscript.values import Opset
 from torch.fx import Graph, Node
 
 from torchq_compat.custom_modules.recurrent.exported_op.graph_text import graph_from_data
@@ -26,7 +25,6 @@ from torchq_compat.custom_modules.recurrent.exported_op.graph_text import graph_
 __all__ = ["DOMAIN", "quantized_recurrent"]
 
 DOMAIN = "com.microsoft"
-MICROSOFT = Opset(DOMAIN, 1)
 OPS = torch.ops.quantized_decomposed
 LINEAR = torch.ops.aten.linear.default
 #: Places of torch's stacked gates (input, forget, cell, output) in ONNX's order.
@@ -67,27 +65,40 @@ def quantized_recurrent(
         inputs, recurrent = ([each[index] for each in linears] for index in range(2))
         hidden, cell = (_stacked([_unsqueezed(pair[index]) for pair in pairs]) for index in range(2))
         biases = _stacked([op.Concat(i.bias, r.bias, axis=1) for i, r in zip(inputs, recurrent, strict=True)])
-        y, last_hidden, last_cell = MICROSOFT.DynamicQuantizeLSTM(
+        y, last_hidden, last_cell = _dynamic_quantize_lstm(
             x,
-            _stacked([each.weight for each in inputs]),
-            _stacked([each.weight for each in recurrent]),
+            *(_stacked([each.weight for each in side]) for side in (inputs, recurrent)),
             biases,
             None,
             hidden,
             cell,
             None,
-            _stacked([each.scale for each in inputs]),
-            _stacked([each.zero_point for each in inputs]),
-            _stacked([each.scale for each in recurrent]),
-            _stacked([each.zero_point for each in recurrent]),
+            *(
+                _stacked([getattr(each, name) for each in side])
+                for side in (inputs, recurrent)
+                for name in ("scale", "zero_point")
+            ),
             direction="bidirectional" if len(layer) == 2 else "forward",
             hidden_size=int(pairs[0][0].shape[-1]),
-            _outputs=3,
         )
         outputs = [_at(y, index, 1) for index in range(len(layer))]
         x = outputs[0] if len(outputs) == 1 else op.Concat(*outputs, axis=-1)
         last += [_at(each, index, 0) for index in range(len(layer)) for each in (last_hidden, last_cell)]
     return [*outputs, *last]
+
+
+def _dynamic_quantize_lstm(*inputs: Any, direction: str, hidden_size: int) -> Sequence[Any]:
+    """(output, last hidden state, last cell state). onnxscript has no schema of the operator."""
+    node = ir.node(
+        "DynamicQuantizeLSTM",
+        inputs=list(inputs),
+        attributes={"direction": direction, "hidden_size": hidden_size},
+        domain=DOMAIN,
+        num_outputs=3,
+    )
+    evaluator.default().nodes.append(node)
+    outputs: Sequence[Any] = node.outputs
+    return outputs
 
 
 def _read(data: dict[str, Any], weights: Iterator[Any]) -> _Linear:
@@ -115,7 +126,8 @@ def _read(data: dict[str, Any], weights: Iterator[Any]) -> _Linear:
     else:
         biases = op.Constant(value=ir.tensor([[0.0] * int(gates)], dtype=ir.DataType.FLOAT))
     transposed = op.Transpose(_in_onnx_order(weight), perm=[1, 0])
-    return _Linear(op.Unsqueeze(transposed, _axes(0)), *qparams, biases)
+    scales_of, zeros_of = qparams
+    return _Linear(op.Unsqueeze(transposed, _axes(0)), scales_of, zeros_of, biases)
 
 
 def _linear_of(graph: Graph) -> Node:
@@ -126,7 +138,7 @@ def _linear_of(graph: Graph) -> Node:
 
 def _in_onnx_order(gates: Any) -> Any:
     """Split by gate in the first dimension, and put together again."""
-    parts = op.Split(gates, num_outputs=4, axis=0, _outputs=4)
+    parts = op.Split(gates, num_outputs=4, axis=0)
     return op.Concat(*(parts[index] for index in GATE_ORDER), axis=0)
 
 

@@ -91,6 +91,12 @@ def to_onnx(
             f"to_onnx: dynamic_lstm={dynamic_lstm!r} is not known.",
             hint=f"choose one of {', '.join(map(repr, DYNAMIC_LSTMS))}.",
         )
+    newest = onnx_module("onnx.defs").onnx_opset_version()
+    if opset > newest:
+        raise OnnxError(
+            f"to_onnx: opset {opset} is not known to the installed onnx.",
+            hint=f"its newest is {newest}; leave opset out for one that every ONNX Runtime since 1.18 has.",
+        )
     translations = onnx_module("torchq_compat.lower.onnx.translations").TRANSLATIONS
     args = read_example_inputs(example_inputs)
     program = export(converted, args, recurrent=DYNAMIC_LSTMS[dynamic_lstm], dynamic_shapes=dynamic_shapes)
