@@ -21,7 +21,7 @@ from torchq_compat.checkpoints import load_fx_state
 
 __all__ = ["DEFAULT", "SLOW", "Saved", "differences_of", "saved_by_fx"]
 
-DEFAULT = ("resnet/x86", "functional/qnnpack", "embedding/embeddings_and_static", "conv2_bn_relu/qat_fbgemm")
+DEFAULT = ("resnet/x86", "functional/dynamic", "embedding/embeddings_and_static", "conv2_bn_relu/qat_fbgemm")
 SLOW = tuple(
     f"{model}/{mapping}"
     for models, mappings in (

@@ -44,14 +44,19 @@ class WithState(nn.Module):
 
 
 class Dynamic(nn.Module):
-    def __init__(self) -> None:
+    """An LSTM and a linear; ``whole``: and a GRU and a cell."""
+
+    def __init__(self, whole: bool) -> None:
         super().__init__()
-        self.lstm, self.gru = nn.LSTM(4, 6, 2, bidirectional=True), nn.GRU(12, 5)
-        self.cell, self.fc = nn.LSTMCell(5, 4), nn.Linear(4, 3)
+        self.whole = whole
+        self.lstm = nn.LSTM(4, 6, 2 if whole else 1, bidirectional=whole)
+        if whole:
+            self.gru, self.cell = nn.GRU(12, 5), nn.LSTMCell(5, 6)
+        self.fc = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.gru(self.lstm(x)[0])[0]
-        return self.fc(self.cell(y[0])[0])
+        y = self.lstm(x)[0]
+        return self.fc(self.cell(self.gru(y)[0][0])[0] if self.whole else y)
 
 
 def by_fx(model: nn.Module, batch: Any, is_qat: bool = False) -> GraphModule:
@@ -183,15 +188,16 @@ def test_parts_of_their_own_dtypes() -> None:
 def test_a_file_with_packed_objects_names_them(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        eager = quantize_dynamic(Dynamic().eval(), {nn.LSTM, nn.GRU, nn.LSTMCell, nn.Linear})
+        eager = quantize_dynamic(Dynamic(whole=False).eval(), {nn.LSTM, nn.GRU, nn.LSTMCell, nn.Linear})
         torch.save(eager.state_dict(), tmp_path / "dynamic.pt")
     with pytest.raises(CheckpointError, match=r"(?s)lstm\._all_weight_values\.0\.param, .*_only=False"):
         load_checkpoint(tmp_path / "dynamic.pt")
 
 
-def test_dynamic_modules() -> None:
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_dynamic_modules(whole: bool) -> None:
     torch.manual_seed(0)
-    model, x = Dynamic().eval(), torch.randn(6, 2, 4)
+    model, x = Dynamic(whole).eval(), torch.randn(6, 2, 4)
     mapping = QConfigMapping().set_global(default_dynamic_qconfig)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -288,6 +288,7 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         tc.to_onnx(tc.convert_to_reference_fx(prepared_linear()), (torch.randn(3, 8),))
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_onnx() -> None:
     code = "import sys, torchq_compat as t; t.to_onnx, t.convert_fx; assert 'onnxscript' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
