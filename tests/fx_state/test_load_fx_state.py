@@ -233,6 +233,19 @@ def test_load_state_dict_says_that_there_is_load_fx_state(strict: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before.values(), tensors_of(ours).values(), strict=True))
 
 
+def test_our_own_states_are_not_taken_for_those_of_fx() -> None:
+    """Without weights, or trained with observers of whole ranges, nothing but the names tells them apart."""
+    ranges = torch.ao.quantization.FakeQuantize.with_args(observer=torch.ao.quantization.MinMaxObserver)
+    mapping = torch.ao.quantization.QConfigMapping().set_global(torch.ao.quantization.QConfig(ranges, ranges))
+    first, second = (tc.prepare_qat_fx(ConvNet().train(), mapping, X) for _ in range(2))
+    first(*X)
+    second.load_state_dict(first.state_dict())
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(tensors_of(first).values(), tensors_of(second).values(), strict=True)
+    )
+
+
 def test_own_eps_survives_our_own_state_dict() -> None:
     observer = torch.ao.quantization.MinMaxObserver.with_args(eps=0.0625)
     weight = torch.ao.quantization.default_weight_observer

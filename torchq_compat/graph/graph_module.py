@@ -158,10 +158,11 @@ class QuantizationGraphModule(GraphModule):
                 none.
         """
         check_state(state_dict, self)
-        if is_fx_state(state_dict):
+        foreign = sorted(state_dict.keys() - self.state_dict().keys()) if is_fx_state(state_dict) else []
+        if foreign:
             loader = fx_state_loader()
             if loader is None:
-                raise _is_of_fx()
+                raise _is_of_fx(foreign)
             return loader(self, state_dict)
         # torchao's observers keep the very tensors they are given, and two models would then share them.
         own = OrderedDict((k, v.clone() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
@@ -277,14 +278,14 @@ def record_of(model: object) -> ModelRecord | None:
     return record if isinstance(record, ModelRecord) else None
 
 
-def _is_of_fx() -> CheckpointError:
+def _is_of_fx(names: list[str]) -> CheckpointError:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return CheckpointError(
-        "the state was saved by a model of torch.ao's FX or eager mode, whose observers and weights have "
-        "other "
-        "names.",
-        hint="load it with torchq_compat.checkpoints.load_fx_state(prepared, state_dict) into a model "
-        "prepared "
-        "here, and convert that; this model was left as it was.",
+        "the state has observers or weights by names that models of torch.ao's FX and eager mode have, and "
+        f"this one has not: {', '.join(names[:3])}{more}.",
+        hint="if FX saved it, load it with torchq_compat.checkpoints.load_fx_state(prepared, state_dict) "
+        "into a "
+        "model prepared here, and convert that; this model was left as it was.",
     )
 
 
