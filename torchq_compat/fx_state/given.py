@@ -17,7 +17,7 @@ from torchq_compat.errors import CheckpointError
 from torchq_compat.fx_state.packed import FxWeight, is_packed, unpacked_cell, unpacked_pair, weight_of_tensor
 from torchq_compat.support.argument_checks import shown
 
-__all__ = ["Entry", "FxState", "is_fx_state"]
+__all__ = ["SCALE_NAME", "Entry", "FxState", "is_fx_state"]
 
 #: What only FX's models, and torch.ao's eager ones, call their entries.
 ONLY_FX = re.compile(
@@ -27,6 +27,7 @@ ONLY_FX = re.compile(
 #: What a state of ours has, and no state of FX.
 OURS = re.compile(r"\.observer\.|^_frozen_param\d+$|(^|\.)_extra_state$|\.saturated$|\.loaded_scale$")
 WEIGHT_QPARAM = re.compile(r"_(axis|qscheme|dtype|quant_min|quant_max|axis_int)$")
+#: Of a converted graph.
 SCALE_NAME = re.compile(r"^(?P<prefix>.*)_scale_(?P<index>\d+)$")
 PACKED_NAME = re.compile(r"_packed_weight_\d+$")
 CONV_BN_V1 = {
@@ -39,7 +40,7 @@ CONV_BN_V1 = {
 
 
 def is_fx_state(state: Mapping[str, Any]) -> bool:
-    """Whether ``state`` has entries that only FX's prepared and converted models have."""
+    """Whether ``state`` has entries of FX's prepared and converted models, and none that only ours have."""
     return any(ONLY_FX.search(name) for name in state) and not any(OURS.search(name) for name in state)
 
 

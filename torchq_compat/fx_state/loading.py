@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.errors import CheckpointError
-from torchq_compat.fx_state.given import Entry, FxState
+from torchq_compat.fx_state.given import SCALE_NAME, Entry, FxState
 from torchq_compat.fx_state.graph_names import wanted_by_graph
 from torchq_compat.fx_state.packed import FxWeight
 from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
@@ -256,7 +256,12 @@ class _Planner:
         """FX names a scale by the first reader it happens to find: what is left on both sides is in one
         order."""
         names = [name for name in self.state.scales_at("") if name in dict(self.state.untaken())]
-        if len(names) != len(self.without_qparams):
+        known = {
+            SCALE_NAME.sub(r"\g<prefix>", name) for each in self.wanted.observers for name in each.scales
+        }
+        # Of a known name with another number something in between is missing, and the order says nothing.
+        is_renamed = all(SCALE_NAME.sub(r"\g<prefix>", name) not in known for name in names)
+        if len(names) != len(self.without_qparams) or not is_renamed:
             self.missing += [each.scales[0] if each.scales else each.path for each in self.without_qparams]
             return
         for wanted, scale_name in zip(self.without_qparams, names, strict=True):

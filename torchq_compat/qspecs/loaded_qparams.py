@@ -36,8 +36,9 @@ def hold_qparams(observer: nn.Module, scale: Tensor, zero_point: Tensor) -> None
     """Let ``observer`` answer with ``scale`` and ``zero_point``, one or one for each channel, until it
     observes again. An observer of a weight keeps them as long as the weight lies on them."""
     release_qparams(observer)
-    observer.register_buffer(SCALE, scale.detach().clone().reshape(-1))
-    observer.register_buffer(ZERO_POINT, zero_point.detach().clone().reshape(-1))
+    device = next((buffer.device for buffer in observer.buffers()), scale.device)
+    observer.register_buffer(SCALE, scale.detach().to(device, copy=True).reshape(-1))
+    observer.register_buffer(ZERO_POINT, zero_point.detach().to(device, copy=True).reshape(-1))
     if not getattr(observer, "observes_at_convert", False):
         observer.register_forward_pre_hook(_observes_again)
 
