@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchq_compat.eager.quantize_dynamic import quantize_dynamic
     from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
+    from torchq_compat.lower.onnx import to_onnx
     from torchq_compat.migrate.comparison.comparing import compare
     from torchq_compat.migrate.comparison.suggesting import suggest
     from torchq_compat.multi_output.annotate_outputs import annotate_outputs
@@ -54,6 +55,7 @@ __all__ = [
     "reroute_tuples",
     "suggest",
     "to_executorch",
+    "to_onnx",
 ]
 __all__ += errors.__all__
 
@@ -71,6 +73,7 @@ _HOMES = {
     "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
     "suggest": "torchq_compat.migrate.comparison.suggesting",
     "to_executorch": "torchq_compat.lower.executorch",
+    "to_onnx": "torchq_compat.lower.onnx",
 }
 
 

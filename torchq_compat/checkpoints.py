@@ -1,4 +1,7 @@
-"""Checkpoints that are whole or not there: a killed save leaves the old file, a bad one is refused."""
+"""Checkpoints that are whole or not there, and states that FX saved.
+
+A killed save leaves the old file, a bad one is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq_compat.errors import CheckpointError
+from torchq_compat.errors import ArgumentError, CheckpointError
+from torchq_compat.fx_state.loading import load_state
+from torchq_compat.fx_state.packed_files import packed_names
+from torchq_compat.graph.graph_module import QuantizationGraphModule, Stage
 from torchq_compat.support.argument_checks import (
     ANYTHING,
     PATH,
@@ -24,7 +30,7 @@ from torchq_compat.support.argument_checks import (
 )
 from torchq_compat.support.atomic_files import whole_file
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "load_fx_state", "save_checkpoint"]
 
 
 MODULE = instance_of(nn.Module, what="an nn.Module")
@@ -66,7 +72,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
     except FileNotFoundError:
         raise
     except Exception as cause:
-        raise _unreadable(Path(path).name, cause) from cause
+        packed = packed_names(path)
+        raise (_packed(Path(path).name, packed) if packed else _unreadable(Path(path).name, cause)) from cause
     if not BY_NAME.accepts(content):
         raise CheckpointError.not_a_state(shown(content))
     if model is not None:
@@ -74,11 +81,65 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
     return content
 
 
+@checked_arguments(prepared=MODULE, state_dict=BY_NAME)
+def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Load what ``state_dict()`` of a model of FX returned into a model prepared here.
+
+    FX's model may have been prepared, and calibrated or trained, or converted, for a backend or as a
+    reference; or come from ``torch.ao.quantization.quantize_dynamic``. The numbers of a prepared one are
+    taken over as they are, so that calibration and training go on where they were. Of a converted one the
+    weights are the dequantized integers, and all qparams stay as they were saved until the observers see
+    data again; batch norms that training kept apart become ones that change nothing.
+
+    Args:
+        prepared: what ``prepare_fx`` or ``prepare_qat_fx`` of this package returned for the same float model
+        and configuration; changed in place.
+        state_dict: the state, with the names and values FX gave it. Packed objects among them, of functions
+        and of dynamic modules, are read if torch.load was allowed to load them.
+
+    Raises:
+        CheckpointError: half a state, a state of another model, entries that have no place here, NaN, or
+        values that cannot be read; the message names them, and ``prepared`` is as it was.
+        ArgumentError: ``prepared`` is no model prepared here.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping, quantize_fx
+        >>> from torchq_compat import convert_fx, prepare_fx
+        >>> from torchq_compat.checkpoints import load_fx_state
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> calibrated = quantize_fx.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> _ = calibrated(torch.randn(50, 4))
+        >>> prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> load_fx_state(prepared, calibrated.state_dict())
+        >>> convert_fx(prepared)(x).shape
+        torch.Size([3, 2])
+    """
+    if not isinstance(prepared, QuantizationGraphModule) or prepared.record.stage is not Stage.PREPARED:
+        found = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
+        raise ArgumentError(
+            f"load_fx_state: {type(prepared).__name__} is a {found} model, not one prepared here.",
+            hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into what that "
+            "returns, and "
+            "convert it.",
+        )
+    load_state(prepared, state_dict)
+
+
 def _not_written(path: str, cause: BaseException) -> CheckpointError:
     first_line = str(cause).strip().split("\n", 1)[0]
     return CheckpointError(
         f"the state cannot be saved to {path}: {type(cause).__name__}: {first_line}",
         hint="it has to hold tensors and plain values only; a file that was there is as it was.",
+    )
+
+
+def _packed(path: str, names: list[str]) -> CheckpointError:
+    shown_names = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return CheckpointError(
+        f"the checkpoint {path} holds packed objects of torch.ao, which are no plain values: {shown_names}.",
+        hint="if you trust its source, load it with torch.load(path, weights_only=False) and hand what that "
+        "returns to load_fx_state; or save the state of the prepared model.",
     )
 
 

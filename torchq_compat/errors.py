@@ -26,6 +26,7 @@ __all__ = [
     "InputError",
     "LeftFloatError",
     "ModuleAttributeError",
+    "OnnxError",
     "PartConfigError",
     "PathError",
     "QuantizationWarning",
@@ -206,6 +207,10 @@ class ExecutorchError(TorchQCompatError):
             f"the program cannot be called like this: {problem}.",
             hint=f"its inputs, flat, are ({', '.join(expected)}).",
         )
+
+
+class OnnxError(TorchQCompatError):
+    """A model that cannot become an ONNX file."""
 
 
 class CaseError(TorchQCompatError):

@@ -77,6 +77,27 @@ def _executorch(backend: str, case: Case) -> Built:
     return Built(program, len(program.pte))
 
 
+def _onnx_runtime(case: Case) -> Built:
+    try:
+        import onnxruntime
+
+        from torchq_compat.lower.onnx import to_onnx
+    except ImportError as cause:
+        raise UnavailableError(str(cause)) from cause
+    content = to_onnx(case.reference, case.inputs).to_bytes()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
+    session = onnxruntime.InferenceSession(content, options)
+    names = [each.name for each in session.get_inputs()]
+
+    def run(*inputs: Any) -> list[torch.Tensor]:
+        flat = torch.utils._pytree.tree_leaves(inputs)
+        found = session.run(None, {name: x.numpy() for name, x in zip(names, flat, strict=True)})
+        return [torch.from_numpy(each) for each in found]
+
+    return Built(run, len(content))
+
+
 def _saved_size(model: nn.Module) -> int:
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -94,6 +115,7 @@ OURS = (
 ON_DEVICE = (
     Contender("ours, ExecuTorch portable", partial(_executorch, "portable")),
     Contender("ours, ExecuTorch XNNPACK", partial(_executorch, "xnnpack")),
+    Contender("ours, ONNX Runtime", _onnx_runtime),
 )
 RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *OURS, *ON_DEVICE)
 FEEDFORWARD_CONTENDERS = (FLOAT, FX, *OURS)

@@ -84,6 +84,7 @@ def test_contenders_that_need_nothing_extra_are_measured(results: dict[str, Any]
         "ours, lowered",
         "ours, ExecuTorch portable",
         "ours, ExecuTorch XNNPACK",
+        "ours, ONNX Runtime",
     }
     measured = [row for row in rows if "unavailable" not in row]
     assert {row["verdict"] for row in measured if row["contender"] == "float"} == {"float"}

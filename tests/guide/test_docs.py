@@ -25,10 +25,12 @@ def test_python_blocks_run(document: Path) -> None:
 
 
 def test_examples_of_public_functions_run() -> None:
-    from torchq_compat import explain, export, quantize_fx, to_executorch
+    from torchq_compat import explain, export, quantize_fx, to_executorch, to_onnx
+    from torchq_compat.checkpoints import load_fx_state
 
     names = ("prepare_fx", "prepare_qat_fx", "convert_fx", "convert_to_reference_fx", "fuse_fx")
-    for function in (*(getattr(quantize_fx, name) for name in names), explain, export, to_executorch):
+    others = (explain, export, to_executorch, to_onnx, load_fx_state)
+    for function in (*(getattr(quantize_fx, name) for name in names), *others):
         (test,) = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs={})
         assert test.examples, f"{function.__name__} has no example"
         ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test)

@@ -9,7 +9,7 @@ import pytest
 ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
     CheckpointError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
-    InputError LeftFloatError ModuleAttributeError PartConfigError PathError QuantizationWarning
+    InputError LeftFloatError ModuleAttributeError OnnxError PartConfigError PathError QuantizationWarning
     RecurrentModuleError ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
 """
 QUANTIZE_FX = """
@@ -19,12 +19,12 @@ QUANTIZE_FX = """
 PUBLIC = {
     "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
         Output annotate_outputs check_annotations check_sharing compare explain export quantize_dynamic
-        quantizer_from reroute_tuples suggest to_executorch
+        quantizer_from reroute_tuples suggest to_executorch to_onnx
     """,
     "torchq_compat.errors": ERRORS,
     "torchq_compat.quantize_fx": QUANTIZE_FX,
     "torchq_compat.custom_modules": "CustomModuleHandler UserModuleHandler register",
-    "torchq_compat.checkpoints": "load_checkpoint save_checkpoint",
+    "torchq_compat.checkpoints": "load_checkpoint load_fx_state save_checkpoint",
     "torchq_compat.custom_config": """
         ConvertCustomConfig FuseCustomConfig PrepareCustomConfig StandaloneModuleConfigEntry
     """,

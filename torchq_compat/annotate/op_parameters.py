@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-__all__ = ["NORMALIZATIONS", "parameter_nodes", "parameters_of", "weight_of"]
+__all__ = ["NORMALIZATIONS", "named_parameters_of", "parameter_nodes", "parameters_of", "weight_of"]
 
 ATEN = torch.ops.aten
 WEIGHT_AND_BIAS = {"weight": 1, "bias": 2}
@@ -53,6 +53,11 @@ def parameters_of(node: Node) -> dict[str, tuple[Node, Node]]:
 def parameter_nodes(node: Node) -> set[Node]:
     """All arguments of ``node`` that are parameters and not activations."""
     return {parameter for parameter, _ in _edges(node).values()}
+
+
+def named_parameters_of(node: Node) -> dict[str, Node]:
+    """Role, as "weight" or "running_mean" -> the parameter that ``node`` is given for it."""
+    return {name: parameter for name, (parameter, _) in _edges(node).items()}
 
 
 def _edges(node: Node) -> dict[str, tuple[Node, Node]]:

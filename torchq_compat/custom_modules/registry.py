@@ -19,6 +19,8 @@ from torch.fx import GraphModule, Node
 from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.custom_configs import StandaloneSettings
+from torchq_compat.fx_state.given import FxState
+from torchq_compat.fx_state.wanted import Wanted, WantedTensor
 from torchq_compat.graph.observed_graph import ObserverFault
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
@@ -31,6 +33,7 @@ __all__ = [
     "CustomModuleHandler",
     "ExplainModel",
     "ObserveRequest",
+    "WantedByModel",
     "WriteOps",
     "handler_of",
     "handlers",
@@ -40,6 +43,8 @@ __all__ = [
 #: (graph module, opaque call, path, args and kwargs of the call) -> the nodes of its results in flat order,
 #: written before the call; None if this call cannot be written.
 WriteOps = Callable[[GraphModule, Node, str, tuple[Any, ...], dict[str, Any]], list[Node] | None]
+#: (model, state, its QConfigMapping, its path in FX's names with the dot) -> what the model wants.
+WantedByModel = Callable[..., Wanted]
 #: What explains a prepared or converted model.
 ExplainModel = Callable[[nn.Module], Iterable[Decision]]
 
@@ -182,6 +187,13 @@ class CustomModuleHandler(ABC):
     def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
         """(where inside ``opaque``, what) of observers that cannot be converted."""
         return []
+
+    def wanted_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
+    ) -> Wanted:
+        """What the observed ``opaque`` wants from a state of FX, in which it stands at ``prefix``;
+        ``wanted_by_model`` says it of a model of its own. Default: its entries are called the same."""
+        return Wanted(tuple(WantedTensor(name, (f"{prefix}.{name}",)) for name in opaque.state_dict()))
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
         """The decisions inside an observed or converted module; ``explain_model`` tells those of a model of

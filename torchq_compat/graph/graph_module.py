@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +21,9 @@ from torchq_compat import batch_norm
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.training_modes import set_training
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.errors import CalibrationError, CheckpointError, TorchQCompatError
+from torchq_compat.errors import CalibrationError, CheckpointError, OnnxError, TorchQCompatError
+from torchq_compat.fx_state.accepting import fx_state_loader
+from torchq_compat.fx_state.given import is_fx_state
 from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
 from torchq_compat.graph.module_views import ModuleFacts, install_views
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
@@ -34,6 +37,7 @@ from torchq_compat.graph.quantized_interface import (
 )
 from torchq_compat.graph.state_checks import check_state
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
+from torchq_compat.qspecs.loaded_qparams import adopt_loaded_qparams
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
@@ -56,6 +60,7 @@ __all__ = [
 _CALIBRATION = threading.RLock()
 #: Where a float model that is a custom module itself stands in its parent.
 ROOT = "module"
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
     torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
@@ -145,6 +150,8 @@ class QuantizationGraphModule(GraphModule):
         return metadata.RECORD.required(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.onnx.is_in_onnx_export() and is_tracing():
+            raise _old_exporter(self.record.stage.value)
         bound = self.record.signature.bind(args, kwargs)
         # Dynamo cannot look at the graph, and compares structures itself.
         if not torch.compiler.is_compiling() and not all(isinstance(arg, Tensor) for arg in bound):
@@ -232,12 +239,23 @@ class QuantizationGraphModule(GraphModule):
                 none.
         """
         check_state(state_dict, self)
+        foreign = sorted(state_dict.keys() - self.state_dict().keys()) if is_fx_state(state_dict) else []
+        if foreign:
+            loader = fx_state_loader()
+            if loader is None:
+                raise _is_of_fx(foreign)
+            return loader(self, state_dict)
         # torchao's observers keep the very tensors they are given, and two models would then share them.
-        state_dict = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
+        own = OrderedDict((k, v.clone() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
+        # Without the versions torch takes the state for an old one, and resets the eps of observers.
+        own._metadata = getattr(state_dict, "_metadata", self.state_dict()._metadata)  # type: ignore[attr-defined]
+        state_dict = own
         before = {name: value.clone() for name, value in self.state_dict().items()}
+        adopt_loaded_qparams(self, state_dict)
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except Exception as cause:
+            adopt_loaded_qparams(self, before)
             super().load_state_dict(before, strict=False)
             if isinstance(cause, CheckpointError):
                 raise
@@ -351,6 +369,27 @@ def record_of(model: object) -> ModelRecord | None:
     meta = getattr(model, "meta", None)
     record = meta.get(metadata.RECORD.name) if isinstance(meta, dict) else None
     return record if isinstance(record, ModelRecord) else None
+
+
+def _is_of_fx(names: list[str]) -> CheckpointError:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return CheckpointError(
+        "the state has observers or weights by names that models of torch.ao's FX and eager mode have, and "
+        f"this one has not: {', '.join(names[:3])}{more}.",
+        hint="if FX saved it, load it with torchq_compat.checkpoints.load_fx_state(prepared, state_dict) "
+        "into a "
+        "model prepared here, and convert that; this model was left as it was.",
+    )
+
+
+def _old_exporter(stage: str) -> OnnxError:
+    return OnnxError(
+        f"torch.onnx.export(..., dynamo=False) cannot write a {stage} model: it traces TorchScript, which "
+        f"has no "
+        "loop of free length and none of the quantize operators.",
+        hint="call torchq_compat.to_onnx(converted, example_inputs, path=...), or torch.onnx.export without "
+        "dynamo=False.",
+    )
 
 
 def _observer_failed(place: str, cause: BaseException) -> CalibrationError:

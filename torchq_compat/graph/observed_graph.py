@@ -28,6 +28,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchq_compat import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.qspecs.dynamic_qparams import DynamicQuantization
+from torchq_compat.qspecs.loaded_qparams import has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.qspecs.weight_observers import WeightObserver
 from torchq_compat.support import metadata
@@ -86,6 +87,7 @@ def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool
         if as_fx:
             _freeze_activation_observers(folded, is_trained=is_trained)
             _quantize_on_the_fly(folded)
+        _use_loaded_qparams(folded)
         _cast_around_observers(folded)
         _forget_annotations(folded)
 
@@ -176,7 +178,7 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
         with warnings.catch_warnings():
             # The warning about an observer that saw nothing is given once, by the caller, with paths.
             warnings.simplefilter("ignore")
-            scale, zero_point = module.calculate_qparams()  # type: ignore[operator]
+            scale, zero_point = qparams_of(module)
         if scale.numel() != 1:
             continue
         dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
@@ -192,6 +194,13 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
         source = node.args[0]
         assert isinstance(source, Node)
         metadata.OBSERVED_RANGE.write(source, _observed_range(module))
+
+
+def _use_loaded_qparams(prepared: GraphModule) -> None:
+    """For torchao, which asks observers for what they observed. Those of weights tell it themselves."""
+    for node, module in observer_nodes(prepared):
+        if has_loaded_qparams(module) and not isinstance(module, WeightObserver):
+            set_loaded_observer(prepared, str(node.target))
 
 
 def _observed_range(module: nn.Module) -> tuple[int, int]:
@@ -259,6 +268,8 @@ def _quantizes_static(module: nn.Module) -> bool:
 
 
 def _fault(module: nn.Module) -> ObserverFault | None:
+    if has_loaded_qparams(module):
+        return None
     if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:
         scale, _ = module.calculate_qparams()
         return None if bool(scale.isfinite().all()) else ObserverFault.NOT_FINITE

@@ -118,10 +118,13 @@ def _with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Grap
 
 
 def _read_shape(recurrent: str) -> LoopShape:
-    if recurrent not in list(LoopShape):
+    shapes = [shape for shape in LoopShape if shape is not LoopShape.OPAQUE_DYNAMIC_LSTM]
+    if recurrent not in shapes and not isinstance(recurrent, LoopShape):
         raise ExportError(
             f"export: recurrent={recurrent!r} is not known.",
-            hint="the shapes of a loop over time are " + ", ".join(repr(shape) for shape in LoopShape) + ".",
+            hint="the shapes of a loop over time are "
+            + ", ".join(repr(str(shape)) for shape in shapes)
+            + ".",
         )
     return LoopShape(recurrent)
 

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.qspecs.float_qparams import attribute_at, fold_weight
+from torchq_compat.qspecs.loaded_qparams import is_on_loaded_qparams, loaded_qparams, release_qparams
 from torchq_compat.qspecs.observer_settings import ObserverSettings
 from torchq_compat.qspecs.observers import ObserverConstructor
 from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
@@ -25,6 +26,9 @@ __all__ = ["WeightConstructor", "WeightObserver"]
 @recognised_by_torch_ao
 class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
     """Lets the weight pass in calibration; ``observe`` looks at it."""
+
+    #: Its calls in calibration say nothing about its qparams.
+    observes_at_convert = True
 
     def __init__(self, constructor: ObserverConstructor) -> None:
         settings = constructor.settings
@@ -42,6 +46,8 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
     def observe(self, weight: Tensor) -> None:
         """Forget what was seen before and look at ``weight`` as it is now."""
+        if not is_on_loaded_qparams(self, weight.detach()):
+            release_qparams(self)
         self.observer = self.constructor().to(weight.device)
         self.observer(weight.detach())
 
@@ -61,6 +67,9 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
             ) from cause
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        loaded = loaded_qparams(self)
+        if loaded is not None:
+            return loaded
         scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
         return scale, zero_point
 

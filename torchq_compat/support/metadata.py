@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from torch.fx import GraphModule, Node
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchq_compat.annotate.op_records import OpRecord
     from torchq_compat.custom_modules.parts.part import Part
     from torchq_compat.exported_lstm.unrolled import Copy
-    from torchq_compat.graph.graph_module import ModelRecord
+    from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule
     from torchq_compat.migrate.comparison.measure.script_recorder import Recording
     from torchq_compat.opaque_calls.layouts import CallLayout
     from torchq_compat.qspecs.qparams import QParams
@@ -146,6 +148,21 @@ RECORDING: MetaKey[Recording] = MetaKey(
 #: (function, which call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
 WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(
     "torchq_compat_wrapped_call", "node", "capture.wrapped_functions", "capture.origins"
+)
+
+#: What a converted model was made from, under ``torchq-compat run``.
+PREPARED: MetaKey[QuantizationGraphModule] = MetaKey(
+    "torchq_compat_prepared",
+    "graph",
+    "migrate.running.fx_checkpoints",
+    "migrate.running.fx_checkpoints",
+)
+#: How to convert it again.
+CONVERTED_FROM: MetaKey[Callable[[], GraphModule]] = MetaKey(
+    "torchq_compat_convert",
+    "graph",
+    "migrate.running.fx_checkpoints",
+    "migrate.running.fx_checkpoints",
 )
 
 #: All of them.

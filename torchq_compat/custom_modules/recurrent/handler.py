@@ -16,6 +16,7 @@ from torchq_compat.custom_modules.parts.handler import (
     warn_if_forward_overridden,
 )
 from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
+from torchq_compat.custom_modules.recurrent.fx_names import wanted_by_dynamic, wanted_by_observed
 from torchq_compat.custom_modules.recurrent.modules.dynamic import (
     DynamicRecurrent,
     convert_dynamic,
@@ -34,8 +35,16 @@ from torchq_compat.custom_modules.recurrent.modules.recurrent_module import (
 )
 from torchq_compat.custom_modules.recurrent.native.build import kernel_build
 from torchq_compat.custom_modules.recurrent.whole_op import whole_op_writer
-from torchq_compat.custom_modules.registry import ConvertRequest, ObserveRequest, WriteOps, register
+from torchq_compat.custom_modules.registry import (
+    ConvertRequest,
+    ObserveRequest,
+    WantedByModel,
+    WriteOps,
+    register,
+)
 from torchq_compat.errors import RecurrentModuleError
+from torchq_compat.fx_state.given import FxState
+from torchq_compat.fx_state.wanted import Wanted
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
@@ -118,6 +127,12 @@ class RecurrentHandler(PartOwnerHandler):
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
         return _lower(opaque)
 
+    def wanted_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
+    ) -> Wanted:
+        assert isinstance(opaque, RecurrentModule)
+        return wanted_by_observed(opaque, state, prefix)
+
     def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):
             return None
@@ -171,6 +186,12 @@ class DynamicRecurrentHandler(PartOwnerHandler):
 
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
         return _lower(opaque)
+
+    def wanted_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
+    ) -> Wanted:
+        assert isinstance(opaque, DynamicRecurrent)
+        return wanted_by_dynamic(opaque, prefix)
 
     def mapping_hint(self, module: nn.Module) -> str | None:
         return None

@@ -16,6 +16,8 @@ class LoopShape(StrEnum):
     ROLLED = "rolled"
     UNROLLED = "unrolled"
     OPAQUE = "opaque"
+    #: Opaque are LSTMs with dynamic qparams, the others rolled: not of ``export``, but of what translates it.
+    OPAQUE_DYNAMIC_LSTM = "opaque dynamic lstm"
 
 
 _SHAPE: ContextVar[LoopShape] = ContextVar("torchq_compat_loop_shape", default=LoopShape.ROLLED)

@@ -22,6 +22,7 @@ from torchq_compat.custom_modules.registry import (
     CustomModuleHandler,
     ExplainModel,
     ObserveRequest,
+    WantedByModel,
     register,
 )
 from torchq_compat.custom_modules.standalone.standalone_module import (
@@ -31,6 +32,8 @@ from torchq_compat.custom_modules.standalone.standalone_module import (
 )
 from torchq_compat.custom_modules.user.fake_shapes import fake_call_of
 from torchq_compat.errors import ConfigError
+from torchq_compat.fx_state.given import FxState
+from torchq_compat.fx_state.wanted import Wanted
 from torchq_compat.graph.graph_module import QuantizationGraphModule, preserved_of
 from torchq_compat.graph.observed_graph import observer_nodes
 from torchq_compat.graph.other_engines import unguard
@@ -100,6 +103,12 @@ class StandaloneHandler(CustomModuleHandler):
 
     def mapping_hint(self, module: nn.Module) -> str | None:
         return None
+
+    def wanted_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
+    ) -> Wanted:
+        assert isinstance(opaque, PreparedStandalone)
+        return wanted_by_model(opaque, state, opaque.record.rules, f"{prefix}.")
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
         assert isinstance(opaque, OpaqueStandalone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,7 @@ def compare(
     convert_custom_config: Any = None,
     backend_config: Any = None,
     evaluation_data: Any = None,
+    fx_state: Mapping[str, Any] | None = None,
     fx: FxSetting = "auto",
 ) -> Comparison:
     """Quantize ``model`` by FX and by this package, after training, and measure both against the float model.
@@ -41,6 +43,8 @@ def compare(
         calibration_data: batches, each a tuple of the model's positional arguments, or one tensor.
         evaluation_data: batches to measure on; default: ``calibration_data``, or
             ``example_inputs`` where that is empty.
+        fx_state: the ``state_dict()`` of a model that FX prepared and calibrated; it is loaded on both
+        sides, and the calibration data are only measured on.
         fx: whether FX runs too; "auto": where it can.
 
     Returns:
@@ -48,6 +52,7 @@ def compare(
 
     Raises:
         CaseError: data that are no batches.
+        CheckpointError: ``fx_state`` does not fit the model.
         FxError: ``fx`` is True and FX cannot run the model.
         TorchQCompatError: this package cannot quantize the model; see ``prepare_fx``.
     """
@@ -60,6 +65,7 @@ def compare(
         convert_custom_config,
         backend_config,
         evaluation_data,
+        fx_state,
     )
     return compare_case(case.checked(), fx)
 

@@ -50,15 +50,17 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
     """Redirect the FX names and return the function that reports what came through."""
     with import_noise_held_back():
         from torchq_compat.migrate.running.explanation_file import write_explanation
+        from torchq_compat.migrate.running.fx_checkpoints import accept_checkpoints, remembering_prepared
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
         from torchq_compat.migrate.running.recorder import Recorder
         from torchq_compat.migrate.running.redirections import redirect
         from torchq_compat.migrate.running.removed_imports import redirect_removed_imports
 
         recorder = Recorder(strict=options.strict)
-        redirect(recorder.wrap, options.replacements)
+        redirect(lambda function: recorder.wrap(remembering_prepared(function)), options.replacements)
         refuse_numeric_suite()
         redirect_removed_imports()
+        accept_checkpoints()
 
     def report(script: str) -> str:
         if options.explain:

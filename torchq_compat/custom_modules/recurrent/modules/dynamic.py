@@ -77,6 +77,7 @@ class DynamicRecurrent(RecurrentModule):
     can_be_lowered = True
     #: Of one that stands in an eager model.
     made_from: MadeFrom | None = None
+    is_dynamic = True
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return (None,) * count

@@ -21,7 +21,11 @@ from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModu
 from torchq_compat.custom_modules.recurrent.cell.prepared_cell import prepared_cell, weights_of
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, shape_in_export
 from torchq_compat.custom_modules.recurrent.modules.contract import check_devices, check_same_dtype
-from torchq_compat.custom_modules.recurrent.modules.contracts import RecurrentContract, contract_of
+from torchq_compat.custom_modules.recurrent.modules.contracts import (
+    RecurrentContract,
+    SequenceContract,
+    contract_of,
+)
 from torchq_compat.custom_modules.recurrent.modules.given_specs import given_specs
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.modules.runners import (
@@ -101,10 +105,21 @@ class RecurrentModule(PartOwner):
     def runner(self) -> Runner:
         """What runs the next call."""
         if torch.compiler.is_exporting():
-            return OpaqueRunner() if shape_in_export() is LoopShape.OPAQUE else TracedRunner()
+            return OpaqueRunner() if self._is_opaque_as(shape_in_export()) else TracedRunner()
         if self.is_lowered or (torch.compiler.is_compiling() and self.can_be_lowered):
             return NativeRunner()
         return PythonRunner()
+
+    #: Whether its linears choose qparams from what they get, and nothing else is quantized.
+    is_dynamic = False
+
+    def _is_opaque_as(self, shape: LoopShape) -> bool:
+        if shape is LoopShape.OPAQUE_DYNAMIC_LSTM:
+            contract = self.contract
+            if not self.is_dynamic or not isinstance(contract, SequenceContract):
+                return False
+            return len(contract.kind.states) == 2 and not contract.structure.proj_size
+        return shape is LoopShape.OPAQUE
 
     #: Whether the cells may be converted ones, which the compiled cell loop runs.
     can_be_lowered = False

@@ -25,6 +25,7 @@ class Case:
         calibration_data: batches, each the tuple of the model's positional arguments.
         evaluation_data: what both sides are measured on; default: the calibration data, or the
             example inputs where there are none.
+        fx_state: the state of a model that FX calibrated, loaded on both sides in place of calibrating.
     """
 
     model: nn.Module
@@ -35,6 +36,7 @@ class Case:
     convert_custom_config: Any = None
     backend_config: Any = None
     evaluation_data: Any = None
+    fx_state: Any = None
 
     def checked(self) -> Case:
         """The same with the data as lists of tuples.

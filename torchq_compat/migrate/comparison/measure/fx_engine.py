@@ -48,8 +48,10 @@ def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
             observed,
             backend_config=case.backend_config,
         )
+        if case.fx_state is not None:
+            prepared.load_state_dict(case.fx_state)
         with torch.no_grad():
-            for batch in case.calibration_data:
+            for batch in case.calibration_data if case.fx_state is None else ():
                 prepared(*batch)
         reference = fx.convert_to_reference_fx(
             copy.deepcopy(prepared), quantized, backend_config=case.backend_config

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat import convert_fx, convert_to_reference_fx, explain, prepare_fx
+from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.custom_modules.parts.part import PartKind
 from torchq_compat.custom_modules.parts.part_graph import part_nodes, part_of
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
@@ -90,8 +91,10 @@ def quantize_by_us(case: Case) -> OurSide:
         case.prepare_custom_config,
         backend_config=case.backend_config,
     )
+    if case.fx_state is not None:
+        load_fx_state(prepared, case.fx_state)
     with torch.no_grad():
-        for batch in case.calibration_data:
+        for batch in case.calibration_data if case.fx_state is None else ():
             prepared(*batch)
     converted = convert_to_reference_fx(copy.deepcopy(prepared), case.convert_custom_config)
     with warnings.catch_warnings():

@@ -1,0 +1,114 @@
+"""Models that FX calibrates or trains, saves, and converts; and what is made of their states here."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.ao.quantization.quantize_fx as fx
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.parity.comparison import _same_outputs, _same_qparams, _with_statistics
+from tests.parity.configs import BACKENDS, MAPPINGS, QAT_MAPPINGS
+from tests.parity.models import MODELS
+from torchq_compat.checkpoints import load_fx_state
+
+__all__ = ["DEFAULT", "SLOW", "Saved", "differences_of", "saved_by_fx"]
+
+DEFAULT = ("resnet/x86", "functional/dynamic", "embedding/embeddings_and_static", "conv2_bn_relu/qat_fbgemm")
+SLOW = tuple(
+    f"{model}/{mapping}"
+    for models, mappings in (
+        ("inverted_residual squeeze_excite inception conv_front arithmetic inplace_arithmetic norms", "x86"),
+        ("two_inputs shapes", "x86"),
+        ("conv1_bn_relu conv3_bn conv1_relu linear_bn bn_relu", "x86"),
+        ("conv_front", "symmetric moving_average histogram own_eps per_channel_symmetric_qnnpack"),
+        ("linear_relu", "dynamic per_channel_dynamic"),
+        ("embedding_bag", "weight_only_embeddings embeddings_and_dynamic"),
+        ("conv1_bn conv3_bn linear_relu", "qat_fbgemm"),
+        ("inception", "qat_qnnpack"),
+    )
+    for model in models.split()
+    for mapping in mappings.split()
+)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model of FX.
+
+    Attributes:
+        float_model: what it was made of, with other weights: all have to come from the state.
+        mapping: makes the QConfigMapping.
+        reference: FX's converted reference model.
+        states: by the form of the model that gave it.
+    """
+
+    float_model: nn.Module
+    mapping: Any
+    batches: list[tuple[Any, ...]]
+    is_qat: bool
+    reference: GraphModule
+    states: Mapping[str, Mapping[str, Any]]
+
+    def prepared(self) -> GraphModule:
+        """The model prepared here, uncalibrated."""
+        prepare = tc.prepare_qat_fx if self.is_qat else tc.prepare_fx
+        return prepare(
+            copy.deepcopy(self.float_model),
+            self.mapping(),
+            self.batches[0],
+            backend_config=BACKENDS["default"](),
+        )
+
+
+def saved_by_fx(pair: str) -> Saved:
+    """The pair ``model/mapping`` of the parity corpus, through FX."""
+    torch.manual_seed(0)
+    name, mapping = pair.split("/")
+    entry, is_qat = MODELS[name], mapping in QAT_MAPPINGS
+    make_mapping = {**MAPPINGS, **QAT_MAPPINGS}[mapping]
+    model = _with_statistics(entry.make()).train(is_qat)
+    batches = [entry.batch() for _ in range(3)]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        prepared = (fx.prepare_qat_fx if is_qat else fx.prepare_fx)(
+            copy.deepcopy(model), make_mapping(), batches[0], backend_config=BACKENDS["default"]()
+        )
+        for batch in batches:
+            prepared(*batch)
+        prepared.eval()
+        reference = fx.convert_to_reference_fx(copy.deepcopy(prepared))
+        lowered = fx.convert_fx(copy.deepcopy(prepared))
+    states = {
+        "prepared": prepared.state_dict(),
+        "reference": reference.state_dict(),
+        "lowered": lowered.state_dict(),
+    }
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return Saved(model, make_mapping, batches, is_qat, reference, states)
+
+
+def differences_of(saved: Saved, form: str) -> set[str]:
+    """In what the model made of that state here differs from FX's: "qparams", "outputs", or nothing."""
+    prepared = saved.prepared()
+    load_fx_state(prepared, saved.states[form])
+    converted = tc.convert_to_reference_fx(prepared.eval())
+    found = set()
+    if not _same_qparams(saved.reference, converted, 1e-6):
+        found.add("qparams")
+    if not _same_outputs(saved.reference, converted, saved.batches[0]):
+        found.add("outputs")
+    return found
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all tensors of a state."""
+    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}

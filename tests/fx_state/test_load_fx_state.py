@@ -1,0 +1,268 @@
+"""States saved by live FX, loaded here: equal qparams, outputs within one step, in every form of the
+model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.fx_state.pairs import DEFAULT, SLOW, differences_of, saved_by_fx, tensors_of
+from tests.helpers.oracle import activation_qparams, fx_activation_qparams
+from torchq_compat.checkpoints import load_fx_state
+from torchq_compat.errors import ArgumentError, CheckpointError
+
+FORMS = ("prepared", "reference", "lowered")
+X86 = get_default_qconfig_mapping("x86")
+
+
+@pytest.mark.parametrize("pair", DEFAULT)
+def test_equal_qparams_and_outputs(pair: str) -> None:
+    saved = saved_by_fx(pair)
+    assert {form: differences_of(saved, form) for form in FORMS} == {form: set() for form in FORMS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", SLOW)
+def test_equal_qparams_and_outputs_of_more(pair: str) -> None:
+    test_equal_qparams_and_outputs(pair)
+
+
+def test_there_are_enough_pairs() -> None:
+    assert len({*DEFAULT, *SLOW}) >= 25
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU()
+        self.fc = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.relu(self.bn(self.conv(x))).mean((2, 3)))
+
+
+X = (torch.randn(4, 3, 6, 6),)
+
+
+def calibrated_by_fx(is_qat: bool = False) -> GraphModule:
+    torch.manual_seed(1)
+    mapping = get_default_qat_qconfig_mapping("x86") if is_qat else X86
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = (fx.prepare_qat_fx if is_qat else fx.prepare_fx)(ConvNet().train(is_qat), mapping, X)
+        for _ in range(3):
+            prepared(torch.randn(4, 3, 6, 6))
+    return prepared
+
+
+def prepared_here(is_qat: bool = False) -> GraphModule:
+    torch.manual_seed(2)
+    mapping = get_default_qat_qconfig_mapping("x86") if is_qat else X86
+    return (tc.prepare_qat_fx if is_qat else tc.prepare_fx)(ConvNet().train(is_qat), mapping, X)
+
+
+def losses(model: nn.Module, steps: int) -> list[float]:
+    generator = torch.Generator().manual_seed(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for _ in range(steps):
+        x, y = torch.randn(8, 3, 6, 6, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss))
+    return found
+
+
+def test_training_goes_on_with_the_next_losses_of_fx() -> None:
+    theirs, ours = calibrated_by_fx(is_qat=True), prepared_here(is_qat=True)
+    losses(theirs, 3)
+    load_fx_state(ours, copy.deepcopy(theirs.state_dict()))
+    expected = losses(theirs, 5)
+    assert losses(ours, 5) == pytest.approx(expected, rel=1e-5)
+    assert losses(prepared_here(is_qat=True), 5) != pytest.approx(expected, rel=1e-2)
+
+
+def test_converted_training_state_makes_the_batch_norm_an_identity() -> None:
+    trained, ours = calibrated_by_fx(is_qat=True), prepared_here(is_qat=True)
+    reference = fx.convert_to_reference_fx(trained.eval())
+    load_fx_state(ours, reference.state_dict())
+    converted = tc.convert_to_reference_fx(ours.eval())
+    assert activation_qparams(converted) == fx_activation_qparams(reference)
+    torch.testing.assert_close(converted(*X), reference(*X), rtol=0, atol=1e-6)
+
+
+def test_loaded_qparams_stay_until_the_observers_see_data() -> None:
+    reference, ours = fx.convert_to_reference_fx(calibrated_by_fx()), prepared_here()
+    load_fx_state(ours, reference.state_dict())
+    expected = fx_activation_qparams(reference)
+    again = prepared_here()
+    again.load_state_dict(ours.state_dict())
+    copied = copy.deepcopy(ours)
+    for model in (ours, again, copied):
+        assert activation_qparams(tc.convert_to_reference_fx(model)) == expected
+    weights = [v for name, v in tc.convert_to_reference_fx(ours).state_dict().items() if "frozen" in name]
+    ours(10 * X[0])
+    calibrated = tc.convert_to_reference_fx(ours)
+    assert activation_qparams(calibrated).isdisjoint(expected)
+    kept = [value for name, value in calibrated.state_dict().items() if "frozen" in name]
+    assert all(torch.equal(a, b) for a, b in zip(weights, kept, strict=True))
+    again.load_state_dict(calibrated_here().state_dict())
+    assert activation_qparams(tc.convert_to_reference_fx(again)) != expected
+
+
+def calibrated_here() -> GraphModule:
+    prepared = prepared_here()
+    prepared(3 * X[0])
+    return prepared
+
+
+def old_form(state: dict[str, Any]) -> dict[str, Any]:
+    """As torch before 1.8 saved observers, and before 1.6 fused conv-bn modules."""
+    v1 = {"bn.weight": "gamma", "bn.bias": "beta", "bn.running_mean": "running_mean"}
+    v1 |= {"bn.running_var": "running_var", "bn.num_batches_tracked": "num_batches_tracked"}
+    renamed = OrderedDict()
+    for name, value in state.items():
+        for new, old in v1.items():
+            name = name.replace(f"conv.{new}", f"conv.{old}")
+        if name.endswith(".eps"):
+            continue
+        renamed[name.replace("min_val", "min_vals").replace("max_val", "max_vals")] = value
+    return renamed
+
+
+def test_old_forms_of_observers_and_fused_batch_norms() -> None:
+    theirs = calibrated_by_fx(is_qat=True)
+    new, old = prepared_here(is_qat=True), prepared_here(is_qat=True)
+    load_fx_state(new, theirs.state_dict())
+    state = old_form(theirs.state_dict())
+    assert "conv.gamma" in state
+    assert any(name.endswith("min_vals") for name in state)
+    load_fx_state(old, state)
+    assert all(
+        torch.equal(a, b) for a, b in zip(tensors_of(new).values(), tensors_of(old).values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_old_forms_of_packed_linears(version: int) -> None:
+    state = fx.convert_fx(calibrated_by_fx()).state_dict()
+    new, old = prepared_here(), prepared_here()
+    load_fx_state(new, state)
+    weight, bias = state.pop("fc._packed_params._packed_params")
+    state.pop("fc._packed_params.dtype")
+    prefix = "fc._packed_params" if version == 2 else "fc"
+    state |= {f"{prefix}.weight": weight, f"{prefix}.bias": bias}
+    load_fx_state(old, state)
+    assert all(
+        torch.equal(a, b) for a, b in zip(tensors_of(new).values(), tensors_of(old).values(), strict=True)
+    )
+
+
+def without(state: dict[str, Any], part: str) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if part not in name}
+
+
+def with_value(state: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    return {**state, name: value}
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "half a state": (lambda s: without(s, "fc."), "lacks fc"),
+    "no observers": (lambda s: without(s, "activation_post_process_1."), "3 observers .* has"),
+    "of another model": (lambda s: with_value(s, "more.weight", torch.ones(3)), "no place for more.weight"),
+    "other shape": (lambda s: with_value(s, "fc.weight", torch.ones(4, 7)), r"fc.weight is \(4, 7\)"),
+    "NaN": (lambda s: with_value(s, "fc.weight", torch.full((4, 6), torch.nan)), "fc.weight holds NaN"),
+    "NaN seen": (
+        lambda s: with_value(s, "activation_post_process_0.min_val", torch.tensor(torch.nan)),
+        "activation_post_process_0.min_val holds NaN",
+    ),
+    "an object": (lambda s: with_value(s, "_packed_weight_0", object()), "_packed_weight_0 .object.*"),
+    "other bins": (
+        lambda s: with_value(s, "activation_post_process_0.histogram", torch.ones(9)),
+        "9 bins, and this model 2048",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_states_are_refused_and_nothing_is_loaded(case: str) -> None:
+    change, message = BAD[case]
+    ours = prepared_here()
+    before = tensors_of(ours)
+    with pytest.raises(CheckpointError, match=message):
+        load_fx_state(ours, change(dict(calibrated_by_fx().state_dict())))
+    after = tensors_of(ours)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_state_of_another_form_of_the_model_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="another class of observer"):
+        load_fx_state(prepared_here(), calibrated_by_fx(is_qat=True).state_dict())
+    with pytest.raises(CheckpointError, match="lacks"):
+        load_fx_state(prepared_here(), ConvNet().state_dict())
+
+
+def test_only_prepared_models_take_one() -> None:
+    state = calibrated_by_fx().state_dict()
+    converted = tc.convert_to_reference_fx(calibrated_here())
+    for model in (ConvNet(), converted):
+        with pytest.raises(ArgumentError, match="not one prepared here"):
+            load_fx_state(model, state)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_load_state_dict_says_that_there_is_load_fx_state(strict: bool) -> None:
+    ours = prepared_here()
+    before = tensors_of(ours)
+    with pytest.raises(CheckpointError, match="load_fx_state"):
+        ours.load_state_dict(calibrated_by_fx().state_dict(), strict=strict)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), tensors_of(ours).values(), strict=True))
+
+
+def test_our_own_states_are_not_taken_for_those_of_fx() -> None:
+    """Without weights, or trained with observers of whole ranges, nothing but the names tells them apart."""
+    ranges = torch.ao.quantization.FakeQuantize.with_args(observer=torch.ao.quantization.MinMaxObserver)
+    mapping = torch.ao.quantization.QConfigMapping().set_global(torch.ao.quantization.QConfig(ranges, ranges))
+    first, second = (tc.prepare_qat_fx(ConvNet().train(), mapping, X) for _ in range(2))
+    first(*X)
+    second.load_state_dict(first.state_dict())
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(tensors_of(first).values(), tensors_of(second).values(), strict=True)
+    )
+
+
+def test_own_eps_survives_our_own_state_dict() -> None:
+    observer = torch.ao.quantization.MinMaxObserver.with_args(eps=0.0625)
+    weight = torch.ao.quantization.default_weight_observer
+    mapping = torch.ao.quantization.QConfigMapping().set_global(
+        torch.ao.quantization.QConfig(observer, weight)
+    )
+    first, second = (tc.prepare_fx(ConvNet().eval(), mapping, X) for _ in range(2))
+    first(*X)
+    second.load_state_dict(first.state_dict())
+    eps = [value for name, value in second.state_dict().items() if name.endswith("_0.eps")]
+    assert eps == [torch.tensor([0.0625])]
+
+
+def test_compare_loads_it_on_both_sides() -> None:
+    torch.manual_seed(3)
+    state = calibrated_by_fx().state_dict()
+    compared = tc.compare(ConvNet().eval(), X86, X, [X], fx_state=state, fx=True)
+    assert compared.verdict.status == "same"
+    with pytest.raises(CheckpointError, match="lacks"):
+        tc.compare(ConvNet().eval(), X86, X, [X], fx_state=without(dict(state), "fc."))

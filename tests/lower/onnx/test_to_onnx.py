@@ -1,0 +1,294 @@
+"""ONNX files in ONNX Runtime: the reference's bits with its optimizer off, close to it with default options,
+at another length and batch than those exported; int8 weights."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    FixedQParamsObserver,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    float_qparams_weight_only_qconfig,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.helpers.oracle import leaves, sqnr
+from torchq_compat import recurrent_parts
+from torchq_compat.errors import ArgumentError, ExportError, OnnxError
+from torchq_compat.lower.onnx import packages
+from torchq_compat.nn import quantizable
+
+X86 = get_default_qconfig_mapping("x86")
+DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
+EMBEDDINGS = (
+    QConfigMapping()
+    .set_global(X86.global_qconfig)
+    .set_object_type(nn.Embedding, float_qparams_weight_only_qconfig)
+)
+LEVELS = onnxruntime.GraphOptimizationLevel
+INFINITE = float("inf")
+
+
+class Outputs(nn.Module):
+    """A recurrent module and its whole result."""
+
+    def __init__(self, recurrent: nn.Module) -> None:
+        super().__init__()
+        self.rnn = recurrent
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rnn(x)
+
+
+class CRNN(nn.Module):
+    """A convolution over a line of text, and a recurrent module along it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.pool = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.MaxPool2d((4, 1))
+        self.lstm, self.head = nn.LSTM(12, 10, bidirectional=True), nn.Linear(20, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.pool(torch.relu(self.bn(self.conv(x)))).flatten(1, 2).permute(2, 0, 1)
+        return self.head(self.lstm(y)[0])
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.first(x)))
+        return self.head(torch.relu(self.second(y) + y).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Heads of one block, written out, and its feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.norm, self.mlp = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (2, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        weights = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5, -1)
+        y = x + self.out((weights @ v).transpose(1, 2).flatten(-2))
+        return y + self.mlp(self.norm(y))
+
+
+def with_16_bits() -> type[nn.Module]:
+    """Gate sums, gates and cell state with 16 bits in int32, as torch.ao documents it."""
+
+    def fixed(scale: float, zero_point: int) -> Any:
+        return FixedQParamsObserver.with_args(scale=scale, zero_point=zero_point, dtype=torch.qint32)
+
+    class Observed(quantizable.LSTM):
+        @classmethod
+        def from_float(cls, other: Any) -> Any:
+            return recurrent_parts.get_individually_observed_parts(
+                other,
+                linear_output_obs_ctr=fixed(2**-11, 2**15),
+                sigmoid_obs_ctr=fixed(2**-16, 0),
+                tanh_obs_ctr=fixed(2**-15, 2**15),
+                cell_state_obs_ctr=fixed(2**-11, 0),
+            )
+
+    return Observed
+
+
+def converted(
+    model: nn.Module, mapping: Any, x: Tensor, *, observed: Any = None, is_qat: bool = False
+) -> GraphModule:
+    torch.manual_seed(0)
+    config = tc.get_default_prepare_custom_config()
+    if observed is not None:
+        config.set_float_to_observed_mapping(nn.LSTM, observed)
+    prepare = tc.prepare_qat_fx if is_qat else tc.prepare_fx
+    prepared = prepare(model.train(is_qat), mapping, (x,), config)
+    with torch.no_grad():
+        for _ in range(2):
+            prepared(x)
+    return tc.convert_to_reference_fx(prepared.eval())
+
+
+def run(model: Any, x: Tensor, level: Any = LEVELS.ORT_ENABLE_ALL) -> list[Tensor]:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level, options.log_severity_level = level, 3
+    session = onnxruntime.InferenceSession(model.to_bytes(), options)
+    return [torch.from_numpy(each) for each in session.run(None, {session.get_inputs()[0].name: x.numpy()})]
+
+
+def check(model: GraphModule, example: Tensor, other: Tensor, **settings: Any) -> Any:
+    """Bits with the optimizer off, 40 dB with it, at other sizes; the ONNX model."""
+    made = tc.to_onnx(model, (example,), **settings)
+    with torch.no_grad():
+        expected = leaves(model(other))
+    exact = [sqnr(a, b) for a, b in zip(expected, run(made, other, LEVELS.ORT_DISABLE_ALL), strict=True)]
+    assert exact == [INFINITE] * len(expected)
+    assert all(sqnr(a, b) >= 40 for a, b in zip(expected, run(made, other), strict=True))
+    return made
+
+
+SEQUENCE, LONGER = torch.randn(5, 2, 8), torch.randn(17, 9, 8)
+IMAGE, IMAGES = torch.randn(2, 3, 8, 8), torch.randn(7, 3, 12, 10)
+LINE, LINES = torch.randn(2, 1, 8, 20), torch.randn(5, 1, 8, 33)
+ROWS = torch.randn(2, 5, 16)
+TOKENS, MORE_TOKENS = torch.randint(0, 50, (2, 5)), torch.randint(0, 50, (4, 9))
+
+
+def test_two_bidirectional_layers() -> None:
+    """ONNX Runtime would make MatMulNBits of a MatMul of floats by dequantized integers: 34 to 43 dB."""
+    model = converted(Outputs(nn.LSTM(8, 32, 2, bidirectional=True)), X86, SEQUENCE)
+    made = check(model, SEQUENCE, LONGER)
+    assert made.opset == 21
+    assert made.free_sizes[:2] == ("x in dimension 0", "x in dimension 1")
+    operators = [node.op_type for node in made.proto.graph.node]
+    assert operators.count("Scan") == 4
+    weights = {each.data_type for each in made.proto.graph.initializer if len(each.dims) == 2}
+    assert weights == {onnx.TensorProto.INT8}
+
+
+def test_convolutions_embeddings_and_linears() -> None:
+    check(converted(Residual(), X86, IMAGE), IMAGE, IMAGES)
+    words = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 6))
+    made = check(converted(words, EMBEDDINGS, TOKENS), TOKENS, MORE_TOKENS)
+    sizes = {each.dims[0]: each.data_type for each in made.proto.graph.initializer if len(each.dims) == 2}
+    assert sizes[50] == onnx.TensorProto.UINT8
+
+
+SLOW: dict[str, Callable[[], tuple[GraphModule, Tensor, Tensor]]] = {
+    "gru": lambda: (converted(Outputs(nn.GRU(8, 12, bidirectional=True)), X86, SEQUENCE), SEQUENCE, LONGER),
+    "rnn": lambda: (converted(Outputs(nn.RNN(8, 12, nonlinearity="relu")), X86, SEQUENCE), SEQUENCE, LONGER),
+    "projection": lambda: (
+        converted(Outputs(nn.LSTM(8, 12, proj_size=5, batch_first=True)), X86, SEQUENCE),
+        SEQUENCE,
+        LONGER,
+    ),
+    "crnn": lambda: (converted(CRNN(), X86, LINE), LINE, LINES),
+    "attention": lambda: (converted(Attention(), X86, ROWS), ROWS, torch.randn(3, 9, 16)),
+    "16 bits": lambda: (
+        converted(Outputs(nn.LSTM(8, 12)), X86, SEQUENCE, observed=with_16_bits()),
+        SEQUENCE,
+        LONGER,
+    ),
+    "trained": lambda: (
+        converted(CRNN(), get_default_qat_qconfig_mapping("x86"), LINE, is_qat=True),
+        LINE,
+        LINES,
+    ),
+    "dynamic loop": lambda: (
+        converted(Outputs(nn.LSTM(8, 12, 2)), DYNAMIC, SEQUENCE),
+        SEQUENCE,
+        LONGER,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_models(name: str) -> None:
+    check(*SLOW[name]())
+
+
+def test_dynamic_quantize_lstm() -> None:
+    """ONNX Runtime's operator, whose distance from the float model is that of our dynamic module."""
+    torch.manual_seed(0)
+    model = Outputs(nn.LSTM(8, 32, 2, bidirectional=True)).eval()
+    dynamic = converted(copy.deepcopy(model), DYNAMIC, SEQUENCE)
+    made = tc.to_onnx(dynamic, (SEQUENCE,), dynamic_lstm="DynamicQuantizeLSTM")
+    operators = [node.op_type for node in made.proto.graph.node]
+    assert operators.count("DynamicQuantizeLSTM") == 2
+    assert "Scan" not in operators
+    with torch.no_grad():
+        floats, ours = leaves(model(LONGER)), leaves(dynamic(LONGER))
+    for exact, here, there in zip(floats, ours, run(made, LONGER), strict=True):
+        assert sqnr(exact, there) > sqnr(exact, here) - 1
+        assert 20 < sqnr(exact, there) < 70
+
+
+@pytest.mark.slow
+def test_size_of_a_model_of_lstms(tmp_path: Path) -> None:
+    model = Outputs(nn.LSTM(256, 512, 2)).eval()
+    parameters = 4 * sum(each.numel() for each in model.parameters())
+    x = torch.randn(3, 2, 256)
+    tc.to_onnx(converted(model, X86, x), (x,), path=tmp_path / "lstm.onnx")
+    assert (tmp_path / "lstm.onnx").stat().st_size < 0.30 * parameters
+
+
+def test_the_default_exporter_works_and_the_old_one_says_what_to_do() -> None:
+    model = tc.convert_fx(prepared_linear())
+    x = torch.randn(3, 8)
+    program = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert sqnr(model.reference(x), torch.from_numpy(found)) >= 40
+    with pytest.raises(OnnxError, match=r"to_onnx\(converted, example_inputs"):
+        torch.onnx.export(model, (x,), "never.onnx", dynamo=False)
+    assert not Path("never.onnx").exists()
+
+
+def prepared_linear() -> GraphModule:
+    torch.manual_seed(0)
+    prepared = tc.prepare_fx(nn.Sequential(nn.Linear(8, 6), nn.ReLU()).eval(), X86, (torch.randn(3, 8),))
+    prepared(torch.randn(30, 8))
+    return prepared
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "opset": ({"opset": 17}, OnnxError, "opset 17 is too old"),
+    "future opset": ({"opset": 4000}, OnnxError, "opset 4000 is not known"),
+    "no opset": ({"opset": "21"}, ArgumentError, "opset"),
+    "dynamic_lstm": ({"dynamic_lstm": "fast"}, OnnxError, "DynamicQuantizeLSTM"),
+    "path": ({"path": 3}, ArgumentError, "path"),
+    "dynamic_shapes": ({"dynamic_shapes": {"nothing": 3}}, ExportError, "dynamic_shapes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case: str) -> None:
+    settings, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        tc.to_onnx(tc.convert_to_reference_fx(prepared_linear()), (torch.randn(3, 8),), **settings)
+
+
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        tc.to_onnx(
+            tc.convert_to_reference_fx(prepared_linear()),
+            (torch.randn(3, 8),),
+            path=tmp_path / "not" / "there.onnx",
+        )
+    with pytest.raises(ExportError, match="no model that convert_fx"):
+        tc.to_onnx(nn.Linear(8, 6), (torch.randn(3, 8),))
+
+
+def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(packages, "import_module", missing)
+    with pytest.raises(OnnxError, match=r"torchq-compat\[onnx\]"):
+        tc.to_onnx(tc.convert_to_reference_fx(prepared_linear()), (torch.randn(3, 8),))
+
+
+@pytest.mark.slow
+def test_the_package_does_not_import_onnx() -> None:
+    code = "import sys, torchq_compat as t; t.to_onnx, t.convert_fx; assert 'onnxscript' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

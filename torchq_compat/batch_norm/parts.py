@@ -1,0 +1,59 @@
+"""What each batch norm of a graph is made of, for those who look for its parameters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchq_compat.batch_norm.fuse import OUTPUT_DIMENSIONS
+from torchq_compat.batch_norm.nodes import BETA, EPS, GAMMA, RUNNING_MEAN, RUNNING_VAR, batch_norm_nodes
+
+__all__ = ["BatchNormParts", "describe_batch_norms"]
+
+ATEN = torch.ops.aten
+ROLES = {"weight": GAMMA, "bias": BETA, "running_mean": RUNNING_MEAN, "running_var": RUNNING_VAR}
+
+
+@dataclass(frozen=True)
+class BatchNormParts:
+    """One batch norm.
+
+    Attributes:
+        names: role, as nn.BatchNorm calls it -> name of the parameter or buffer in the graph.
+        eps: is added to the variance.
+        op: the convolution or linear that training fused with it; None if it stands alone.
+        bias: the name of the bias of ``op``.
+    """
+
+    names: dict[str, str]
+    eps: float
+    op: Node | None
+    bias: str | None
+
+
+def describe_batch_norms(graph_module: GraphModule) -> Iterator[BatchNormParts]:
+    """The batch norms of ``graph_module`` that have running statistics."""
+    for _, node in batch_norm_nodes(graph_module):
+        arguments = {role: node.args[position] for role, position in ROLES.items()}
+        eps = node.args[EPS]
+        assert isinstance(eps, float)
+        op, bias = _fused(node)
+        names = {role: str(each.target) for role, each in arguments.items() if isinstance(each, Node)}
+        yield BatchNormParts(names, eps, op, bias)
+
+
+def _fused(batch_norm: Node) -> tuple[Node | None, str | None]:
+    """The op and the name of its bias, from ``bn(op(x, w * s) / s + b)``."""
+    source, bias = batch_norm.args[0], None
+    if isinstance(source, Node) and source.target is ATEN.add.Tensor:
+        reshaped = source.args[1]
+        if isinstance(reshaped, Node) and isinstance(reshaped.args[0], Node):
+            bias = str(reshaped.args[0].target)
+        source = source.args[0]
+    if not isinstance(source, Node) or source.target is not ATEN.div.Tensor:
+        return None, None
+    op = source.args[0]
+    return (op, bias) if isinstance(op, Node) and op.target in OUTPUT_DIMENSIONS else (None, None)

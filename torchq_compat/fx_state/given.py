@@ -1,0 +1,277 @@
+"""A state dict of FX as entries by name, whatever form each had: the old forms and the packed ones are gone.
+
+Versions: ``_load_from_state_dict`` of torch.ao's observers, fused conv-bn modules and packed linears.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.errors import CheckpointError
+from torchq_compat.fx_state.packed import FxWeight, is_packed, unpacked_cell, unpacked_pair, weight_of_tensor
+from torchq_compat.support.argument_checks import shown
+
+__all__ = ["SCALE_NAME", "Entry", "FxState", "is_fx_state"]
+
+#: What only FX's models, and torch.ao's eager ones, call their entries.
+ONLY_FX = re.compile(
+    r"(^|\.)(activation_post_process(_\d+)?\.|weight_fake_quant\.|_packed_params\.|_all_weight_values\."
+    r"|_packed_weight_|weight_(scale|zero_point|qscheme|dtype|axis)$)|_(scale|zero_point)_\d+$|_packed_weight_\d+$"
+)
+#: What a state of ours has, and no state of FX.
+OURS = re.compile(r"\.observer\.|^_frozen_param\d+$|(^|\.)_extra_state$|\.saturated$|\.loaded_scale$")
+WEIGHT_QPARAM = re.compile(r"_(axis|qscheme|dtype|quant_min|quant_max|axis_int)$")
+#: Of a converted graph.
+SCALE_NAME = re.compile(r"^(?P<prefix>.*)_scale_(?P<index>\d+)$")
+PACKED_NAME = re.compile(r"_packed_weight_\d+$")
+CONV_BN_V1 = {
+    "gamma": "bn.weight",
+    "beta": "bn.bias",
+    "running_mean": "bn.running_mean",
+    "running_var": "bn.running_var",
+    "num_batches_tracked": "bn.num_batches_tracked",
+}
+
+
+def is_fx_state(state: Mapping[str, Any]) -> bool:
+    """Whether ``state`` has entries of FX's prepared and converted models, and none that only ours have."""
+    return any(ONLY_FX.search(name) for name in state) and not any(OURS.search(name) for name in state)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing of a state, and the keys it was saved under."""
+
+    value: Tensor | FxWeight
+    keys: tuple[str, ...]
+
+
+@dataclass
+class FxState:
+    """The entries of a state by the names a float or prepared model has for them; who takes one marks it.
+
+    Attributes:
+        is_converted: whether the model was converted, so that there are integers and no observers.
+        is_lowered: whether its weights are packed or quantized tensors.
+        functional_weights: packed weights of functions, in the order of the graph.
+    """
+
+    entries: dict[str, Entry]
+    is_converted: bool
+    is_lowered: bool = False
+    functional_weights: dict[str, Entry] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> FxState:
+        """``state`` as FX's ``state_dict()`` gave it.
+
+        Raises:
+            CheckpointError: a value that is no tensor and nothing FX saves; names all of them.
+        """
+        return _Reader(_in_current_form(state)).read()
+
+    def take(self, names: Iterable[str]) -> tuple[str, Entry] | None:
+        """The first of ``names`` that there is, with its entry."""
+        for name in names:
+            if name in self.entries:
+                self._taken.add(name)
+                return name, self.entries[name]
+        return None
+
+    def take_under(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors below the first of ``prefixes`` that has any, by the rest of their names."""
+        for prefix in prefixes:
+            found = {
+                name.removeprefix(f"{prefix}."): entry.value
+                for name, entry in self.entries.items()
+                if name.startswith(f"{prefix}.") and isinstance(entry.value, Tensor)
+            }
+            if found:
+                self._taken.update(f"{prefix}.{name}" for name in found)
+                return found
+        return {}
+
+    def forgive(self, name: str) -> None:
+        """Take ``name`` for something that need not have a place."""
+        self._taken.add(name)
+
+    def left(self) -> list[str]:
+        """The keys of everything nobody took."""
+        entries = {**self.entries, **self.functional_weights}
+        return sorted(
+            {key for name, entry in entries.items() if name not in self._taken for key in entry.keys}
+        )
+
+    def untaken(self) -> Iterator[tuple[str, Entry]]:
+        return ((name, entry) for name, entry in self.entries.items() if name not in self._taken)
+
+    def observers_at(self, prefix: str) -> list[str]:
+        """``<prefix>activation_post_process_<k>`` that have a state, in the order FX made them."""
+        pattern = re.compile(re.escape(prefix) + r"activation_post_process_(\d+)\.")
+        found = {int(match[1]) for name in self.entries if (match := pattern.match(name))}
+        return [f"{prefix}activation_post_process_{index}" for index in sorted(found)]
+
+    def scales_at(self, prefix: str) -> list[str]:
+        """Names of the scales of a converted graph at ``prefix``, in the order of the graph."""
+        names = (name for name in self.entries if name.startswith(prefix))
+        return [name for name in names if "." not in name[len(prefix) :] and SCALE_NAME.match(name)]
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is of a converted model with quantize operators alone, so that each has its qparams."""
+        return self.is_converted and not self.is_lowered
+
+    def fingerprint(self, name: str) -> tuple[object, ...]:
+        """Equal for observers, or scales with their zero points, of equal content."""
+        names = [each for each in self.entries if each.startswith(f"{name}.")] or list(self.qparams(name))
+        values = (self.entries[each].value for each in sorted(names) if each in self.entries)
+        return tuple(
+            (tuple(value.shape), *value.flatten().tolist()) for value in values if isinstance(value, Tensor)
+        )
+
+    def qparams(self, scale_name: str) -> tuple[str, str]:
+        """The names of a scale and its zero point."""
+        return scale_name, re.sub(r"scale(?=(_\d+)?$)", "zero_point", scale_name)
+
+
+def _in_current_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    current: dict[str, Any] = {}
+    conv_bn_v1 = {name.removesuffix("gamma") for name in state if re.search(r"(^|\.)gamma$", name)}
+    for name, value in state.items():
+        prefix, _, last = name.rpartition(".")
+        prefix = f"{prefix}." if prefix else ""
+        if last in ("min_vals", "max_vals"):
+            # MinMaxObserver and its kind, before version 3.
+            name = f"{prefix}{last[:-1]}"
+        elif prefix in conv_bn_v1 and last in CONV_BN_V1:
+            # nn.intrinsic.qat, version 1.
+            name = f"{prefix}{CONV_BN_V1[last]}"
+        elif re.search(r"(^|\.)_packed_params\.(weight|bias)$", name):
+            # LinearPackedParams before version 3.
+            name = re.sub(r"_packed_params\.(weight|bias)$", r"\1", name)
+        current[name] = value
+    return current
+
+
+class _Reader:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.entries: dict[str, Entry] = {}
+        self.functional: dict[str, Entry] = {}
+        self.refused: list[str] = []
+        self.is_converted = False
+        self.is_lowered = False
+
+    def read(self) -> FxState:
+        for name, value in self.state.items():
+            self._read(name, value)
+        self.is_lowered = self.is_converted
+        if self.refused:
+            raise _unknown_values(self.refused, self.state)
+        self._join_reference_weights()
+        # The scale of a quantized module, and of what was a quantize operator.
+        if any(SCALE_NAME.match(name) for name in self.entries):
+            self.is_converted = True
+        return FxState(self.entries, self.is_converted, self.is_lowered, self.functional)
+
+    def _add(self, name: str, value: Tensor | FxWeight | None, *keys: str) -> None:
+        if value is not None:
+            self.entries[name] = Entry(value.detach() if isinstance(value, Tensor) else value, keys)
+
+    def _read(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and not value.is_quantized:
+            self._add(name, value, name)
+        elif isinstance(value, Tensor):
+            self.is_converted = True
+            self._add(
+                re.sub(r"(^|\.)_packed_params\._packed_weight$", r"\1weight", name),
+                weight_of_tensor(value),
+                name,
+            )
+        elif is_packed(value):
+            self._read_packed(name, value)
+        elif name.endswith("_packed_params._packed_params") and isinstance(value, (tuple, list)):
+            self.is_converted = True
+            prefix = name.removesuffix("_packed_params._packed_params")
+            weight, bias = value
+            self._add(f"{prefix}weight", weight_of_tensor(weight), name)
+            self._add(f"{prefix}bias", bias, name)
+        elif value is not None and not isinstance(value, (torch.dtype, torch.qscheme, int, float, bool)):
+            self.refused.append(name)
+
+    def _read_packed(self, name: str, value: Any) -> None:
+        self.is_converted = True
+        try:
+            if name.endswith(".param") and "_all_weight_values." in name:
+                for part, content in unpacked_cell(value).items():
+                    self._add(f"{name.removesuffix('.param')}.{part}", content, name)
+            elif re.search(r"(^|\.)_packed_weight_(ih|hh)$", name):
+                weight, bias = unpacked_pair(value)
+                self._add(name.replace("_packed_weight_", "weight_"), weight, name)
+                self._add(name.replace("_packed_weight_", "bias_"), bias, name)
+            elif PACKED_NAME.search(name):
+                weight, bias = unpacked_pair(value)
+                self.functional[name] = Entry(weight, (name,))
+                if bias is not None:
+                    self.functional[f"{name}:bias"] = Entry(bias, (name,))
+            else:
+                self.refused.append(name)
+        except (ValueError, RuntimeError, AttributeError):
+            self.refused.append(name)
+
+    def _join_reference_weights(self) -> None:
+        """A reference module keeps a float weight with ``<name>_scale`` and so on beside it."""
+        for name in list(self.entries):
+            weight = self.entries[name].value if name in self.entries else None
+            scale, zero_point = (self.entries.get(f"{name}_{what}") for what in ("scale", "zero_point"))
+            if not isinstance(weight, Tensor) or scale is None or zero_point is None:
+                continue
+            self.is_converted = True
+            beside = [f"{name}_scale", f"{name}_zero_point"]
+            axis = self.entries.get(f"{name}_axis")
+            beside += [
+                other
+                for other in self.entries
+                if other.startswith(f"{name}_") and WEIGHT_QPARAM.search(other)
+            ]
+            dtype = self.state.get(f"{name}_dtype")
+            value = _reference_weight(
+                weight,
+                scale.value,
+                zero_point.value,
+                int(axis.value) if axis is not None and isinstance(axis.value, Tensor) else 0,
+                dtype,
+            )
+            for other in beside:
+                self.entries.pop(other, None)
+            self.entries[name] = Entry(value, (name, *beside))
+
+
+def _reference_weight(
+    weight: Tensor, scale: Any, zero_point: Any, axis: int, dtype: torch.dtype | None
+) -> FxWeight:
+    """A float weight quantized with the qparams beside it, as the reference module quantizes it."""
+    dtype = torch.qint8 if dtype is None else dtype
+    if dtype is torch.float16:
+        return FxWeight(weight.half().float())
+    if scale.numel() == 1 and not zero_point.is_floating_point():
+        return weight_of_tensor(torch.quantize_per_tensor(weight, float(scale), int(zero_point), dtype))
+    return weight_of_tensor(torch.quantize_per_channel(weight, scale, zero_point, axis, dtype))
+
+
+def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointError:
+    found = ", ".join(f"{name} ({shown(state[name])})" for name in names[:5])
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return CheckpointError(
+        f"the FX state has values that cannot be read: {found}{more}.",
+        hint="packed weights of functions and of dynamic modules are objects: load the file in full, with "
+        "torch.load(path, weights_only=False) if you trust its source, in a process that imported torch, "
+        "and hand in what that returned.",
+    )

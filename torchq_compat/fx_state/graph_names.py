@@ -1,0 +1,308 @@
+"""What FX calls the parameters and observers of a prepared graph.
+
+FX numbers observers as it makes them, op by op: those of an op's inputs, then that of its output. Its convert
+names each scale after the module whose code computed the observed value, or, behind inputs and ops without a
+QConfig, after the first reader; and numbers those of one name in the order of the graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat import batch_norm
+from torchq_compat.annotate.op_parameters import named_parameters_of, weight_of
+from torchq_compat.annotate.op_records import op_record
+from torchq_compat.config.qconfig_mappings import QConfigRules
+from torchq_compat.fx_state.given import FxState
+from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
+from torchq_compat.graph.observed_graph import observer_nodes
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+
+__all__ = ["in_sequential", "wanted_by_graph"]
+
+ATEN = torch.ops.aten
+
+
+def wanted_by_graph(
+    graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
+) -> Wanted:
+    """What ``graph_module`` wants, apart from the custom modules it calls.
+
+    Args:
+        rules: the QConfigMapping it was prepared with.
+        prefix: leads, in FX's names, to what the graph is of; with its dot.
+    """
+    reader = _Reader(graph_module, rules, prefix)
+    observers, more, problems = reader.observers(state)
+    return Wanted(tuple(reader.tensors()), observers, tuple(reader.folded()), unused=more, problems=problems)
+
+
+def in_sequential(name: str) -> str:
+    """``name`` of a parameter in the first of a fused pair: ``conv.weight`` is ``conv.0.weight``."""
+    path, _, last = name.rpartition(".")
+    return f"{path}.0.{last}" if path else name
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A call of an observer."""
+
+    node: Node
+    observer: nn.Module
+    #: The op that is given what it observes, where that is a weight.
+    reader: Node | None
+    is_module_weight: bool
+
+    @property
+    def path(self) -> str:
+        return str(self.node.target)
+
+    @property
+    def observed(self) -> Node:
+        source = self.node.args[0]
+        assert isinstance(source, Node)
+        return source
+
+
+class _Reader:
+    def __init__(self, graph_module: GraphModule, rules: QConfigRules | None, prefix: str) -> None:
+        self.graph_module = graph_module
+        self.rules = rules
+        self.prefix = prefix
+        self.observer_of = dict(observer_nodes(graph_module))
+        self.sites = list(self._sites())
+        self.names = self._names_of_parameters()
+
+    def tensors(self) -> Iterator[WantedTensor]:
+        outside = [
+            f"{path}." for path, module in self.graph_module.named_modules() if _is_apart(path, module)
+        ]
+        outside += [f"{target}." for target in {str(node.target) for node in self.observer_of}]
+        observers = {self._weight_name(site): site for site in self.sites if site.reader is not None}
+        weight_beside = self._weights_beside_biases()
+        for name in self.graph_module.state_dict():
+            if name.startswith(tuple(outside)):
+                continue
+            site = observers.get(name)
+            yield WantedTensor(
+                name,
+                tuple(f"{self.prefix}{each}" for each in self.names.get(name, (name, in_sequential(name)))),
+                observer=None if site is None else site.path,
+                is_functional=site is not None and not site.is_module_weight,
+                packed_with=weight_beside.get(name),
+                is_optional=name.endswith("num_batches_tracked"),
+            )
+
+    def observers(
+        self, state: FxState
+    ) -> tuple[tuple[WantedObserver, ...], tuple[str, ...], tuple[str, ...]]:
+        """The observers, what FX has besides, and what keeps the names from being known."""
+        numbered = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
+        prefix_of, more, problems = _aligned(numbered, state.observers_at(self.prefix), state, self.prefix)
+        scale_of = self._scale_names(numbered)
+        theirs = state.scales_at(self.prefix)
+        if state.is_reference and len(theirs) != len(numbered):
+            scale_of, more, problems = _aligned(self._in_graph_order(numbered), theirs, state, self.prefix)
+        by_path: dict[str, list[_Site]] = {}
+        for site in self.sites:
+            by_path.setdefault(site.path, []).append(site)
+        wanted = tuple(
+            WantedObserver(
+                path,
+                tuple(name for site in sites for name in self._prefixes(site, prefix_of)),
+                tuple(name for site in sites for name in self._scales(site, scale_of)),
+                is_weight=any(site.reader is not None for site in sites),
+            )
+            for path, sites in by_path.items()
+        )
+        return wanted, more, problems
+
+    def folded(self) -> Iterator[FoldedBatchNorm]:
+        for norm in batch_norm.describe(self.graph_module):
+            if norm.op is not None:
+                path = self._module_path(norm.op)
+                yield FoldedBatchNorm(
+                    norm.names["weight"],
+                    norm.names["bias"],
+                    norm.names["running_mean"],
+                    norm.names["running_var"],
+                    norm.eps,
+                    tuple(f"{self.prefix}{name}" for name in (f"{path}.bias", f"{path}.0.bias")),
+                    norm.bias,
+                )
+
+    def _sites(self) -> Iterator[_Site]:
+        """In the order in which FX makes observers."""
+        seen: set[Node] = set()
+        for node in self.graph_module.graph.nodes:
+            if node.op in ("placeholder", "get_attr") or node in self.observer_of:
+                continue
+            weight = weight_of(node)
+            if weight is not None and _attribute(weight) is None:
+                weight = None
+            for argument in node.all_input_nodes:
+                if argument in self.observer_of and argument not in seen:
+                    seen.add(argument)
+                    yield self._site(argument, node if argument is weight else None)
+            for user in node.users:
+                if user in self.observer_of and user not in seen and _has_output_spec(node):
+                    seen.add(user)
+                    yield self._site(user, None)
+
+    def _weights_beside_biases(self) -> dict[str, str]:
+        """Of functions: bias -> weight."""
+        found = {}
+        for site in self.sites:
+            parameters = dict(_parameters(site.reader)) if site.reader is not None else {}
+            if not site.is_module_weight and {"weight", "bias"} <= parameters.keys():
+                found[str(parameters["bias"].target)] = str(parameters["weight"].target)
+        return found
+
+    def _site(self, node: Node, reader: Node | None) -> _Site:
+        record = op_record(reader) if reader is not None else None
+        is_module_weight = record is not None and record.origin.is_module_call
+        return _Site(node, self.observer_of[node], reader, is_module_weight)
+
+    def _weight_name(self, site: _Site) -> str | None:
+        attribute = _attribute(site.node)
+        return None if attribute is None else str(attribute.target)
+
+    def _prefixes(self, site: _Site, prefix_of: dict[Node, str]) -> Iterator[str]:
+        if site.node in prefix_of:
+            yield prefix_of[site.node]
+        if site.is_module_weight:
+            assert site.reader is not None
+            path = self._module_path(site.reader)
+            yield f"{self.prefix}{path}.weight_fake_quant"
+            yield f"{self.prefix}{path}.0.weight_fake_quant"
+
+    def _scales(self, site: _Site, scale_of: dict[Node, str]) -> Iterator[str]:
+        if site.node in scale_of:
+            yield scale_of[site.node]
+        record = op_record(site.observed)
+        if record is not None and record.origin.is_module_call:
+            yield f"{self.prefix}{_once(record.origin.module_path)}.scale"
+
+    def _scale_names(self, sites: list[_Site]) -> dict[Node, str]:
+        """Of FX's reference model; lowering keeps them, or moves them into modules."""
+        count: Counter[str] = Counter()
+        names: dict[Node, str] = {}
+        for site in self._in_graph_order(sites):
+            name = self._scale_prefix(site)
+            names[site.node] = f"{self.prefix}{name}_scale_{count[name]}"
+            count[name] += 1
+        return names
+
+    def _in_graph_order(self, sites: list[_Site]) -> list[_Site]:
+        order = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
+
+        def place(site: _Site) -> float:
+            # FX's graph reads a parameter where it is used.
+            return order[site.node] if site.reader is None else order[site.reader] - 0.5
+
+        return sorted(sites, key=place)
+
+    def _scale_prefix(self, site: _Site) -> str:
+        record = op_record(site.observed)
+        is_input = site.observed.op == "placeholder" or (
+            record is not None and self.rules is not None and record.select(self.rules).qconfig is None
+        )
+        if is_input or record is None:
+            first = next(iter(site.node.users), None)
+            record = op_record(first) if first is not None else None
+        path = "" if record is None else _once(record.origin.module_path)
+        return path.replace(".", "_") + ("_input" if is_input else "")
+
+    def _module_path(self, op: Node) -> str:
+        record = op_record(op)
+        if record is not None and record.origin.is_module_call:
+            return _once(record.origin.module_path)
+        weight = next((node for name, node in _parameters(op) if name == "weight"), None)
+        return "" if weight is None else str(weight.target).rpartition(".")[0]
+
+    def _names_of_parameters(self) -> dict[str, tuple[str, ...]]:
+        """Our names that differ from FX's, or may: torchao's folding and FX's fused modules rename."""
+        names: dict[str, tuple[str, ...]] = {}
+        for node in self.graph_module.graph.nodes:
+            record = op_record(node)
+            if record is None or not record.origin.is_module_call:
+                continue
+            path = _once(record.origin.module_path)
+            for role, parameter in _parameters(node):
+                own = str(parameter.target)
+                if node.target is ATEN.batch_norm.default or own.rpartition(".")[2] != role:
+                    path_of_parameter = path if node.target is not ATEN.batch_norm.default else ""
+                    if path_of_parameter:
+                        names[own] = (f"{path}.{role}", f"{path}.0.{role}", own)
+        for norm in batch_norm.describe(self.graph_module):
+            path = "" if norm.op is None else self._module_path(norm.op)
+            counter = norm.names["running_mean"].replace("running_mean", "num_batches_tracked")
+            for role, own in {**norm.names, "num_batches_tracked": counter}.items():
+                names[own] = (own, in_sequential(own), f"{path}.bn.{role}")
+        return names
+
+
+def _aligned(
+    sites: list[_Site], theirs: list[str], state: FxState, prefix: str
+) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
+    """Node of a site -> FX's name; names without a site; problems.
+
+    FX observes some ops that torch.export drops, ``contiguous()`` of what is contiguous, with the observer
+    of what they read: where it has more, runs of equal observers are matched.
+    """
+    if state.is_converted and not state.is_reference:
+        return {}, (), ()
+    if len(theirs) == len(sites):
+        return {site.node: name for site, name in zip(sites, theirs, strict=True)}, (), ()
+    own_runs = [list(run) for _, run in groupby(sites, key=lambda site: site.path)]
+    their_runs = [list(run) for _, run in groupby(theirs, key=state.fingerprint)]
+    if len(theirs) < len(sites) or len(own_runs) != len(their_runs):
+        if state.is_converted and not theirs:
+            return {}, (), ()
+        where = prefix.removesuffix(".") or "the model itself"
+        return {}, (), (f"it has {len(theirs)} observers in {where} where this model has {len(sites)}",)
+    matched = {site.node: run[0] for own, run in zip(own_runs, their_runs, strict=True) for site in own}
+    return matched, tuple(name for run in their_runs for name in run[1:]), ()
+
+
+def _is_apart(path: str, module: nn.Module) -> bool:
+    return bool(path) and isinstance(module, (OpaqueModule, GraphModule))
+
+
+def _once(path: str) -> str:
+    """A second call of a module has ``@1`` behind its path."""
+    return path.partition("@")[0]
+
+
+def _has_output_spec(node: Node) -> bool:
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    return annotation is not None and annotation.output_qspec is not None
+
+
+def _attribute(node: Node) -> Node | None:
+    """The parameter that the observer called by ``node`` observes, perhaps scaled for a batch norm."""
+    source = node.args[0]
+    if isinstance(source, Node) and source.target is ATEN.mul.Tensor:
+        scale = source.args[1]
+        source = source.args[0] if isinstance(scale, Node) and scale.target is ATEN.reshape.default else None
+    return source if isinstance(source, Node) and source.op == "get_attr" else None
+
+
+def _parameters(op: Node) -> Iterator[tuple[str, Node]]:
+    """(role, get_attr node) of the parameters ``op`` is given."""
+    for role, node in named_parameters_of(op).items():
+        source = node
+        while (
+            source.op not in ("get_attr", "placeholder") and source.args and isinstance(source.args[0], Node)
+        ):
+            source = source.args[0]
+        if source.op == "get_attr":
+            yield role, source

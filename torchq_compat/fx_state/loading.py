@@ -1,0 +1,428 @@
+"""A state of FX into a prepared model: everything is matched first, then written; or nothing is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from torchq_compat.config.qconfig_mappings import QConfigRules
+from torchq_compat.custom_modules.registry import handler_of
+from torchq_compat.errors import CheckpointError
+from torchq_compat.fx_state.given import SCALE_NAME, Entry, FxState
+from torchq_compat.fx_state.graph_names import wanted_by_graph
+from torchq_compat.fx_state.packed import FxWeight
+from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
+from torchq_compat.graph.graph_module import QuantizationGraphModule
+from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.loaded_qparams import hold_qparams, release_qparams
+from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS
+from torchq_compat.qspecs.weight_observers import WeightObserver
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = ["load_state"]
+
+#: Of our observers alone: how much their range cut off.
+COUNTS = ("seen", "saturated")
+#: Observers saved before it was a buffer have none.
+EPS = "eps"
+SHOWN = 6
+
+
+def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> None:
+    """Load ``given``, as a prepared or converted model of FX saved it, into ``prepared``.
+
+    Raises:
+        CheckpointError: see ``torchq_compat.checkpoints.load_fx_state``; ``prepared`` is unchanged.
+    """
+    state = FxState.read(given)
+    wanted = wanted_by_model(prepared, state, prepared.record.rules)
+    plan = _Planner(prepared, state, wanted).plan()
+    _carry_out(prepared, plan)
+    if plan.dropped:
+        warn_user(
+            f"FX observes {len(plan.dropped)} values that have no observer here, and quantizes them once "
+            f"more "
+            f"than the model asks for: {_shorten(plan.dropped)}. They are left out."
+        )
+
+
+def wanted_by_model(
+    graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
+) -> Wanted:
+    """What a prepared model wants, with that of the custom modules it calls."""
+    wanted = wanted_by_graph(graph_module, state, rules, prefix)
+    for path in dict.fromkeys(str(node.target) for node in opaque_call_nodes(graph_module)):
+        leaf = graph_module.get_submodule(path)
+        handler = handler_of(leaf)
+        if handler is not None and isinstance(leaf, OpaqueModule):
+            inside = handler.wanted_of_fx(leaf, state, f"{prefix}{path}", wanted_by_model)
+            wanted += inside.below(path)
+    return wanted
+
+
+@dataclass
+class _Plan:
+    """What is written: tensors by name, states of observers and loaded qparams by path."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    observers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    qparams: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+
+
+class _Planner:
+    def __init__(self, prepared: nn.Module, state: FxState, wanted: Wanted) -> None:
+        self.prepared = prepared
+        self.state = state
+        self.wanted = wanted
+        self.own = prepared.state_dict()
+        self.made = _Plan()
+        self.missing: list[str] = []
+        self.weights: dict[str, FxWeight] = {}
+        #: Our name of a function's weight -> FX's name of what it was packed into.
+        self.packed: dict[str, str] = {}
+        self.without_qparams: list[WantedObserver] = []
+
+    def plan(self) -> _Plan:
+        """Match everything.
+
+        Raises:
+            CheckpointError: something that has no match, or does not fit.
+        """
+        functional = iter(list(self.state.functional_weights.items()))
+        # A weight first: the bias of a function is packed with it.
+        for tensor in sorted(self.wanted.tensors, key=lambda tensor: tensor.packed_with is not None):
+            self._plan_tensor(tensor, functional)
+        for batch_norm in self.wanted.folded if self.state.is_converted else ():
+            self._dissolve(batch_norm)
+        for observer in self.wanted.observers:
+            self._plan_observer(observer)
+        self._match_in_order()
+        self._drop_known()
+        self._refuse_rest()
+        return self.made
+
+    def _plan_tensor(self, wanted: WantedTensor, functional: Iterator[tuple[str, Entry]]) -> None:
+        found = self.state.take(wanted.names)
+        if found is None and wanted.is_functional and (packed := _next_weight(functional)) is not None:
+            self.state.forgive(packed[0])
+            self.packed[wanted.name] = packed[0]
+            found = packed
+        if found is None and wanted.packed_with in self.packed:
+            name = f"{self.packed[wanted.packed_with]}:bias"
+            entry = self.state.functional_weights.get(name)
+            self.state.forgive(name)
+            found = None if entry is None else (name, entry)
+        if found is None:
+            if not wanted.is_optional:
+                self.missing.append(wanted.names[0])
+            return
+        name, entry = found
+        value = entry.value
+        if isinstance(value, FxWeight):
+            if wanted.observer is not None:
+                self.weights[wanted.observer] = value
+            value = value.values
+            if wanted.is_functional and value.dim() == self.own[wanted.name].dim() + 1:
+                # FX packs a convolution over one dimension as one over two.
+                value = value.squeeze(2)
+        self._set(wanted.name, value, name)
+
+    def _set(self, name: str, value: Tensor, fx_name: str) -> None:
+        expected = self.own[name]
+        if value.shape != expected.shape:
+            raise CheckpointError.other_model(
+                f"{fx_name} is {tuple(value.shape)}, and {name} of this model {tuple(expected.shape)}."
+            )
+        if value.is_meta:
+            raise CheckpointError.bad_value(fx_name, "is a meta tensor, which has no values")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise CheckpointError.bad_value(fx_name, "holds NaN or infinity")
+        if not torch.can_cast(value.dtype, expected.dtype):
+            raise CheckpointError.bad_value(fx_name, f"is {value.dtype} where the model has {expected.dtype}")
+        self.made.tensors[name] = value
+
+    def _dissolve(self, batch_norm: FoldedBatchNorm) -> None:
+        """A converted state has the batch norm in the weight: here it becomes one that changes nothing."""
+        for name in (batch_norm.gamma, batch_norm.beta, batch_norm.mean, batch_norm.variance):
+            found = {each.name: each for each in self.wanted.tensors}[name].names
+            self.missing = [each for each in self.missing if each != found[0]]
+        bias = self.state.take(batch_norm.biases)
+        variance = torch.ones_like(self.own[batch_norm.variance])
+        self.made.tensors[batch_norm.variance] = variance
+        # Its square root is what the weight is divided by: the scale is 1, bit for bit.
+        self.made.tensors[batch_norm.gamma] = torch.sqrt(variance + batch_norm.eps)
+        self.made.tensors[batch_norm.mean] = torch.zeros_like(variance)
+        shift = torch.zeros_like(variance)
+        if batch_norm.own_bias is None and bias is not None and isinstance(bias[1].value, Tensor):
+            shift = bias[1].value
+        self.made.tensors[batch_norm.beta] = shift
+
+    def _plan_observer(self, wanted: WantedObserver) -> None:
+        observer = self.prepared.get_submodule(wanted.path)
+        if self.state.is_converted:
+            self._plan_qparams(wanted, observer)
+            return
+        found = [under for prefix in wanted.prefixes if (under := self.state.take_under((prefix,)))]
+        own = _names_of(observer)
+        if wanted.is_weight and isinstance(observer, WeightObserver):
+            return  # It looks at the weight at convert, as FX does.
+        if not own:
+            return
+        if not found:
+            if not _has_fixed_qparams(observer):
+                self.missing.append(wanted.prefixes[0] if wanted.prefixes else wanted.path)
+            return
+        self.made.observers[wanted.path] = self._checked(wanted, observer, found[0])
+
+    def _checked(
+        self, wanted: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        own, name = _names_of(observer), wanted.prefixes[0]
+        lacking = sorted(each for each in own - given.keys() if not each.endswith(EPS))
+        unknown = sorted(given.keys() - own)
+        if lacking or unknown:
+            raise CheckpointError.other_model(
+                f"{name} is of another class of observer than {type(observer).__name__} at {wanted.path}: it "
+                f"has {', '.join(unknown) or 'nothing more'} and lacks {', '.join(lacking) or 'nothing'}."
+            )
+        for key, value in given.items():
+            if key.endswith(("histogram", "scale")) and not bool(value.isfinite().all()):
+                raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN or infinity")
+            if key.endswith(("min_val", "max_val")) and bool(value.isnan().any()):
+                raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN")
+            if key.endswith("scale") and not bool((value > 0).all()):
+                raise CheckpointError.bad_value(f"{name}.{key}", "holds a scale that is no positive number")
+            if key.endswith("histogram") and value.shape != observer.get_buffer(key).shape:
+                raise CheckpointError.other_model(
+                    f"{name}.{key} has {value.numel()} bins, and this model "
+                    f"{observer.get_buffer(key).numel()}."
+                )
+        return given
+
+    def _plan_qparams(self, wanted: WantedObserver, observer: nn.Module) -> None:
+        weight = self.weights.get(wanted.path)
+        if weight is not None:
+            if weight.scale is not None and weight.zero_point is not None:
+                self.made.qparams[wanted.path] = weight.scale, weight.zero_point
+            return
+        found = []
+        for scale_name in wanted.scales:
+            names = self.state.qparams(scale_name)
+            scale, zero_point = (self.state.take((name,)) for name in names)
+            if scale is not None and zero_point is not None:
+                found.append((scale[0], scale[1].value, zero_point[1].value))
+        if not found:
+            if not _needs_no_qparams(observer, wanted):
+                self.without_qparams.append(wanted)
+            return
+        self._set_qparams(wanted, observer, *found[0])
+
+    def _set_qparams(
+        self, wanted: WantedObserver, observer: Any, name: str, scale_value: Any, zero_point_value: Any
+    ) -> None:
+        if scale_value.numel() > 1 and not hasattr(observer, "ch_axis"):
+            raise CheckpointError.other_model(
+                f"{name} is of {scale_value.numel()} channels, and {wanted.path} of this model has none."
+            )
+        if not bool((scale_value.isfinite() & (scale_value > 0)).all()):
+            raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
+        self.made.qparams[wanted.path] = scale_value, zero_point_value
+        if wanted.is_weight:
+            self._quantize_weight(wanted, observer, scale_value, zero_point_value)
+
+    def _quantize_weight(
+        self, wanted: WantedObserver, observer: Any, scale: Tensor, zero_point: Tensor
+    ) -> None:
+        """A function's weight stands in a reference model as floats, in front of a quantize."""
+        name = next(each.name for each in self.wanted.tensors if each.observer == wanted.path)
+        weight = self.made.tensors.get(name)
+        if weight is None:
+            return
+        axis = int(getattr(observer, "ch_axis", 0))
+        shape = [-1 if d == axis and scale.numel() > 1 else 1 for d in range(weight.dim())]
+        s, z = scale.reshape(shape), zero_point.reshape(shape)
+        low, high = int(observer.quant_min), int(observer.quant_max)
+        self.made.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
+
+    def _match_in_order(self) -> None:
+        """FX names a scale by the first reader it happens to find: what is left on both sides is in one
+        order."""
+        names = [name for name in self.state.scales_at("") if name in dict(self.state.untaken())]
+        known = {
+            SCALE_NAME.sub(r"\g<prefix>", name) for each in self.wanted.observers for name in each.scales
+        }
+        # Of a known name with another number something in between is missing, and the order says nothing.
+        is_renamed = all(SCALE_NAME.sub(r"\g<prefix>", name) not in known for name in names)
+        if len(names) != len(self.without_qparams) or not is_renamed:
+            self.missing += [each.scales[0] if each.scales else each.path for each in self.without_qparams]
+            return
+        for wanted, scale_name in zip(self.without_qparams, names, strict=True):
+            scale, zero_point = (self.state.take((name,)) for name in self.state.qparams(scale_name))
+            if scale is None or zero_point is None:
+                self.missing.append(scale_name)
+                continue
+            observer = self.prepared.get_submodule(wanted.path)
+            self._set_qparams(wanted, observer, scale_name, scale[1].value, zero_point[1].value)
+
+    def _drop_known(self) -> None:
+        for prefix in (*self.wanted.only_fx, *self.wanted.unused):
+            if self.state.is_converted:
+                taken = [name for name in self.state.qparams(prefix) if self.state.take((name,))]
+            else:
+                taken = [f"{prefix}.{name}" for name in self.state.take_under((prefix,))]
+            if taken and prefix in self.wanted.only_fx:
+                self.made.dropped.append(prefix)
+        left = dict(self.state.untaken())
+        for name, entry in left.items():
+            path, _, last = name.rpartition(".")
+            if last == "num_batches_tracked" or (
+                last in ("scale", "zero_point") and _is_stand_in(path, left)
+            ):
+                # Of a batch norm that is not trained; of a dynamically quantized linear, which has no output
+                # qparams but the attributes of the static one.
+                self.state.forgive(name)
+            elif ".weight_fake_quant." in f".{name}" and not self._observes(name):
+                # FX prepares modules for training by their QConfig, and converts by the backend.
+                self.state.forgive(name)
+            elif isinstance(entry.value, Tensor) and last == "bias" and not bool(entry.value.any()):
+                # FX gives packed linears and folded convolutions a bias of zeros.
+                self.state.forgive(name)
+
+    def _observes(self, name: str) -> bool:
+        """Whether the weight that a fake-quantize of FX, with an entry called ``name``, is for is quantized
+        here."""
+        weight = name.partition("weight_fake_quant.")[0] + "weight"
+        return any(weight in tensor.names and tensor.observer is not None for tensor in self.wanted.tensors)
+
+    def _refuse_rest(self) -> None:
+        if self.missing:
+            problems = "".join(f"; {problem}" for problem in self.wanted.problems)
+            raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", self.state.left())
+        if self.wanted.problems:
+            raise _incomplete(f"{'; '.join(self.wanted.problems)}.", self.state.left())
+        left = self.state.left()
+        if left:
+            raise _incomplete(f"this model has no place for {_shorten(left)}.", [])
+
+
+def _next_weight(functional: Iterator[tuple[str, Entry]]) -> tuple[str, Entry] | None:
+    return next(((name, entry) for name, entry in functional if isinstance(entry.value, FxWeight)), None)
+
+
+def _is_stand_in(path: str, entries: Mapping[str, Entry]) -> bool:
+    scale, zero_point = (entries.get(f"{path}.{name}") for name in ("scale", "zero_point"))
+    return (
+        scale is not None
+        and zero_point is not None
+        and isinstance(scale.value, Tensor)
+        and isinstance(zero_point.value, Tensor)
+        and bool((scale.value == 1).all())
+        and not bool(zero_point.value.any())
+    )
+
+
+def _names_of(observer: nn.Module) -> set[str]:
+    """The names in the state of ``observer`` that FX's has too."""
+    target = getattr(observer, "legacy", observer)
+    return {
+        name
+        for name in target.state_dict()
+        if name.rpartition(".")[2] not in (*COUNTS, "loaded_scale", "loaded_zero_point")
+    }
+
+
+def _needs_no_qparams(observer: Any, wanted: WantedObserver) -> bool:
+    """Whether a converted state may be without: FX's kernels know fixed qparams, dynamic activations have
+    none, and a weight that is no integer neither."""
+    return _has_fixed_qparams(observer) or not observer.state_dict() or wanted.is_weight
+
+
+def _has_fixed_qparams(observer: nn.Module) -> bool:
+    """FX's eager modules and kernels know them, so that a state may be without."""
+    return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
+
+
+def _carry_out(prepared: QuantizationGraphModule, plan: _Plan) -> None:
+    before = {
+        name: value.clone() for name, value in prepared.state_dict().items() if isinstance(value, Tensor)
+    }
+    own = dict(prepared.named_parameters(remove_duplicate=False)) | dict(
+        prepared.named_buffers(remove_duplicate=False)
+    )
+    try:
+        for module in prepared.modules():
+            release_qparams(module)
+        with torch.no_grad():
+            for name, value in plan.tensors.items():
+                own[name].copy_(value)
+        for path, given in plan.observers.items():
+            _load_observer(prepared.get_submodule(path), given)
+        for path, (scale, zero_point) in plan.qparams.items():
+            _hold(prepared.get_submodule(path), scale, zero_point)
+    except Exception as cause:
+        prepared.load_state_dict(before, strict=False)
+        raise CheckpointError.other_model(str(cause)) from cause
+
+
+def _load_observer(observer: nn.Module, given: dict[str, Tensor]) -> None:
+    target = getattr(observer, "legacy", observer)
+    assert isinstance(target, nn.Module)
+    # Observers keep the very tensors they are given.
+    state = {name: value.clone() for name, value in given.items()}
+    for name, value in target.state_dict().items():
+        last = name.rpartition(".")[2]
+        if last in COUNTS:
+            state[name] = torch.zeros_like(value)
+        elif name not in state:
+            state[name] = value
+    device = next((tensor.device for tensor in target.buffers()), None)
+    ordered = OrderedDict((name, value.to(device)) for name, value in state.items())
+    # Without the versions torch takes the state for an old one, and resets eps.
+    ordered._metadata = target.state_dict()._metadata  # type: ignore[attr-defined]
+    target.load_state_dict(ordered)
+
+
+def _hold(observer: Any, scale: Tensor, zero_point: Tensor) -> None:
+    hold_qparams(observer, scale, zero_point)
+    if "scale" in observer._buffers and "zero_point" in observer._buffers:
+        # A fake-quantize computes with these.
+        for name, value in (("scale", scale), ("zero_point", zero_point)):
+            buffer = observer.get_buffer(name)
+            buffer.resize_(value.reshape(-1).shape)
+            buffer.copy_(value.reshape(-1))
+    source = getattr(observer, "activation_post_process", None)
+    if isinstance(source, nn.Module) and "min_val" in source._buffers:
+        _set_range(source, scale, zero_point)
+
+
+def _set_range(source: Any, scale: Tensor, zero_point: Tensor) -> None:
+    """Training goes on from the range that the qparams cover."""
+    per_tensor = scale.numel() == 1 and not hasattr(source, "ch_axis")
+    for name, bound in (("min_val", source.quant_min), ("max_val", source.quant_max)):
+        value = (bound - zero_point) * scale
+        buffer = source.get_buffer(name)
+        value = value.reshape(() if per_tensor else -1).to(buffer.dtype)
+        buffer.resize_(value.shape)
+        buffer.copy_(value)
+
+
+def _incomplete(problem: str, left: list[str]) -> CheckpointError:
+    more = f" It has, without a place here, {_shorten(left)}." if left else ""
+    return CheckpointError(
+        f"the FX state does not fit this model: {problem}{more}",
+        hint="prepare the same float model here with the same configuration that FX had, for training if "
+        "FX's "
+        "was prepared for it, and load the whole of what state_dict() of FX's model returned.",
+    )
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,92 @@
+"""Weights in the forms FX's converted models save them in, as floats with their qparams.
+
+Quantized tensors, pairs of a linear's weight and bias, and packed objects, which hold such pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["FxWeight", "is_packed", "unpacked_cell", "unpacked_pair", "weight_of_tensor"]
+
+PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
+
+
+@dataclass(frozen=True)
+class FxWeight:
+    """A weight as its integers stand for it.
+
+    Attributes:
+        values: float32, the dequantized integers.
+        scale: of shape (n,), one or one for each channel; None for half precision.
+        zero_point: as ``scale``; floats for embeddings.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+
+
+def is_packed(value: object) -> bool:
+    """Whether ``value`` is one of torch's packed objects."""
+    return isinstance(value, torch.ScriptObject)
+
+
+def weight_of_tensor(tensor: Tensor) -> FxWeight:
+    """``tensor``, quantized or in half precision, as an FxWeight."""
+    if not tensor.is_quantized:
+        return FxWeight(tensor.detach().float())
+    values = tensor.dequantize().float()
+    if tensor.qscheme() in PER_CHANNEL:
+        return FxWeight(values, tensor.q_per_channel_scales().float(), tensor.q_per_channel_zero_points())
+    return FxWeight(values, torch.tensor([tensor.q_scale()]), torch.tensor([tensor.q_zero_point()]))
+
+
+def unpacked_pair(packed: Any) -> tuple[FxWeight, Tensor | None]:
+    """(weight, bias) of a packed linear, convolution or embedding.
+
+    Raises:
+        ValueError: another kind of packed object.
+    """
+    kind = _kind(packed)
+    if "Embedding" in kind:
+        return weight_of_tensor(torch.ops.quantized.embedding_bag_unpack(packed)), None
+    if "Linear" in kind:
+        weight, bias = packed.__getstate__()[0]
+    elif "Conv" in kind:
+        weight, bias = packed.unpack()
+    else:
+        raise ValueError(f"{kind} is no packed weight")
+    return weight_of_tensor(weight), bias
+
+
+def unpacked_cell(packed: Any) -> dict[str, FxWeight | Tensor]:
+    """ "weight_ih", "bias_ih", "weight_hh" and "bias_hh" of one direction of one layer of a dynamic LSTM or
+    GRU.
+
+    Raises:
+        ValueError: another kind of packed object.
+    """
+    if "CellParams" not in _kind(packed):
+        raise ValueError(f"{_kind(packed)} is no packed cell")
+    return dict(_cell_entries(packed.__getstate__()[0]))
+
+
+def _cell_entries(state: Any) -> Iterator[tuple[str, FxWeight | Tensor]]:
+    _, biases, _, _, packed = state
+    for index, (which, linear) in enumerate(zip(("ih", "hh"), packed, strict=True)):
+        weight, bias = unpacked_pair(linear)
+        yield f"weight_{which}", weight
+        # Quantized cells keep the biases beside the linears.
+        bias = biases[index] if biases else bias
+        if bias is not None:
+            yield f"bias_{which}", bias
+
+
+def _kind(packed: Any) -> str:
+    return str(packed._type())

@@ -1,0 +1,70 @@
+"""What ``to_onnx`` returns: an ONNX model, and what a reader of it has to know."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchq_compat.errors import OnnxError
+from torchq_compat.support.argument_checks import PATH, checked_arguments
+from torchq_compat.support.atomic_files import whole_file
+
+__all__ = ["OnnxModel", "read_model"]
+
+
+@dataclass(frozen=True)
+class OnnxModel:
+    """An ONNX model.
+
+    Attributes:
+        proto: the ``onnx.ModelProto``.
+        opset: the version of ONNX's own operators.
+        free_sizes: the sizes of inputs that may differ from call to call, as "x in dimension 0".
+    """
+
+    proto: Any = field(repr=False)
+    opset: int
+    free_sizes: tuple[str, ...]
+
+    @checked_arguments(path=PATH)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to ``path``, whole or not at all.
+
+        Raises:
+            OnnxError: more than the 2 GiB that a file may have.
+            OSError: the file cannot be written; one that was there is left.
+        """
+        content = self.to_bytes()
+        with whole_file(Path(path)) as file:
+            file.write(content)
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file, as ``onnxruntime.InferenceSession`` takes it.
+
+        Raises:
+            OnnxError: more than the 2 GiB that a file may have.
+        """
+        try:
+            content: bytes = self.proto.SerializeToString()
+        except Exception as cause:
+            raise OnnxError(
+                f"the ONNX model cannot be written as one file: {cause}",
+                hint="a file has at most 2 GiB; save proto with onnx.save(..., save_as_external_data=True).",
+            ) from cause
+        return content
+
+
+def read_model(proto: Any, opset: int) -> OnnxModel:
+    """``proto`` with what it says of itself."""
+    free = tuple(
+        f"{value.name} in dimension {dimension}"
+        for value in proto.graph.input
+        for dimension, size in enumerate(value.type.tensor_type.shape.dim)
+        if size.HasField("dim_param")
+    )
+    imported = {each.domain for each in proto.opset_import}
+    for domain in sorted({node.domain for node in proto.graph.node} - imported - {""}):
+        proto.opset_import.add(domain=domain, version=1)
+    return OnnxModel(proto, opset, free)
