@@ -20,7 +20,13 @@ from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.root import ROOT
 from torchq_compat.errors import CalibrationError, CheckpointError, TorchQCompatError
 from torchq_compat.graph import metadata
-from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
+from torchq_compat.graph.failed_calls import (
+    FAILURES,
+    check_structure,
+    explain_failed_call,
+    has_structure,
+    structure_of,
+)
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
@@ -47,6 +53,8 @@ __all__ = [
 ]
 
 _CALIBRATION = threading.RLock()
+#: Attribute that holds the structure of the arguments, and what it was read from.
+STRUCTURE = "_torchq_compat_structure"
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
     torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
@@ -115,7 +123,7 @@ class QuantizationGraphModule(GraphModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.record.signature.bind(args, kwargs)
         # Dynamo cannot look at the graph, and compares structures itself.
-        if not torch.compiler.is_compiling() and not all(isinstance(arg, Tensor) for arg in bound):
+        if not torch.compiler.is_compiling() and not self._has_structure(bound):
             check_structure(self.reference, bound)
         try:
             observes = self.record.stage is Stage.PREPARED and not self.record.is_qat
@@ -129,6 +137,17 @@ class QuantizationGraphModule(GraphModule):
             if error is None:
                 raise
             raise error from cause
+
+    def _has_structure(self, args: tuple[Any, ...]) -> bool:
+        """Whether ``args`` are plainly those of the example: tensors, in tuples and lists of the same
+        sizes."""
+        info = getattr(self.reference.graph._codegen, "pytree_info", None)
+        if info is None:
+            return all(isinstance(arg, Tensor) for arg in args)
+        known = vars(self).get(STRUCTURE)
+        if known is None or known[0] is not info:
+            known = vars(self)[STRUCTURE] = (info, structure_of(info.in_spec.child(0)))
+        return has_structure(known[1], args)
 
     def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
         """What is told of a failed call; None: ``cause`` itself."""

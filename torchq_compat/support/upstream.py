@@ -21,6 +21,7 @@ from torch.ao.quantization.qconfig_mapping import (
     _FIXED_QPARAMS_OP_TO_OBSERVER as FIXED_QPARAMS_OP_TO_OBSERVER,
 )
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
+from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as USER_PRESERVED_ATTRIBUTES_KEY
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -39,6 +40,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "PyTreeCodeGen",
     "PythonPrinter",
     "detect_fake_mode",
     "disable_current_modes",

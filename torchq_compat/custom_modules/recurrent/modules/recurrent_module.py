@@ -33,7 +33,7 @@ from torchq_compat.custom_modules.recurrent.modules.runners import (
 )
 from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule
 from torchq_compat.custom_modules.recurrent.native.columns import qparams_of_call
-from torchq_compat.custom_modules.recurrent.native.direct_calls import DirectCall, direct_call
+from torchq_compat.custom_modules.recurrent.native.direct_calls import DirectCall, direct_call, quantized_on
 from torchq_compat.errors import CustomModuleError, RecurrentModuleError
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.qspecs.qparams import QParams
@@ -58,6 +58,8 @@ class RecurrentModule(PartOwner):
     is_lowered = False
     #: The cell loop reads and writes floats.
     opaque_in_floats = property(lambda self: self.is_lowered)
+    #: It quantizes what it is given itself, too.
+    leaf_quantizes = opaque_in_floats
 
     def __init__(self, contract: RecurrentContract, layers: list[RecurrentLayer]) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class RecurrentModule(PartOwner):
         vars(self).update(contract.attributes())
         contract.place(self, layers)
         self._bound: BoundModule | None = None
-        self._direct: dict[int | None, DirectCall] = {}
+        self._direct: dict[Any, DirectCall] = {}
         self._bind()
         # Qparams are literals of the graphs; with a state come new ones.
         self.register_load_state_dict_post_hook(_bind_again)  # type: ignore[no-untyped-call]
@@ -104,21 +106,45 @@ class RecurrentModule(PartOwner):
             self._bind()
         return self._bound
 
-    def forward(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        *args: Any,
+        opaque_layout: int | None = None,
+        leaf_quantized: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> Any:
         """See ``opaque_call``. A lowered module takes the short way where it can."""
         if self.is_lowered and not kwargs and not torch.compiler.is_compiling():
-            results = self._call_directly(args, opaque_layout)
+            results = self._call_directly(args, opaque_layout, leaf_quantized)
             if results is not None:
                 return results
-        return super().forward(*args, opaque_layout=opaque_layout, **kwargs)
+        results = super().forward(*args, opaque_layout=opaque_layout, **kwargs)
+        if not leaf_quantized:
+            return results
+        assert opaque_layout is not None
+        all_qparams = self.opaque_layouts[opaque_layout].output_qparams
+        return tuple(
+            quantized_on(each, all_qparams[index]) if index in leaf_quantized else each
+            for index, each in enumerate(results)
+        )
 
-    def _call_directly(self, args: tuple[Any, ...], opaque_layout: int | None) -> Any:
+    def _as_floats(self, tensor: Tensor, qparams: QParams | None) -> Tensor:
+        if tensor.is_quantized:
+            return tensor.dequantize()
+        if qparams is None or not (self.is_lowered and tensor.is_floating_point()):
+            return super()._as_floats(tensor, qparams)
+        return qparams.dequantize(qparams.quantize(tensor), tensor.dtype)
+
+    def _call_directly(
+        self, args: tuple[Any, ...], opaque_layout: int | None, leaf_quantized: tuple[int, ...]
+    ) -> Any:
         """One call of the operator; None where the call is another than the one that was bound."""
-        call = self._direct.get(opaque_layout)
+        key = (opaque_layout, leaf_quantized)
+        call = self._direct.get(key)
         layout = None if opaque_layout is None else self.opaque_layouts[opaque_layout]
         if call is None or call.layout is not layout:
-            call = direct_call(self.contract, layout)
-            self._direct[opaque_layout] = call
+            call = direct_call(self.contract, layout, leaf_quantized)
+            self._direct[key] = call
         if not call.is_possible or (self.training and self.contract.has_dropout):
             return None
         bound = self.bound()

@@ -16,8 +16,9 @@ from torchq_compat.custom_modules.recurrent.native.module_numbers import Boundar
 from torchq_compat.custom_modules.recurrent.native.program import qparams_row
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.qspecs.qparams import PerChannelQParams, PerTensorQParams, QParams
+from torchq_compat.support.upstream import make_per_tensor_quantized_tensor
 
-__all__ = ["DirectCall", "direct_call"]
+__all__ = ["DirectCall", "direct_call", "quantized_on"]
 
 OPERATOR = torch.ops.torchq_compat_native.recurrent.default
 EIGHT_BITS = (torch.uint8, torch.int8)
@@ -34,6 +35,7 @@ class DirectCall:
         boundary: ``Boundary.numbers()``.
         places: of the tensors a graph passes, those of x and of the states.
         states: how many a cell has.
+        quantized: results that leave as quantized tensors, with their qparams.
         is_possible: whether the operator takes such calls.
     """
 
@@ -43,12 +45,13 @@ class DirectCall:
     boundary: list[float]
     states: int
     places: tuple[int, ...] = ()
+    quantized: tuple[tuple[int, PerTensorQParams], ...] = ()
     is_possible: bool = True
 
     def tensors(self, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         """x and the states of a call; None where it has to be looked at closely."""
         if self.layout is not None:
-            found = tuple(args[place] for place in self.places)
+            found = tuple([args[place] for place in self.places])
         elif len(args) == 1 or (len(args) == 2 and args[1] is None):
             found = args[:1]
         elif len(args) != 2:
@@ -60,8 +63,12 @@ class DirectCall:
             if not isinstance(states, (tuple, list)) or len(states) != self.states:
                 return None
             found = (x, *states)
+        if self.layout is not None and any([each.is_quantized for each in found]):
+            found = tuple([each.int_repr() if each.is_quantized else each for each in found])
+        elif any([each.dtype is not torch.float32 for each in found]):
+            return None
         for tensor in found:
-            if type(tensor) is not Tensor or tensor.dtype is not torch.float32 or tensor.dim() != self.rank:
+            if type(tensor) is not Tensor or tensor.dim() != self.rank or not tensor.is_cpu:
                 return None
         return found if found[0].numel() else None
 
@@ -69,21 +76,27 @@ class DirectCall:
         """The results, in the form the caller wants; None where the operator refuses, for the way that says
         why."""
         x, *states = tensors
+        weights = bound.weights()
         try:
             results = OPERATOR(
                 x,
                 states,
-                bound.weights(),
+                weights,
                 bound.program,
                 self.boundary,
                 (),
                 bound.directions,
                 self.batch_first,
                 bound.owner,
+                sum([weight._version for weight in weights]),
                 op.WORK_PER_THREAD,
             )
         except RuntimeError:
             return None
+        for index, qparams in self.quantized:
+            results[index] = make_per_tensor_quantized_tensor(
+                results[index], qparams.scale, qparams.zero_point
+            )
         if self.layout is not None:
             return results
         last = results if self.rank == 2 else results[1:]
@@ -91,7 +104,7 @@ class DirectCall:
         return state if self.rank == 2 else (results[0], state)
 
 
-def direct_call(contract: Any, layout: CallLayout | None) -> DirectCall:
+def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, ...] = ()) -> DirectCall:
     """How a module of ``contract``, a ``RecurrentContract``, is called directly."""
     states = len(contract.kind.states)
     form = (layout, contract.rank, contract.batch_first)
@@ -112,8 +125,20 @@ def direct_call(contract: Any, layout: CallLayout | None) -> DirectCall:
     is_known = all(each is not None for each in rows) and (x_qparams is None or x_qparams.dtype in EIGHT_BITS)
     columns = tuple(as_numbers(column_qparams(x_qparams, contract.input_size, contract.rank)))
     on = tuple(each or () for each in rows) or ((),) * states
-    boundary = Boundary(columns, on, (None,) * (1 + states))
-    return DirectCall(*form, boundary.numbers(), states, places, is_possible=is_known)
+    handed = [(index, layout.output_qparams[index]) for index in quantized]
+    asked = tuple((index, qparams) for index, qparams in handed if isinstance(qparams, PerTensorQParams))
+    # A cell has no output beside its states.
+    first = contract.rank == 2
+    by_result = {index + first: qparams_row(qparams) for index, qparams in asked}
+    results = tuple(by_result.get(index) for index in range(1 + states))
+    boundary = Boundary(columns, on, results)
+    return DirectCall(*form, boundary.numbers(), states, places, asked, is_possible=is_known)
+
+
+def quantized_on(values: Tensor, qparams: QParams | None) -> Tensor:
+    """``values``, which lie with ``qparams``, as one of torch.ao's quantized tensors."""
+    assert isinstance(qparams, PerTensorQParams)
+    return make_per_tensor_quantized_tensor(qparams.quantize(values), qparams.scale, qparams.zero_point)
 
 
 def _rows_on(qparams: QParams | None) -> tuple[QParamsRow, ...] | None:

@@ -27,7 +27,7 @@ __all__ = ["WORK_PER_THREAD", "cell_loop", "forget", "recurrent"]
 NAME = "torchq_compat_native::recurrent"
 SCHEMA = (
     "(Tensor x, Tensor[] states, Tensor[] weights, Tensor program, float[] boundary, int[] batch_sizes, "
-    "int directions, bool batch_first, int owner=0, int work_per_thread=262144) -> Tensor[]"
+    "int directions, bool batch_first, int owner=0, int version=-1, int work_per_thread=262144) -> Tensor[]"
 )
 #: Multiply-adds of a step from which another thread pays for meeting at a barrier.
 WORK_PER_THREAD = 1 << 18
@@ -52,6 +52,7 @@ def _shapes(
     directions: int,
     batch_first: bool,
     owner: int = 0,
+    version: int = -1,
     work_per_thread: int = 0,
 ) -> list[Tensor]:
     """Of calls with states, which is how programs are captured."""
@@ -81,6 +82,7 @@ def recurrent(
     directions: int = 1,
     batch_first: bool = False,
     owner: int = 0,
+    version: int = -1,
 ) -> list[Tensor]:
     """All layers and directions of a converted recurrent module, or one step of a cell.
 
@@ -96,6 +98,7 @@ def recurrent(
         batch_sizes: rows of each step of packed sequences, none larger than the one before.
         directions: of each layer.
         owner: whose packed weights these are; 0: nobody's, of whom only the last few are kept.
+        version: a number that grows whenever a weight is written in place; -1: look at the weights.
 
     Returns:
         The output (T, B, directions * width), in the order of ``x``, and the last states; of a cell the last
@@ -104,9 +107,8 @@ def recurrent(
     Raises:
         RuntimeError: arguments that do not fit the program.
     """
-    results: list[Tensor] = OPS.recurrent.default(
-        x, states, weights, program, boundary, batch_sizes, directions, batch_first, owner, WORK_PER_THREAD
-    )
+    around = (batch_sizes, directions, batch_first, owner, version, WORK_PER_THREAD)
+    results: list[Tensor] = OPS.recurrent.default(x, states, weights, program, boundary, *around)
     return results
 
 

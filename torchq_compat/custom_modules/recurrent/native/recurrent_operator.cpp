@@ -34,9 +34,15 @@ constexpr int64_t kLinear = 0, kOperations = 8;
 // Prepared modules kept for each owner, and for all that name none.
 constexpr size_t kKeptOfOwner = 4, kKeptOfNobody = 16;
 
-void check(bool holds, const std::string& what) {
-  if (!holds) throw std::runtime_error("torchq_compat_native::recurrent: " + what);
+[[noreturn]] void refuse(const std::string& what) {
+  throw std::runtime_error("torchq_compat_native::recurrent: " + what);
 }
+
+// `what` is computed if it is needed.
+#define check(holds, what)      \
+  do {                          \
+    if (!(holds)) refuse(what); \
+  } while (false)
 
 void check_call_of_torch(AOTITorchError error) { check(error == AOTI_TORCH_SUCCESS, "an operator of torch failed"); }
 
@@ -60,8 +66,9 @@ struct Key {
     const bool counts = !torch::stable::detail::to<bool>(call("aten::is_inference", tensor));
     return {tensor.const_data_ptr(), counts, counts ? version_of(tensor) : 0};
   }
-  bool fits(const Tensor& tensor) const {
-    return tensor.const_data_ptr() == data && (!counts_versions || version_of(tensor) == version);
+  bool fits(const Tensor& tensor, bool asks_version) const {
+    return tensor.const_data_ptr() == data &&
+           (!asks_version || !counts_versions || version_of(tensor) == version);
   }
 };
 
@@ -121,6 +128,7 @@ struct Columns {
 struct Module {
   std::vector<Key> keys;  // of the program and the weights
   std::vector<double> boundary;
+  int64_t version = -1;  // what the caller said
   Tensors held;  // weights as the cells read them, and the storages behind the keys
   std::vector<Cell> owned;
   std::vector<const TorchqCompatCell*> cells;
@@ -131,14 +139,16 @@ struct Module {
   std::vector<std::vector<QParams>> state_qparams;   // of given states: none, one for all rows, or one each
   std::vector<std::vector<QParams>> result_qparams;  // of results that leave as integers: none, or one
 
-  bool fits(const Tensors& weights, const Tensor& program, const std::vector<double>& around) const {
-    if (keys.size() != weights.size() + 1 || !keys[0].fits(program)) return false;
+  // A caller that counts the versions itself spares this the asking.
+  bool fits(const Tensors& weights, const Tensor& program, const std::vector<double>& around, int64_t told) const {
+    const bool asks = told < 0;
+    if (told != version || keys.size() != weights.size() + 1 || !keys[0].fits(program, asks)) return false;
     if (around.size() != boundary.size() ||
         !std::equal(around.begin(), around.end(), boundary.begin())) {
       return false;
     }
     for (size_t w = 0; w < weights.size(); ++w) {
-      if (!keys[1 + w].fits(weights[w])) return false;
+      if (!keys[1 + w].fits(weights[w], asks)) return false;
     }
     return true;
   }
@@ -311,19 +321,19 @@ class Reader {
 class Cache {
  public:
   std::shared_ptr<const Module> find(int64_t owner, const Tensors& weights, const Tensor& program,
-                                     const std::vector<double>& boundary) {
+                                     const std::vector<double>& boundary, int64_t version) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       const auto of_owner = modules_.find(owner);
       if (of_owner != modules_.end()) {
         for (auto each = of_owner->second.begin(); each != of_owner->second.end(); ++each) {
-          if (!(*each)->fits(weights, program, boundary)) continue;
+          if (!(*each)->fits(weights, program, boundary, version)) continue;
           of_owner->second.splice(of_owner->second.begin(), of_owner->second, each);
           return of_owner->second.front();
         }
       }
     }
-    return keep(owner, made(weights, program, boundary));
+    return keep(owner, made(weights, program, boundary, version));
   }
 
   void forget(int64_t owner) {
@@ -344,8 +354,9 @@ class Cache {
 
  private:
   static std::shared_ptr<Module> made(const Tensors& weights, const Tensor& program,
-                                      const std::vector<double>& boundary) {
+                                      const std::vector<double>& boundary, int64_t version) {
     auto module = std::make_shared<Module>();
+    module->version = version;
     // Before they are read: what is written meanwhile makes the keys old.
     const auto hold = [&](const Tensor& tensor) {
       module->keys.push_back(Key::of(tensor));
@@ -383,7 +394,7 @@ class Cache {
       if (has_owner && k >= 1 && !same_storage) return true;
       is_same = is_same && same_storage;
     }
-    return is_same && old.boundary == module.boundary;  // another thread made the same meanwhile
+    return is_same && old.boundary == module.boundary && old.version <= module.version;  // another thread made the same meanwhile
   }
 
   std::mutex mutex_;
@@ -507,8 +518,9 @@ Tensor handed_out(const Tensor& result, const std::vector<QParams>& qparams) {
 
 Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights, const Tensor& program,
                   const std::vector<double>& boundary, const std::vector<int64_t>& batch_sizes,
-                  int64_t directions, bool batch_first, int64_t owner, int64_t work_per_thread) {
-  const std::shared_ptr<const Module> module = cache().find(owner, weights, program, boundary);
+                  int64_t directions, bool batch_first, int64_t owner, int64_t version,
+                  int64_t work_per_thread) {
+  const std::shared_ptr<const Module> module = cache().find(owner, weights, program, boundary, version);
   check(directions == module->directions, "the program has another number of directions");
   check_x(x, *module);
   const bool is_packed = !batch_sizes.empty(), is_cell = x.dim() == 2 && !is_packed;
@@ -560,7 +572,8 @@ int64_t kept() { return cache().size(); }
 
 constexpr const char* kSchema =
     "recurrent(Tensor x, Tensor[] states, Tensor[] weights, Tensor program, float[] boundary, int[] batch_sizes, "
-    "int directions, bool batch_first, int owner=0, int work_per_thread=262144) -> Tensor[]";
+    "int directions, bool batch_first, int owner=0, int version=-1, "
+    "int work_per_thread=262144) -> Tensor[]";
 
 // Python has defined the operator before, for its fallback; a program without Python has not. The header's way
 // to define it would print that it is there.
