@@ -71,7 +71,7 @@ def _has_nesting(structure: Any, args: Any) -> bool:
 
 
 def structure_of(spec: pytree.TreeSpec) -> Any:
-    """``spec`` as nested tuples, None where a leaf stands; "other" where it has more than tuples and lists."""
+    """``spec`` as nested tuples with None for leaves; "other" where it has more than tuples and lists."""
     if spec.is_leaf():
         return None
     children = [structure_of(child) for child in spec.children()]

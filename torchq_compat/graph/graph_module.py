@@ -139,8 +139,7 @@ class QuantizationGraphModule(GraphModule):
             raise error from cause
 
     def _has_structure(self, args: tuple[Any, ...]) -> bool:
-        """Whether ``args`` are plainly those of the example: tensors, in tuples and lists of the same
-        sizes."""
+        """Whether ``args`` are tensors, in tuples and lists of the sizes that the example had."""
         info = getattr(self.reference.graph._codegen, "pytree_info", None)
         if info is None:
             return all(isinstance(arg, Tensor) for arg in args)

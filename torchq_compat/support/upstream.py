@@ -44,6 +44,7 @@ __all__ = [
     "PythonPrinter",
     "detect_fake_mode",
     "disable_current_modes",
+    "has_kernel",
     "is_activation_post_process",
     "make_per_channel_quantized_tensor",
     "make_per_tensor_quantized_tensor",
@@ -54,6 +55,8 @@ __all__ = [
 #: Functions that make a quantized tensor of integers and qparams.
 make_per_tensor_quantized_tensor = torch._make_per_tensor_quantized_tensor
 make_per_channel_quantized_tensor = torch._make_per_channel_quantized_tensor
+#: (operator, dispatch key) -> whether the operator has an implementation for that key.
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 #: Its ``backed_size_oblivious`` keeps sizes of 1 free.
 symbolic_shapes_config: Any = importlib.import_module("torch.fx.experimental._config")
 #: Modules and names of cached functions that keep the models they saw alive.

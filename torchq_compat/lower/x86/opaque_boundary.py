@@ -83,8 +83,7 @@ def _simplify_results(
 
 
 def _hand_integers(graph: Graph, getitem: Node, asked: list[Node]) -> None:
-    """Let ``getitem`` be the quantized tensor that ``asked`` were to make of it, and others get floats of
-    it."""
+    """Let ``getitem`` be the quantized tensor that ``asked`` were to make of it; others get floats of it."""
     in_floats = [user for user in getitem.users if user not in asked]
     if in_floats:
         with graph.inserting_after(getitem):

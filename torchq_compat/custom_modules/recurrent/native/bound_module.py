@@ -51,9 +51,9 @@ class BoundDirection:
         self.cell = cell
         self.current = current
         self.owner = owned.owner
-        names = [names for names in owned.program.weights]
-        self.masks = tuple(weight_mask(each[1:]) for each in names)
-        self.names = [name for each in names for name in each if name is not None]
+        weights = owned.program.weights
+        self.masks = tuple(weight_mask(names[1:]) for names in weights)
+        self.names = [name for names in weights for name in names if name is not None]
 
 
 class BoundModule:

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import torch
 
+from torchq_compat.custom_modules.recurrent.native.carried import carried_library
 from torchq_compat.custom_modules.recurrent.native.kernel_cache import cache_directory, fault_of, keep
+from torchq_compat.support.upstream import has_kernel
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["KernelBuild", "build_kernel", "kernel_build"]
@@ -67,11 +69,17 @@ def kernel_build() -> KernelBuild:
 
 
 def build_kernel() -> KernelBuild:
-    """Compile the kernel, or load what an earlier process compiled.
+    """Load the kernel that this release carries or an earlier process compiled, or compile it.
 
     It is kept under ``TORCHQ_COMPAT_CACHE_DIR``; default: ``torchq_compat`` in the user's cache directory.
     What is there and does not load is built again once, with a warning.
     """
+    carried = carried_library()
+    if carried is not None:
+        try:
+            return KernelBuild(_with_operator(carried))
+        except OSError as fault:
+            warn_user(f"the library {carried} does not load, one is compiled instead: {fault}.")
     try:
         compiler = shlex.split(os.environ.get("CXX") or "") or ["c++"]
     except ValueError as cause:
@@ -123,10 +131,19 @@ def _loaded(path: Path) -> Path:
     fault = fault_of(path)
     if fault is not None:
         raise OSError(fault)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR_NAME, "CPU"):
+    return _with_operator(path)
+
+
+def _with_operator(path: Path) -> Path:
+    """``path``, loaded where no other library gives the operator yet.
+
+    Raises:
+        OSError: it does not load.
+    """
+    if has_kernel(OPERATOR_NAME, "CPU"):
         return path  # A second library would take the place of the one that is in use.
     torch.ops.load_library(str(path))
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR_NAME, "CPU"):
+    if not has_kernel(OPERATOR_NAME, "CPU"):
         raise OSError("it has not the operator of the kernel")
     return path
 

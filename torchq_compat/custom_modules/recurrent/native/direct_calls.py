@@ -63,13 +63,16 @@ class DirectCall:
             if not isinstance(states, (tuple, list)) or len(states) != self.states:
                 return None
             found = (x, *states)
-        if self.layout is not None and any([each.is_quantized for each in found]):
-            found = tuple([each.int_repr() if each.is_quantized else each for each in found])
-        elif any([each.dtype is not torch.float32 for each in found]):
-            return None
+        is_quantized = False
         for tensor in found:
             if type(tensor) is not Tensor or tensor.dim() != self.rank or not tensor.is_cpu:
                 return None
+            if tensor.dtype is not torch.float32:
+                if self.layout is None or not tensor.is_quantized:
+                    return None
+                is_quantized = True
+        if is_quantized:
+            found = tuple(each.int_repr() if each.is_quantized else each for each in found)
         return found if found[0].numel() else None
 
     def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:

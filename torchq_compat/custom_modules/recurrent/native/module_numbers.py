@@ -1,5 +1,5 @@
-"""What the operator is told of a module beside its weights: its cells' programs, and its boundary, as
-numbers.
+"""What the operator is told of a module beside its weights, as numbers: the programs of its cells, and its
+boundary.
 
 Floats, in which every integer here is exact; ``recurrent_operator.cpp`` reads the same.
 """
