@@ -37,7 +37,8 @@ Block read_block(FILE* file) {
   must(std::fread(&block.bytes, 8, 1, file) == 1, "the file ends early");
   if (block.bytes < 0) return block;
   block.data.reset(std::malloc(block.bytes ? block.bytes : 1));
-  must(std::fread(block.data.get(), 1, block.bytes, file) == static_cast<size_t>(block.bytes), "a short block");
+  must(std::fread(block.data.get(), 1, block.bytes, file) == static_cast<size_t>(block.bytes),
+       "a short block");
   return block;
 }
 

@@ -46,7 +46,9 @@ class _TupleCodeGen(PyTreeCodeGen):
         repr_fn: Callable[[object], str] | None = None,
     ) -> str:
         show = repr if repr_fn is None else repr_fn
-        return f"return {_written(self.pytree_info.out_spec, map(show, output_args))}"
+        spec = self.pytree_info.out_spec
+        assert spec is not None
+        return f"return {_written(spec, map(show, output_args))}"
 
 
 def _is_plain(spec: pytree.TreeSpec) -> bool:

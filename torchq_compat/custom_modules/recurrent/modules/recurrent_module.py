@@ -74,7 +74,7 @@ class RecurrentModule(PartOwner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._bind()
 
     def _bind(self) -> None:

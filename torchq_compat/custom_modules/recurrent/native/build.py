@@ -142,7 +142,7 @@ def _with_operator(path: Path) -> Path:
     """
     if has_kernel(OPERATOR_NAME, "CPU"):
         return path  # A second library would take the place of the one that is in use.
-    torch.ops.load_library(str(path))
+    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     if not has_kernel(OPERATOR_NAME, "CPU"):
         raise OSError("it has not the operator of the kernel")
     return path

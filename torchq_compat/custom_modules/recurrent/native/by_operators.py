@@ -24,6 +24,7 @@ def run_by_operators(
     program: Tensor,
     boundary: Sequence[float],
     batch_sizes: Sequence[int],
+    *,
     batch_first: bool,
 ) -> list[Tensor]:
     """Arguments and results as ``op.recurrent`` has them."""

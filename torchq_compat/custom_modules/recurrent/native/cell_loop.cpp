@@ -8,6 +8,8 @@
 // Threads share the hidden units: each computes its own units of every gate, so that only the input of a
 // linear, which all threads read, needs a barrier.
 
+#include "cell_loop.h"
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -19,7 +21,6 @@
 #include <numeric>
 #include <vector>
 
-#include "cell_loop.h"
 #include "threads.h"
 
 #ifdef __AVX512VNNI__
@@ -144,9 +145,9 @@ void dot_products(const uint8_t* x, int64_t stride, const int8_t* w, int64_t w_s
 using DotProducts = decltype(&dot_products<1>);
 
 // By the number of rows.
-constexpr DotProducts kDotProducts[kRows + 1] = {
-    nullptr,         dot_products<1>, dot_products<2>, dot_products<3>, dot_products<4>,
-    dot_products<5>, dot_products<6>, dot_products<7>, dot_products<8>};
+constexpr DotProducts kDotProducts[kRows + 1] = {nullptr,         dot_products<1>, dot_products<2>,
+                                                 dot_products<3>, dot_products<4>, dot_products<5>,
+                                                 dot_products<6>, dot_products<7>, dot_products<8>};
 
 // A cache line of integers: a load that crosses two takes twice as long.
 struct alignas(64) Line {
@@ -191,9 +192,15 @@ void packed_products(const uint8_t* x, int64_t stride, const Line* w, int64_t qu
   packed_tile<R, (R > 4 ? 1 : 8 / R)>(x, stride, w, quads, out);
 }
 
-constexpr decltype(&packed_products<1>) kPackedProducts[kRows + 1] = {
-    nullptr,            packed_products<1>, packed_products<2>, packed_products<3>, packed_products<4>,
-    packed_products<5>, packed_products<6>, packed_products<7>, packed_products<8>};
+constexpr decltype(&packed_products<1>) kPackedProducts[kRows + 1] = {nullptr,
+                                                                      packed_products<1>,
+                                                                      packed_products<2>,
+                                                                      packed_products<3>,
+                                                                      packed_products<4>,
+                                                                      packed_products<5>,
+                                                                      packed_products<6>,
+                                                                      packed_products<7>,
+                                                                      packed_products<8>};
 #else
 constexpr bool kPacksWeights = false;
 #endif
@@ -282,7 +289,8 @@ struct TorchqCompatCell {
     prepared.resize(instructions.size());
     for (int64_t i = 0; i < instruction_count(); ++i) {
       if (instructions[i].op != kLinear) continue;
-      weight_size += instructions[i].segments * instructions[i].units * weights[instructions[i].weight].inputs;
+      weight_size +=
+          instructions[i].segments * instructions[i].units * weights[instructions[i].weight].inputs;
       prepare_linear(i);
       find_buffer(i);
       sum_weights(i);
@@ -429,12 +437,14 @@ class Loop {
       if (by.op != kLinear) continue;
       const Prepared& of = cell.prepared[i];
       // One more, as the last column is read with three behind it.
-      const int64_t rows = batch * (by.once ? steps_at_once_ : 1), size = lines(cell.slots[by.a].width) * rows + 1;
-      for (int64_t parity = 0; of.quantizes && parity < 2; ++parity) integers_[of.buffer + parity].resize(size);
+      const int64_t rows = batch * (by.once ? steps_at_once_ : 1),
+                    size = lines(cell.slots[by.a].width) * rows + 1;
+      for (int64_t parity = 0; of.quantizes && parity < 2; ++parity)
+        integers_[of.buffer + parity].resize(size);
       if (by.a != 0 || !of.segments[0].grid.is_dynamic()) continue;
       const int64_t inputs = cell.weights[by.weight].inputs;
-      x_segments_[i] = split(
-          {static_cast<double>(inputs), choose_grid(of.segments[0].grid, all_x, all_rows * inputs)});
+      x_segments_[i] =
+          split({static_cast<double>(inputs), choose_grid(of.segments[0].grid, all_x, all_rows * inputs)});
     }
   }
 
@@ -743,7 +753,9 @@ class Loop {
           const int64_t at = row * width + from + units.begin, count = units.end - units.begin;
           const float* source = slots_[slot].data() + at;
           std::copy_n(source, count, slots_[1 + s].data() + at);
-          if (s == 0) std::copy_n(source, count, output_ + (first_row(step, 1) + row) * output_stride_ + at - row * width);
+          if (s == 0)
+            std::copy_n(source, count,
+                        output_ + (first_row(step, 1) + row) * output_stride_ + at - row * width);
           if (step == steps_ - 1) std::copy_n(source, count, states_[s] + at);
         }
       }
@@ -789,17 +801,17 @@ void run_direction(const Cell& cell, bool backward, int64_t steps, int64_t batch
   }
 }
 
-Grid grid_of(const double* qparams) {
-  return {qparams[0], qparams[1], qparams[2], qparams[3], qparams[4]};
-}
+Grid grid_of(const double* qparams) { return {qparams[0], qparams[1], qparams[2], qparams[3], qparams[4]}; }
 
 }  // namespace
 
-extern "C" TorchqCompatCell* torchq_compat_prepare_cell(
-    const int64_t* instructions, const double* constants, int64_t instruction_count, const int64_t* slots,
-    int64_t slot_count, const int64_t* results, int64_t state_count, const void* const* weights,
-    const int64_t* weight_inputs, int64_t weight_count, const double* input_segments,
-    int64_t input_segment_count) try {
+extern "C" TorchqCompatCell* torchq_compat_prepare_cell(const int64_t* instructions, const double* constants,
+                                                        int64_t instruction_count, const int64_t* slots,
+                                                        int64_t slot_count, const int64_t* results,
+                                                        int64_t state_count, const void* const* weights,
+                                                        const int64_t* weight_inputs, int64_t weight_count,
+                                                        const double* input_segments,
+                                                        int64_t input_segment_count) try {
   auto cell = std::make_unique<Cell>();
   const auto* rows = reinterpret_cast<const Instruction*>(instructions);
   cell->instructions.assign(rows, rows + instruction_count);
@@ -828,8 +840,8 @@ extern "C" int64_t torchq_compat_run_layers(const TorchqCompatCell* const* cells
                                             int64_t layers, int64_t directions, int64_t steps, int64_t batch,
                                             const int64_t* batch_sizes, const float* x, float* const* states,
                                             float* output, int64_t threads, int64_t work_per_thread) try {
-  const int64_t rows = batch_sizes ? std::accumulate(batch_sizes, batch_sizes + steps, int64_t{0})
-                                   : steps * batch;
+  const int64_t rows =
+      batch_sizes ? std::accumulate(batch_sizes, batch_sizes + steps, int64_t{0}) : steps * batch;
   if (rows == 0) return 0;
   std::vector<float> between[2];
   for (int64_t layer = 0; layer < layers; ++layer) {
@@ -864,7 +876,8 @@ extern "C" void torchq_compat_to_integers(const double* qparams, const float* va
                                           void* integers) {
   const Quantizer quantize(grid_of(qparams));
   uint8_t* to = static_cast<uint8_t*>(integers);
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint8_t>(static_cast<int32_t>(quantize.integer(values[i])));
+  for (int64_t i = 0; i < count; ++i)
+    to[i] = static_cast<uint8_t>(static_cast<int32_t>(quantize.integer(values[i])));
 }
 
 extern "C" void torchq_compat_to_floats(const double* qparams, const void* integers, int64_t count,

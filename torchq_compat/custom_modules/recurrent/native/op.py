@@ -39,7 +39,8 @@ def _before_the_kernel(*call: Any) -> list[Tensor]:
     if call[0].device.type == "cpu" and kernel_build().is_loaded:
         results: list[Tensor] = OPS.recurrent.default(*call)
         return results
-    return run_by_operators(*call[:6], call[7])
+    *arguments, _, batch_first = call[:8]
+    return run_by_operators(*arguments, batch_first=batch_first)
 
 
 def _shapes(

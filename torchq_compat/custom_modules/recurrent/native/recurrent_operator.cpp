@@ -44,7 +44,9 @@ constexpr size_t kKeptOfOwner = 4, kKeptOfNobody = 16;
     if (!(holds)) refuse(what); \
   } while (false)
 
-void check_call_of_torch(AOTITorchError error) { check(error == AOTI_TORCH_SUCCESS, "an operator of torch failed"); }
+void check_call_of_torch(AOTITorchError error) {
+  check(error == AOTI_TORCH_SUCCESS, "an operator of torch failed");
+}
 
 // Calls an operator of torch that takes one tensor.
 StableIValue call(const char* name, const Tensor& tensor) {
@@ -116,7 +118,9 @@ QParams qparams_of(const double* numbers) {
 }
 
 bool is_signed(const QParams& qparams) { return qparams[2] < 0; }
-ScalarType integers_on(const QParams& qparams) { return is_signed(qparams) ? ScalarType::Char : ScalarType::Byte; }
+ScalarType integers_on(const QParams& qparams) {
+  return is_signed(qparams) ? ScalarType::Char : ScalarType::Byte;
+}
 
 // A segment of x: its columns, and their qparams.
 struct Columns {
@@ -129,7 +133,7 @@ struct Module {
   std::vector<Key> keys;  // of the program and the weights
   std::vector<double> boundary;
   int64_t version = -1;  // what the caller said
-  Tensors held;  // weights as the cells read them, and the storages behind the keys
+  Tensors held;          // weights as the cells read them, and the storages behind the keys
   std::vector<Cell> owned;
   std::vector<const TorchqCompatCell*> cells;
   std::vector<int64_t> backward;
@@ -140,11 +144,11 @@ struct Module {
   std::vector<std::vector<QParams>> result_qparams;  // of results that leave as integers: none, or one
 
   // A caller that counts the versions itself spares this the asking.
-  bool fits(const Tensors& weights, const Tensor& program, const std::vector<double>& around, int64_t told) const {
+  bool fits(const Tensors& weights, const Tensor& program, const std::vector<double>& around,
+            int64_t told) const {
     const bool asks = told < 0;
     if (told != version || keys.size() != weights.size() + 1 || !keys[0].fits(program, asks)) return false;
-    if (around.size() != boundary.size() ||
-        !std::equal(around.begin(), around.end(), boundary.begin())) {
+    if (around.size() != boundary.size() || !std::equal(around.begin(), around.end(), boundary.begin())) {
       return false;
     }
     for (size_t w = 0; w < weights.size(); ++w) {
@@ -172,7 +176,8 @@ class Reader {
     for (int64_t cell = 0; cell < module_.layers * module_.directions; ++cell) {
       read_cell(numbers, cell / module_.directions == 0, states);
     }
-    check(numbers.at_end() && around.at_end() && next_ == weights_.size(), "program, boundary and weights differ");
+    check(numbers.at_end() && around.at_end() && next_ == weights_.size(),
+          "program, boundary and weights differ");
   }
 
  private:
@@ -186,7 +191,8 @@ class Reader {
     const auto read_into = [&](std::vector<std::vector<QParams>>& all, int64_t count) {
       for (int64_t i = 0; i < count; ++i) {
         all.emplace_back();
-        for (int64_t left = numbers.rows(kQParams); left > 0; --left) all.back().push_back(qparams_of(numbers.take(kQParams)));
+        for (int64_t left = numbers.rows(kQParams); left > 0; --left)
+          all.back().push_back(qparams_of(numbers.take(kQParams)));
       }
     };
     read_into(module_.state_qparams, states);
@@ -200,7 +206,8 @@ class Reader {
 
   void read_cell(Numbers& numbers, bool is_first, int64_t states) {
     module_.backward.push_back(numbers.integer());
-    const int64_t instruction_count = numbers.rows(kInstructionColumns), slot_count = numbers.rows(kSlotColumns);
+    const int64_t instruction_count = numbers.rows(kInstructionColumns),
+                  slot_count = numbers.rows(kSlotColumns);
     check(slot_count > states, "a cell has too few slots");
     const std::vector<int64_t> instructions = numbers.integers(instruction_count * kInstructionColumns),
                                slots = numbers.integers(slot_count * kSlotColumns),
@@ -227,9 +234,9 @@ class Reader {
       columns += segments[s * (1 + kQParams)];
     }
     check(columns == static_cast<double>(slots[0]), "the segments of x are not its columns");
-    Cell cell(torchq_compat_prepare_cell(instructions.data(), constants, instruction_count, slots.data(), slot_count,
-                                         results.data(), states, pointers.data(), inputs.data(), linears, segments,
-                                         segment_count));
+    Cell cell(torchq_compat_prepare_cell(instructions.data(), constants, instruction_count, slots.data(),
+                                         slot_count, results.data(), states, pointers.data(), inputs.data(),
+                                         linears, segments, segment_count));
     check(cell != nullptr, "no memory for packed weights");
     module_.cells.push_back(cell.get());
     module_.owned.push_back(std::move(cell));
@@ -258,16 +265,20 @@ class Reader {
                           const std::vector<int64_t>& outputs, const double* constants) {
     const int64_t count = static_cast<int64_t>(instructions.size()) / kInstructionColumns;
     const auto width_of = [&](int64_t slot) { return slots[slot * kSlotColumns]; };
+    const auto once_of = [&](int64_t slot) { return slots[slot * kSlotColumns + 2] != 0; };
     for (int64_t i = 0; i < count; ++i) {
       const int64_t* row = instructions.data() + i * kInstructionColumns;
       const int64_t op = row[0], target = row[1], width = row[6] * row[7], weight = row[8];
       check(op >= 0 && op < kOperations, "there is no such operation");
-      check(target > 0 && target < slot_count && row[6] > 0 && width == width_of(target), "a result has another width");
+      check(target > 0 && target < slot_count && row[6] > 0 && width == width_of(target) &&
+                once_of(target) == (row[9] != 0),
+            "a result has another width, or is computed as often as its slot is not");
       for (int64_t operand = 0; operand < 2; ++operand) {
         const int64_t slot = row[2 + 2 * operand], offset = row[3 + 2 * operand];
         if (operand == 1 && slot == -1) continue;
         check(slot >= 0 && slot < slot_count && offset >= 0, "an operand is no slot");
-        check(op == kLinear || offset + width <= width_of(slot), "an operand is too narrow");
+        check(op == kLinear || offset <= width_of(slot) - width, "an operand is too narrow");
+        check(!row[9] || slot == 0 || once_of(slot), "what is computed once reads what is not");
       }
       if (op != kLinear) continue;
       check(weight >= 0 && weight < static_cast<int64_t>(inputs.size()), "a linear has no weight");
@@ -380,7 +391,8 @@ class Cache {
       each = next;
     }
     kept.push_front(module);
-    while (kept.size() > (owner ? kKeptOfOwner : kKeptOfNobody)) dropped.splice(dropped.end(), kept, std::prev(kept.end()));
+    while (kept.size() > (owner ? kKeptOfOwner : kKeptOfNobody))
+      dropped.splice(dropped.end(), kept, std::prev(kept.end()));
     return module;
   }
 
@@ -394,7 +406,8 @@ class Cache {
       if (has_owner && k >= 1 && !same_storage) return true;
       is_same = is_same && same_storage;
     }
-    return is_same && old.boundary == module.boundary && old.version <= module.version;  // another thread made the same meanwhile
+    return is_same && old.boundary == module.boundary &&
+           old.version <= module.version;  // another thread made the same meanwhile
   }
 
   std::mutex mutex_;
@@ -440,7 +453,8 @@ class Rows {
  private:
   void copy_row(const Tensor& x, bool is_float, int64_t from, int64_t to, const Module& module) {
     if (is_float) {
-      std::copy_n(static_cast<const float*>(x.const_data_ptr()) + from, module.input_width, copy_.data() + to);
+      std::copy_n(static_cast<const float*>(x.const_data_ptr()) + from, module.input_width,
+                  copy_.data() + to);
       return;
     }
     for (const Columns& columns : module.columns) {
@@ -467,10 +481,12 @@ void check_x(const Tensor& x, const Module& module) {
 }
 
 // The states a call begins with, in tensors of their own.
-Tensors first_states(const Tensor& x, const Tensors& given, const Module& module, int64_t batch, bool is_cell) {
+Tensors first_states(const Tensor& x, const Tensors& given, const Module& module, int64_t batch,
+                     bool is_cell) {
   const int64_t rows = module.layers * module.directions;
-  check(given.empty() || given.size() == module.state_widths.size(),
-        std::to_string(module.state_widths.size()) + " states are needed, got " + std::to_string(given.size()));
+  check(
+      given.empty() || given.size() == module.state_widths.size(),
+      std::to_string(module.state_widths.size()) + " states are needed, got " + std::to_string(given.size()));
   Tensors states;
   for (size_t s = 0; s < module.state_widths.size(); ++s) {
     const int64_t width = module.state_widths[s];
@@ -484,7 +500,8 @@ Tensors first_states(const Tensor& x, const Tensors& given, const Module& module
     } else {
       const Tensor& from = given[s];
       const auto found = from.sizes();
-      check(from.is_cpu() && found.size() == sizes.size() && std::equal(found.begin(), found.end(), sizes.begin()),
+      check(from.is_cpu() && found.size() == sizes.size() &&
+                std::equal(found.begin(), found.end(), sizes.begin()),
             "a state has another shape, or is elsewhere than x: " + shown(from));
       const Tensor whole = from.is_contiguous() ? from : torch::stable::contiguous(from);
       const std::vector<QParams>& qparams = module.state_qparams[s];
@@ -492,7 +509,8 @@ Tensors first_states(const Tensor& x, const Tensors& given, const Module& module
       check(is_float || (!qparams.empty() && from.scalar_type() == integers_on(qparams[0])),
             "states must be torch.float32, or integers with the dtype of their qparams");
       if (is_float) std::copy_n(static_cast<const float*>(whole.const_data_ptr()), count, to);
-      const int64_t pieces = std::max<int64_t>(1, static_cast<int64_t>(qparams.size())), size = count / pieces;
+      const int64_t pieces = std::max<int64_t>(1, static_cast<int64_t>(qparams.size())),
+                    size = count / pieces;
       for (int64_t piece = 0; piece < pieces && !qparams.empty(); ++piece) {
         const double* numbers = qparams[piece].data();
         if (is_float) {
@@ -511,8 +529,8 @@ Tensors first_states(const Tensor& x, const Tensors& given, const Module& module
 Tensor handed_out(const Tensor& result, const std::vector<QParams>& qparams) {
   if (qparams.empty()) return result;
   Tensor integers = torch::stable::new_empty(result, result.sizes(), integers_on(qparams[0]));
-  torchq_compat_to_integers(qparams[0].data(), static_cast<const float*>(result.const_data_ptr()), result.numel(),
-                            integers.mutable_data_ptr());
+  torchq_compat_to_integers(qparams[0].data(), static_cast<const float*>(result.const_data_ptr()),
+                            result.numel(), integers.mutable_data_ptr());
   return integers;
 }
 
@@ -525,20 +543,24 @@ Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights
   check_x(x, *module);
   const bool is_packed = !batch_sizes.empty(), is_cell = x.dim() == 2 && !is_packed;
   check(!is_packed || x.dim() == 2, "packed rows have two dimensions, got " + shown(x));
-  check(!is_cell || module->cells.size() == 1, "a step of a cell has one layer, x must have three dimensions");
+  check(!is_cell || module->cells.size() == 1,
+        "a step of a cell has one layer, x must have three dimensions");
   int64_t rows = 0;
   for (size_t t = 0; t < batch_sizes.size(); ++t) {
     check(batch_sizes[t] > 0 && (t == 0 || batch_sizes[t] <= batch_sizes[t - 1]), "batch sizes grow");
     rows += batch_sizes[t];
   }
   check(!is_packed || rows == x.size(0), "the batch sizes are not those of x");
-  const int64_t steps = is_cell ? 1 : is_packed ? static_cast<int64_t>(batch_sizes.size()) : x.size(batch_first ? 1 : 0);
+  const int64_t steps = is_cell     ? 1
+                        : is_packed ? static_cast<int64_t>(batch_sizes.size())
+                                    : x.size(batch_first ? 1 : 0);
   const int64_t batch = is_cell ? x.size(0) : is_packed ? batch_sizes[0] : x.size(batch_first ? 0 : 1);
   Tensors last = first_states(x, states, *module, batch, is_cell);
   std::vector<float*> pointers;
   for (int64_t cell = 0; cell < static_cast<int64_t>(module->cells.size()); ++cell) {
     for (size_t s = 0; s < last.size(); ++s) {
-      pointers.push_back(static_cast<float*>(last[s].mutable_data_ptr()) + cell * batch * module->state_widths[s]);
+      pointers.push_back(static_cast<float*>(last[s].mutable_data_ptr()) +
+                         cell * batch * module->state_widths[s]);
     }
   }
   Tensors results;
@@ -558,12 +580,14 @@ Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights
       module->cells.data(), module->backward.data(), module->layers, module->directions, steps, batch,
       is_packed ? batch_sizes.data() : nullptr, input.data(), pointers.data(), output,
       static_cast<int64_t>(torch::stable::get_num_threads()), work_per_thread);
-  check(problem == 0, "no memory for " + std::to_string(steps) + " steps of " + std::to_string(batch) + " rows");
+  check(problem == 0,
+        "no memory for " + std::to_string(steps) + " steps of " + std::to_string(batch) + " rows");
   if (!is_cell) {
     results[0] = handed_out(results[0], module->result_qparams[0]);
     if (turn) results[0] = torch::stable::transpose(results[0], 0, 1);
   }
-  for (size_t s = 0; s < last.size(); ++s) results.push_back(handed_out(last[s], module->result_qparams[1 + s]));
+  for (size_t s = 0; s < last.size(); ++s)
+    results.push_back(handed_out(last[s], module->result_qparams[1 + s]));
   return results;
 }
 
@@ -571,12 +595,13 @@ void forget(int64_t owner) { cache().forget(owner); }
 int64_t kept() { return cache().size(); }
 
 constexpr const char* kSchema =
-    "recurrent(Tensor x, Tensor[] states, Tensor[] weights, Tensor program, float[] boundary, int[] batch_sizes, "
+    "recurrent(Tensor x, Tensor[] states, Tensor[] weights, Tensor program, float[] boundary, int[] "
+    "batch_sizes, "
     "int directions, bool batch_first, int owner=0, int version=-1, "
     "int work_per_thread=262144) -> Tensor[]";
 
-// Python has defined the operator before, for its fallback; a program without Python has not. The header's way
-// to define it would print that it is there.
+// Python has defined the operator before, for its fallback; a program without Python has not. The header's
+// way to define it would print that it is there.
 TorchLibraryHandle define_the_operator() {
   TorchLibraryHandle library = nullptr;
   check_call_of_torch(aoti_torch_library_init_fragment("torchq_compat_native", __FILE__, __LINE__, &library));
@@ -593,7 +618,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torchq_compat_native, library) {
   library.def("kept() -> int");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CPU, library) { library.impl("recurrent", TORCH_BOX(&recurrent)); }
+STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CPU, library) {
+  library.impl("recurrent", TORCH_BOX(&recurrent));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CompositeExplicitAutograd, library) {
   library.impl("forget", TORCH_BOX(&forget));
