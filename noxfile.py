@@ -64,8 +64,17 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def benchmarks(session: nox.Session) -> None:
     """Measure beside every peer: about half an hour on a quiet machine. ``-- --quick`` tries the command."""
-    install(session, "test", "report")
+    install(session, "test", "report", "bench")
     session.run("python", "-m", "tests.benchmarks", *session.posargs)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Wheels for Linux that carry the kernel for every instruction set, into dist."""
+    install(session)
+    session.install("build", "wheel", "twine")
+    session.run("python", ".ci/kernel_libraries.py", "--into", "dist")
+    session.run("twine", "check", "--strict", "dist/*")
 
 
 @nox.session

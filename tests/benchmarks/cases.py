@@ -36,7 +36,13 @@ CALIBRATION_BATCHES = 2
 
 
 class Case:
-    """A float model, its inputs and its conversions; each conversion is made when first asked for."""
+    """A float model, its inputs and its conversions; each conversion is made when first asked for.
+
+    Attributes:
+        threads: of engines that are told when they are built.
+    """
+
+    threads = 1
 
     def __init__(self, name: str, model: nn.Module, make_inputs: Callable[[], tuple[Tensor, ...]]) -> None:
         self.name = name
@@ -86,37 +92,46 @@ class Recipe:
 
 
 class RecurrentModel(nn.Module):
-    """An LSTM and what reads its output. The states are given, which FX asks for."""
+    """An LSTM or GRU and what reads its output. The states are given, which FX asks for."""
 
     def __init__(self, lstm: nn.Module, head: nn.Module | None = None) -> None:
         super().__init__()
         self.lstm = lstm
         self.head = nn.Identity() if head is None else head
 
-    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
-        output, _ = self.lstm(x, (h, c))
+    def forward(self, x: Tensor, h: Tensor, c: Tensor | None = None) -> Tensor:
+        output, _ = self.lstm(x, h if c is None else (h, c))
         result: Tensor = self.head(output)
         return result
 
 
-def random_inputs(lstm: nn.LSTM, length: int, batch: int) -> tuple[Tensor, ...]:
+def random_inputs(lstm: nn.RNNBase, length: int, batch: int) -> tuple[Tensor, ...]:
     """Input and zero states of a RecurrentModel."""
     rows = lstm.num_layers * (1 + lstm.bidirectional)
-    states = (torch.zeros(rows, batch, lstm.hidden_size) for _ in range(2))
+    count = 2 if isinstance(lstm, nn.LSTM) else 1
+    states = (torch.zeros(rows, batch, lstm.hidden_size) for _ in range(count))
     return torch.randn(length, batch, lstm.input_size), *states
 
 
 def recurrent(
-    inputs: int, hidden: int, layers: int, length: int, batch: int, *, bidirectional: bool = False
+    inputs: int,
+    hidden: int,
+    layers: int,
+    length: int,
+    batch: int,
+    *,
+    bidirectional: bool = False,
+    kind: type[nn.RNNBase] = nn.LSTM,
 ) -> Recipe:
-    """An nn.LSTM and nothing else."""
+    """An nn.LSTM, or a module of another kind, and nothing else."""
     sizes = f"({inputs}, {hidden}, {layers}, {length}, {batch})"
 
     def make() -> Case:
-        lstm = nn.LSTM(inputs, hidden, layers, bidirectional=bidirectional)
+        lstm = kind(inputs, hidden, layers, bidirectional=bidirectional)
         return Case(name, RecurrentModel(lstm), lambda: random_inputs(lstm, length, batch))
 
     name = f"{sizes} bidirectional" if bidirectional else sizes
+    name = name if kind is nn.LSTM else f"{kind.__name__} {name}"
     return Recipe(name, make, hidden)
 
 
@@ -156,6 +171,13 @@ RECURRENT: tuple[Recipe, ...] = (
     recurrent(512, 1024, 1, 64, 8),
     recurrent(512, 512, 2, 1024, 1),
     recurrent(256, 512, 2, 128, 4, bidirectional=True),
+    recurrent(64, 64, 1, 1, 1),
+    recurrent(128, 128, 2, 1, 1),
+    recurrent(256, 512, 2, 1, 1),
+    recurrent(512, 1024, 1, 1, 1),
+    recurrent(512, 512, 2, 10, 1),
+    recurrent(256, 512, 2, 128, 1, kind=nn.GRU),
+    recurrent(256, 512, 2, 1, 1, kind=nn.GRU),
 )
 FEEDFORWARD: tuple[Recipe, ...] = (
     _feedforward("Linear 512-1024-1024-512, batch 32", lambda: _mlp(512), 32, 512),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.benchmarks import peers
 from tests.benchmarks.cases import Case
 
 __all__ = ["FEEDFORWARD_CONTENDERS", "RECURRENT_CONTENDERS", "Built", "Contender", "UnavailableError"]
@@ -68,6 +69,13 @@ def _compiled(case: Case) -> Built:
     return Built(torch.compile(copy.deepcopy(case.lowered)), _saved_size(case.lowered))
 
 
+def _peer(build: Callable[[Case], tuple[Callable[..., Any], int]], case: Case) -> Built:
+    try:
+        return Built(*build(case))
+    except ImportError as cause:
+        raise UnavailableError(f"{cause}; the extra 'bench' has it") from cause
+
+
 def _executorch(backend: str, case: Case) -> Built:
     try:
         from torchq_compat.lower.executorch import to_executorch
@@ -117,5 +125,12 @@ ON_DEVICE = (
     Contender("ours, ExecuTorch XNNPACK", partial(_executorch, "xnnpack")),
     Contender("ours, ONNX Runtime", _onnx_runtime),
 )
-RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *OURS, *ON_DEVICE)
+PEERS = (
+    Contender("bfloat16", partial(_peer, peers.bfloat16)),
+    Contender("ONNX Runtime, float", partial(_peer, peers.onnxruntime_float), is_quantized=False),
+    Contender("ONNX Runtime, dynamic int8", partial(_peer, peers.onnxruntime_dynamic)),
+    Contender("OpenVINO, float", partial(_peer, peers.openvino_float), is_quantized=False),
+    Contender("OpenVINO, int8", partial(_peer, peers.openvino_int8)),
+)
+RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *PEERS, *OURS, *ON_DEVICE)
 FEEDFORWARD_CONTENDERS = (FLOAT, FX, *OURS)

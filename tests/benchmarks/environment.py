@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["environment"]
 
-PACKAGES = ("torch", "torchao", "executorch")
+PACKAGES = ("torch", "torchao", "executorch", "onnxruntime", "openvino", "nncf")
 #: The instructions that int8 and bfloat16 kernels choose by.
 FLAGS = ("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd")
 

@@ -50,7 +50,9 @@ def measure_latency(
     rows: list[dict[str, Any]] = []
     for recipe in recipes:
         tell(recipe.name)
-        measured = _measure_case(recipe.make(), contenders, effort, tell)
+        case = recipe.make()
+        case.threads = effort.threads
+        measured = _measure_case(case, contenders, effort, tell)
         rows += [{**row, "hidden": recipe.hidden} for row in measured]
     return rows
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tests.helpers.lstm_flow import uniform
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import ConvertedCellGraphModule
+from torchq_compat.custom_modules.recurrent.native.bound_module import OwnedProgram
 from torchq_compat.custom_modules.recurrent.native.columns import column_qparams
-from torchq_compat.custom_modules.recurrent.native.directions import OwnedProgram, run_native_direction
+from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
 from torchq_compat.qspecs.qparams import PerTensorQParams
 
 #: The qparams ``x`` comes with, as if from a quantized layer before.

@@ -56,7 +56,7 @@ def compile_replay(build: Build, into: Path, source: Path = SOURCE) -> Path:
     """The program, in the directory ``into``."""
     program = into / "replay"
     flags = [*COMMON, "-pthread", *build.flags]
-    command = [build.compiler, *flags, str(source), str(REPLAY), "-o", str(program)]
+    command = [build.compiler, *flags, f"-I{SOURCE.parent}", str(source), str(REPLAY), "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
     return program
 

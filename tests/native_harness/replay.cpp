@@ -9,12 +9,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
-extern "C" int64_t torchq_compat_run_cell(const int64_t*, const double*, int64_t, const int64_t*, int64_t,
-                                          const int64_t*, int64_t, const void* const*, const int64_t*, int64_t,
-                                          const double*, int64_t, int64_t, int64_t, int64_t, const float*,
-                                          const float* const*, float*, float* const*, int64_t);
+#include "../../torchq_compat/custom_modules/recurrent/native/cell_loop.h"
 
 namespace {
 
@@ -39,7 +37,8 @@ Block read_block(FILE* file) {
   must(std::fread(&block.bytes, 8, 1, file) == 1, "the file ends early");
   if (block.bytes < 0) return block;
   block.data.reset(std::malloc(block.bytes ? block.bytes : 1));
-  must(std::fread(block.data.get(), 1, block.bytes, file) == static_cast<size_t>(block.bytes), "a short block");
+  must(std::fread(block.data.get(), 1, block.bytes, file) == static_cast<size_t>(block.bytes),
+       "a short block");
   return block;
 }
 
@@ -84,27 +83,46 @@ int main(int count, char** arguments) {
     for (const Block& weight : weights) weight_pointers.push_back(weight.data.get());
     for (const Block& state : states) state_pointers.push_back(state.as<float>());
     const int64_t width = slots.as<int64_t>()[3];
+    std::unique_ptr<TorchqCompatCell, void (*)(TorchqCompatCell*)> cell(
+        torchq_compat_prepare_cell(instructions.as<int64_t>(), constants.as<double>(), size[kInstructions],
+                                   slots.as<int64_t>(), size[kSlots], to_carry.as<int64_t>(), size[kStates],
+                                   weight_pointers.data(), inputs.as<int64_t>(), size[kWeights],
+                                   segments.as<double>(), size[kSegments]),
+        [](TorchqCompatCell* made) { torchq_compat_free_cell(made); });
+    must(cell != nullptr, "the kernel had no memory");
     std::vector<std::vector<float>> first;
     for (int argument = 3; argument < count; ++argument) {
-      std::vector<std::vector<float>> found;
-      found.emplace_back(size[kSteps] * size[kBatch] * width);
-      std::vector<float*> last;
-      for (const Block& state : states) found.emplace_back(state.bytes / 4);
-      for (size_t s = 1; s < found.size(); ++s) last.push_back(found[s].data());
-      const int64_t problem = torchq_compat_run_cell(
-          instructions.as<int64_t>(), constants.as<double>(), size[kInstructions], slots.as<int64_t>(),
-          size[kSlots], to_carry.as<int64_t>(), size[kStates], weight_pointers.data(), inputs.as<int64_t>(),
-          size[kWeights], segments.as<double>(), size[kSegments], size[kSteps], size[kBatch], size[kBackward],
-          x.as<float>(), state_pointers.data(), found[0].data(), last.data(), std::atoll(arguments[argument]));
-      must(problem == 0, "the kernel had no memory");
+      const int64_t threads = std::atoll(arguments[argument]);
+      const auto run = [&] {
+        std::vector<std::vector<float>> found;
+        found.emplace_back(size[kSteps] * size[kBatch] * width);
+        std::vector<float*> last;
+        for (const Block& state : states) {
+          found.emplace_back(state.as<float>(), state.as<float>() + state.bytes / 4);
+        }
+        for (size_t s = 1; s < found.size(); ++s) last.push_back(found[s].data());
+        const TorchqCompatCell* one = cell.get();
+        const int64_t problem =
+            torchq_compat_run_layers(&one, &size[kBackward], 1, 1, size[kSteps], size[kBatch], nullptr,
+                                     x.as<float>(), last.data(), found[0].data(), threads, 1);
+        must(problem == 0, "the kernel had no memory");
+        return found;
+      };
+      // Twice at once: callers share a prepared cell.
+      std::vector<std::vector<float>> found, beside;
+      std::thread other([&] { beside = run(); });
+      found = run();
+      other.join();
+      for (std::vector<float>& values : beside) make_alike(values);
       for (std::vector<float>& values : found) make_alike(values);
       if (first.empty()) {
         first = found;
         for (const std::vector<float>& values : found) write_values(values, results);
       }
       for (size_t r = 0; r < found.size(); ++r) {
-        const bool same = found[r].empty() ||
-                          std::memcmp(found[r].data(), first[r].data(), 4 * found[r].size()) == 0;
+        const size_t bytes = 4 * found[r].size();
+        const bool same = found[r].empty() || (std::memcmp(found[r].data(), first[r].data(), bytes) == 0 &&
+                                               std::memcmp(beside[r].data(), first[r].data(), bytes) == 0);
         if (same) continue;
         std::fprintf(stderr, "replay: call %lld gives other bits with %s threads than with %s\n",
                      static_cast<long long>(call), arguments[argument], arguments[3]);

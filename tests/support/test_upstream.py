@@ -149,3 +149,21 @@ def test_decomposed_operators_are_registered() -> None:
 def test_every_name_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_name_is_tested_here))  # type: ignore[arg-type]
     assert [name for name in upstream.__all__ if f"upstream.{name}" not in text] == []
+
+
+def test_kernels_of_an_operator_are_known_by_their_key() -> None:
+    assert upstream.has_kernel("aten::add.Tensor", "CPU")
+    assert not upstream.has_kernel("aten::_version", "CPU")
+
+
+def test_codegen_of_a_captured_model_asks_for_bindings_and_output() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+            return [x + pair[0], pair[1]]
+
+    x = torch.ones(2)
+    module = torch.export.export(Pair(), (x, (x, x))).module(check_guards=False)
+    codegen = module.graph._codegen
+    assert type(codegen) is upstream.PyTreeCodeGen
+    assert codegen.gen_var_bindings(["x", "pair"], ["x", "a", "b"], False).count("tree_flatten_spec") == 1
+    assert "tree_unflatten" in codegen.generate_output(("a", "b"))

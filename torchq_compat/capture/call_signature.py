@@ -57,7 +57,11 @@ class CallSignature:
         bound = self._bind(args, kwargs)
         # To torch.jit.trace sizes are tensors, which no condition can be asked of.
         if torch.compiler.is_compiling() or not torch._C._is_tracing():
-            self.sizes.check(self.labelled(bound))
+            shapes = None if torch.compiler.is_compiling() else _shapes(bound)
+            if shapes is None or not self.sizes.were_accepted(shapes):
+                self.sizes.check(self.labelled(bound))
+                if shapes is not None:
+                    self.sizes.accept(shapes)
         return bound
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -104,6 +108,22 @@ class CallSignature:
         *before, rest = self.positional
         rests = (f"{rest}[{index}]" for index in range(count - len(before)))
         return (*before[:count], *rests)
+
+
+def _shapes(args: Any) -> tuple[Any, ...] | None:
+    """The shapes of plain tensors in tuples and lists; None if there is anything else."""
+    found: list[Any] = []
+    for arg in args:
+        if type(arg) is Tensor:
+            found.append(arg.shape)
+        elif type(arg) in (tuple, list):
+            inside = _shapes(arg)
+            if inside is None:
+                return None
+            found.append(("inside", inside))
+        else:
+            return None
+    return tuple(found)
 
 
 def _same_value(value: Any, default: Any) -> bool:

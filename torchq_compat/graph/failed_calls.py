@@ -17,7 +17,7 @@ from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["FAILURES", "check_structure", "explain_failed_call"]
+__all__ = ["FAILURES", "check_structure", "explain_failed_call", "has_structure", "structure_of"]
 
 #: What kernels and generated code raise on arguments they cannot take; a MemoryError is another matter.
 FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -56,6 +56,36 @@ def check_structure(model: GraphModule, args: tuple[Any, ...]) -> None:
             f"the arguments hold {count} values where those of the example held {info.in_spec.num_leaves}.",
             hint="pass tuples, lists and dicts of the structure of example_inputs, with the same keys.",
         )
+    if info is not None and not _has_nesting(structure_of(info.in_spec.child(0)), args):
+        raise CallError(
+            "the arguments are nested in another way than those of the example.",
+            hint="pass tuples, lists and dicts of the structure of example_inputs, with the same keys.",
+        )
+
+
+def _has_nesting(structure: Any, args: Any) -> bool:
+    if structure == "other":
+        return True
+    if structure is None or type(args) not in (tuple, list):
+        return structure is None and type(args) not in (tuple, list, dict)
+    return len(args) == len(structure) and all(map(_has_nesting, structure, args))
+
+
+def structure_of(spec: pytree.TreeSpec) -> Any:
+    """``spec`` as nested tuples with None for leaves; "other" where it has more than tuples and lists."""
+    if spec.is_leaf():
+        return None
+    children = [structure_of(child) for child in spec.children()]
+    return tuple(children) if spec.type in (tuple, list) and "other" not in children else "other"
+
+
+def has_structure(structure: Any, args: Any) -> bool:
+    """Whether ``args`` are tensors in tuples and lists as ``structure_of`` said."""
+    if structure is None:
+        return isinstance(args, Tensor)
+    if structure == "other" or type(args) not in (tuple, list) or len(args) != len(structure):
+        return False
+    return all(map(has_structure, structure, args))
 
 
 def _differences(expected: list[tuple[str, Any]], given: list[Any]) -> Iterator[str]:

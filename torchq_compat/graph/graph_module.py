@@ -24,7 +24,13 @@ from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.errors import CalibrationError, CheckpointError, OnnxError, TorchQCompatError
 from torchq_compat.fx_state.accepting import fx_state_loader
 from torchq_compat.fx_state.given import is_fx_state
-from torchq_compat.graph.failed_calls import FAILURES, check_structure, explain_failed_call
+from torchq_compat.graph.failed_calls import (
+    FAILURES,
+    check_structure,
+    explain_failed_call,
+    has_structure,
+    structure_of,
+)
 from torchq_compat.graph.module_views import ModuleFacts, install_views
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer
@@ -61,6 +67,8 @@ _CALIBRATION = threading.RLock()
 #: Where a float model that is a custom module itself stands in its parent.
 ROOT = "module"
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+#: Attribute that holds the structure of the arguments, and what it was read from.
+STRUCTURE = "_torchq_compat_structure"
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
     torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
@@ -154,7 +162,7 @@ class QuantizationGraphModule(GraphModule):
             raise _old_exporter(self.record.stage.value)
         bound = self.record.signature.bind(args, kwargs)
         # Dynamo cannot look at the graph, and compares structures itself.
-        if not torch.compiler.is_compiling() and not all(isinstance(arg, Tensor) for arg in bound):
+        if not torch.compiler.is_compiling() and not self._has_structure(bound):
             check_structure(self.reference, bound)
         if is_traced_by_jit():
             for name in self.packed_weights():
@@ -217,6 +225,16 @@ class QuantizationGraphModule(GraphModule):
         from torchq_compat.lower.torchscript.scripted import scripted_graph
 
         return scripted_graph(self)
+
+    def _has_structure(self, args: tuple[Any, ...]) -> bool:
+        """Whether ``args`` are tensors, in tuples and lists of the sizes that the example had."""
+        info = getattr(self.reference.graph._codegen, "pytree_info", None)
+        if info is None:
+            return all(isinstance(arg, Tensor) for arg in args)
+        known = vars(self).get(STRUCTURE)
+        if known is None or known[0] is not info:
+            known = vars(self)[STRUCTURE] = (info, structure_of(info.in_spec.child(0)))
+        return has_structure(known[1], args)
 
     def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
         """What is told of a failed call; None: ``cause`` itself."""

@@ -32,6 +32,9 @@ class OpaqueModule(nn.Module):
     opaque_shows_result_qparams = False
     #: Whether it takes and gives floats that lie on the steps of its layouts, where others have the integers.
     opaque_in_floats = False
+    #: Whether it puts floats that lie on no qparams on those of its layouts, and takes and gives torch.ao's
+    #: quantized tensors; the call then says in ``leaf_quantized`` which results are to be quantized tensors.
+    leaf_quantizes = False
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute in floats, as the float module is called."""

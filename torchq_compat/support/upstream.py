@@ -23,6 +23,7 @@ from torch.ao.quantization.qconfig_mapping import (
     _FIXED_QPARAMS_OP_TO_OBSERVER as FIXED_QPARAMS_OP_TO_OBSERVER,
 )
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
+from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as USER_PRESERVED_ATTRIBUTES_KEY
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -41,9 +42,11 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "PyTreeCodeGen",
     "PythonPrinter",
     "detect_fake_mode",
     "disable_current_modes",
+    "has_kernel",
     "is_activation_post_process",
     "make_per_channel_quantized_tensor",
     "make_per_tensor_quantized_tensor",
@@ -55,6 +58,8 @@ __all__ = [
 #: Functions that make a quantized tensor of integers and qparams.
 make_per_tensor_quantized_tensor = torch._make_per_tensor_quantized_tensor
 make_per_channel_quantized_tensor = torch._make_per_channel_quantized_tensor
+#: (operator, dispatch key) -> whether the operator has an implementation for that key.
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 #: Its ``backed_size_oblivious`` keeps sizes of 1 free.
 symbolic_shapes_config: Any = importlib.import_module("torch.fx.experimental._config")
 #: Modules and names of cached functions that keep the models they saw alive.

@@ -14,7 +14,7 @@ import torchq_compat as tc
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import calibrate, leaves, sqnr
 
-CELL_LOOP = torch.ops.torchq_compat_native.cell_loop
+RECURRENT = torch.ops.torchq_compat_native.recurrent.default
 
 
 class Stacked(nn.Module):
@@ -66,7 +66,7 @@ def _forget_what_was_compiled() -> None:
 
 
 @pytest.mark.parametrize("convert", [tc.convert_fx, tc.convert_to_reference_fx])
-def test_one_graph_with_a_call_for_each_direction(convert: Any, prepared: torch.fx.GraphModule) -> None:
+def test_one_graph_with_a_call_for_each_module(convert: Any, prepared: torch.fx.GraphModule) -> None:
     model = convert(prepared)
     backend = Recorder()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -75,8 +75,7 @@ def test_one_graph_with_a_call_for_each_direction(convert: Any, prepared: torch.
             x = uniform(2.0, steps, batch, 6)
             for expected, found in zip(leaves(model(x)), leaves(compiled(x)), strict=True):
                 assert sqnr(expected, found) > 40
-    # Four directions of the first, one of the second, the cell.
-    assert backend.calls(CELL_LOOP) == 6
+    assert backend.calls(RECURRENT) == 3
     # The second length made the sizes dynamic, and the third needed no other graph.
     assert len(backend.graphs) == 2
 

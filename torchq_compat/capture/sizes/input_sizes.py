@@ -20,6 +20,8 @@ from torchq_compat.support.upstream import PythonPrinter
 
 __all__ = ["Dimension", "InputSizes", "SizeRule"]
 
+#: Shapes of calls that are remembered.
+MOST_ACCEPTED = 512
 NAMESPACE: dict[str, Any] = {"math": math, "torch": torch, "sympy": sympy}
 
 
@@ -160,6 +162,20 @@ class InputSizes:
     def broken_rule(self, sizes: Mapping[str, Any]) -> SizeRule | None:
         """The first rule that ``sizes`` break."""
         return next((rule for rule in self.rules if not rule.holds(sizes)), None)
+
+    @cached_property
+    def _accepted(self) -> set[tuple[Any, ...]]:
+        return set()
+
+    def were_accepted(self, shapes: tuple[Any, ...]) -> bool:
+        """Whether a call with these shapes, of nothing but tensors, was checked before."""
+        return shapes in self._accepted
+
+    def accept(self, shapes: tuple[Any, ...]) -> None:
+        """Remember that ``check`` refuses no call with these shapes."""
+        if len(self._accepted) >= MOST_ACCEPTED:
+            self._accepted.clear()
+        self._accepted.add(shapes)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Refuse a call with ``inputs``, by label, that the captured model would answer wrongly.

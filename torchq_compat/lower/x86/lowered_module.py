@@ -119,7 +119,7 @@ class LoweredGraphModule(QuantizationGraphModule):
                 opaque.path: f"{MADE}.{opaque.name}" for opaque in opaque_modules if opaque.module is not None
             }
             in_floats = {
-                opaque.path
+                opaque.path: opaque.module
                 for opaque in opaque_modules
                 if opaque.module is not None and opaque.module.opaque_in_floats
             }

@@ -34,7 +34,7 @@ def with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple[
     for name, graph in list(lowered.graphs()):
         plan = plan_graph(graph, opaque.named_input_qparams())
         decisions += [replace(each, path=f"{path}.{name}/{each.node}", node="") for each in plan.decisions]
-        written = write_lowered_graph(graph, plan, {}, set(), MADE)
+        written = write_lowered_graph(graph, plan, {}, {}, MADE)
         module = GraphModule(nn.Module(), Graph())
         share_state(module, graph)
         vars(module)[MADE] = SimpleNamespace(**written.constants)

@@ -6,6 +6,7 @@ has the forms that somebody asked for; each is made once.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
+from torchq_compat.lower.x86.opaque_boundary import simplify_boundaries
 from torchq_compat.lower.x86.plan import Plan
 from torchq_compat.lower.x86.qdq_operands import (
     SIZE_OPS,
@@ -20,6 +22,8 @@ from torchq_compat.lower.x86.qdq_operands import (
     is_whole_range,
     takes_and_returns_tensors,
 )
+from torchq_compat.lower.x86.tuple_codegen import without_pytree
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, insert_quantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support import metadata
@@ -54,13 +58,17 @@ ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", 
 
 
 def write_lowered_graph(
-    reference: GraphModule, plan: Plan, opaque_paths: dict[str, str], in_floats: set[str], home: str
+    reference: GraphModule,
+    plan: Plan,
+    opaque_paths: dict[str, str],
+    in_floats: dict[str, OpaqueModule],
+    home: str,
 ) -> LoweredGraph:
     """The lowered graph of ``reference``.
 
     Args:
         leaves: path of an opaque module in ``reference`` -> path of the module that is called in its place.
-        in_floats: those whose module takes and gives floats where the reference graph holds integers.
+        in_floats: the modules of those that take and give floats where the reference graph holds integers.
         home: path of the namespace that will hold the constants.
     """
     writer = _Writer(plan, opaque_paths, in_floats, LoweredGraph(Graph(), home))
@@ -68,10 +76,12 @@ def write_lowered_graph(
     for node in reference.graph.nodes:
         writer.write(node)
         _record_origin(graph, node)
+    called = {opaque_paths[path]: module for path, module in in_floats.items()}
+    simplify_boundaries(graph, called, writer.carried)
     if takes_and_returns_tensors(reference):
         _return_the_tensor(graph)
     else:
-        graph.set_codegen(reference.graph._codegen)
+        graph.set_codegen(without_pytree(reference.graph._codegen))
     graph.eliminate_dead_code(_has_effect)
     return writer.lowered
 
@@ -106,7 +116,7 @@ def _name_after(written: Node, op: Node) -> None:
 
 class _Writer:
     def __init__(
-        self, plan: Plan, opaque_paths: dict[str, str], in_floats: set[str], lowered: LoweredGraph
+        self, plan: Plan, opaque_paths: dict[str, str], in_floats: Container[str], lowered: LoweredGraph
     ) -> None:
         self.lowered = lowered
         self.graph = self.lowered.graph
@@ -114,6 +124,7 @@ class _Writer:
         self.opaque_paths = opaque_paths
         self.in_floats = in_floats
         self.covered = plan.covered()
+        self.carried: set[Node] = set()
         self.quantized: dict[Node, Node] = {}
         self.integers: dict[Node, Node] = {}
         self.floats: dict[Node, Node] = {}
@@ -128,6 +139,7 @@ class _Writer:
             target = COPYING.get(node.target, node.target)
             args = map_arg(node.args, self._quantized_or_size)
             self.quantized[node] = self.graph.call_function(target, args, dict(node.kwargs))
+            self.carried.add(self.quantized[node])
             _name_after(self.quantized[node], node)
         elif node.target is QUANTIZE and node in self.plan.qparams_of:
             self._write_quantize(node, self.plan.qparams_of[node])

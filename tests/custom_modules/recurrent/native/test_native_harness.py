@@ -9,7 +9,7 @@ import torch
 
 from tests.native_harness.builds import BUILDS, SANITIZED, Build, compile_replay, run_replay
 from tests.native_harness.calls import Call, random_call, write_calls
-from torchq_compat.custom_modules.recurrent.native.build import HEADER, SOURCE
+from torchq_compat.custom_modules.recurrent.native.build import HEADERS, SOURCE
 from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
 from torchq_compat.custom_modules.recurrent.native.op import cell_loop
 
@@ -65,7 +65,8 @@ def test_a_fault_put_in_is_found(build: str, right: str, wrong: str, calls: Path
     assert source.count(right) == 1
     broken = tmp_path / SOURCE.name
     broken.write_text(source.replace(right, wrong))
-    (tmp_path / HEADER.name).write_text(HEADER.read_text())
+    for header in HEADERS:
+        (tmp_path / header.name).write_text(header.read_text())
     made: Build = SANITIZED[build]
     assert run_replay(made, compile_replay(made, tmp_path, broken), calls, (3,))[1] != ""
 

@@ -69,6 +69,12 @@ class CellGraphModule(PartGraphModule):
         """Why the cell loop cannot run this cell; None if it can."""
         return "it is not converted"
 
+    def starts_at_zero(self) -> bool:
+        """Whether a state that is left out is zeros."""
+        return all(
+            qparams == DEFAULT_INITIAL for qparams in (metadata.INITIAL_STATES.of(self) or {}).values()
+        )
+
     def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
         """Zeros (B, width) for every state that is left out, with its own qparams in a converted cell."""
         return tuple(

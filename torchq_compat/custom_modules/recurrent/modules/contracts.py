@@ -74,6 +74,12 @@ class RecurrentContract(ABC):
     def cells(self, module: nn.Module) -> Iterator[tuple[str, CellGraphModule]]:
         """(path inside the module, cell) of every layer and direction."""
 
+    #: Of an input with a batch: how many dimensions it has, and whether the batch comes first.
+    rank: int
+    batch_first: bool
+    has_dropout: bool
+    input_size: int
+
     @abstractmethod
     def call(
         self,
@@ -118,9 +124,23 @@ class SequenceContract(RecurrentContract):
     structure: RecurrentStructure
     shows_qparams_in_export = True
 
+    rank = 3
+
     @property
     def kind(self) -> CellKind:  # type: ignore[override]
         return self.structure.kind
+
+    @property
+    def batch_first(self) -> bool:  # type: ignore[override]
+        return self.structure.batch_first
+
+    @property
+    def input_size(self) -> int:  # type: ignore[override]
+        return self.structure.input_size
+
+    @property
+    def has_dropout(self) -> bool:  # type: ignore[override]
+        return bool(self.structure.dropout)
 
     def attributes(self) -> dict[str, Any]:
         names = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout")
@@ -239,6 +259,9 @@ class CellContract(RecurrentContract):
     input_size: int
     hidden_size: int
     bias: bool
+    rank = 2
+    batch_first = False
+    has_dropout = False
 
     def attributes(self) -> dict[str, Any]:
         return {

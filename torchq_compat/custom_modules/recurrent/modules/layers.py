@@ -25,9 +25,10 @@ from torchq_compat.custom_modules.recurrent.modules.over_time import (
     run_looped_direction,
     run_packed_direction,
 )
+from torchq_compat.custom_modules.recurrent.native.bound_module import BoundDirection, OwnedProgram
 from torchq_compat.custom_modules.recurrent.native.cell_reader import program_or_problem
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
-from torchq_compat.custom_modules.recurrent.native.directions import OwnedProgram
+from torchq_compat.custom_modules.recurrent.native.program import CellProgram
 
 __all__ = ["RecurrentDirection", "RecurrentLayer"]
 
@@ -106,6 +107,19 @@ class RecurrentDirection(nn.Module):
             program = cell.program()
             return None if program is None else OwnedProgram(cell, program)
         return None if isinstance(self._program, str) else OwnedProgram(self, self._program)
+
+    def current_program(self) -> CellProgram | None:
+        """The program of ``program()``."""
+        owned = self.program()
+        return None if owned is None else owned.program
+
+    def bound(self) -> BoundDirection | None:
+        """This direction for a ``BoundModule``; None if the cell loop cannot run it."""
+        owned = self.program()
+        if owned is None:
+            return None
+        current = self.cell.program if self.input_projection is None else self.current_program
+        return BoundDirection(owned, self.cell, current)
 
     def program_problem(self) -> str | None:
         """Why the cell loop cannot run this direction; None if it can."""

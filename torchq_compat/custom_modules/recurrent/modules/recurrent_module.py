@@ -35,7 +35,9 @@ from torchq_compat.custom_modules.recurrent.modules.runners import (
     Runner,
     TracedRunner,
 )
+from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule
 from torchq_compat.custom_modules.recurrent.native.columns import qparams_of_call
+from torchq_compat.custom_modules.recurrent.native.direct_calls import DirectCall, direct_call, quantized_on
 from torchq_compat.errors import CustomModuleError, RecurrentModuleError
 from torchq_compat.graph.other_engines import OBSERVED_KEY
 from torchq_compat.opaque_calls.layouts import CallLayout
@@ -69,12 +71,102 @@ class RecurrentModule(PartOwner):
     is_lowered = False
     #: The cell loop reads and writes floats.
     opaque_in_floats = property(lambda self: self.is_lowered)
+    #: It quantizes what it is given itself, too.
+    leaf_quantizes = opaque_in_floats
 
     def __init__(self, contract: RecurrentContract, layers: list[RecurrentLayer]) -> None:
         super().__init__()
         self.contract = contract
         vars(self).update(contract.attributes())
         contract.place(self, layers)
+        self._bound: BoundModule | None = None
+        self._direct: dict[Any, DirectCall] = {}
+        self._bind()
+        # Qparams are literals of the graphs; with a state come new ones.
+        self.register_load_state_dict_post_hook(_bind_again)  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._bind()
+
+    def _bind(self) -> None:
+        """Bind the arguments of the operator, if every cell has a program."""
+        layers = self.contract.layers(self) if self.can_be_lowered else []
+        bound = [[direction.bound() for direction in layer.directions()] for layer in layers]
+        known = [[each for each in layer if each is not None] for layer in bound]
+        self._bound, self._direct = None, {}
+        if known and list(map(len, known)) == list(map(len, bound)):
+            width = known[0][0].program.slots[1].width
+            columns = [layer.output_columns(width) for layer in layers[:-1]]
+            self._bound = BoundModule(known, columns, self._homes_of_cells())
+
+    def _homes_of_cells(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
+        """Where the cells stand, and what they stand in."""
+        paths = {path.rpartition(".cell")[0] for path, _ in self.cells()} | {path for path, _ in self.cells()}
+        paths = {path[:end] for path in paths for end in (*_dots(path), len(path))} - {""}
+        homes = []
+        for path in sorted(paths):
+            home, _, name = path.rpartition(".")
+            homes.append((self.get_submodule(home)._modules, name, self.get_submodule(path)))
+        return homes
+
+    def bound(self) -> BoundModule | None:
+        """The arguments of the operator; None where some cell cannot run in it as it is now."""
+        if self._bound is None or not self._bound.is_current():
+            if torch.compiler.is_compiling():
+                return None
+            self._bind()
+        return self._bound
+
+    def forward(
+        self,
+        *args: Any,
+        opaque_layout: int | None = None,
+        leaf_quantized: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> Any:
+        """See ``opaque_call``. A lowered module takes the short way where it can."""
+        if self.is_lowered and not kwargs and not torch.compiler.is_compiling():
+            results = self._call_directly(args, opaque_layout, leaf_quantized)
+            if results is not None:
+                return results
+        results = super().forward(*args, opaque_layout=opaque_layout, **kwargs)
+        if not leaf_quantized:
+            return results
+        assert opaque_layout is not None
+        all_qparams = self.opaque_layouts[opaque_layout].output_qparams
+        return tuple(
+            quantized_on(each, all_qparams[index]) if index in leaf_quantized else each
+            for index, each in enumerate(results)
+        )
+
+    def _as_floats(self, tensor: Tensor, qparams: QParams | None) -> Tensor:
+        if tensor.is_quantized:
+            return tensor.dequantize()
+        if qparams is None or not (self.is_lowered and tensor.is_floating_point()):
+            return super()._as_floats(tensor, qparams)
+        return qparams.dequantize(qparams.quantize(tensor), tensor.dtype)
+
+    def _call_directly(
+        self, args: tuple[Any, ...], opaque_layout: int | None, leaf_quantized: tuple[int, ...]
+    ) -> Any:
+        """One call of the operator; None where the call is another than the one that was bound."""
+        key = (opaque_layout, leaf_quantized)
+        call = self._direct.get(key)
+        layout = None if opaque_layout is None else self.opaque_layouts[opaque_layout]
+        if call is None or call.layout is not layout:
+            call = direct_call(self.contract, layout, leaf_quantized)
+            self._direct[key] = call
+        if not call.is_possible or (self.training and self.contract.has_dropout):
+            return None
+        bound = self.bound()
+        if bound is None:
+            return None
+        tensors = call.tensors(args)
+        if tensors is None or not (len(tensors) > 1 or all(each.starts_at_zero() for each in bound.cells)):
+            return None
+        return call.run(bound, tensors)
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         """As the float module: ``rnn(x)``, ``rnn(x, state)``, ``rnn(x, hx=state)``; x may be a
@@ -107,7 +199,7 @@ class RecurrentModule(PartOwner):
         if torch.compiler.is_exporting():
             return OpaqueRunner() if self._is_opaque_as(shape_in_export()) else TracedRunner()
         if self.is_lowered or (torch.compiler.is_compiling() and self.can_be_lowered):
-            return NativeRunner()
+            return NativeRunner(self.bound())
         return PythonRunner()
 
     #: Whether its linears choose qparams from what they get, and nothing else is quantized.
@@ -142,6 +234,7 @@ class RecurrentModule(PartOwner):
         for name, value in vars(self).items():
             is_container = isinstance(value, (dict, list, set))
             vars(copied)[name] = copy.copy(value) if name in own and is_container else value
+        copied._bind()
         return copied
 
     def program_problems(self) -> list[str]:
@@ -278,6 +371,14 @@ class ConvertedRecurrent(RecurrentModule):
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
         return self.contract.output_qparams(self, results)
+
+
+def _dots(path: str) -> list[int]:
+    return [index for index, letter in enumerate(path) if letter == "."]
+
+
+def _bind_again(module: RecurrentModule, _incompatible_keys: object) -> None:
+    module._bind()
 
 
 def prepared_layers(

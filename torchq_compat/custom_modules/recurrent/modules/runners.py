@@ -23,12 +23,9 @@ from torchq_compat.custom_modules.recurrent.modules.over_time import (
     run_looped_direction,
     run_rolled_direction,
 )
+from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule, OwnedProgram
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
-from torchq_compat.custom_modules.recurrent.native.directions import (
-    OwnedProgram,
-    run_native_direction,
-    run_native_packed_direction,
-)
+from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
 from torchq_compat.qspecs.qparams import q_dq
 
 __all__ = ["NativeRunner", "OpaqueRunner", "PythonRunner", "Runner", "Sequences", "TracedRunner"]
@@ -149,9 +146,25 @@ def _opaque(direction: RecurrentDirection) -> OpaqueDirection:
 
 
 class NativeRunner(PythonRunner):
-    """The compiled cell loop. A cell that it cannot run is run in Python."""
+    """The operator on integers: one call for all layers. A cell that it cannot run is run in Python.
+
+    Args:
+        bound: the module's arguments of it; None: not every cell has a program.
+    """
 
     reads_columns = True
+
+    def __init__(self, bound: BoundModule | None) -> None:
+        self.bound = bound
+
+    def run_layers(
+        self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
+    ) -> tuple[Tensor, list[State]]:
+        if self.bound is None or given.columns is None or (dropout and len(layers) > 1):
+            return super().run_layers(layers, given, states, dropout)
+        stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
+        output, *last = self.bound.run(given.x, stacked, given.columns, given.batch_sizes or ())
+        return output, list(zip(*(each.unbind(0) for each in last), strict=True))
 
     def run_direction(
         self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool
@@ -159,19 +172,15 @@ class NativeRunner(PythonRunner):
         program, columns = direction.program(), given.columns
         if program is None or columns is None:
             return super().run_direction(direction, given, state, backward=backward)
-        if given.batch_sizes is None:
-            return run_native_direction(program, given.x, state, columns, backward=backward)
-        if direction.input_projection is not None:
-            # Dynamic qparams of a packed input are chosen from all of it, which the cell loop takes in
-            # pieces.
-            return super().run_direction(direction, given, state, backward=backward)
-        return run_native_packed_direction(
-            program, given.x, state, given.batch_sizes, columns, backward=backward
+        return run_native_direction(
+            program, given.x, state, columns, backward=backward, batch_sizes=given.batch_sizes or ()
         )
 
     def run_step(
         self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
     ) -> State:
+        if self.bound is not None and columns is not None:
+            return tuple(self.bound.run(x, list(state), columns))
         program = cell.program()
         if program is None or columns is None:
             return super().run_step(cell, x, state, columns)

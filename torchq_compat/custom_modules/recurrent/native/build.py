@@ -1,47 +1,64 @@
-"""Building the cell loop: once for a machine, with its C++ compiler, into a cache directory."""
+"""Building the kernel: once for a machine, with its C++ compiler, into a cache directory.
+
+One library: the cell loop, and the operator, which is written for torch's stable ABI.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
 import shlex
 import subprocess
+import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from torchq_compat.custom_modules.recurrent.native.carried import carried_library
 from torchq_compat.custom_modules.recurrent.native.kernel_cache import cache_directory, fault_of, keep
+from torchq_compat.support.upstream import has_kernel
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["KernelBuild", "build_kernel", "kernel_build"]
 
 SOURCE = Path(__file__).with_name("cell_loop.cpp")
-HEADER = SOURCE.with_name("threads.h")
+HEADERS = tuple(SOURCE.with_name(name) for name in ("cell_loop.h", "threads.h"))
+OPERATOR = SOURCE.with_name("recurrent_operator.cpp")
 # No contraction: a fused multiply-add would round otherwise than the q-dq graph.
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fopenmp", "-shared", "-fPIC"),
 )
 WIDE_VECTORS = "-mprefer-vector-width=512"
+#: The oldest torch the library is for: 2.13. Later ones keep what it uses of their ABI.
+TARGET = "-DTORCH_TARGET_VERSION=0x020d000000000000"
+OPERATOR_NAME = "torchq_compat_native::recurrent"
 TIME_LIMIT_SECONDS = 120
+LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
 class KernelBuild:
-    """What came of building the kernel: a library, or the problem there was."""
+    """What came of building the kernel: the library that is loaded, or the problem there was."""
 
-    library: ctypes.CDLL | None
+    library: Path | None
     problem: str = ""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the operator runs in it."""
+        return self.library is not None
 
 
 @functools.cache
 def kernel_build() -> KernelBuild:
     """The kernel of this process; where there is none, a warning says so once."""
-    build = build_kernel()
+    with LOCK:
+        build = build_kernel()
     if build.library is None:
         warn_user(
             "recurrent modules run step by step on torch's operators, with the same numbers but slowly: the "
@@ -52,11 +69,17 @@ def kernel_build() -> KernelBuild:
 
 
 def build_kernel() -> KernelBuild:
-    """Compile the kernel, or load what an earlier process compiled.
+    """Load the kernel that this release carries or an earlier process compiled, or compile it.
 
     It is kept under ``TORCHQ_COMPAT_CACHE_DIR``; default: ``torchq_compat`` in the user's cache directory.
     What is there and does not load is built again once, with a warning.
     """
+    carried = carried_library()
+    if carried is not None:
+        try:
+            return KernelBuild(_with_operator(carried))
+        except OSError as fault:
+            warn_user(f"the library {carried} does not load, one is compiled instead: {fault}.")
     try:
         compiler = shlex.split(os.environ.get("CXX") or "") or ["c++"]
     except ValueError as cause:
@@ -69,10 +92,12 @@ def build_kernel() -> KernelBuild:
         return KernelBuild(None, str(cause))
 
 
-def _found_or_made(compiler: list[str]) -> ctypes.CDLL:
-    flags = [*FLAGS, *([WIDE_VECTORS] if torch.cpu.get_capabilities().get("avx512_f") else [])]
-    path = cache_directory() / f"cell_loop_{_key(compiler, flags)}.so"
-    command = [*compiler, *flags, str(SOURCE)]
+def _found_or_made(compiler: list[str]) -> Path:
+    flags = [*FLAGS, *([WIDE_VECTORS] if torch.cpu.get_capabilities().get("avx512_f") else []), TARGET]
+    path = cache_directory() / f"recurrent_{_key(compiler, flags)}.so"
+    root = _torch_root()
+    sources = [f"-I{root / 'include'}", str(SOURCE), str(OPERATOR), f"-L{root / 'lib'}", "-ltorch_cpu"]
+    command = [*compiler, *flags, *sources]
     if path.exists():
         try:
             return _loaded(path)
@@ -84,8 +109,21 @@ def _found_or_made(compiler: list[str]) -> ctypes.CDLL:
     return _loaded(path)
 
 
-def _loaded(path: Path) -> ctypes.CDLL:
-    """The library at ``path``.
+def _torch_root() -> Path:
+    """Where torch has its headers and libraries.
+
+    Raises:
+        OSError: the headers of the stable ABI are not there.
+    """
+    root = Path(torch.__file__).parent
+    header = root / "include" / "torch" / "csrc" / "stable" / "library.h"
+    if not header.exists():
+        raise FileNotFoundError(f"torch {torch.__version__} was installed without {header}")
+    return root
+
+
+def _loaded(path: Path) -> Path:
+    """``path``, its operator loaded.
 
     Raises:
         OSError: it must not be loaded, or does not load.
@@ -93,14 +131,26 @@ def _loaded(path: Path) -> ctypes.CDLL:
     fault = fault_of(path)
     if fault is not None:
         raise OSError(fault)
-    library = ctypes.CDLL(str(path))
-    if not hasattr(library, "torchq_compat_run_cell"):
-        raise OSError("it has not the function of the kernel")
-    return library
+    return _with_operator(path)
+
+
+def _with_operator(path: Path) -> Path:
+    """``path``, loaded where no other library gives the operator yet.
+
+    Raises:
+        OSError: it does not load.
+    """
+    if has_kernel(OPERATOR_NAME, "CPU"):
+        return path  # A second library would take the place of the one that is in use.
+    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    if not has_kernel(OPERATOR_NAME, "CPU"):
+        raise OSError("it has not the operator of the kernel")
+    return path
 
 
 def _compile(command: list[str], path: Path) -> None:
     """Into a file of its own first: another process may load or write ``path`` meanwhile."""
+    print(f"torchq_compat: compiling the kernel of recurrent modules, once, into {path}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         made = Path(directory) / path.name
         subprocess.run(
@@ -116,7 +166,8 @@ def _compile(command: list[str], path: Path) -> None:
 
 def _key(compiler: list[str], flags: list[str]) -> str:
     """Changes with the source, and with the CPU: a cache may be shared by machines."""
-    parts = [SOURCE.read_bytes(), HEADER.read_bytes(), repr([compiler, flags]).encode(), _cpu()]
+    files = [file.read_bytes() for file in (SOURCE, *HEADERS, OPERATOR)]
+    parts = [*files, repr([compiler, flags, torch.__version__]).encode(), _cpu()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

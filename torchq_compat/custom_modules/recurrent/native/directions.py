@@ -2,66 +2,53 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
+from torchq_compat.custom_modules.recurrent.native.bound_module import OwnedProgram
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams, as_numbers
-from torchq_compat.custom_modules.recurrent.native.op import cell_loop
-from torchq_compat.custom_modules.recurrent.native.program import CellProgram
+from torchq_compat.custom_modules.recurrent.native.module_numbers import (
+    CellNumbers,
+    ModuleNumbers,
+    floats_around,
+    weight_mask,
+)
+from torchq_compat.custom_modules.recurrent.native.op import recurrent
 
-__all__ = ["OwnedProgram", "run_native_direction", "run_native_packed_direction"]
+__all__ = ["run_native_direction"]
 
 State = tuple[Tensor, ...]
 
 
-class OwnedProgram(NamedTuple):
-    """A program, and the module whose attributes its weights are."""
-
-    owner: nn.Module
-    program: CellProgram
-
-
 def run_native_direction(
-    owned: OwnedProgram, x: Tensor, state: State, columns: ColumnQParams, *, backward: bool
-) -> tuple[Tensor, State]:
-    """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states."""
-    owner, program = owned
-    weights = [_attribute(owner, name) for names in program.weights for name in names]
-    output, last = cell_loop(
-        x, list(state), weights, program.table, program.constants, as_numbers(columns), backward=backward
-    )
-    return output, tuple(last)
-
-
-def run_native_packed_direction(
     owned: OwnedProgram,
     x: Tensor,
     state: State,
-    batch_sizes: list[int],
     columns: ColumnQParams,
     *,
     backward: bool,
+    batch_sizes: Sequence[int] = (),
 ) -> tuple[Tensor, State]:
-    """As ``over_time.run_packed_direction``: one call for all steps of the same batch size."""
-    sizes = [(size, len(list(steps))) for size, steps in itertools.groupby(batch_sizes)]
-    rows = torch.split(x, [size * steps for size, steps in sizes])
-    outputs = []
-    parts = list(zip(sizes, rows, strict=True))
-    for (size, steps), part in reversed(parts) if backward else parts:
-        active = tuple(each[:size] for each in state)
-        shaped = part.view(steps, size, x.shape[-1])
-        output, last = run_native_direction(owned, shaped, active, columns, backward=backward)
-        state = tuple(torch.cat([now, each[size:]]) for now, each in zip(last, state, strict=True))
-        outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs[::-1] if backward else outputs), state
+    """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states; with ``batch_sizes`` packed rows.
+
+    For a direction alone, as where its neighbours run in Python; nothing is bound.
+    """
+    program = owned.program
+    masks = tuple(weight_mask(names[1:]) for names in program.weights)
+    numbers = CellNumbers(program.table, program.constants, masks, backward=backward)
+    output, *last = recurrent(
+        x,
+        [each[None] for each in state],
+        [_attribute(owned.owner, name) for names in program.weights for name in names if name is not None],
+        ModuleNumbers(((numbers,),)).tensor(),
+        floats_around(as_numbers(columns), len(state)),
+        batch_sizes=batch_sizes,
+    )
+    return output, tuple(each[0] for each in last)
 
 
-def _attribute(owner: nn.Module, name: str | None) -> Tensor | None:
-    if name is None:
-        return None
+def _attribute(owner: nn.Module, name: str) -> Tensor:
     value: Tensor = operator.attrgetter(name)(owner)
     return value

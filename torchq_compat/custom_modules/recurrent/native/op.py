@@ -1,4 +1,8 @@
-"""The cell loop as a torch operator, so that a compiled or exported program has one call for it."""
+"""A converted recurrent module as one torch operator, ``torchq_compat_native::recurrent``.
+
+On the CPU it is C++ (``recurrent_operator.cpp``) from the first call on; where that cannot be built, and on
+other devices, torch's operators run the same program.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +13,110 @@ import torch
 from torch import Tensor
 
 from torchq_compat.custom_modules.recurrent.native.build import kernel_build
+from torchq_compat.custom_modules.recurrent.native.by_operators import run_by_operators
 from torchq_compat.custom_modules.recurrent.native.call_check import check_call
-from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
-from torchq_compat.custom_modules.recurrent.native.kernel import run_kernel
-
-__all__ = ["cell_loop"]
-
-NAME = "torchq_compat_native::cell_loop"
-SCHEMA = (
-    "(Tensor x, Tensor[] states, Tensor?[] weights, Tensor table, Tensor constants, float[] input_qparams, "
-    "bool backward) -> (Tensor, Tensor[])"
+from torchq_compat.custom_modules.recurrent.native.module_numbers import (
+    CellNumbers,
+    ModuleNumbers,
+    floats_around,
+    weight_mask,
 )
 
+__all__ = ["WORK_PER_THREAD", "cell_loop", "forget", "recurrent"]
 
-def _on_cpu(*call: Any) -> tuple[Tensor, list[Tensor]]:
-    check_call(*call)
-    library = kernel_build().library if call[0].numel() else None
-    return _by_operators(*call) if library is None else run_kernel(library, *call)
-
-
-def _by_operators(*call: Any) -> tuple[Tensor, list[Tensor]]:
-    check_call(*call)
-    x, states, *_ = call
-    if not x.shape[0] or not x.shape[1]:
-        return _shapes(x, states)[0], [state.clone() for state in states]
-    return run_interpreted(*call)
+NAME = "torchq_compat_native::recurrent"
+SCHEMA = (
+    "(Tensor x, Tensor[] states, Tensor[] weights, Tensor program, float[] boundary, int[] batch_sizes, "
+    "int directions, bool batch_first, int owner=0, int version=-1, int work_per_thread=262144) -> Tensor[]"
+)
+#: Multiply-adds of a step from which another thread pays for meeting at a barrier.
+WORK_PER_THREAD = 1 << 18
+OPS = torch.ops.torchq_compat_native
 
 
-def _shapes(x: Tensor, states: Sequence[Tensor], *_: object) -> tuple[Tensor, list[Tensor]]:
-    output = x.new_empty((*x.shape[:2], states[0].shape[-1]))
-    return output, [torch.empty_like(state) for state in states]
+def _before_the_kernel(*call: Any) -> list[Tensor]:
+    """What runs until the kernel is there, which on the CPU takes its place."""
+    if call[0].device.type == "cpu" and kernel_build().is_loaded:
+        results: list[Tensor] = OPS.recurrent.default(*call)
+        return results
+    *arguments, _, batch_first = call[:8]
+    return run_by_operators(*arguments, batch_first=batch_first)
 
 
-# After an import that failed on the way torch still has the operator; the implementations can be new.
-if not hasattr(torch.ops.torchq_compat_native, "cell_loop"):
+def _shapes(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    program: Tensor,
+    boundary: Sequence[float],
+    batch_sizes: Sequence[int],
+    directions: int,
+    batch_first: bool,
+    owner: int = 0,
+    version: int = -1,
+    work_per_thread: int = 0,
+) -> list[Tensor]:
+    """Of calls with states, which is how programs are captured."""
+    last = [torch.empty_like(state) for state in states]
+    if x.dim() == 2 and not batch_sizes:
+        return last
+    width = directions * states[0].shape[-1]
+    return [x.new_empty(*x.shape[:-1], width), *last]
+
+
+# After an import that failed on the way, or where a program without Python loaded the library before, torch
+# has the operator.
+if not hasattr(OPS, "recurrent"):
     torch.library.define(NAME, SCHEMA)
-torch.library.impl(NAME, "cpu")(_on_cpu)
-torch.library.impl(NAME, "default")(_by_operators)
+torch.library.impl(NAME, "default")(_before_the_kernel)
 torch.library.register_fake(NAME)(_shapes)
+
+
+def recurrent(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    program: Tensor,
+    boundary: Sequence[float],
+    *,
+    batch_sizes: Sequence[int] = (),
+    directions: int = 1,
+    batch_first: bool = False,
+    owner: int = 0,
+    version: int = -1,
+) -> list[Tensor]:
+    """All layers and directions of a converted recurrent module, or one step of a cell.
+
+    Args:
+        x: (T, B, I), or (B, T, I) with ``batch_first``; (B, I) for one step of a cell; with ``batch_sizes``
+            packed rows. float32, or 8-bit integers on the qparams in ``boundary``.
+        states: (layers * directions, B, width) each, the hidden state first; (B, width) for a cell. float32,
+            or integers as ``x``. Empty: zeros.
+        weights: of each linear int8 values (N, K), and those of scales (N,), zero points (N,) and bias (N,)
+            that ``program`` says it has.
+        program: ``ModuleNumbers.tensor()``.
+        boundary: ``Boundary.numbers()``.
+        batch_sizes: rows of each step of packed sequences, none larger than the one before.
+        directions: of each layer.
+        owner: whose packed weights these are; 0: nobody's, of whom only the last few are kept.
+        version: a number that grows whenever a weight is written in place; -1: look at the weights.
+
+    Returns:
+        The output (T, B, directions * width), in the order of ``x``, and the last states; of a cell the last
+        states alone. float32, or integers where ``boundary`` says so.
+
+    Raises:
+        RuntimeError: arguments that do not fit the program.
+    """
+    around = (batch_sizes, directions, batch_first, owner, version, WORK_PER_THREAD)
+    results: list[Tensor] = OPS.recurrent.default(x, states, weights, program, boundary, *around)
+    return results
+
+
+def forget(owner: int) -> None:
+    """Drop what is packed for ``owner``."""
+    if kernel_build.cache_info().currsize and kernel_build().is_loaded:
+        OPS.forget.default(owner)
 
 
 def cell_loop(
@@ -78,7 +148,14 @@ def cell_loop(
     Raises:
         InputError: arguments that do not fit the program.
     """
-    result: tuple[Tensor, list[Tensor]] = torch.ops.torchq_compat_native.cell_loop(
-        x, states, weights, table, constants, input_qparams, backward
+    check_call(x, states, weights, table, constants, input_qparams)
+    masks = tuple(weight_mask(weights[at + 1 : at + 4]) for at in range(0, len(weights), 4))
+    numbers = ModuleNumbers(((CellNumbers(table, constants, masks, backward=backward),),))
+    output, *last = recurrent(
+        x,
+        [state[None] for state in states],
+        [weight for weight in weights if weight is not None],
+        numbers.tensor(),
+        floats_around(list(input_qparams) or [x.shape[-1], *[0.0] * 5], len(states)),
     )
-    return result
+    return output, [state[0] for state in last]

@@ -12,6 +12,9 @@
 #include <vector>
 #elif defined(_OPENMP)
 #include <omp.h>
+#include <pthread.h>
+
+#include <atomic>
 #endif
 
 struct Worker {
@@ -55,7 +58,26 @@ class Team {
   std::condition_variable all_here_;
 };
 
+// How many of `wanted` threads can be had, at least one.
+inline int64_t usable_threads(int64_t wanted) { return wanted < 1 ? 1 : wanted; }
+
 #else
+
+#ifdef _OPENMP
+// Threads of OpenMP stay in the parent of a fork, and a child would wait for them for ever: where several
+// were used before, it computes with one.
+inline std::atomic<bool> threads_were_used{false}, threads_are_lost{false};
+
+inline int64_t usable_threads(int64_t wanted) {
+  static const int watched =
+      pthread_atfork(nullptr, nullptr, [] { threads_are_lost = threads_are_lost || threads_were_used; });
+  if (wanted < 2 || watched != 0 || threads_are_lost) return 1;
+  threads_were_used = true;
+  return wanted;
+}
+#else
+inline int64_t usable_threads(int64_t) { return 1; }
+#endif
 
 class Team {
  public:

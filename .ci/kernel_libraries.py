@@ -1,0 +1,100 @@
+"""Compile the kernel of recurrent modules for every CPU that a release carries it for.
+
+To run: ``python .ci/kernel_libraries.py``.
+Needs torch's headers, a g++ for this machine, and one for each other machine (``g++-aarch64-linux-gnu`` or
+``g++-x86-64-linux-gnu``). The libraries go where ``carried.py`` looks; ``--into dist`` makes the wheels too,
+one for each machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from torchq_compat.custom_modules.recurrent.native.build import FLAGS, OPERATOR, SOURCE, TARGET
+from torchq_compat.custom_modules.recurrent.native.carried import LIBRARIES, TARGETS, Target
+
+ROOT = Path(__file__).parents[1]
+INCLUDE = Path(torch.__file__).parent / "include"
+#: libgomp and libstdc++ are those that torch brings or needs; of libtorch_cpu the name alone is linked.
+PLATFORM = "manylinux_2_36"
+
+
+def compiler_for(machine: str) -> str:
+    """The g++ that compiles for ``machine``."""
+    name = "g++" if machine == platform.machine() else f"{machine.replace('_', '-')}-linux-gnu-g++"
+    if shutil.which(name) is None:
+        raise SystemExit(f"{name} is needed for {machine} and is not installed")
+    return name
+
+
+def compile_for(target: Target) -> None:
+    """The library of ``target``."""
+    compiler = compiler_for(target.machine)
+    flags = [flag for flag in FLAGS if not flag.startswith("-march")]
+    target.path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        stub = Path(directory) / "libtorch_cpu.so"
+        named = ["-shared", "-nostdlib", "-Wl,-soname,libtorch_cpu.so", "-x", "c++", "/dev/null"]
+        subprocess.run([compiler, *named, "-o", str(stub)], check=True)
+        sources = [
+            f"-I{INCLUDE}",
+            str(SOURCE),
+            str(OPERATOR),
+            f"-L{directory}",
+            "-Wl,--no-as-needed",
+            "-ltorch_cpu",
+        ]
+        command = [compiler, *flags, *target.flags, TARGET, *sources, "-s", "-o", str(target.path)]
+        subprocess.run(command, check=True)
+    print(f"{target.path.name}: {target.path.stat().st_size >> 10} KiB", flush=True)
+
+
+def wheel_for(machine: str, into: Path) -> None:
+    """A wheel with the libraries of ``machine`` and no others."""
+    away = [target.path for target in TARGETS if target.machine != machine]
+    with tempfile.TemporaryDirectory() as directory:
+        for path in away:
+            shutil.move(path, Path(directory) / path.name)
+        try:
+            build = [sys.executable, "-m", "build", "--wheel", "--outdir", directory]
+            # What an earlier build left would be packed too.
+            shutil.rmtree(ROOT / "build", ignore_errors=True)
+            subprocess.run([*build, str(ROOT)], check=True)
+        finally:
+            for path in away:
+                shutil.move(Path(directory) / path.name, path)
+        (made,) = Path(directory).glob("*.whl")
+        tags = ["--platform-tag", f"{PLATFORM}_{machine}", "--remove"]
+        subprocess.run([sys.executable, "-m", "wheel", "tags", *tags, str(made)], check=True)
+        into.mkdir(parents=True, exist_ok=True)
+        for wheel in Path(directory).glob("*.whl"):
+            shutil.move(wheel, into / wheel.name)
+            print(into / wheel.name, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--into", type=Path, help="where the wheels go; without it none are made")
+    options = parser.parse_args()
+    shutil.rmtree(LIBRARIES, ignore_errors=True)
+    for target in TARGETS:
+        compile_for(target)
+    if options.into is None:
+        return
+    try:
+        for machine in dict.fromkeys(target.machine for target in TARGETS):
+            wheel_for(machine, options.into.resolve())
+    finally:
+        shutil.rmtree(LIBRARIES, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

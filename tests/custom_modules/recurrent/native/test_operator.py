@@ -1,0 +1,219 @@
+"""The operator: one call for a module, packed weights behind it, integers across its boundary."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.helpers.cell_loop_shared import X_QPARAMS, on
+from tests.helpers.converted_cells import converted
+from tests.helpers.lstm_flow import uniform
+from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, leaves, sqnr
+from torchq_compat.custom_modules.recurrent.native.by_operators import run_by_operators
+from torchq_compat.custom_modules.recurrent.native.module_numbers import Boundary, ModuleNumbers
+from torchq_compat.custom_modules.recurrent.native.program import qparams_row
+from torchq_compat.errors import CallError, CustomModuleError
+from torchq_compat.qspecs.qparams import PerTensorQParams
+
+OPS = torch.ops.torchq_compat_native
+State = tuple[Tensor, Tensor]
+
+
+class Decoder(nn.Module):
+    """As FX has it: quantize, quantized LSTM, quantized linear, dequantize."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 24, layers)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        output, state = self.lstm(x, state)
+        return self.head(output), state
+
+
+def arguments(steps: int = 3, batch: int = 2, layers: int = 1) -> tuple[Tensor, State]:
+    return uniform(2.0, steps, batch, 16), (uniform(0.5, layers, batch, 24), uniform(0.7, layers, batch, 24))
+
+
+def prepared(layers: int = 1) -> GraphModule:
+    torch.manual_seed(0)
+    model = Decoder(layers).eval()
+    made = tc.prepare_fx(model, get_default_qconfig_mapping(), arguments(layers=layers), MAP_LSTM)
+    for _ in range(3):
+        made(*arguments(9, 4, layers))
+    return made
+
+
+def conversions(graph: Any, *words: str) -> int:
+    return sum(any(word in str(node.target) for word in words) for node in graph.nodes)
+
+
+@torch.no_grad()
+def test_no_more_conversions_than_in_the_graph_that_fx_lowers() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        legacy = fx.prepare_fx(Decoder().eval(), get_default_qconfig_mapping(), arguments(), MAP_LSTM)
+        legacy(*arguments())
+        by_fx = fx.convert_fx(legacy, CONVERT_LSTM).graph
+    ours = tc.convert_fx(prepared()).graph
+    assert (conversions(by_fx, "quantize_per_tensor"), conversions(by_fx, "dequantize")) == (3, 3)
+    # What is float on the other side is quantized and dequantized in the call itself.
+    assert conversions(ours, ".quantize_per_tensor") == 0
+    assert conversions(ours, "aten.dequantize") == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 2])
+def test_integers_across_the_boundary_change_no_result(layers: int) -> None:
+    made = prepared(layers)
+    reference, lowered = tc.convert_to_reference_fx(made), tc.convert_fx(made)
+    for steps, batch in ((3, 2), (1, 1), (40, 5)):
+        given = arguments(steps, batch, layers)
+        for expected, found in zip(leaves(reference(*given)), leaves(lowered(*given)), strict=True):
+            assert sqnr(expected, found) > 38
+
+
+@torch.no_grad()
+def test_arguments_nested_in_another_way_are_refused() -> None:
+    lowered = tc.convert_fx(prepared())
+    x, (h, c) = arguments()
+    for wrong in ((x, torch.stack([h, c])), ((x, h), c), (x, (h, c, c)), (x, (h, (c,)))):
+        with pytest.raises((CallError, CustomModuleError), match="Hint: "):
+            lowered(*wrong)
+    assert len(leaves(lowered(x, [h, c]))) == 3
+
+
+def kept() -> int:
+    gc.collect()
+    count: int = OPS.kept.default()
+    return count
+
+
+@torch.no_grad()
+def test_packed_weights_are_kept_while_they_are_true_and_no_longer() -> None:
+    module: Any = converted("lstm")
+    lowered = module.lowered()
+    x = on(X_QPARAMS, uniform(2.0, 5, 3, 8))
+    before = kept()
+    first = leaves(lowered(x))
+    assert kept() == before + 1
+    for _ in range(3):
+        assert all(map(torch.equal, leaves(lowered(x)), first))
+    assert kept() == before + 1
+    bias = next(value for name, value in module.state_dict().items() if "bias" in name)
+    bias.add_(0.5)
+    second = leaves(lowered(x))
+    assert not torch.equal(second[0], first[0])
+    assert sqnr(leaves(module(x))[0], second[0]) > 45
+    assert kept() == before + 1
+    copied = copy.deepcopy(lowered)
+    assert all(map(torch.equal, leaves(copied(x)), second))
+    assert kept() == before + 2
+    del module, lowered, copied
+    assert kept() == before
+
+
+@torch.no_grad()
+def test_threads_share_one_module() -> None:
+    lowered: Any = converted("gru").lowered()
+    inputs = [on(X_QPARAMS, uniform(2.0, 1 + i, 1 + i % 3, 8)) for i in range(6)]
+    expected = [leaves(lowered(x)) for x in inputs]
+    faults: list[int] = []
+
+    def run(index: int) -> None:
+        for _ in range(40):
+            found = leaves(lowered(inputs[index]))
+            if not all(map(torch.equal, found, expected[index])):
+                faults.append(index)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["lstm", "projected lstm", "16-bit lstm", "gru", "relu rnn"])
+@pytest.mark.parametrize("form", ["steps", "batch first", "packed", "integers"])
+def test_torchs_operators_compute_the_same(name: str, form: str) -> None:
+    """What runs without a compiler, on the operator's own arguments."""
+    bound = converted(name).lowered().bound()
+    module = ModuleNumbers.of(bound.program)
+    qparams = PerTensorQParams(1 / 100, 3, -128, 127, torch.int8)
+    x = on(X_QPARAMS, uniform(2.0, 7, 4, 8))
+    widths = [slot.width for slot in bound.bound[0].program.slots[1 : 1 + bound.states]]
+    states = [uniform(0.9, len(bound.bound), 4, width) for width in widths]
+    rows = (qparams_row(qparams),)
+    integers = (qparams_row(qparams),) if form == "integers" else (None,)
+    around = Boundary(
+        (8.0, *qparams_row(X_QPARAMS)), (rows,) * bound.states, integers * (1 + bound.states)
+    ).numbers()
+    sizes: list[int] = []
+    if form == "packed":
+        sizes = [4, 4, 2, 1, 1]
+        x = x.flatten(0, 1)[: sum(sizes)].contiguous()
+    elif form == "batch first":
+        x = x.transpose(0, 1).contiguous()
+    elif form == "integers":
+        x = X_QPARAMS.quantize(x)
+        states = [qparams.quantize(state) for state in states]
+    first = (x, states, bound.weights(), bound.program, around, sizes)
+    is_turned = form == "batch first"
+    found = OPS.recurrent.default(*first, bound.directions, is_turned)
+    expected = run_by_operators(*first, batch_first=is_turned)
+    assert len(module.layers) * bound.directions == len(bound.bound)
+    for a, b in zip(expected, found, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert sqnr(a.float(), b.float()) > 30
+
+
+@pytest.mark.parametrize(
+    "wrong", ["x", "states", "weights", "program", "boundary", "directions", "batch_sizes"]
+)
+def test_the_operator_reads_no_memory_that_is_not_there(wrong: str) -> None:
+    bound = converted("lstm").lowered().bound()
+    states = [torch.zeros(len(bound.bound), 2, 12)] * 2
+    boundary = [1.0, 8.0, *qparams_row(X_QPARAMS), *[0.0] * 5]
+    given: dict[str, Any] = {
+        "x": torch.zeros(3, 2, 8),
+        "states": states,
+        "weights": bound.weights(),
+        "program": bound.program,
+        "boundary": boundary,
+        "batch_sizes": [],
+        "directions": bound.directions,
+    }
+    OPS.recurrent.default(*given.values(), False)
+    broken = bound.program.clone()
+    changes: dict[str, list[Any]] = {
+        "x": [
+            torch.zeros(3, 2, 7),
+            torch.zeros(2, 8),
+            torch.zeros(3, 2, 8).double(),
+            torch.zeros(3, 2, 8).byte()[0],
+        ],
+        "states": [states[:1], [states[0], states[1][:1]], [states[0][:, :1]] * 2],
+        "weights": [bound.weights()[:-1], bound.weights()[1:], [w[:1] for w in bound.weights()]],
+        "program": [broken[:-1], broken[:40], broken.float(), -broken, broken + 1],
+        "boundary": [[], boundary[:-1], [*boundary, 1.0], [1.0, 7.0, *boundary[2:]]],
+        "directions": [7],
+        "batch_sizes": [[3, 3], [1, 2], [0]],
+    }
+    for value in changes[wrong]:
+        with pytest.raises(RuntimeError, match="torchq_compat_native::recurrent"):
+            OPS.recurrent.default(*(given | {wrong: value}).values(), False)

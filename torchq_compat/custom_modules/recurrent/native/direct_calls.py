@@ -1,0 +1,160 @@
+"""Calls of a lowered module that go straight to the operator: what they pass is known before they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.custom_modules.recurrent.native import op
+from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule
+from torchq_compat.custom_modules.recurrent.native.columns import as_numbers, column_qparams
+from torchq_compat.custom_modules.recurrent.native.instruction_set import QParamsRow
+from torchq_compat.custom_modules.recurrent.native.module_numbers import Boundary
+from torchq_compat.custom_modules.recurrent.native.program import qparams_row
+from torchq_compat.opaque_calls.layouts import CallLayout
+from torchq_compat.qspecs.qparams import PerChannelQParams, PerTensorQParams, QParams
+from torchq_compat.support.upstream import make_per_tensor_quantized_tensor
+
+__all__ = ["DirectCall", "direct_call", "quantized_on"]
+
+OPERATOR = torch.ops.torchq_compat_native.recurrent.default
+EIGHT_BITS = (torch.uint8, torch.int8)
+
+
+@dataclass(frozen=True)
+class DirectCall:
+    """One way to call a module: by a person, or by the graph with the layout of one of its calls.
+
+    Attributes:
+        layout: None for a person's calls.
+        rank: how many dimensions x has.
+        batch_first: of x.
+        boundary: ``Boundary.numbers()``.
+        places: of the tensors a graph passes, those of x and of the states.
+        states: how many a cell has.
+        quantized: results that leave as quantized tensors, with their qparams.
+        is_possible: whether the operator takes such calls.
+    """
+
+    layout: CallLayout | None
+    rank: int
+    batch_first: bool
+    boundary: list[float]
+    states: int
+    places: tuple[int, ...] = ()
+    quantized: tuple[tuple[int, PerTensorQParams], ...] = ()
+    is_possible: bool = True
+
+    def tensors(self, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        """x and the states of a call; None where it has to be looked at closely."""
+        if self.layout is not None:
+            found = tuple([args[place] for place in self.places])
+        elif len(args) == 1 or (len(args) == 2 and args[1] is None):
+            found = args[:1]
+        elif len(args) != 2:
+            return None
+        elif self.states == 1:
+            found = args
+        else:
+            x, states = args
+            if not isinstance(states, (tuple, list)) or len(states) != self.states:
+                return None
+            found = (x, *states)
+        is_quantized = False
+        for tensor in found:
+            if type(tensor) is not Tensor or tensor.dim() != self.rank or not tensor.is_cpu:
+                return None
+            if tensor.dtype is not torch.float32:
+                if self.layout is None or not tensor.is_quantized:
+                    return None
+                is_quantized = True
+        if is_quantized:
+            found = tuple(each.int_repr() if each.is_quantized else each for each in found)
+        return found if found[0].numel() else None
+
+    def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:
+        """The results, in the form the caller wants; None where the operator refuses, for the way that says
+        why."""
+        x, *states = tensors
+        weights = bound.weights()
+        try:
+            results = OPERATOR(
+                x,
+                states,
+                weights,
+                bound.program,
+                self.boundary,
+                (),
+                bound.directions,
+                self.batch_first,
+                bound.owner,
+                sum([weight._version for weight in weights]),
+                op.WORK_PER_THREAD,
+            )
+        except RuntimeError:
+            return None
+        for index, qparams in self.quantized:
+            results[index] = make_per_tensor_quantized_tensor(
+                results[index], qparams.scale, qparams.zero_point
+            )
+        if self.layout is not None:
+            return results
+        last = results if self.rank == 2 else results[1:]
+        state = tuple(last) if self.states > 1 else last[0]
+        return state if self.rank == 2 else (results[0], state)
+
+
+def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, ...] = ()) -> DirectCall:
+    """How a module of ``contract``, a ``RecurrentContract``, is called directly."""
+    states = len(contract.kind.states)
+    form = (layout, contract.rank, contract.batch_first)
+    floats = ((contract.input_size, None),)
+    if layout is None:
+        boundary = Boundary(tuple(as_numbers(floats)), ((),) * states, (None,) * (1 + states))
+        return DirectCall(*form, boundary.numbers(), states)
+    count = layout.inputs.count()
+    args, kwargs = layout.inputs.put_together(range(count), (None,) * count)
+    x, hidden = contract.arguments_of("", args, kwargs)
+    given = () if hidden is None else (hidden,) if states == 1 else tuple(hidden)
+    places = (x, *given)
+    if not all(isinstance(place, int) for place in places) or len(given) not in (0, states):
+        return DirectCall(*form, [], states, is_possible=False)
+    all_qparams = layout.input_qparams or (None,) * count
+    rows = [_rows_on(all_qparams[place]) for place in given]
+    x_qparams = all_qparams[x]
+    is_known = all(each is not None for each in rows) and (x_qparams is None or x_qparams.dtype in EIGHT_BITS)
+    columns = tuple(as_numbers(column_qparams(x_qparams, contract.input_size, contract.rank)))
+    on = tuple(each or () for each in rows) or ((),) * states
+    handed = [(index, layout.output_qparams[index]) for index in quantized]
+    asked = tuple((index, qparams) for index, qparams in handed if isinstance(qparams, PerTensorQParams))
+    # A cell has no output beside its states.
+    first = contract.rank == 2
+    by_result = {index + first: qparams_row(qparams) for index, qparams in asked}
+    results = tuple(by_result.get(index) for index in range(1 + states))
+    boundary = Boundary(columns, on, results)
+    return DirectCall(*form, boundary.numbers(), states, places, asked, is_possible=is_known)
+
+
+def quantized_on(values: Tensor, qparams: QParams | None) -> Tensor:
+    """``values``, which lie with ``qparams``, as one of torch.ao's quantized tensors."""
+    assert isinstance(qparams, PerTensorQParams)
+    return make_per_tensor_quantized_tensor(qparams.quantize(values), qparams.scale, qparams.zero_point)
+
+
+def _rows_on(qparams: QParams | None) -> tuple[QParamsRow, ...] | None:
+    """The qparams of a state's rows; None where the operator has no such qparams."""
+    if qparams is None:
+        return ()
+    if qparams.dtype not in EIGHT_BITS:
+        return None
+    if isinstance(qparams, PerTensorQParams):
+        return (qparams_row(qparams),)
+    assert isinstance(qparams, PerChannelQParams)
+    return (
+        tuple(qparams_row(each) for size, each in qparams.runs for _ in range(size))
+        if qparams.axis == 0
+        else None
+    )

@@ -1,0 +1,143 @@
+"""What the operator is told of a module beside its weights, as numbers: the programs of its cells, and its
+boundary.
+
+Floats, in which every integer here is exact; ``recurrent_operator.cpp`` reads the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from torchq_compat.custom_modules.recurrent.native.instruction_set import (
+    INSTRUCTION_COLUMNS,
+    QPARAMS_COLUMNS,
+    SLOT_COLUMNS,
+    QParamsRow,
+)
+
+__all__ = ["Boundary", "CellNumbers", "ModuleNumbers", "floats_around", "weight_mask"]
+
+CONSTANT_COLUMNS = 2 * QPARAMS_COLUMNS + 2
+SEGMENT_COLUMNS = 1 + QPARAMS_COLUMNS
+
+
+@dataclass(frozen=True)
+class CellNumbers:
+    """One direction of one layer.
+
+    Attributes:
+        table, constants: see ``CellProgram``.
+        masks: of each linear, which of scales (1), zero points (2) and bias (4) it has.
+        segments: of the columns of its input, as ``as_numbers`` gives them; those of the first layer are in
+            the boundary.
+        backward: whether it runs from the last step.
+    """
+
+    table: Tensor
+    constants: Tensor
+    masks: tuple[int, ...]
+    segments: tuple[float, ...] = ()
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class ModuleNumbers:
+    """All cells of a module. ``layers``: the directions of each."""
+
+    layers: tuple[tuple[CellNumbers, ...], ...]
+
+    @property
+    def states(self) -> int:
+        """How many states a cell has."""
+        return int(self.layers[0][0].table[2])
+
+    def tensor(self) -> Tensor:
+        numbers: list[float] = [len(self.layers), len(self.layers[0]), self.states]
+        for cell in (cell for layer in self.layers for cell in layer):
+            instructions, slots, _, *rows = cell.table.tolist()
+            numbers += [cell.backward, instructions, slots, *rows, *cell.constants.flatten().tolist()]
+            numbers += [len(cell.masks), *cell.masks, len(cell.segments) // SEGMENT_COLUMNS, *cell.segments]
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """What ``tensor`` was made of."""
+        numbers = _Numbers(tensor.tolist())
+        layers, directions, states = numbers.integers(3)
+        return cls(
+            tuple(tuple(_read_cell(numbers, states) for _ in range(directions)) for _ in range(layers))
+        )
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What lies around a call.
+
+    Attributes:
+        columns: segments of the columns of x, as ``as_numbers`` gives them.
+        states: of each given state no qparams, those of all its rows, or of each row; they are put on them.
+        results: of the output and of each last state the qparams of the integers it leaves as; None: floats.
+    """
+
+    columns: tuple[float, ...]
+    states: tuple[tuple[QParamsRow, ...], ...]
+    results: tuple[QParamsRow | None, ...]
+
+    def numbers(self) -> list[float]:
+        numbers: list[float] = [len(self.columns) // SEGMENT_COLUMNS, *self.columns]
+        for rows in (*self.states, *(() if row is None else (row,) for row in self.results)):
+            numbers += [len(rows), *(number for row in rows for number in row)]
+        return [float(number) for number in numbers]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], states: int) -> Self:
+        """What ``numbers`` were made of, for ``states`` states."""
+        left = _Numbers(numbers)
+        columns = left.take(left.integers(1)[0] * SEGMENT_COLUMNS)
+        rows = [
+            tuple(QParamsRow(*left.take(QPARAMS_COLUMNS)) for _ in range(left.integers(1)[0]))
+            for _ in range(1 + 2 * states)
+        ]
+        results = tuple(each[0] if each else None for each in rows[states:])
+        return cls(tuple(columns), tuple(rows[:states]), results)
+
+
+def floats_around(columns: Sequence[float], states: int) -> list[float]:
+    """The boundary of a call that takes and gives floats."""
+    return [float(len(columns) // SEGMENT_COLUMNS), *columns, *[0.0] * (1 + 2 * states)]
+
+
+def weight_mask(parts: Sequence[object | None]) -> int:
+    """Which of scales, zero points and bias are there."""
+    return sum(1 << index for index, part in enumerate(parts) if part is not None)
+
+
+class _Numbers:
+    def __init__(self, numbers: Sequence[float]) -> None:
+        self.left: Iterator[float] = iter(numbers)
+
+    def take(self, count: int) -> list[float]:
+        return [next(self.left) for _ in range(count)]
+
+    def integers(self, count: int) -> list[int]:
+        return [int(number) for number in self.take(count)]
+
+
+def _read_cell(numbers: _Numbers, states: int) -> CellNumbers:
+    backward, instructions, slots = numbers.integers(3)
+    rows = numbers.integers(instructions * INSTRUCTION_COLUMNS + slots * SLOT_COLUMNS + states)
+    constants = torch.tensor(numbers.take(instructions * CONSTANT_COLUMNS), dtype=torch.float64)
+    masks = numbers.integers(numbers.integers(1)[0])
+    segments = numbers.take(numbers.integers(1)[0] * SEGMENT_COLUMNS)
+    return CellNumbers(
+        torch.tensor([instructions, slots, states, *rows], dtype=torch.int64),
+        constants.view(instructions, CONSTANT_COLUMNS),
+        tuple(masks),
+        tuple(segments),
+        bool(backward),
+    )

@@ -1,0 +1,628 @@
+// torchq_compat_native::recurrent: all layers and directions of a converted recurrent module as one operator,
+// through torch's stable ABI. What it computes is in cell_loop.cpp; op.py says what the arguments are.
+//
+// Weights come as plain tensors. Prepared cells are a cache behind the operator, keyed by who calls and by
+// storage and version of every tensor; a cached cell holds the storages, so that no other tensor gets their
+// addresses.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "cell_loop.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// Columns of the tables; see instruction_set.py.
+constexpr int64_t kInstructionColumns = 11, kSlotColumns = 3, kQParams = 5, kConstants = 2 * kQParams + 2;
+constexpr int64_t kLinear = 0, kOperations = 8;
+// Prepared modules kept for each owner, and for all that name none.
+constexpr size_t kKeptOfOwner = 4, kKeptOfNobody = 16;
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw std::runtime_error("torchq_compat_native::recurrent: " + what);
+}
+
+// `what` is computed if it is needed.
+#define check(holds, what)      \
+  do {                          \
+    if (!(holds)) refuse(what); \
+  } while (false)
+
+void check_call_of_torch(AOTITorchError error) {
+  check(error == AOTI_TORCH_SUCCESS, "an operator of torch failed");
+}
+
+// Calls an operator of torch that takes one tensor.
+StableIValue call(const char* name, const Tensor& tensor) {
+  std::array<StableIValue, 1> stack{torch::stable::detail::from(tensor)};
+  check_call_of_torch(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  return stack[0];
+}
+
+// How a tensor is recognised: where its numbers are, and how often they were written in place.
+struct Key {
+  const void* data;
+  bool counts_versions;  // inference tensors do not
+  int64_t version;
+
+  static int64_t version_of(const Tensor& tensor) {
+    return torch::stable::detail::to<int64_t>(call("aten::_version", tensor));
+  }
+  static Key of(const Tensor& tensor) {
+    const bool counts = !torch::stable::detail::to<bool>(call("aten::is_inference", tensor));
+    return {tensor.const_data_ptr(), counts, counts ? version_of(tensor) : 0};
+  }
+  bool fits(const Tensor& tensor, bool asks_version) const {
+    return tensor.const_data_ptr() == data &&
+           (!asks_version || !counts_versions || version_of(tensor) == version);
+  }
+};
+
+// Numbers one after the other.
+class Numbers {
+ public:
+  Numbers(const double* numbers, int64_t count, std::string name)
+      : numbers_(numbers), count_(count), name_(std::move(name)) {}
+
+  const double* take(int64_t count) {
+    check(count >= 0 && count <= count_ - at_, name_ + " ends early");
+    at_ += count;
+    return numbers_ + at_ - count;
+  }
+  int64_t integer() { return static_cast<int64_t>(*take(1)); }
+  // So many of `columns` numbers each as follow.
+  int64_t rows(int64_t columns) {
+    const int64_t count = integer();
+    check(count >= 0 && count <= (count_ - at_) / columns, name_ + " ends early");
+    return count;
+  }
+  std::vector<int64_t> integers(int64_t count) {
+    const double* from = take(count);
+    return {from, from + count};
+  }
+  bool at_end() const { return at_ == count_; }
+
+ private:
+  const double* const numbers_;
+  const int64_t count_;
+  const std::string name_;
+  int64_t at_ = 0;
+};
+
+struct CellDeleter {
+  void operator()(const TorchqCompatCell* cell) const { torchq_compat_free_cell(cell); }
+};
+using Cell = std::unique_ptr<const TorchqCompatCell, CellDeleter>;
+using QParams = std::array<double, kQParams>;
+
+QParams qparams_of(const double* numbers) {
+  QParams qparams;
+  std::copy_n(numbers, kQParams, qparams.begin());
+  return qparams;
+}
+
+bool is_signed(const QParams& qparams) { return qparams[2] < 0; }
+ScalarType integers_on(const QParams& qparams) {
+  return is_signed(qparams) ? ScalarType::Char : ScalarType::Byte;
+}
+
+// A segment of x: its columns, and their qparams.
+struct Columns {
+  int64_t width;
+  QParams qparams;
+};
+
+// A module with its cells, and what is known of its boundary.
+struct Module {
+  std::vector<Key> keys;  // of the program and the weights
+  std::vector<double> boundary;
+  int64_t version = -1;  // what the caller said
+  Tensors held;          // weights as the cells read them, and the storages behind the keys
+  std::vector<Cell> owned;
+  std::vector<const TorchqCompatCell*> cells;
+  std::vector<int64_t> backward;
+  int64_t layers = 0, directions = 0, input_width = 0;
+  std::vector<int64_t> state_widths;
+  std::vector<Columns> columns;                      // of x
+  std::vector<std::vector<QParams>> state_qparams;   // of given states: none, one for all rows, or one each
+  std::vector<std::vector<QParams>> result_qparams;  // of results that leave as integers: none, or one
+
+  // A caller that counts the versions itself spares this the asking.
+  bool fits(const Tensors& weights, const Tensor& program, const std::vector<double>& around,
+            int64_t told) const {
+    const bool asks = told < 0;
+    if (told != version || keys.size() != weights.size() + 1 || !keys[0].fits(program, asks)) return false;
+    if (around.size() != boundary.size() || !std::equal(around.begin(), around.end(), boundary.begin())) {
+      return false;
+    }
+    for (size_t w = 0; w < weights.size(); ++w) {
+      if (!keys[1 + w].fits(weights[w], asks)) return false;
+    }
+    return true;
+  }
+};
+
+class Reader {
+ public:
+  Reader(Module& module, const Tensors& weights) : module_(module), weights_(weights) {}
+
+  void read(const Tensor& program) {
+    check(program.is_cpu() && program.scalar_type() == ScalarType::Double && program.dim() == 1 &&
+              program.is_contiguous(),
+          "program must be a vector of torch.float64 on the CPU");
+    Numbers numbers(static_cast<const double*>(program.const_data_ptr()), program.numel(), "program"),
+        around(module_.boundary.data(), static_cast<int64_t>(module_.boundary.size()), "boundary");
+    module_.layers = numbers.integer();
+    module_.directions = numbers.integer();
+    const int64_t states = numbers.integer();
+    check(module_.layers > 0 && module_.directions > 0 && states > 0, "program has no cells");
+    read_boundary(around, states);
+    for (int64_t cell = 0; cell < module_.layers * module_.directions; ++cell) {
+      read_cell(numbers, cell / module_.directions == 0, states);
+    }
+    check(numbers.at_end() && around.at_end() && next_ == weights_.size(),
+          "program, boundary and weights differ");
+  }
+
+ private:
+  void read_boundary(Numbers& numbers, int64_t states) {
+    segments_ = numbers.rows(1 + kQParams);
+    first_segments_ = numbers.take(segments_ * (1 + kQParams));
+    for (int64_t s = 0; s < segments_; ++s) {
+      const double* segment = first_segments_ + s * (1 + kQParams);
+      module_.columns.push_back({static_cast<int64_t>(segment[0]), qparams_of(segment + 1)});
+    }
+    const auto read_into = [&](std::vector<std::vector<QParams>>& all, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) {
+        all.emplace_back();
+        for (int64_t left = numbers.rows(kQParams); left > 0; --left)
+          all.back().push_back(qparams_of(numbers.take(kQParams)));
+      }
+    };
+    read_into(module_.state_qparams, states);
+    read_into(module_.result_qparams, 1 + states);
+    for (const auto& rows : module_.state_qparams) {
+      const int64_t count = static_cast<int64_t>(rows.size());
+      check(count < 2 || count == module_.layers * module_.directions, "qparams of states, one for each row");
+    }
+    for (const auto& one : module_.result_qparams) check(one.size() < 2, "a result has one scale");
+  }
+
+  void read_cell(Numbers& numbers, bool is_first, int64_t states) {
+    module_.backward.push_back(numbers.integer());
+    const int64_t instruction_count = numbers.rows(kInstructionColumns),
+                  slot_count = numbers.rows(kSlotColumns);
+    check(slot_count > states, "a cell has too few slots");
+    const std::vector<int64_t> instructions = numbers.integers(instruction_count * kInstructionColumns),
+                               slots = numbers.integers(slot_count * kSlotColumns),
+                               results = numbers.integers(states);
+    const double* constants = numbers.take(instruction_count * kConstants);
+    const int64_t linears = numbers.rows(1);
+    const std::vector<int64_t> masks = numbers.integers(linears);
+    const int64_t own_segments = numbers.rows(1 + kQParams);
+    const double* segments = numbers.take(own_segments * (1 + kQParams));
+    if (is_first) segments = first_segments_;
+    const int64_t segment_count = is_first ? segments_ : own_segments;
+    check_slots(slots, slot_count, results, states, is_first);
+    std::vector<const void*> pointers;
+    std::vector<int64_t> inputs, outputs;
+    for (int64_t mask : masks) {
+      inputs.push_back(0);
+      outputs.push_back(0);
+      read_weight(mask, pointers, inputs.back(), outputs.back());
+    }
+    check_instructions(instructions, slots, slot_count, inputs, outputs, constants);
+    double columns = 0;
+    for (int64_t s = 0; s < segment_count; ++s) {
+      check(segments[s * (1 + kQParams)] > 0, "a segment of x has no columns");
+      columns += segments[s * (1 + kQParams)];
+    }
+    check(columns == static_cast<double>(slots[0]), "the segments of x are not its columns");
+    Cell cell(torchq_compat_prepare_cell(instructions.data(), constants, instruction_count, slots.data(),
+                                         slot_count, results.data(), states, pointers.data(), inputs.data(),
+                                         linears, segments, segment_count));
+    check(cell != nullptr, "no memory for packed weights");
+    module_.cells.push_back(cell.get());
+    module_.owned.push_back(std::move(cell));
+  }
+
+  void check_slots(const std::vector<int64_t>& slots, int64_t slot_count, const std::vector<int64_t>& results,
+                   int64_t states, bool is_first) {
+    for (int64_t s = 0; s < slot_count; ++s) {
+      const int64_t width = slots[s * kSlotColumns], units = slots[s * kSlotColumns + 1];
+      check(width > 0 && units > 0 && width % units == 0, "a slot has no width, or no whole gates");
+    }
+    for (int64_t s = 0; s < states; ++s) {
+      const int64_t width = slots[(1 + s) * kSlotColumns];
+      if (static_cast<int64_t>(module_.state_widths.size()) <= s) module_.state_widths.push_back(width);
+      check(width == module_.state_widths[s], "cells have states of other widths");
+      check(results[s] > 0 && results[s] < slot_count && slots[results[s] * kSlotColumns] == width,
+            "a new state has another width");
+    }
+    if (is_first && module_.cells.empty()) module_.input_width = slots[0];
+    const int64_t expected = is_first ? module_.input_width : module_.directions * module_.state_widths[0];
+    check(slots[0] == expected, "a layer reads another width than it gets");
+  }
+
+  void check_instructions(const std::vector<int64_t>& instructions, const std::vector<int64_t>& slots,
+                          int64_t slot_count, const std::vector<int64_t>& inputs,
+                          const std::vector<int64_t>& outputs, const double* constants) {
+    const int64_t count = static_cast<int64_t>(instructions.size()) / kInstructionColumns;
+    const auto width_of = [&](int64_t slot) { return slots[slot * kSlotColumns]; };
+    const auto once_of = [&](int64_t slot) { return slots[slot * kSlotColumns + 2] != 0; };
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t* row = instructions.data() + i * kInstructionColumns;
+      const int64_t op = row[0], target = row[1], width = row[6] * row[7], weight = row[8];
+      check(op >= 0 && op < kOperations, "there is no such operation");
+      check(target > 0 && target < slot_count && row[6] > 0 && width == width_of(target) &&
+                once_of(target) == (row[9] != 0),
+            "a result has another width, or is computed as often as its slot is not");
+      for (int64_t operand = 0; operand < 2; ++operand) {
+        const int64_t slot = row[2 + 2 * operand], offset = row[3 + 2 * operand];
+        if (operand == 1 && slot == -1) continue;
+        check(slot >= 0 && slot < slot_count && offset >= 0, "an operand is no slot");
+        check(op == kLinear || offset <= width_of(slot) - width, "an operand is too narrow");
+        check(!row[9] || slot == 0 || once_of(slot), "what is computed once reads what is not");
+      }
+      if (op != kLinear) continue;
+      check(weight >= 0 && weight < static_cast<int64_t>(inputs.size()), "a linear has no weight");
+      check(inputs[weight] == width_of(row[2]) && row[3] == 0 && outputs[weight] == width,
+            "a weight has another shape than its linear");
+      check(constants != nullptr, "there are no constants");
+    }
+  }
+
+  // Values, and where bit 0, 1 or 2 of the mask is set scales, zero points and a bias.
+  void read_weight(int64_t mask, std::vector<const void*>& pointers, int64_t& inputs, int64_t& outputs) {
+    const Tensor& values = next();
+    check(values.scalar_type() == ScalarType::Char && values.dim() == 2, "a weight must be an int8 matrix");
+    outputs = values.size(0);
+    inputs = values.size(1);
+    pointers.push_back(held(values, ScalarType::Char));
+    constexpr ScalarType kDtypes[3] = {ScalarType::Float, ScalarType::Long, ScalarType::Float};
+    for (int64_t part = 0; part < 3; ++part) {
+      const void* pointer = nullptr;
+      if (mask >> part & 1) {
+        const Tensor& tensor = next();
+        check(tensor.numel() == outputs, "a weight has one scale, zero point and bias for each row");
+        pointer = held(tensor, kDtypes[part]);
+      }
+      pointers.push_back(pointer);
+    }
+  }
+
+  const Tensor& next() {
+    check(next_ < weights_.size(), "there are too few weights");
+    const Tensor& tensor = weights_[next_++];
+    check(tensor.is_cpu(), "a weight is not on the CPU");
+    return tensor;
+  }
+
+  const void* held(const Tensor& tensor, ScalarType dtype) {
+    Tensor read = torch::stable::detail::to<Tensor>(call("aten::detach", tensor));
+    if (read.scalar_type() != dtype) read = torch::stable::to(read, dtype);
+    if (!read.is_contiguous()) read = torch::stable::contiguous(read);
+    module_.held.push_back(read);
+    return read.const_data_ptr();
+  }
+
+  Module& module_;
+  const Tensors& weights_;
+  size_t next_ = 0;
+  int64_t segments_ = 0;
+  const double* first_segments_ = nullptr;
+};
+
+class Cache {
+ public:
+  std::shared_ptr<const Module> find(int64_t owner, const Tensors& weights, const Tensor& program,
+                                     const std::vector<double>& boundary, int64_t version) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto of_owner = modules_.find(owner);
+      if (of_owner != modules_.end()) {
+        for (auto each = of_owner->second.begin(); each != of_owner->second.end(); ++each) {
+          if (!(*each)->fits(weights, program, boundary, version)) continue;
+          of_owner->second.splice(of_owner->second.begin(), of_owner->second, each);
+          return of_owner->second.front();
+        }
+      }
+    }
+    return keep(owner, made(weights, program, boundary, version));
+  }
+
+  void forget(int64_t owner) {
+    std::list<std::shared_ptr<const Module>> dropped;  // freed behind the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto of_owner = modules_.find(owner);
+    if (of_owner == modules_.end()) return;
+    dropped.swap(of_owner->second);
+    modules_.erase(of_owner);
+  }
+
+  int64_t size() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    int64_t count = 0;
+    for (const auto& [owner, modules] : modules_) count += static_cast<int64_t>(modules.size());
+    return count;
+  }
+
+ private:
+  static std::shared_ptr<Module> made(const Tensors& weights, const Tensor& program,
+                                      const std::vector<double>& boundary, int64_t version) {
+    auto module = std::make_shared<Module>();
+    module->version = version;
+    // Before they are read: what is written meanwhile makes the keys old.
+    const auto hold = [&](const Tensor& tensor) {
+      module->keys.push_back(Key::of(tensor));
+      module->held.push_back(torch::stable::detail::to<Tensor>(call("aten::detach", tensor)));
+    };
+    hold(program);
+    for (const Tensor& tensor : weights) hold(tensor);
+    module->boundary = boundary;
+    Reader(*module, weights).read(program);
+    return module;
+  }
+
+  std::shared_ptr<const Module> keep(int64_t owner, std::shared_ptr<const Module> module) {
+    std::list<std::shared_ptr<const Module>> dropped;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& kept = modules_[owner];
+    // What was made of other weights, or before these were written, is of no use any more.
+    for (auto each = kept.begin(); each != kept.end();) {
+      const auto next = std::next(each);
+      if (is_outdated(**each, *module, owner != 0)) dropped.splice(dropped.end(), kept, each);
+      each = next;
+    }
+    kept.push_front(module);
+    while (kept.size() > (owner ? kKeptOfOwner : kKeptOfNobody))
+      dropped.splice(dropped.end(), kept, std::prev(kept.end()));
+    return module;
+  }
+
+  // Whether a tensor of `old` was written since, or an owner of one module has other weights now.
+  static bool is_outdated(const Module& old, const Module& module, bool has_owner) {
+    if (has_owner && old.keys.size() != module.keys.size()) return true;
+    bool is_same = old.keys.size() == module.keys.size();
+    for (size_t k = 0; k < std::min(old.keys.size(), module.keys.size()); ++k) {
+      const bool same_storage = old.keys[k].data == module.keys[k].data;
+      if (same_storage && old.keys[k].version != module.keys[k].version) return true;
+      if (has_owner && k >= 1 && !same_storage) return true;
+      is_same = is_same && same_storage;
+    }
+    return is_same && old.boundary == module.boundary &&
+           old.version <= module.version;  // another thread made the same meanwhile
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::list<std::shared_ptr<const Module>>> modules_;
+};
+
+// Not destroyed: at the end of the process torch, whose tensors it holds, may be gone before.
+Cache& cache() {
+  static Cache* const the_cache = new Cache;
+  return *the_cache;
+}
+
+std::string shown(const Tensor& tensor) {
+  std::string text = "a tensor of shape (";
+  for (int64_t d = 0; d < tensor.dim(); ++d) text += (d ? ", " : "") + std::to_string(tensor.size(d));
+  return text + ")";
+}
+
+// The floats of x, one row behind the other, the steps first.
+class Rows {
+ public:
+  Rows(const Tensor& x, const Module& module, bool batch_first) {
+    const bool is_float = x.scalar_type() == ScalarType::Float;
+    const int64_t width = module.input_width, count = x.numel() / std::max<int64_t>(1, width);
+    steps_ = x.dim() == 3 ? x.size(batch_first ? 1 : 0) : 1;
+    const int64_t batch = x.dim() == 3 ? x.size(batch_first ? 0 : 1) : count;
+    const bool in_order = x.is_contiguous() && (!batch_first || x.dim() < 3 || steps_ == 1 || batch == 1);
+    if (is_float && in_order) {
+      rows_ = static_cast<const float*>(x.const_data_ptr());
+      return;
+    }
+    const Tensor whole = x.is_contiguous() ? x : torch::stable::contiguous(x);
+    copy_.resize(x.numel());
+    for (int64_t row = 0; row < count; ++row) {
+      const int64_t from = in_order || !batch_first || x.dim() < 3 ? row : row % batch * steps_ + row / batch;
+      copy_row(whole, is_float, from * width, row * width, module);
+    }
+    rows_ = copy_.data();
+  }
+
+  const float* data() const { return rows_; }
+
+ private:
+  void copy_row(const Tensor& x, bool is_float, int64_t from, int64_t to, const Module& module) {
+    if (is_float) {
+      std::copy_n(static_cast<const float*>(x.const_data_ptr()) + from, module.input_width,
+                  copy_.data() + to);
+      return;
+    }
+    for (const Columns& columns : module.columns) {
+      const uint8_t* integers = static_cast<const uint8_t*>(x.const_data_ptr()) + from;
+      torchq_compat_to_floats(columns.qparams.data(), integers, columns.width, copy_.data() + to);
+      from += columns.width;
+      to += columns.width;
+    }
+  }
+
+  int64_t steps_ = 1;
+  const float* rows_ = nullptr;
+  std::vector<float> copy_;
+};
+
+void check_x(const Tensor& x, const Module& module) {
+  check((x.dim() == 2 || x.dim() == 3) && x.size(x.dim() - 1) == module.input_width,
+        "x must have " + std::to_string(module.input_width) + " columns, got " + shown(x));
+  if (x.scalar_type() == ScalarType::Float) return;
+  for (const Columns& columns : module.columns) {
+    check(columns.qparams[0] > 0 && x.scalar_type() == integers_on(columns.qparams),
+          "x must be torch.float32, or integers with the dtype of its qparams");
+  }
+}
+
+// The states a call begins with, in tensors of their own.
+Tensors first_states(const Tensor& x, const Tensors& given, const Module& module, int64_t batch,
+                     bool is_cell) {
+  const int64_t rows = module.layers * module.directions;
+  check(
+      given.empty() || given.size() == module.state_widths.size(),
+      std::to_string(module.state_widths.size()) + " states are needed, got " + std::to_string(given.size()));
+  Tensors states;
+  for (size_t s = 0; s < module.state_widths.size(); ++s) {
+    const int64_t width = module.state_widths[s];
+    const std::array<int64_t, 3> shape{rows, batch, width};
+    const torch::headeronly::IntHeaderOnlyArrayRef sizes(shape.data() + is_cell, 3 - is_cell);
+    Tensor state = torch::stable::new_empty(x, sizes, ScalarType::Float);
+    float* to = static_cast<float*>(state.mutable_data_ptr());
+    const int64_t count = rows * batch * width;
+    if (given.empty()) {
+      std::fill_n(to, count, 0.0f);
+    } else {
+      const Tensor& from = given[s];
+      const auto found = from.sizes();
+      check(from.is_cpu() && found.size() == sizes.size() &&
+                std::equal(found.begin(), found.end(), sizes.begin()),
+            "a state has another shape, or is elsewhere than x: " + shown(from));
+      const Tensor whole = from.is_contiguous() ? from : torch::stable::contiguous(from);
+      const std::vector<QParams>& qparams = module.state_qparams[s];
+      const bool is_float = from.scalar_type() == ScalarType::Float;
+      check(is_float || (!qparams.empty() && from.scalar_type() == integers_on(qparams[0])),
+            "states must be torch.float32, or integers with the dtype of their qparams");
+      if (is_float) std::copy_n(static_cast<const float*>(whole.const_data_ptr()), count, to);
+      const int64_t pieces = std::max<int64_t>(1, static_cast<int64_t>(qparams.size())),
+                    size = count / pieces;
+      for (int64_t piece = 0; piece < pieces && !qparams.empty(); ++piece) {
+        const double* numbers = qparams[piece].data();
+        if (is_float) {
+          torchq_compat_requantize(numbers, to + piece * size, size);
+        } else {
+          const uint8_t* integers = static_cast<const uint8_t*>(whole.const_data_ptr()) + piece * size;
+          torchq_compat_to_floats(numbers, integers, size, to + piece * size);
+        }
+      }
+    }
+    states.push_back(state);
+  }
+  return states;
+}
+
+Tensor handed_out(const Tensor& result, const std::vector<QParams>& qparams) {
+  if (qparams.empty()) return result;
+  Tensor integers = torch::stable::new_empty(result, result.sizes(), integers_on(qparams[0]));
+  torchq_compat_to_integers(qparams[0].data(), static_cast<const float*>(result.const_data_ptr()),
+                            result.numel(), integers.mutable_data_ptr());
+  return integers;
+}
+
+Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights, const Tensor& program,
+                  const std::vector<double>& boundary, const std::vector<int64_t>& batch_sizes,
+                  int64_t directions, bool batch_first, int64_t owner, int64_t version,
+                  int64_t work_per_thread) {
+  const std::shared_ptr<const Module> module = cache().find(owner, weights, program, boundary, version);
+  check(directions == module->directions, "the program has another number of directions");
+  check_x(x, *module);
+  const bool is_packed = !batch_sizes.empty(), is_cell = x.dim() == 2 && !is_packed;
+  check(!is_packed || x.dim() == 2, "packed rows have two dimensions, got " + shown(x));
+  check(!is_cell || module->cells.size() == 1,
+        "a step of a cell has one layer, x must have three dimensions");
+  int64_t rows = 0;
+  for (size_t t = 0; t < batch_sizes.size(); ++t) {
+    check(batch_sizes[t] > 0 && (t == 0 || batch_sizes[t] <= batch_sizes[t - 1]), "batch sizes grow");
+    rows += batch_sizes[t];
+  }
+  check(!is_packed || rows == x.size(0), "the batch sizes are not those of x");
+  const int64_t steps = is_cell     ? 1
+                        : is_packed ? static_cast<int64_t>(batch_sizes.size())
+                                    : x.size(batch_first ? 1 : 0);
+  const int64_t batch = is_cell ? x.size(0) : is_packed ? batch_sizes[0] : x.size(batch_first ? 0 : 1);
+  Tensors last = first_states(x, states, *module, batch, is_cell);
+  std::vector<float*> pointers;
+  for (int64_t cell = 0; cell < static_cast<int64_t>(module->cells.size()); ++cell) {
+    for (size_t s = 0; s < last.size(); ++s) {
+      pointers.push_back(static_cast<float*>(last[s].mutable_data_ptr()) +
+                         cell * batch * module->state_widths[s]);
+    }
+  }
+  Tensors results;
+  const int64_t width = module->directions * module->state_widths[0];
+  // With one step, or one sequence, both orders are the same.
+  const bool turn = batch_first && steps != 1 && batch != 1 && !is_packed;
+  if (!is_cell) {
+    const std::array<int64_t, 3> shape = batch_first && !turn ? std::array<int64_t, 3>{batch, steps, width}
+                                                              : std::array<int64_t, 3>{steps, batch, width};
+    const std::array<int64_t, 2> packed{rows, width};
+    results.push_back(is_packed ? torch::stable::new_empty(x, {packed.data(), 2}, ScalarType::Float)
+                                : torch::stable::new_empty(x, {shape.data(), 3}, ScalarType::Float));
+  }
+  float* output = is_cell ? pointers[0] : static_cast<float*>(results[0].mutable_data_ptr());
+  const Rows input(x, *module, batch_first);
+  const int64_t problem = torchq_compat_run_layers(
+      module->cells.data(), module->backward.data(), module->layers, module->directions, steps, batch,
+      is_packed ? batch_sizes.data() : nullptr, input.data(), pointers.data(), output,
+      static_cast<int64_t>(torch::stable::get_num_threads()), work_per_thread);
+  check(problem == 0,
+        "no memory for " + std::to_string(steps) + " steps of " + std::to_string(batch) + " rows");
+  if (!is_cell) {
+    results[0] = handed_out(results[0], module->result_qparams[0]);
+    if (turn) results[0] = torch::stable::transpose(results[0], 0, 1);
+  }
+  for (size_t s = 0; s < last.size(); ++s)
+    results.push_back(handed_out(last[s], module->result_qparams[1 + s]));
+  return results;
+}
+
+void forget(int64_t owner) { cache().forget(owner); }
+int64_t kept() { return cache().size(); }
+
+constexpr const char* kSchema =
+    "recurrent(Tensor x, Tensor[] states, Tensor[] weights, Tensor program, float[] boundary, int[] "
+    "batch_sizes, "
+    "int directions, bool batch_first, int owner=0, int version=-1, "
+    "int work_per_thread=262144) -> Tensor[]";
+
+// Python has defined the operator before, for its fallback; a program without Python has not. The header's
+// way to define it would print that it is there.
+TorchLibraryHandle define_the_operator() {
+  TorchLibraryHandle library = nullptr;
+  check_call_of_torch(aoti_torch_library_init_fragment("torchq_compat_native", __FILE__, __LINE__, &library));
+  [[maybe_unused]] const AOTITorchError is_there = aoti_torch_library_def(library, kSchema);
+  return library;
+}
+
+[[maybe_unused]] const TorchLibraryHandle kDefinition = define_the_operator();
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(torchq_compat_native, library) {
+  library.def("forget(int owner) -> ()");
+  library.def("kept() -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CPU, library) {
+  library.impl("recurrent", TORCH_BOX(&recurrent));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CompositeExplicitAutograd, library) {
+  library.impl("forget", TORCH_BOX(&forget));
+  library.impl("kept", TORCH_BOX(&kept));
+}
