@@ -195,6 +195,12 @@ def _capture_hint(cause: BaseException, first_line: str) -> str:
             "dynamic_shapes has to be nested as the arguments are; that of forward(self, *x) is one "
             "argument, so its entries are nested once more: dynamic_shapes=((shape_of_x0, shape_of_x1),)."
         )
+    if "specialized integer from data-dependent" in text:
+        return (
+            "int(), range() and a loop over a tensor ask for its values, which are known at run time only. "
+            "Of lengths take lengths.max().item(), or the tensor itself as a bound, "
+            "x[:, : lengths.max()]; a mask is torch.arange(x.size(1)) < lengths[:, None]."
+        )
     if "DataDependent" in kind.__name__ or "data-dependent" in text or "Could not guard" in text:
         return (
             "control flow on tensor values has to become torch.where or torch.cond; "

@@ -46,7 +46,9 @@ class PartOwnerHandler(CustomModuleHandler):
         count = layout.outputs.count()
         dtypes = opaque.result_dtypes(count)
         return OpaqueBoundary(
-            input_specs=(request.specs.activation,) * layout.inputs.count(),
+            input_specs=tuple(
+                None if is_index else request.specs.activation for is_index in layout.inputs.holds_indices()
+            ),
             output_dtypes=dtypes,
             output_specs=(None,) * count,
             accepted=frozenset(dtype for dtype in dtypes if dtype is not None),

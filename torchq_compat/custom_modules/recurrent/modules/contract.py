@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.custom_modules.recurrent.cell.kinds import CellKind, kind_of
 from torchq_compat.errors import CustomModuleError, RecurrentModuleError
+from torchq_compat.packed_sequences.packing_mode import batch_in_call
 from torchq_compat.support.upstream import pytree
 
 __all__ = [
@@ -133,7 +134,8 @@ def _call_packed(
     structure: RecurrentStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
 ) -> tuple[PackedSequence, Any]:
     """Rows of the state follow the caller's order of sequences, the packed rows the sorted one."""
-    if torch.compiler.is_exporting():
+    batch = batch_in_call()
+    if batch is None and torch.compiler.is_exporting():
         raise RecurrentModuleError(
             f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export "
             "cannot carry: its batch sizes are data.",
@@ -145,7 +147,8 @@ def _call_packed(
         raise CustomModuleError.call_failed(
             path, f"the input's last dimension must be {structure.input_size}, got {packed.data.shape[-1]}"
         )
-    batch_sizes = [int(size) for size in packed.batch_sizes]
+    # In a capture the batch sizes are data, and only the first of them, the batch, is asked for.
+    batch_sizes = [int(size) for size in packed.batch_sizes] if batch is None else [batch]
     state = _initial_state(structure, path, packed.data.new_empty(0, batch_sizes[0], 0), hidden, True)
     if state is not None and packed.sorted_indices is not None:
         state = tuple(each[:, packed.sorted_indices] for each in state)
@@ -319,8 +322,9 @@ def fake_layers(structure: RecurrentStructure) -> RunLayers:
 
     def run(x: Tensor, state: State | None, batch_sizes: list[int] | None = None) -> tuple[Tensor, State]:
         width = structure.num_directions * structure.output_size
-        return x.new_empty(x.shape[0], x.shape[1], width), tuple(
-            x.new_empty(structure.state_rows, x.shape[1], width) for width in structure.state_widths
+        batch = x.shape[1] if batch_sizes is None else batch_sizes[0]
+        return x.new_empty(*x.shape[:-1], width), tuple(
+            x.new_empty(structure.state_rows, batch, width) for width in structure.state_widths
         )
 
     return run

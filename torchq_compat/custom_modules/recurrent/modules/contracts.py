@@ -195,13 +195,13 @@ class SequenceContract(RecurrentContract):
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
 
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """Of output and last states; per-channel where layers or directions have different ones."""
+        """Of output and last states; per-channel where layers or directions have different ones. What else a
+        PackedSequence holds are no floats."""
         by_state = list(zip(*(converted_qparams(cell) for _, cell in self.cells(module)), strict=True))
         last_layer = by_state[0][-self.structure.num_directions :]
-        return (
-            _combine(results[0].dim() - 1, last_layer, self.structure.output_size),
-            *(_combine(0, all_qparams, 1) for all_qparams in by_state),
-        )
+        output = _combine(results[0].dim() - 1, last_layer, self.structure.output_size)
+        indices = (None,) * (len(results) - 1 - len(by_state))
+        return output, *indices, *(_combine(0, all_qparams, 1) for all_qparams in by_state)
 
     def result_groups(self) -> tuple[str, ...]:
         states = tuple(state.group for state in self.kind.states)

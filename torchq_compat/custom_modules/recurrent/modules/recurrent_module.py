@@ -133,7 +133,9 @@ class RecurrentModule(PartOwner):
         return self.cells()
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
-        return tuple(self.specs.group_dtype(group) for group in self.contract.result_groups())
+        output, *states = (self.specs.group_dtype(group) for group in self.contract.result_groups())
+        # Between them stand the indices of a PackedSequence.
+        return output, *(None,) * (count - 1 - len(states)), *states
 
     def converted_layers(self) -> list[RecurrentLayer]:
         """Converted copies of the layers."""
