@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         prepare_fx,
         prepare_qat_fx,
     )
+    from torchq_compat.streams.streaming_model import streaming
 
 __all__ = [
     "Output",
@@ -46,6 +47,7 @@ __all__ = [
     "prepare_qat_fx",
     "quantizer_from",
     "reroute_tuples",
+    "streaming",
     "to_executorch",
 ]
 __all__ += errors.__all__
@@ -60,6 +62,7 @@ _HOMES = {
     "export": "torchq_compat.lower.export",
     "quantizer_from": "torchq_compat.annotate.quantizer_from",
     "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
+    "streaming": "torchq_compat.streams.streaming_model",
     "to_executorch": "torchq_compat.lower.executorch",
 }
 

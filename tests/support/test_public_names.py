@@ -10,7 +10,7 @@ ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
     CheckpointError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
     InputError LeftFloatError PartConfigError PathError QuantizationWarning RecurrentModuleError
-    ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
+    ReportError RewriteUsageError ScriptError StreamingError TorchQCompatError UserModuleError
 """
 QUANTIZE_FX = """
     convert_fx convert_to_reference_fx fuse_fx get_default_convert_custom_config
@@ -19,7 +19,7 @@ QUANTIZE_FX = """
 PUBLIC = {
     "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
         Output annotate_outputs check_sharing compare explain export quantizer_from
-        reroute_tuples to_executorch
+        reroute_tuples streaming to_executorch
     """,
     "torchq_compat.errors": ERRORS,
     "torchq_compat.quantize_fx": QUANTIZE_FX,

@@ -93,6 +93,14 @@ class RecurrentContract(ABC):
         """What a call, or anything of its structure, gives as the input."""
         return self.arguments_of(path, args, kwargs)[0]
 
+    def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
+        """The state that a call of ``module`` with ``x`` and ``hidden`` begins with, where it has steps.
+
+        Raises:
+            CustomModuleError: a state that the float module would refuse.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
         """The qparams of the flat ``results`` of a converted module."""
@@ -193,6 +201,16 @@ class SequenceContract(RecurrentContract):
         widths = self.structure.state_widths
         first_step = x[0] if batch_sizes is None else x[: batch_sizes[0]]
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
+
+    def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
+        """What a call of ``module`` with ``x`` and ``hidden`` begins with: (L*D, B, width) each."""
+        if hidden is not None:
+            return check_state_count(self.kind, str(module.module_path), hidden)
+        batched = x.dim() == 3
+        rows = x.select(1 if self.structure.batch_first else 0, 0) if batched else x[:1]
+        cells = self._states(module, as_dtype(rows, torch.float32)[None], None, None)
+        states = (as_dtype(torch.stack(each), x.dtype) for each in zip(*cells, strict=True))
+        return tuple(state if batched else state.squeeze(1) for state in states)
 
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
         """Of output and last states; per-channel where layers or directions have different ones. What else a
