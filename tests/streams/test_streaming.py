@@ -150,7 +150,7 @@ def conv_over_time(model: Any, x: Tensor) -> Any:
 
 
 def pooling_over_time(model: Any, x: Tensor) -> Any:
-    return nn.functional.max_pool1d(model.rnn(x)[0].transpose(1, 2), 2)
+    return nn.functional.max_pool1d(model.rnn(x)[0].transpose(1, 2), 2, 1)
 
 
 def attention_over_time(model: Any, x: Tensor) -> Any:
@@ -201,7 +201,7 @@ def test_what_needs_all_steps_is_refused(forward: Forward, says: str) -> None:
 
 
 def test_what_is_not_converted_is_refused() -> None:
-    with pytest.raises(StreamingError, match="Linear.*convert_fx"):
+    with pytest.raises(StreamingError, match=r"Linear.*convert_fx"):
         tc.streaming(nn.Linear(2, 2))
 
 
@@ -210,7 +210,7 @@ def test_a_dynamic_module_is_said_and_close() -> None:
     model = nn.Sequential(nn.LSTM(6, 8)).eval()
     dynamic = QConfigMapping().set_global(default_dynamic_qconfig)
     converted = tc.convert_fx(tc.prepare_fx(model, dynamic, (torch.randn(7, 3, 6),)))
-    with pytest.warns(QuantizationWarning, match="0 are quantized.*range of each chunk"):
+    with pytest.warns(QuantizationWarning, match=r"0 are quantized.*range of each chunk"):
         stream = tc.streaming(converted)
     x = torch.randn(9, 2, 6)
     joined = torch.cat([stream(x[:4])[0], stream(x[4:5])[0], stream(x[5:])[0]])

@@ -16,6 +16,7 @@ from torchq_compat.graph.graph_module import ConvertedGraphModule
 from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.cleanup_passes import clean_up
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
+from torchq_compat.packed_sequences.as_padded import with_padded_packs
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.user_warnings import warn_user
 
@@ -102,7 +103,7 @@ def _with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Grap
 
     Without it a size that the float model's Python fixed would be free where the operators take any.
     """
-    edited = with_per_tensor_edges(model)
+    edited = with_padded_packs(with_per_tensor_edges(model))
     signature = model.record.signature
     labels = tuple(signature.labelled(args))
 

@@ -28,6 +28,7 @@ __all__ = [
     "PartOwnerHandler",
     "converted_by_its_class",
     "hint_to_map",
+    "map_class",
     "observed_by_its_class",
     "warn_if_forward_overridden",
 ]
@@ -127,8 +128,13 @@ def converted_by_its_class(request: ConvertRequest, standard: Standard, build: C
 
 def hint_to_map(float_class: type[nn.Module], observed: str) -> str:
     """Say how to map a module of torch.nn that nothing maps."""
+    return map_class(f"torch.nn.{float_class.__name__}", observed)
+
+
+def map_class(float_class: str, observed: str) -> str:
+    """The remedy for a class that nothing maps."""
     setter = "PrepareCustomConfig().set_float_to_observed_mapping"
-    return f"map it: {setter}(torch.nn.{float_class.__name__}, {observed})"
+    return f"map it: {setter}({float_class}, {observed})"
 
 
 def _inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:

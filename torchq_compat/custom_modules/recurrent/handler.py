@@ -12,6 +12,7 @@ from torchq_compat.custom_modules.parts.handler import (
     PartOwnerHandler,
     converted_by_its_class,
     hint_to_map,
+    map_class,
     observed_by_its_class,
     warn_if_forward_overridden,
 )
@@ -104,6 +105,12 @@ class RecurrentHandler(PartOwnerHandler):
     def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):
             return None
+        if type(module).forward is not self.family.float_class.forward:  # type: ignore[comparison-overlap]
+            name = type(module).__name__
+            return (
+                f"{name} has a forward of its own: {map_class(name, self.family.map_to)}, and what is "
+                f"quantized is nn.{self.family.float_class.__name__} without it"
+            )
         return hint_to_map(self.family.float_class, self.family.map_to)
 
 

@@ -176,7 +176,7 @@ class SequenceContract(RecurrentContract):
         columns: ColumnQParams | None,
         x: Tensor,
         state: State | None,
-        batch_sizes: list[int] | None = None,
+        batch_sizes: list[int] | Tensor | None = None,
     ) -> tuple[Tensor, State]:
         dtype = x.dtype
         x = as_dtype(x, torch.float32)
@@ -186,20 +186,20 @@ class SequenceContract(RecurrentContract):
             x, last = x.new_empty(*x.shape[:-1], width), states
         else:
             dropout = self.structure.dropout if module.training else 0.0
-            given = Sequences(x, batch_sizes, columns)
+            given = Sequences.of(x, batch_sizes, columns)
             x, last = runner.run_layers(self.layers(module), given, states, dropout)
         return as_dtype(x, dtype), tuple(
             as_dtype(torch.stack(rows), dtype) for rows in zip(*last, strict=True)
         )
 
     def _states(
-        self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | None
+        self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | Tensor | None
     ) -> list[State]:
         """The initial state of every layer and direction."""
         if state is not None:
             return list(zip(*(as_dtype(each, torch.float32).unbind(0) for each in state), strict=True))
         widths = self.structure.state_widths
-        first_step = x[0] if batch_sizes is None else x[: batch_sizes[0]]
+        first_step = x[: batch_sizes[0]] if isinstance(batch_sizes, list) else x[0]
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
 
     def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
