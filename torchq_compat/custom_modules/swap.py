@@ -13,7 +13,7 @@ from torch import nn
 from torch.ao.quantization import NoopObserver, QConfig
 from torch.ao.quantization.quant_type import QuantType
 
-from torchq_compat.capture.origins import is_fx_leaf
+from torchq_compat.capture.origins import computes_like, is_fx_leaf
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.custom_configs import PrepareSettings, StandaloneSettings
 from torchq_compat.config.qconfig_mappings import QConfigRules
@@ -146,10 +146,9 @@ def _mapping_of_base(
     """What the class of torch.nn is mapped to that ``module`` computes like: of a subclass of a user's, or of
     a parametrized module, without a forward of its own."""
     for base in type(module).__mro__[1:]:
-        if base in mapping and base.__module__.startswith("torch.nn."):
-            is_own = type(module).forward is not base.forward or "forward" in vars(module)
+        if base in mapping and computes_like(type(module), base) and "forward" not in vars(module):
             known = next(h for h in handlers() if h.takes(base, mapping[base]))
-            return None if is_own or known.is_fallback else mapping[base]
+            return None if known.is_fallback else mapping[base]
     return None
 
 

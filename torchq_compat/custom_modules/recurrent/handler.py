@@ -17,6 +17,7 @@ from torchq_compat.custom_modules.parts.handler import (
     warn_if_forward_overridden,
 )
 from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
+from torchq_compat.custom_modules.recurrent.hidden_never_seen import has_seen_no_hidden_state
 from torchq_compat.custom_modules.recurrent.modules.dynamic import (
     DynamicRecurrent,
     convert_dynamic,
@@ -40,6 +41,7 @@ from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["DynamicRecurrentHandler", "RecurrentHandler"]
 
@@ -90,6 +92,7 @@ class RecurrentHandler(PartOwnerHandler):
         raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
+        _warn_of_single_steps(request)
         made = converted_by_its_class(
             request,
             (self.family.converted, self.family.legacy_converted),
@@ -112,6 +115,17 @@ class RecurrentHandler(PartOwnerHandler):
                 f"quantized is nn.{self.family.float_class.__name__} without it"
             )
         return hint_to_map(self.family.float_class, self.family.map_to)
+
+
+def _warn_of_single_steps(request: ConvertRequest) -> None:
+    if isinstance(request.observed, ObservedRecurrent) and has_seen_no_hidden_state(
+        cell for _, cell in request.observed.cells()
+    ):
+        warn_user(
+            f"the recurrent module at {request.path!r} was calibrated with single steps alone, from states of "
+            "zeros: its hidden projection has seen nothing but its bias, and every later step will saturate. "
+            "Run the prepared model on whole sequences, or feed its states back, before converting it."
+        )
 
 
 def _is_split(module: nn.Module) -> bool:
