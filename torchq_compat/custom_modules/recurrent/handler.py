@@ -122,9 +122,9 @@ def _warn_of_single_steps(request: ConvertRequest) -> None:
         cell for _, cell in request.observed.cells()
     ):
         warn_user(
-            f"the recurrent module at {request.path!r} was calibrated with single steps alone, from states of "
-            "zeros: its hidden projection has seen nothing but its bias, and every later step will saturate. "
-            "Run the prepared model on whole sequences, or feed its states back, before converting it."
+            f"the recurrent module at {request.path!r} was calibrated with single steps alone, from states "
+            "of zeros: its hidden projection has seen nothing but its bias, and every later step will "
+            "saturate. Run the prepared model on whole sequences, or feed its states back, before converting."
         )
 
 

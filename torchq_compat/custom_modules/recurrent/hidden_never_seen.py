@@ -1,7 +1,7 @@
 """Whether calibration has seen a hidden state at all.
 
-The first step of a sequence begins with zeros, so a module that is calibrated with single steps alone observes
-of its hidden projection nothing but the bias: every later step saturates, and SQNR falls to a few dB.
+The first step of a sequence begins with zeros, so a module that is calibrated with single steps alone sees of
+its hidden projection nothing but the bias: every later step saturates, and SQNR falls to a few dB.
 """
 
 from __future__ import annotations
