@@ -108,7 +108,7 @@ class RecurrentHandler(PartOwnerHandler):
     def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):
             return None
-        if type(module).forward is not self.family.float_class.forward:  # type: ignore[comparison-overlap]
+        if type(module).forward is not self.family.float_class.forward:
             name = type(module).__name__
             return (
                 f"{name} has a forward of its own: {map_class(name, self.family.map_to)}, and what is "
