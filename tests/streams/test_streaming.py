@@ -141,6 +141,15 @@ def test_the_states_of_the_caller_stay_the_callers() -> None:
     assert torch.equal(state, last)
 
 
+def test_an_exported_stream() -> None:
+    _, reference, _ = prepared_and_converted(zeros_of_its_own)
+    x = torch.randn(3, 9, 6)
+    program = tc.export(tc.streaming(reference), (x[:, :4],)).module()
+    joined = torch.cat([program(piece)[0] for piece in (x[:, :2], x[:, 2:3], x[:, 3:])], 1)
+    whole, _ = reference(x)
+    assert torch.equal(joined, whole)
+
+
 def bidirectional(model: Any, x: Tensor) -> Any:
     return model.both(x)[0]
 

@@ -33,7 +33,7 @@ class StreamingModel(nn.Module):
         super().__init__()
         self.model = model
         # No part of any state_dict: a state belongs to the sequences that are fed.
-        vars(self)["streams"] = streams
+        self.streams = streams
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model on the next chunk of every stream.
@@ -41,8 +41,7 @@ class StreamingModel(nn.Module):
         Raises:
             InputError: another number of streams than before.
         """
-        streams: Streams = vars(self)["streams"]
-        with torch.no_grad(), streams.active():
+        with torch.no_grad(), self.streams.active():
             return self.model(*args, **kwargs)
 
     def reset(self, indices: Sequence[int] | Tensor | None = None) -> None:
@@ -55,7 +54,7 @@ class StreamingModel(nn.Module):
         Raises:
             InputError: no such stream.
         """
-        vars(self)["streams"].reset(indices)
+        self.streams.reset(indices)
 
 
 @checked_arguments(converted=instance_of(nn.Module, what="an nn.Module"))
