@@ -68,6 +68,7 @@ def test_the_opaque_shape_is_refused() -> None:
     assert "rolled" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_executorch() -> None:
     pytest.importorskip("executorch")
 

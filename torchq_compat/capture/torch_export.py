@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import traceback
@@ -17,6 +16,7 @@ from torch.fx import GraphModule
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
+from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config
 from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
@@ -81,7 +81,7 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
     """The error of ours for a failed capture of ``model`` (the float one): do the inputs fit at all?"""
     try:
         with torch.no_grad():
-            copy.deepcopy(model)(*copied_inputs(args))
+            copied_model(model)(*copied_inputs(args))
     except Exception as problem:
         reason = cause if isinstance(cause, TorchQCompatError) else problem
         return InputError.does_not_fit(type(model).__name__, reason)

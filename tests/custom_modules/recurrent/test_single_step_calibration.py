@@ -42,5 +42,5 @@ def test_single_steps(engine: str, kind: Any, bias: bool, is_qat: bool) -> None:
     assert sqnr(model(x)[0], made(x)[0]) < 20
     with warnings.catch_warnings():
         warnings.simplefilter("error", QuantizationWarning)
-        model, made = converted(engine, kind, 2, bias=bias, is_qat=is_qat)
+        model, made = converted(engine, kind, 12, bias=bias, is_qat=is_qat)
     assert sqnr(model(x)[0], made(x)[0]) > 20

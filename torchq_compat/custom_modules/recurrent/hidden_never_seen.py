@@ -43,7 +43,8 @@ def _is_bias_alone(cell: GraphModule, node: Node) -> bool:
     if not ranges:
         return False
     bias = node.args[2] if len(node.args) > 2 else None
-    values = attribute_of(cell, bias) if isinstance(bias, Node) and bias.op == "get_attr" else torch.zeros(1)
+    has_bias = isinstance(bias, Node) and bias.op == "get_attr"
+    values = attribute_of(cell, bias).detach() if has_bias else torch.zeros(1)
     low, high = ranges[0]
     scale = float(values.abs().max()) or 1.0
     return abs(low - float(values.min())) < 1e-6 * scale and abs(high - float(values.max())) < 1e-6 * scale
