@@ -21,4 +21,4 @@ def copied_model(model: Model) -> Model:
         for value in vars(module).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
-    return copy.deepcopy(model, computed)  # type: ignore[arg-type]
+    return copy.deepcopy(model, computed)

@@ -44,3 +44,20 @@ def test_single_steps(engine: str, kind: Any, bias: bool, is_qat: bool) -> None:
         warnings.simplefilter("error", QuantizationWarning)
         model, made = converted(engine, kind, 12, bias=bias, is_qat=is_qat)
     assert sqnr(model(x)[0], made(x)[0]) > 20
+
+
+def test_a_part_far_worse_than_the_others_is_named_with_its_profile() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(6, 64)).eval()
+    with torch.no_grad():
+        # One unit that counts up: its cell state takes the range that all others share.
+        model[0].bias_ih_l0[64] = model[0].bias_ih_l0[0] = 200.0
+        model[0].bias_ih_l0[128] = 200.0
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (torch.randn(4, 3, 6),), map_all())
+    for _ in range(3):
+        prepared(torch.randn(5, 6, 6))
+    for made in (prepared, tc.convert_to_reference_fx(prepared)):
+        told = {d.path.rpartition(".")[2]: d.reason for d in tc.explain(made) if "profiles" in d.reason}
+        assert "igates" in told
+        assert "int16_parts keeps it in 16 bits" in told["igates"]
+        assert len(told) < 6

@@ -16,6 +16,7 @@ from torchq_compat.custom_modules.parts.handler import (
     observed_by_its_class,
     warn_if_forward_overridden,
 )
+from torchq_compat.custom_modules.parts.part import Part
 from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.hidden_never_seen import has_seen_no_hidden_state
 from torchq_compat.custom_modules.recurrent.modules.dynamic import (
@@ -104,6 +105,10 @@ class RecurrentHandler(PartOwnerHandler):
 
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
         return _lower(opaque)
+
+    def mending_profile(self, part: Part) -> str:
+        profile = "int8_with_int16_cell" if part.group == "cell_state" else "int16_parts"
+        return f": torchq_compat.profiles.{profile} keeps it in 16 bits"
 
     def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):

@@ -43,8 +43,9 @@ def _is_bias_alone(cell: GraphModule, node: Node) -> bool:
     if not ranges:
         return False
     bias = node.args[2] if len(node.args) > 2 else None
-    has_bias = isinstance(bias, Node) and bias.op == "get_attr"
-    values = attribute_of(cell, bias).detach() if has_bias else torch.zeros(1)
+    values = torch.zeros(1)
+    if isinstance(bias, Node) and bias.op == "get_attr":
+        values = attribute_of(cell, bias).detach()
     low, high = ranges[0]
     scale = float(values.abs().max()) or 1.0
     return abs(low - float(values.min())) < 1e-6 * scale and abs(high - float(values.max())) < 1e-6 * scale
