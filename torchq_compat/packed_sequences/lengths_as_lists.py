@@ -6,7 +6,8 @@ fixed batch. Handed on to ``pack_padded_sequence`` the list is the tensor it cam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import UserList
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,32 +15,25 @@ from torch import Tensor
 __all__ = ["ListOfTensor"]
 
 
-class ListOfTensor(list[Any]):
-    """The list of the numbers in ``tensor``, filled when somebody looks into it.
+class ListOfTensor(UserList[Any]):
+    """The list of the numbers in ``tensor``, taken apart when somebody looks into it.
 
     Args:
-        take_apart: computes the numbers.
+        numbers: the tensor; or a list, of what was computed from one.
+        take_apart: computes the numbers of a tensor.
     """
 
-    def __init__(self, tensor: Tensor, take_apart: Callable[[], list[Any]]) -> None:
-        super().__init__()
-        self.tensor = tensor
-        self._take_apart: Callable[[], list[Any]] | None = take_apart
+    def __init__(
+        self, numbers: Tensor | list[Any], take_apart: Callable[[], list[Any]] | None = None
+    ) -> None:
+        self.tensor = numbers if isinstance(numbers, Tensor) else None
+        self._numbers = None if isinstance(numbers, Tensor) else list(numbers)
+        self._take_apart = take_apart
 
-    def filled(self) -> list[Any]:
+    @property
+    def data(self) -> list[Any]:  # type: ignore[override]
         """The numbers, in a plain list."""
-        if self._take_apart is not None:
-            self.extend(self._take_apart())
-            self._take_apart = None
-        return [*super().__iter__()]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.filled())
-
-    def __len__(self) -> int:
-        return len(self.filled())
-
-    def __getitem__(self, index: Any) -> Any:
-        if self._take_apart is not None:
-            self.filled()
-        return super().__getitem__(index)
+        if self._numbers is None:
+            assert self._take_apart is not None
+            self._numbers = self._take_apart()
+        return self._numbers

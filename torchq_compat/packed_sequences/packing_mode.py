@@ -85,9 +85,10 @@ class PackingMode(TorchFunctionMode):
         given: Any = args[0] if args else None
         if function is torch.Tensor.numpy and _may_be_lengths(given):
             return ListOfTensor(given, partial(function, *args))
-        if function in PUT_TOGETHER and isinstance(given, ListOfTensor):
+        if function in PUT_TOGETHER and isinstance(given, ListOfTensor) and given.tensor is not None:
             return torch.as_tensor(given.tensor, **(kwargs or {}))
-        return _keep_whole(function(*args, **(kwargs or {})))
+        named = {name: _plain(value) for name, value in (kwargs or {}).items()}
+        return _keep_whole(function(*map(_plain, args), **named))
 
     def batch_of(self, batch_sizes: Tensor) -> Any:
         """How many sequences a pack with these ``batch_sizes`` holds: that of what was packed here, else read
@@ -143,8 +144,13 @@ def _keep_whole(tensor: Any) -> Any:
     return tensor
 
 
-def _to_list(tensor: Tensor) -> list[Any]:
+def _to_list(tensor: Tensor) -> ListOfTensor:
     return ListOfTensor(tensor, partial(type(tensor).tolist, tensor))
+
+
+def _plain(value: Any) -> Any:
+    """What every other function of torch gets for a list that waits."""
+    return value.data if isinstance(value, ListOfTensor) else value
 
 
 def _is_of_torch(frame: FrameType) -> bool:
