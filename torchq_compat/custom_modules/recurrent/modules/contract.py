@@ -144,8 +144,8 @@ def _call_packed(
         raise RecurrentModuleError(
             f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export "
             "cannot carry: its batch sizes are data.",
-            hint="torchq_compat.export writes packed sequences as padded ones, with the same bits; or call the "
-            "prepared or converted module itself with the PackedSequence.",
+            hint="torchq_compat.export writes packed sequences as padded ones, with the same bits; or call "
+            "the prepared or converted module itself with the PackedSequence.",
         )
     check_is_float(path, "the input", packed.data)
     if packed.data.shape[-1] != structure.input_size:
