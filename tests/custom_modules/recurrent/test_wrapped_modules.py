@@ -73,7 +73,7 @@ class Flattens(nn.Module):
         return self.fc(x)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:hooks of LSTM")
 @pytest.mark.parametrize(
     "make", [Named, parametrized, normed, Dropping, lambda: nn.LSTM(6, 8, batch_first=True)]
 )
