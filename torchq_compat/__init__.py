@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         prepare_fx,
         prepare_qat_fx,
     )
+    from torchq_compat.streams.streaming_model import streaming
 
 __all__ = [
     "Output",
@@ -53,6 +54,7 @@ __all__ = [
     "quantize_dynamic",
     "quantizer_from",
     "reroute_tuples",
+    "streaming",
     "suggest",
     "to_executorch",
     "to_onnx",
@@ -72,6 +74,7 @@ _HOMES = {
     "quantizer_from": "torchq_compat.annotate.quantizer_from",
     "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
     "suggest": "torchq_compat.migrate.comparison.suggesting",
+    "streaming": "torchq_compat.streams.streaming_model",
     "to_executorch": "torchq_compat.lower.executorch",
     "to_onnx": "torchq_compat.lower.onnx",
 }

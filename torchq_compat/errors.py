@@ -34,6 +34,7 @@ __all__ = [
     "ReportError",
     "RewriteUsageError",
     "ScriptError",
+    "StreamingError",
     "TorchQCompatError",
     "UserModuleError",
 ]
@@ -104,6 +105,10 @@ class CaptureError(TorchQCompatError):
 
 class ExportError(TorchQCompatError, ValueError):
     """A converted model cannot be exported as asked."""
+
+
+class StreamingError(TorchQCompatError, ValueError):
+    """A model cannot be fed its sequences in pieces."""
 
 
 class CustomModuleError(TorchQCompatError):

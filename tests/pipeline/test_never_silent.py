@@ -122,12 +122,23 @@ def test_there_is_one_decision_about_a_module(recurrent: type[nn.Module], mappin
     assert sorted(paths) == ["encoder.rnn", "inp", "out"]
 
 
-def test_a_subclass_is_not_what_the_mapping_names() -> None:
-    _, records = prepare_and_listen(OwnLSTM, MAPPING, MAP_LSTM)
+def test_a_subclass_that_computes_like_its_base_is_mapped_with_it() -> None:
+    prepared, records = prepare_and_listen(OwnLSTM, MAPPING, MAP_LSTM)
+    assert not records
+    assert decision_about(prepared, "encoder.rnn").action.value == "quantized"
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_not_what_the_mapping_names() -> None:
+    class Doubling(OwnLSTM):
+        def forward(self, x: Any, hx: Any = None) -> Any:  # type: ignore[override]
+            return super().forward(2 * x, hx)
+
+    _, records = prepare_and_listen(Doubling, MAPPING, MAP_LSTM)
     told = sorted(str(record.message) for record in records)
     assert len(told) == 2
-    assert "OwnLSTM at 'encoder.rnn' stays float" in told[0]
-    assert "'float_to_observed_mapping LSTM' is dropped" in told[1]
+    assert "'float_to_observed_mapping LSTM' is dropped" in told[0] + told[1]
+    assert "Doubling at 'encoder.rnn' stays float" in told[0] + told[1]
+    assert "mapping(Doubling, " in told[0] + told[1]
 
 
 def test_a_mapped_lstm_whose_qconfig_is_weight_only() -> None:

@@ -10,7 +10,8 @@ ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
     CheckpointError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
     InputError LeftFloatError ModuleAttributeError OnnxError PartConfigError PathError QuantizationWarning
-    RecurrentModuleError ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
+    RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError TorchQCompatError
+    UserModuleError
 """
 QUANTIZE_FX = """
     convert_fx convert_to_reference_fx fuse_fx get_default_convert_custom_config
@@ -19,7 +20,7 @@ QUANTIZE_FX = """
 PUBLIC = {
     "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
         Output annotate_outputs check_annotations check_sharing compare explain export quantize_dynamic
-        quantizer_from reroute_tuples suggest to_executorch to_onnx
+        quantizer_from reroute_tuples streaming suggest to_executorch to_onnx
     """,
     "torchq_compat.errors": ERRORS,
     "torchq_compat.quantize_fx": QUANTIZE_FX,

@@ -21,7 +21,7 @@ from torch.fx import Node
 from torchq_compat.capture.wrapped_functions import wrapped_call_of
 from torchq_compat.config.qconfig_mappings import ObjectType
 
-__all__ = ["Origin", "find_origin", "is_fx_leaf"]
+__all__ = ["Origin", "computes_like", "find_origin", "is_fx_leaf"]
 
 #: Modules whose functions ``torch_fn`` calls "builtin_function_or_method".
 BUILTIN_HOMES = (torch, torch._C._nn)
@@ -123,3 +123,12 @@ def _function_types(node: Node) -> Iterator[ObjectType]:
         if callable(found) and found not in seen:
             seen.append(found)
             yield found
+
+
+def computes_like(found: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Whether ``found`` is ``base``, a class of torch.nn, or one that has its forward from it."""
+    if found is base:
+        return True
+    return (
+        base.__module__.startswith("torch.nn.") and issubclass(found, base) and found.forward is base.forward
+    )

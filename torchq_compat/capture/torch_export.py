@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import traceback
@@ -17,6 +16,7 @@ from torch.fx import GraphModule
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
+from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config
 from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
@@ -81,7 +81,7 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
     """The error of ours for a failed capture of ``model`` (the float one): do the inputs fit at all?"""
     try:
         with torch.no_grad():
-            copy.deepcopy(model)(*copied_inputs(args))
+            copied_model(model)(*copied_inputs(args))
     except Exception as problem:
         reason = cause if isinstance(cause, TorchQCompatError) else problem
         return InputError.does_not_fit(type(model).__name__, reason)
@@ -194,6 +194,12 @@ def _capture_hint(cause: BaseException, first_line: str) -> str:
         return (
             "dynamic_shapes has to be nested as the arguments are; that of forward(self, *x) is one "
             "argument, so its entries are nested once more: dynamic_shapes=((shape_of_x0, shape_of_x1),)."
+        )
+    if "specialized integer from data-dependent" in text:
+        return (
+            "int(), range() and a loop over a tensor ask for its values, which are known at run time only. "
+            "Of lengths take lengths.max().item(), or the tensor itself as a bound, "
+            "x[:, : lengths.max()]; a mask is torch.arange(x.size(1)) < lengths[:, None]."
         )
     if "DataDependent" in kind.__name__ or "data-dependent" in text or "Could not guard" in text:
         return (

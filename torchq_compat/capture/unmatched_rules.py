@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from torchq_compat.capture.origins import computes_like
 from torchq_compat.config.custom_configs import PrepareSettings
 from torchq_compat.config.qconfig_mappings import OrderRule, QConfigRules
 from torchq_compat.support.decisions import Action, Decision
@@ -66,10 +67,11 @@ def decide_unmatched_settings(model: nn.Module, settings: PrepareSettings) -> It
                 yield _unmatched(f"{setting} {path!r}", NO_PATH + near(path, modules), "custom config")
     classes = {type(module) for module in modules.values()}
     for setting, wanted in _classes_named(settings):
-        if wanted not in classes:
+        of_base = setting == "float_to_observed_mapping"
+        if not any(found is wanted or (of_base and computes_like(found, wanted)) for found in classes):
             derived = [found for found in classes if issubclass(found, wanted)]
             # Mappings of torch's own classes are written for many models: told by explain alone.
-            is_standing = setting == "float_to_observed_mapping" and _is_torchs(wanted) and not derived
+            is_standing = of_base and _is_torchs(wanted) and not derived
             decision = _unmatched(
                 f"{setting} {wanted.__name__}", _no_such_class(wanted, classes), "custom config"
             )

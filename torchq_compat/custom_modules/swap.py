@@ -5,7 +5,7 @@ Deciding and changing are two functions; the model that is changed is the packag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.ao.quantization import NoopObserver, QConfig
 from torch.ao.quantization.quant_type import QuantType
 
-from torchq_compat.capture.origins import is_fx_leaf
+from torchq_compat.capture.origins import computes_like, is_fx_leaf
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.custom_configs import PrepareSettings, StandaloneSettings
 from torchq_compat.config.qconfig_mappings import QConfigRules
@@ -128,7 +128,8 @@ def _find(
     if selection.qconfig is None:
         return None, None, f"its qconfig is None ({selection.rule})"
     specs = OpSpecs(selection.qconfig)
-    mapped = settings.float_to_observed.get(specs.quant_type, {}).get(type(module))
+    mapping = settings.float_to_observed.get(specs.quant_type, {})
+    mapped = mapping.get(type(module)) or _mapping_of_base(module, mapping)
     request = ObserveRequest(module, path, mapped or type(module), selection.qconfig, specs)
     if mapped is not None:
         handler = next(h for h in handlers() if h.takes(type(module), mapped))
@@ -138,6 +139,18 @@ def _find(
         why = "the backend quantizes it dynamically" if specs.is_dynamic else "the model was built with it"
         return unmapped, request, f"{why}, qconfig from {selection.rule}"
     return None, None, _why_unmapped(type(module), specs.quant_type, settings)
+
+
+def _mapping_of_base(
+    module: nn.Module, mapping: Mapping[type[nn.Module], type[nn.Module]]
+) -> type[nn.Module] | None:
+    """What the class of torch.nn is mapped to that ``module`` computes like: of a subclass of a user's, or of
+    a parametrized module, without a forward of its own."""
+    for base in type(module).__mro__[1:]:
+        if base in mapping and computes_like(type(module), base) and "forward" not in vars(module):
+            known = next(h for h in handlers() if h.takes(base, mapping[base]))
+            return None if known.is_fallback else mapping[base]
+    return None
 
 
 def _why_unmapped(module_class: type[nn.Module], wanted: QuantType, settings: PrepareSettings) -> str:

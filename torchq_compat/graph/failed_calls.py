@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchq_compat.errors import CallError
+from torchq_compat.errors import CallError, InputError
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.graph_nodes import module_path_of
@@ -32,8 +32,8 @@ def explain_failed_call(
         model: whose graph has the example's values on its placeholders.
         stage: what the model is, "prepared" or "converted".
     """
-    if isinstance(cause, (RecursionError, torch.OutOfMemoryError)):
-        return None
+    if isinstance(cause, (RecursionError, torch.OutOfMemoryError)) or type(cause) is InputError:
+        return None  # An InputError says itself what is wrong.
     expected = [
         (str(node.target), node.meta.get("val")) for node in model.graph.nodes if node.op == "placeholder"
     ]

@@ -16,6 +16,9 @@ from torchq_compat.graph.graph_module import ConvertedGraphModule
 from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.cleanup_passes import clean_up
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
+from torchq_compat.packed_sequences.as_padded import with_padded_packs
+from torchq_compat.streams.stream_program import StreamProgram
+from torchq_compat.streams.streaming_model import StreamingModel
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.user_warnings import warn_user
 
@@ -34,7 +37,8 @@ def export(
     The program computes the bits of ``convert_to_reference_fx`` at any size, whatever ``recurrent`` says.
 
     Args:
-        converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode.
+        converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode; or what
+            ``streaming`` made of it: its states are buffers of the program then, of the example's batch.
         example_inputs: one example of every positional argument; only their structure, dtypes and ranks
             matter, except to an unrolled loop.
         recurrent: how the loop over time of a recurrent module is written. ``"rolled"``: a ``scan`` for each
@@ -62,13 +66,17 @@ def export(
         >>> export(convert_fx(prepared), (x,)).module()(torch.randn(7, 4)).shape
         torch.Size([7, 2])
     """
-    model = _reference(converted)
+    streams = converted.streams if isinstance(converted, StreamingModel) else None
+    model = _reference(converted.model if isinstance(converted, StreamingModel) else converted)
     shape = _read_shape(recurrent)
     args = model.record.signature.bind(read_example_inputs(example_inputs), {})
     args = take_integers(args, model.input_qparams())
     with exporting_loops_as(shape):
         try:
-            program = export_with_free_sizes(_with_size_rules(model, args), args, dynamic_shapes)
+            checked: torch.nn.Module = _with_size_rules(model, args)
+            if streams is not None:
+                checked = StreamProgram(checked, model, streams, args)
+            program = export_with_free_sizes(checked, args, dynamic_shapes)
         except Exception as cause:
             raise _error(model, args, shape, dynamic_shapes, cause) from cause
     _freeze(program)
@@ -102,7 +110,7 @@ def _with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Grap
 
     Without it a size that the float model's Python fixed would be free where the operators take any.
     """
-    edited = with_per_tensor_edges(model)
+    edited = with_padded_packs(with_per_tensor_edges(model))
     signature = model.record.signature
     labels = tuple(signature.labelled(args))
 

@@ -20,7 +20,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.opaque_calls.call_results import CallResults
-from torchq_compat.opaque_calls.layouts import CallLayout, Structure
+from torchq_compat.opaque_calls.layouts import CallLayout, LeafKind, Structure
+from torchq_compat.packed_sequences.packing_mode import batch_of_arguments, call_with_batch
 
 __all__ = ["OPAQUE_OP", "ORIGINAL", "CaptureStub", "StubRegistry"]
 
@@ -107,13 +108,18 @@ class CaptureStub(nn.Module):
         registry = _REGISTRY.get()
         stub = registry.by_handle[self.stub_handle]
         inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
+        batch = batch_of_arguments((args, kwargs))
         # Only the structure is wanted here, not the shape computation in the user's graph.
-        with disable_proxy_modes_tracing():
-            outputs, _, computed = Structure.take_apart_with_sizes(stub.fake_call(*args, **kwargs))
+        with disable_proxy_modes_tracing(), call_with_batch(batch):
+            outputs, shown, computed = Structure.take_apart_with_sizes(stub.fake_call(*args, **kwargs))
         self._check(inputs, outputs, computed)
         stub.layouts.append(CallLayout(inputs, outputs))
-        flat = torch.ops.torchq_compat.custom_module(tensors, sizes, self.stub_handle, len(stub.layouts) - 1)
-        result = outputs.put_together(flat)
+        # Behind the sizes of the layout: what only the fake kernel wants.
+        more = [] if batch is None else [batch]
+        flat = torch.ops.torchq_compat.custom_module(
+            tensors, [*sizes, *more], self.stub_handle, len(stub.layouts) - 1
+        )
+        result = outputs.put_together(_with_handed_on(flat, shown, tensors))
         registry.results.results.append(result)
         return result
 
@@ -137,12 +143,24 @@ def _custom_module(tensors: list[Tensor], sizes: list[int], handle: str, layout:
 @_custom_module.register_fake
 def _custom_module_fake(tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
     stub = _REGISTRY.get().by_handle[handle]
-    args, kwargs = stub.layouts[layout].inputs.put_together(tensors, sizes)
-    _, results = Structure.take_apart(stub.fake_call(*args, **kwargs))
-    return results
+    inputs = stub.layouts[layout].inputs
+    args, kwargs = inputs.put_together(tensors, sizes)
+    with call_with_batch(next(iter(sizes[inputs.count(LeafKind.SIZE) :]), None)):
+        _, results = Structure.take_apart(stub.fake_call(*args, **kwargs))
+    # No operator may return its argument.
+    return [torch.empty_like(each) if any(each is given for given in tensors) else each for each in results]
 
 
 OPAQUE_OP = torch.ops.torchq_compat.custom_module.default
+
+
+def _with_handed_on(results: list[Tensor], shown: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """``results``, with the argument itself for each that is one according to ``shown``: the batch sizes of a
+    PackedSequence."""
+    return [
+        next((given for given in tensors if given is each), result)
+        for result, each in zip(results, shown, strict=True)
+    ]
 
 
 def _unknown_container(path: str, found: object) -> CustomModuleError:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, ORIGINAL, StubRegistry
 from torchq_compat.opaque_calls.layouts import Field, Structure
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.support import metadata
+from torchq_compat.support.upstream import pytree
 
 __all__ = ["example_call", "insert_calls", "opaque_call_nodes", "tensor_arguments"]
 
@@ -132,7 +134,14 @@ def _zeros(value: Tensor) -> Tensor:
 
 def _example_size(size: Any) -> int:
     value = size.meta["val"] if isinstance(size, Node) else size
-    return value.node.hint if isinstance(value, torch.SymInt) else int(value)
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    # How many rows a PackedSequence has is known at run time only.
+    return value.node.hint if value.node.has_hint() else 1
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any, ...], index: int) -> None:
@@ -165,6 +174,11 @@ def _call_nested(
     """A float module keeps its own calling form: nested arguments, and a chain of lookups for each result."""
     graph = graph_module.graph
     with graph.inserting_before(node):
+        args, kwargs = pytree.tree_map(
+            lambda leaf: graph.call_function(PackedSequence, tuple(leaf)) if _is_packed(leaf) else leaf,
+            (args, kwargs),
+            is_leaf=_is_packed,
+        )
         call = graph.call_module(path, args, kwargs)
         call.meta = {key: value for key, value in node.meta.items() if key != "val"}
         for position, keys in enumerate(outputs.tensor_keys()):

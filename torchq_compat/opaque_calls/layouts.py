@@ -2,7 +2,8 @@
 
 The outer graph sees only tensors. What FX did by rerouting tuples in the graph happens here, in Python:
 the nested structure of a call is taken apart before it reaches the graph and put together again behind it.
-Tuples, lists, dicts and named tuples are pytree's; dataclasses are opened here, registered or not.
+Tuples, lists, dicts and named tuples are pytree's; dataclasses are opened here, registered or not, and so is
+a PackedSequence, whose constructor wants tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.upstream import pytree
@@ -28,6 +30,10 @@ class Field(str):
     __slots__ = ()
 
 
+#: The fields of a PackedSequence that are no data.
+INDEX_FIELDS = PackedSequence._fields[1:]
+
+
 class LeafKind(enum.Enum):
     """What stood at a leaf and is no constant of the structure."""
 
@@ -37,7 +43,8 @@ class LeafKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """A dataclass instance: its class, its fields in order, and the structure of their values."""
+    """An instance of a dataclass, or a PackedSequence: its class, its fields in order, and the structure of
+    their values."""
 
     kind: type
     names: tuple[str, ...]
@@ -81,7 +88,7 @@ class Structure:
                 sizes.append(leaf)
                 leaves.append(LeafKind.SIZE)
             elif _is_record(leaf):
-                names = tuple(each.name for each in dataclasses.fields(leaf))
+                names = _field_names(leaf)
                 values = cls._take_apart([getattr(leaf, name) for name in names], tensors, sizes)
                 leaves.append(Record(type(leaf), names, values))
             else:
@@ -116,6 +123,11 @@ class Structure:
                 yield from leaf.values.constants()
             elif not isinstance(leaf, LeafKind):
                 yield leaf
+
+    def holds_indices(self) -> list[bool]:
+        """For each tensor, whether it is bookkeeping of a PackedSequence and no data."""
+        last = [keys[-1] if keys else None for keys in self.tensor_keys()]
+        return [isinstance(key, Field) and key in INDEX_FIELDS for key in last]
 
     def count(self, place: LeafKind = LeafKind.TENSOR) -> int:
         """How many tensors, or sizes, it holds."""
@@ -161,11 +173,21 @@ def _plain_key(key: Any) -> Any:
 
 
 def _is_record(value: Any) -> bool:
+    if isinstance(value, PackedSequence):
+        return True
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _field_names(record: Any) -> tuple[str, ...]:
+    if isinstance(record, PackedSequence):
+        return record._fields
+    return tuple(each.name for each in dataclasses.fields(record))
 
 
 def _make_record(record: Record, values: list[Any]) -> Any:
     """An instance with these values: without ``__init__``, which may compute or refuse them."""
+    if issubclass(record.kind, PackedSequence):
+        return tuple.__new__(record.kind, values)
     made: Any = object.__new__(record.kind)
     for name, value in zip(record.names, values, strict=True):
         object.__setattr__(made, name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from torchq_compat.pipeline.observe_modules import (
 from torchq_compat.pipeline.prepare_request import PrepareRequest
 from torchq_compat.pipeline.share_modules import share_modules
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.progress import slow_stage
 from torchq_compat.support.user_warnings import warn_user
 
@@ -58,7 +58,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     name, is_qat = type(model).__name__, request.is_qat
 
     # Copy.
-    working = with_parent(copy.deepcopy(model), request.settings)
+    working = with_parent(copied_model(model), request.settings)
     set_training_flags(working, is_qat=is_qat)
     cumulative = batch_norm.before_capture(working)
     signature = signature_of(working, request.example_inputs)

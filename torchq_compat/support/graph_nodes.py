@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import operator
+import re
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import Node
 
-__all__ = ["attribute_of", "free_name", "module_path_of"]
+__all__ = ["attribute_of", "free_name", "module_path_of", "user_line_of"]
+
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+#: An entry of a node's stack trace: file, line, text.
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def attribute_of(owner: nn.Module, node: Node) -> Any:
@@ -32,3 +39,11 @@ def free_name(graph_module: nn.Module, wanted: str) -> str:
         count += 1
         name = f"{wanted}_{count}"
     return name
+
+
+def user_line_of(node: Node) -> str | None:
+    """File, line and text of the innermost line that is neither torch's nor ours and led to ``node``."""
+    for path, line, text in reversed(FRAME.findall(node.meta.get("stack_trace") or "")):
+        if not path.startswith(LIBRARIES):
+            return f"{Path(path).name}:{line} ({text.strip()})"
+    return None

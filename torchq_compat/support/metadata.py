@@ -111,6 +111,13 @@ PART: MetaKey[Part] = MetaKey(
 SATURATION: MetaKey[dict[str, float]] = MetaKey(
     "torchq_compat_saturation", "graph", "custom_modules.parts.part_graph", "custom_modules.parts.part_graph"
 )
+#: Part -> dB of a typical value over rounding, where an observer had a histogram; from convert on.
+OBSERVED_SQNR: MetaKey[dict[str, float]] = MetaKey(
+    "torchq_compat_observed_sqnr",
+    "graph",
+    "custom_modules.parts.part_graph",
+    "custom_modules.parts.part_graph",
+)
 #: Index of a state -> (scale, zero point) of the zeros it begins with.
 INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
     "torchq_compat_initial_state_qparams",

@@ -44,12 +44,16 @@ __all__ = [
     "OpOverloadPacket",
     "PyTreeCodeGen",
     "PythonPrinter",
+    "assume",
     "detect_fake_mode",
     "disable_current_modes",
     "has_kernel",
     "is_activation_post_process",
     "make_per_channel_quantized_tensor",
     "make_per_tensor_quantized_tensor",
+    "pack_padded_sequence",
+    "pack_padded_sequence_backward",
+    "pad_packed",
     "pytree",
     "symbolic_shapes_config",
     "tracing_paused",
@@ -60,6 +64,12 @@ make_per_tensor_quantized_tensor = torch._make_per_tensor_quantized_tensor
 make_per_channel_quantized_tensor = torch._make_per_channel_quantized_tensor
 #: (operator, dispatch key) -> whether the operator has an implementation for that key.
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+#: What the functions of torch.nn.utils.rnn end in, and the gradient of the first.
+pack_padded_sequence: Any = torch._VF._pack_padded_sequence
+pack_padded_sequence_backward: Any = torch.ops.aten._pack_padded_sequence_backward
+pad_packed: Any = torch._VF._pad_packed_sequence
+#: Tells torch.export what holds of sizes that are data.
+assume: Any = torch._check
 #: Its ``backed_size_oblivious`` keeps sizes of 1 free.
 symbolic_shapes_config: Any = importlib.import_module("torch.fx.experimental._config")
 #: Modules and names of cached functions that keep the models they saw alive.

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from torchq_compat.capture.checked.row_order import check_row_order
 from torchq_compat.capture.checked.same_results import CAPTURED, CAST, DOUBTFUL, difference, sqnr
 from torchq_compat.capture.checked.trial_inputs import (
     Group,
@@ -24,6 +25,7 @@ from torchq_compat.capture.sizes.input_sizes import InputSizes
 from torchq_compat.capture.sizes.size_guards import GuardLog
 from torchq_compat.capture.torch_export import Statics, capture
 from torchq_compat.capture.wrapped_functions import marked_functions
+from torchq_compat.packed_sequences.packing_mode import PackingMode
 
 __all__ = ["Attempt", "CaptureCase", "Trial", "attempt", "least_sqnr"]
 
@@ -37,6 +39,7 @@ class CaptureCase:
         inputs: the leaves of ``args`` by label.
         runs: of the float model.
         example: what the float model makes of ``args``.
+        packing: how sequences are packed in the graph.
     """
 
     model: nn.Module
@@ -45,6 +48,7 @@ class CaptureCase:
     dynamic_shapes: Any
     runs: Runs
     example: FloatRun
+    packing: PackingMode = field(default_factory=lambda: PackingMode(whole=False))
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def attempt(case: CaptureCase, statics: Statics) -> Attempt:
     log = GuardLog()
     watching = log.watch(case.model)
     try:
-        with case.runs.stubs.active(), marked_functions():
+        with case.runs.stubs.active(), marked_functions(), case.packing.during(case.model):
             graph_module = capture(case.model, case.args, case.dynamic_shapes, statics)
             blocks = inline_blocks(graph_module)
     finally:
@@ -105,6 +109,8 @@ def attempt(case: CaptureCase, statics: Statics) -> Attempt:
     sizes = InputSizes.of(graph_module, case.inputs, log.guards())
     made = Attempt(graph_module, sizes, blocks, statics, None)
     made.problem = _compare(case, made, case.example)
+    if made.problem is None and case.packing.packs:
+        check_row_order(graph_module, case.runs, case.args)
     if made.problem is None:
         drop_needless_rules(case, made)
         for groups in trial_sizes(made.sizes):

@@ -18,6 +18,7 @@ from torchq_compat.capture.checked.trial_inputs import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import Dimension, SizeRule
 from torchq_compat.capture.torch_export import Statics
 from torchq_compat.errors import CaptureError, TorchQCompatError
+from torchq_compat.packed_sequences.packing_mode import PackingMode
 
 __all__ = ["capture_checked"]
 
@@ -37,7 +38,7 @@ def capture_checked(case: CaptureCase) -> Attempt:
     found = search.run()
     if found is None:
         raise search.failure()
-    return _fix_wrong_sizes(case, found)
+    return _fix_wrong_sizes(search.case, found)
 
 
 @dataclass
@@ -48,6 +49,11 @@ class _Search:
 
     def run(self) -> Attempt | None:
         first = self._try(())
+        if first is None and self.case.packing.packs:
+            # The number of steps is data, and the model asks for it.
+            self.case = replace(self.case, packing=PackingMode(whole=True))
+            first = self._try(())
+            del self.errors[0 if first is not None else 1 :]
         if (first is not None and first.is_right) or self.case.dynamic_shapes is not None:
             return first if first is not None and first.problem is None else None
         if self.errors and not _may_be_about_sizes(self.errors[0]):

@@ -24,6 +24,10 @@ def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
     for dimension in found.sizes.dimensions:
         own = rules.get((dimension.label, dimension.index), [])
         yield _decide(case, found, dimension, own)
+    for label, value in found.sizes.constants.items():
+        if isinstance(value, (int, float)):
+            reason = f"at {value!r}, its value in example_inputs; only tensors stay free"
+            yield Decision(f"input {label}", "value", Action.FIXED, reason)
 
 
 def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:

@@ -106,7 +106,8 @@ def with_sizes(
             new = wanted.get((label, index), size)
             if new != size and size > 0:
                 leaf = leaf.index_select(index, torch.arange(new, device=leaf.device) % size)
-        return _as_offsets(leaf, inputs[label], label, inputs, wanted)
+        leaf = _as_offsets(leaf, inputs[label], label, inputs, wanted)
+        return _as_lengths(leaf, inputs[label], label, inputs, wanted)
 
     changed: tuple[Any, ...] = pytree.tree_map(other, args)
     return changed
@@ -140,6 +141,34 @@ def _are_offsets(example: Tensor) -> bool:
         return False
     steps = example.diff()
     return bool((example[0] == 0) & (steps >= 0).all() & (steps != 1).any())
+
+
+def _as_lengths(
+    leaf: Tensor,
+    example: Tensor,
+    label: str,
+    inputs: Mapping[str, Any],
+    wanted: Mapping[tuple[str, int], int],
+) -> Tensor:
+    """``leaf``, made of ``example``; where that may be the lengths of the sequences in another input, lengths
+    that fit it: none is longer, the longest as long where they are that in the example, and in falling order
+    where they are that."""
+    if example.dim() != 1 or example.dtype not in (torch.int32, torch.int64) or not example.numel():
+        return leaf
+    if int(example.min()) < 1:
+        return leaf
+    for other, value in inputs.items():
+        if other == label or not isinstance(value, Tensor) or value.dim() < 2:
+            continue
+        for batch, time in ((0, 1), (1, 0)):
+            steps = int(value.shape[time])
+            if value.shape[batch] != example.numel() or steps < int(example.max()):
+                continue
+            longest = wanted.get((other, time), steps)
+            fitting = torch.where(leaf == steps, longest, leaf.clamp(max=longest))
+            falling = bool((example.diff() <= 0).all())
+            return fitting.sort(descending=True).values if falling else fitting
+    return leaf
 
 
 def _evaluate(dimension: Dimension, values: Mapping[Any, int]) -> int:

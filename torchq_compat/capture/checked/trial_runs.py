@@ -21,7 +21,7 @@ from torchq_compat.opaque_calls.layouts import Structure
 from torchq_compat.opaque_calls.recorded_calls import RecordedCalls
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["FloatRun", "Runs", "run_graph", "run_prepared", "trial_copy"]
+__all__ = ["FloatRun", "GraphRunner", "Runs", "run_graph", "run_prepared", "trial_copy"]
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,11 @@ def run_graph(
     args: tuple[Any, ...],
     stubs: StubRegistry,
     modules: Mapping[str, nn.Module],
+    runner: type[GraphRunner] | None = None,
 ) -> Any:
     """Run a captured graph with ``modules``, by handle, behind the opaque calls of ``stubs``."""
     with _no_trace(), _kept_buffers(graph_module):
-        return _GraphRunner(graph_module, stubs, modules).run(*copied_inputs(args))
+        return (runner or GraphRunner)(graph_module, stubs, modules).run(*copied_inputs(args))
 
 
 def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callable[[nn.Module], bool]) -> Any:
@@ -110,18 +111,20 @@ def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callab
             vars(module).pop("forward", None)
 
 
-class _GraphRunner(Interpreter):
+class GraphRunner(Interpreter):
+    """Runs a captured graph node by node."""
+
     def __init__(
         self, graph_module: GraphModule, stubs: StubRegistry, modules: Mapping[str, nn.Module]
     ) -> None:
         super().__init__(graph_module)
-        self._stubs, self._modules = stubs, modules
+        self.stubs, self._modules = stubs, modules
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is not OPAQUE_OP:
             return super().call_function(target, args, kwargs)
         tensors, sizes, handle, layout = args
-        inputs, named = self._stubs.layouts(handle)[layout].inputs.put_together(tensors, sizes)
+        inputs, named = self.stubs.layouts(handle)[layout].inputs.put_together(tensors, sizes)
         return Structure.take_apart(self._modules[handle](*inputs, **named))[1]
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.call_boundary import OpaqueBoundary
-from torchq_compat.custom_modules.parts.part_graph import part_nodes, part_of, saturated_parts
+from torchq_compat.custom_modules.parts.part import Part
+from torchq_compat.custom_modules.parts.part_graph import (
+    measured_parts,
+    part_nodes,
+    part_of,
+    saturated_parts,
+)
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.registry import (
     ConvertRequest,
@@ -28,12 +35,15 @@ __all__ = [
     "PartOwnerHandler",
     "converted_by_its_class",
     "hint_to_map",
+    "map_class",
     "observed_by_its_class",
     "warn_if_forward_overridden",
 ]
 
 #: The classes of a kind: the package's own, and torch.ao's where it has one.
 Standard = tuple[type[nn.Module] | None, ...]
+#: A part is far worse than the others below the first dB, and by the second.
+FAR_WORSE, FAR_BELOW = 28.0, 8.0
 
 
 class PartOwnerHandler(CustomModuleHandler):
@@ -45,7 +55,9 @@ class PartOwnerHandler(CustomModuleHandler):
         count = layout.outputs.count()
         dtypes = opaque.result_dtypes(count)
         return OpaqueBoundary(
-            input_specs=(request.specs.activation,) * layout.inputs.count(),
+            input_specs=tuple(
+                None if is_index else request.specs.activation for is_index in layout.inputs.holds_indices()
+            ),
             output_dtypes=dtypes,
             output_specs=(None,) * count,
             accepted=frozenset(dtype for dtype in dtypes if dtype is not None),
@@ -62,13 +74,28 @@ class PartOwnerHandler(CustomModuleHandler):
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
         assert isinstance(opaque, PartOwner)
         for graph_path, graph in opaque.graphs():
-            saturated = dict(saturated_parts(graph))
+            saturated, measured = dict(saturated_parts(graph)), dict(measured_parts(graph))
             for name, node in part_nodes(graph):
-                details = _observation(graph, node)
+                details, reason = _observation(graph, node), "part of the custom module"
                 if name in saturated:
                     details["saturated"] = saturated[name]
+                if is_far_worse(name, measured):
+                    others = statistics.median(measured.values())
+                    reason = f"{reason}; {measured[name]:.0f} dB where its parts have {others:.0f}"
+                    reason += self.mending_profile(part_of(node))
                 where, formula = f"{path}.{graph_path}.{name}", part_of(node).formula
-                yield Decision(where, formula, Action.QUANTIZED, "part of the custom module", details)
+                yield Decision(where, formula, Action.QUANTIZED, reason, details)
+
+    def mending_profile(self, part: Part) -> str:
+        """What to do about a ``part`` that 8 bits do not hold, in words; empty if there is nothing."""
+        return ""
+
+
+def is_far_worse(name: str, measured: Mapping[str, float]) -> bool:
+    """Whether the part ``name`` is held far worse than the others are, by dB of their calibration values."""
+    if name not in measured or len(measured) < 3:
+        return False
+    return measured[name] < min(FAR_WORSE, statistics.median(measured.values()) - FAR_BELOW)
 
 
 def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
@@ -124,8 +151,13 @@ def converted_by_its_class(request: ConvertRequest, standard: Standard, build: C
 
 def hint_to_map(float_class: type[nn.Module], observed: str) -> str:
     """Say how to map a module of torch.nn that nothing maps."""
+    return map_class(f"torch.nn.{float_class.__name__}", observed)
+
+
+def map_class(float_class: str, observed: str) -> str:
+    """The remedy for a class that nothing maps."""
     setter = "PrepareCustomConfig().set_float_to_observed_mapping"
-    return f"map it: {setter}(torch.nn.{float_class.__name__}, {observed})"
+    return f"map it: {setter}({float_class}, {observed})"
 
 
 def _inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:

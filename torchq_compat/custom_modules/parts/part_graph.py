@@ -16,6 +16,7 @@ from torchq_compat.custom_modules.parts.part import Part, PartKind
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.graph.observed_graph import convert_graph, prepare_graph
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
+from torchq_compat.qspecs.observed_sqnr import typical_sqnr
 from torchq_compat.qspecs.qdq import DEQUANTIZE
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.qspecs.saturation import saturated_share
@@ -27,6 +28,7 @@ __all__ = [
     "PartGraphModule",
     "convert_parts",
     "converted_qparams",
+    "measured_parts",
     "part_nodes",
     "part_of",
     "prepare_parts",
@@ -75,8 +77,9 @@ class ConvertedPartGraphModule(PerTensorQParamsState, PartGraphModule):
 
 def convert_parts(prepared: GraphModule) -> GraphModule:
     """The q-dq form of a prepared graph, int8 weights folded. Changes ``prepared``: hand in a copy."""
-    saturation = dict(saturated_parts(prepared))
+    saturation, measured = dict(saturated_parts(prepared)), dict(measured_parts(prepared))
     converted = convert_graph(prepared)
+    metadata.OBSERVED_SQNR.write(converted, measured)
     metadata.SATURATION.write(converted, saturation)
     return converted
 
@@ -93,6 +96,20 @@ def saturated_parts(graph_module: GraphModule) -> Iterator[tuple[str, float]]:
                 share = saturated_share(graph_module.get_submodule(str(user.target)))
                 if share is not None:
                     yield name, share
+
+
+def measured_parts(graph_module: GraphModule) -> Iterator[tuple[str, float]]:
+    """(part name, dB of a typical value over rounding), where an observer has a histogram."""
+    measured = metadata.OBSERVED_SQNR.of(graph_module)
+    if measured is not None:
+        yield from measured.items()
+        return
+    for name, node in part_nodes(graph_module):
+        for user in node.users:
+            if user.op == "call_module":
+                sqnr = typical_sqnr(graph_module.get_submodule(str(user.target)))
+                if sqnr is not None:
+                    yield name, sqnr
 
 
 def part_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:

@@ -12,11 +12,14 @@ from torchq_compat.custom_modules.parts.handler import (
     PartOwnerHandler,
     converted_by_its_class,
     hint_to_map,
+    map_class,
     observed_by_its_class,
     warn_if_forward_overridden,
 )
+from torchq_compat.custom_modules.parts.part import Part
 from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.fx_names import wanted_by_dynamic, wanted_by_observed
+from torchq_compat.custom_modules.recurrent.hidden_never_seen import has_seen_no_hidden_state
 from torchq_compat.custom_modules.recurrent.modules.dynamic import (
     DynamicRecurrent,
     convert_dynamic,
@@ -49,6 +52,7 @@ from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["DynamicRecurrentHandler", "RecurrentHandler"]
 
@@ -115,6 +119,7 @@ class RecurrentHandler(PartOwnerHandler):
         raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
+        _warn_of_single_steps(request)
         made = converted_by_its_class(
             request,
             (self.family.converted, self.family.legacy_converted),
@@ -133,10 +138,31 @@ class RecurrentHandler(PartOwnerHandler):
         assert isinstance(opaque, RecurrentModule)
         return wanted_by_observed(opaque, state, prefix)
 
+    def mending_profile(self, part: Part) -> str:
+        profile = "int8_with_int16_cell" if part.group == "cell_state" else "int16_parts"
+        return f": torchq_compat.profiles.{profile} keeps it in 16 bits"
+
     def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.family.float_class):
             return None
+        if type(module).forward is not self.family.float_class.forward:
+            name = type(module).__name__
+            return (
+                f"{name} has a forward of its own: {map_class(name, self.family.map_to)}, and what is "
+                f"quantized is nn.{self.family.float_class.__name__} without it"
+            )
         return hint_to_map(self.family.float_class, self.family.map_to)
+
+
+def _warn_of_single_steps(request: ConvertRequest) -> None:
+    if isinstance(request.observed, ObservedRecurrent) and has_seen_no_hidden_state(
+        cell for _, cell in request.observed.cells()
+    ):
+        warn_user(
+            f"the recurrent module at {request.path!r} was calibrated with single steps alone, from states "
+            "of zeros: its hidden projection has seen nothing but its bias, and every later step will "
+            "saturate. Run the prepared model on whole sequences, or feed its states back, before converting."
+        )
 
 
 def _is_split(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
 
-__all__ = ["LoopShape", "exporting_loops_as", "shape_in_export"]
+__all__ = ["LoopShape", "exporting_loops_as", "packs_are_padded", "shape_in_export"]
 
 
 class LoopShape(StrEnum):
@@ -20,7 +20,7 @@ class LoopShape(StrEnum):
     OPAQUE_DYNAMIC_LSTM = "opaque dynamic lstm"
 
 
-_SHAPE: ContextVar[LoopShape] = ContextVar("torchq_compat_loop_shape", default=LoopShape.ROLLED)
+_SHAPE: ContextVar[LoopShape | None] = ContextVar("torchq_compat_loop_shape", default=None)
 
 
 @contextmanager
@@ -35,4 +35,9 @@ def exporting_loops_as(shape: LoopShape) -> Iterator[None]:
 
 def shape_in_export() -> LoopShape:
     """The shape the running export wants; rolled if it did not say."""
-    return _SHAPE.get()
+    return _SHAPE.get() or LoopShape.ROLLED
+
+
+def packs_are_padded() -> bool:
+    """Whether the running export is ``export``'s, in which packed rows are those of padded sequences."""
+    return _SHAPE.get() is not None

@@ -33,6 +33,8 @@ CONVOLUTIONS = (
 PRODUCTS = (1 << 24, 1 << 22)
 #: Values read in a trial of an op without weights.
 VALUES = 1 << 16
+#: A size that is data, say how many rows a PackedSequence has.
+OF_DATA = 5
 #: What the example's sizes are divided by for the second and the third trial.
 SMALLER = ((1, 1), (2, 3), (1, 2))
 
@@ -57,14 +59,13 @@ def example_shape(node: Node) -> tuple[int, ...] | None:
     value = example_value(node)
     if not isinstance(value, Tensor):
         return None
-    sizes = [_hint(size) for size in value.shape]
-    return None if None in sizes else tuple(sizes)  # type: ignore[arg-type]
+    return tuple(map(_hint, value.shape))
 
 
-def _hint(size: Any) -> int | None:
+def _hint(size: Any) -> int:
     if isinstance(size, int):
         return size
-    return int(size.node.hint) if size.node.has_hint() else None
+    return int(size.node.hint) if size.node.has_hint() else OF_DATA
 
 
 def _weight_shape(graph_module: GraphModule, op: Node) -> tuple[int, ...] | None:

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.custom_modules.recurrent.cell.kinds import CellKind, kind_of
+from torchq_compat.custom_modules.recurrent.loop_shape import packs_are_padded
 from torchq_compat.errors import CustomModuleError, RecurrentModuleError
+from torchq_compat.packed_sequences.as_padded import is_step
+from torchq_compat.packed_sequences.packing_mode import batch_in_call
 from torchq_compat.support.upstream import pytree
 
 __all__ = [
@@ -39,11 +42,12 @@ State = tuple[Tensor, ...]
 class RunLayers(Protocol):
     """(x (T, B, I), None or a state of (L*D, B, width)) -> (output (T, B, D*P), the last state).
 
-    With ``batch_sizes`` the rows of x and of the output are those of a PackedSequence.
+    With ``batch_sizes`` the rows of x and of the output are those of a PackedSequence. In an exported program
+    they are a mask (T, B) instead: a state does not change where it is false.
     """
 
     def __call__(
-        self, x: Tensor, state: State | None, batch_sizes: list[int] | None = None, /
+        self, x: Tensor, state: State | None, batch_sizes: list[int] | Tensor | None = None, /
     ) -> tuple[Tensor, State]: ...
 
 
@@ -133,19 +137,23 @@ def _call_packed(
     structure: RecurrentStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
 ) -> tuple[PackedSequence, Any]:
     """Rows of the state follow the caller's order of sequences, the packed rows the sorted one."""
-    if torch.compiler.is_exporting():
+    batch = batch_in_call()
+    if batch is None and torch.compiler.is_exporting() and packs_are_padded():
+        return _call_padded(structure, path, run_layers, packed, hidden)
+    if batch is None and torch.compiler.is_exporting():
         raise RecurrentModuleError(
             f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export "
             "cannot carry: its batch sizes are data.",
-            hint="pack outside the model and call the prepared or converted module itself with the "
-            "PackedSequence, or pass padded sequences.",
+            hint="torchq_compat.export writes packed sequences as padded ones, with the same bits; or call "
+            "the prepared or converted module itself with the PackedSequence.",
         )
     check_is_float(path, "the input", packed.data)
     if packed.data.shape[-1] != structure.input_size:
         raise CustomModuleError.call_failed(
             path, f"the input's last dimension must be {structure.input_size}, got {packed.data.shape[-1]}"
         )
-    batch_sizes = [int(size) for size in packed.batch_sizes]
+    # In a capture the batch sizes are data, and only the first of them, the batch, is asked for.
+    batch_sizes = [int(size) for size in packed.batch_sizes] if batch is None else [batch]
     state = _initial_state(structure, path, packed.data.new_empty(0, batch_sizes[0], 0), hidden, True)
     if state is not None and packed.sorted_indices is not None:
         state = tuple(each[:, packed.sorted_indices] for each in state)
@@ -154,6 +162,22 @@ def _call_packed(
         last = tuple(each[:, packed.unsorted_indices] for each in last)
     output = PackedSequence(rows, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
     return output, as_given(last)
+
+
+def _call_padded(
+    structure: RecurrentStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
+) -> tuple[PackedSequence, Any]:
+    """A call in an exported program, where ``packed`` has the rows of padded sequences."""
+    steps = packed.batch_sizes.shape[0]
+    batch = packed.data.shape[0] // steps
+    x = packed.data.reshape(steps, batch, packed.data.shape[1])
+    state = _initial_state(structure, path, x, hidden, True)
+    if state is not None and packed.sorted_indices is not None:
+        state = tuple(each[:, packed.sorted_indices] for each in state)
+    output, last = run_layers(x, state, is_step(packed.batch_sizes, batch))
+    if packed.unsorted_indices is not None:
+        last = tuple(each[:, packed.unsorted_indices] for each in last)
+    return packed._replace(data=output.reshape(steps * batch, output.shape[2])), as_given(last)
 
 
 def check_devices(kind: CellKind, path: str, arguments: tuple[Any, Any], device: torch.device | None) -> None:
@@ -317,10 +341,13 @@ def check_example_inputs(module: nn.Module, example_inputs: Any) -> None:
 def fake_layers(structure: RecurrentStructure) -> RunLayers:
     """``run_layers`` that computes shapes only."""
 
-    def run(x: Tensor, state: State | None, batch_sizes: list[int] | None = None) -> tuple[Tensor, State]:
+    def run(
+        x: Tensor, state: State | None, batch_sizes: list[int] | Tensor | None = None
+    ) -> tuple[Tensor, State]:
         width = structure.num_directions * structure.output_size
-        return x.new_empty(x.shape[0], x.shape[1], width), tuple(
-            x.new_empty(structure.state_rows, x.shape[1], width) for width in structure.state_widths
+        batch = batch_sizes[0] if isinstance(batch_sizes, list) else x.shape[1]
+        return x.new_empty(*x.shape[:-1], width), tuple(
+            x.new_empty(structure.state_rows, batch, width) for width in structure.state_widths
         )
 
     return run

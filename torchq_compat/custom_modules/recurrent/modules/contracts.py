@@ -103,6 +103,14 @@ class RecurrentContract(ABC):
         """What a call, or anything of its structure, gives as the input."""
         return self.arguments_of(path, args, kwargs)[0]
 
+    def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
+        """The state that a call of ``module`` with ``x`` and ``hidden`` begins with, where it has steps.
+
+        Raises:
+            CustomModuleError: a state that the float module would refuse.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
         """The qparams of the flat ``results`` of a converted module."""
@@ -205,7 +213,7 @@ class SequenceContract(RecurrentContract):
         columns: ColumnQParams | None,
         x: Tensor,
         state: State | None,
-        batch_sizes: list[int] | None = None,
+        batch_sizes: list[int] | Tensor | None = None,
     ) -> tuple[Tensor, State]:
         dtype = x.dtype
         x = as_dtype(x, torch.float32)
@@ -215,30 +223,40 @@ class SequenceContract(RecurrentContract):
             x, last = x.new_empty(*x.shape[:-1], width), states
         else:
             dropout = self.structure.dropout if module.training else 0.0
-            given = Sequences(x, batch_sizes, columns)
+            given = Sequences.of(x, batch_sizes, columns)
             x, last = runner.run_layers(self.layers(module), given, states, dropout)
         return as_dtype(x, dtype), tuple(
             as_dtype(torch.stack(rows), dtype) for rows in zip(*last, strict=True)
         )
 
     def _states(
-        self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | None
+        self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | Tensor | None
     ) -> list[State]:
         """The initial state of every layer and direction."""
         if state is not None:
             return list(zip(*(as_dtype(each, torch.float32).unbind(0) for each in state), strict=True))
         widths = self.structure.state_widths
-        first_step = x[0] if batch_sizes is None else x[: batch_sizes[0]]
+        first_step = x[: batch_sizes[0]] if isinstance(batch_sizes, list) else x[0]
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
 
+    def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
+        """What a call of ``module`` with ``x`` and ``hidden`` begins with: (L*D, B, width) each."""
+        if hidden is not None:
+            return check_state_count(self.kind, str(module.module_path), hidden)
+        batched = x.dim() == 3
+        rows = x.select(1 if self.structure.batch_first else 0, 0) if batched else x[:1]
+        cells = self._states(module, as_dtype(rows, torch.float32)[None], None, None)
+        states = (as_dtype(torch.stack(each), x.dtype) for each in zip(*cells, strict=True))
+        return tuple(state if batched else state.squeeze(1) for state in states)
+
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """Of output and last states; per-channel where layers or directions have different ones."""
+        """Of output and last states; per-channel where layers or directions have different ones. What else a
+        PackedSequence holds are no floats."""
         by_state = list(zip(*(converted_qparams(cell) for _, cell in self.cells(module)), strict=True))
         last_layer = by_state[0][-self.structure.num_directions :]
-        return (
-            _combine(results[0].dim() - 1, last_layer, self.structure.output_size),
-            *(_combine(0, all_qparams, 1) for all_qparams in by_state),
-        )
+        output = _combine(results[0].dim() - 1, last_layer, self.structure.output_size)
+        indices = (None,) * (len(results) - 1 - len(by_state))
+        return output, *indices, *(_combine(0, all_qparams, 1) for all_qparams in by_state)
 
     def result_groups(self) -> tuple[str, ...]:
         states = tuple(state.group for state in self.kind.states)

@@ -14,6 +14,7 @@ from torch import Tensor
 __all__ = [
     "State",
     "Step",
+    "masked_step",
     "project_as_given",
     "run_looped_direction",
     "run_packed_direction",
@@ -33,6 +34,20 @@ def project_as_given(
     if not batch_first or x.dim() != 3:
         return project(x)
     return tuple(each.transpose(0, 1) for each in project(x.transpose(0, 1)))
+
+
+def masked_step(step: Step, weights: int, states: int) -> Step:
+    """``step``, called with a mask (B,) between its ``weights`` first arguments and the others: its
+    ``states`` last arguments stay where the mask is false."""
+
+    def masked(*flat: Tensor) -> State:
+        mask, rest = flat[weights], flat[weights + 1 :]
+        new = step(*flat[:weights], *rest)
+        return tuple(
+            torch.where(mask[:, None], *pair) for pair in zip(new, rest[len(rest) - states :], strict=True)
+        )
+
+    return masked
 
 
 def run_looped_direction(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from torchq_compat.custom_modules.parts.part_specs import FloatPartSpecs, PartSp
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.cell.prepared_cell import prepared_cell, weights_of
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, shape_in_export
-from torchq_compat.custom_modules.recurrent.modules.contract import check_devices, check_same_dtype
+from torchq_compat.custom_modules.recurrent.modules.contract import as_given, check_devices, check_same_dtype
 from torchq_compat.custom_modules.recurrent.modules.contracts import (
     RecurrentContract,
     SequenceContract,
@@ -35,6 +36,7 @@ from torchq_compat.custom_modules.recurrent.modules.runners import (
     Runner,
     TracedRunner,
 )
+from torchq_compat.custom_modules.recurrent.modules.streams import active_streams
 from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule
 from torchq_compat.custom_modules.recurrent.native.columns import qparams_of_call
 from torchq_compat.custom_modules.recurrent.native.direct_calls import DirectCall, direct_call, quantized_on
@@ -186,7 +188,19 @@ class RecurrentModule(PartOwner):
         arguments = self.contract.arguments_of(self.module_path, args, kwargs)
         check_devices(self.contract.kind, self.module_path, arguments, self._device())
         qparams = self.contract.input_of(self.module_path, *qparams_of_call(layout))
-        return self.contract.call(self, self.runner(), args, kwargs, qparams)
+        streams = active_streams()
+        key = None if streams is None else (self.module_path, self._index_of(layout))
+        if streams is None or key not in streams.kept:
+            return self.contract.call(self, self.runner(), args, kwargs, qparams)
+        x, hidden = arguments
+        return streams.call(
+            key,
+            partial(self.contract.initial_state, self, x, hidden),
+            lambda state: self.contract.call(self, self.runner(), (x, as_given(state)), {}, qparams),
+        )
+
+    def _index_of(self, layout: CallLayout) -> int:
+        return next(index for index, each in enumerate(self.opaque_layouts) if each is layout)
 
     def _device(self) -> torch.device | None:
         """Where the weights are; None in a capture, which looks at devices itself."""
@@ -250,7 +264,9 @@ class RecurrentModule(PartOwner):
         return self.cells()
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
-        return tuple(self.specs.group_dtype(group) for group in self.contract.result_groups())
+        output, *states = (self.specs.group_dtype(group) for group in self.contract.result_groups())
+        # Between them stand the indices of a PackedSequence.
+        return output, *(None,) * (count - 1 - len(states)), *states
 
     def converted_layers(self) -> list[RecurrentLayer]:
         """Converted copies of the layers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,14 @@ from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, shape_i
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.modules.over_time import (
     State,
+    masked_step,
     run_looped_direction,
     run_rolled_direction,
 )
 from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule, OwnedProgram
 from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
 from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
+from torchq_compat.errors import ExportError
 from torchq_compat.qspecs.qparams import q_dq
 
 __all__ = ["NativeRunner", "OpaqueRunner", "PythonRunner", "Runner", "Sequences", "TracedRunner"]
@@ -39,11 +41,22 @@ class Sequences:
         x: (T, B, I) float32; with ``batch_sizes`` the packed rows of a PackedSequence.
         batch_sizes: rows of each step, the longest sequences first.
         columns: the qparams of the columns of ``x``, for a runner on integers.
+        mask: (T, B), in an exported program: where a sequence has a step; its state stays elsewhere.
     """
 
     x: Tensor
     batch_sizes: list[int] | None = None
     columns: ColumnQParams | None = None
+    mask: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, x: Tensor, batch_sizes: list[int] | Tensor | None, columns: ColumnQParams | None
+    ) -> Sequences:
+        """With the rows of each step, or with a mask."""
+        if isinstance(batch_sizes, Tensor):
+            return cls(x, None, columns, batch_sizes)
+        return cls(x, batch_sizes, columns)
 
 
 class Runner(ABC):
@@ -66,7 +79,7 @@ class Runner(ABC):
         last: list[State] = []
         for index, layer in enumerate(layers):
             if index and dropout:
-                given = Sequences(F.dropout(given.x, dropout), given.batch_sizes, given.columns)
+                given = replace(given, x=F.dropout(given.x, dropout))
             outputs = []
             for position, direction in enumerate(layer.directions()):
                 output, end = self.run_direction(direction, given, states[len(last)], backward=position == 1)
@@ -74,7 +87,7 @@ class Runner(ABC):
                 last.append(end)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
             columns = None if given.columns is None else layer.output_columns(outputs[0].shape[-1])
-            given = Sequences(x, given.batch_sizes, columns)
+            given = replace(given, x=x, columns=columns)
         return given.x, last
 
     @abstractmethod
@@ -116,10 +129,13 @@ class TracedRunner(Runner):
         if not isinstance(cell, ConvertedCellGraphModule):
             return PythonRunner().run_direction(direction, given, state, backward=backward)
         inputs = direction.project(cell, direction.project_first(given.x))
-        if shape_in_export() is LoopShape.UNROLLED:
-            output, last = run_looped_direction(cell.repeated_step(), inputs, state, backward=backward)
+        unrolled = shape_in_export() is LoopShape.UNROLLED
+        step, weights = (cell.repeated_step(), ()) if unrolled else cell.step_of_weights()
+        if given.mask is not None:
+            step, inputs = masked_step(step, len(weights), len(state)), (given.mask, *inputs)
+        if unrolled:
+            output, last = run_looped_direction(step, inputs, state, backward=backward)
         else:
-            step, weights = cell.step_of_weights()
             output, last = run_rolled_direction(step, weights, inputs, state, backward=backward)
         hidden, *_ = all_qparams = cell.state_qparams()
         return q_dq(output, hidden), tuple(q_dq(*pair) for pair in zip(last, all_qparams, strict=True))
@@ -131,6 +147,8 @@ class OpaqueRunner(TracedRunner):
     def run_layers(
         self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
     ) -> tuple[Tensor, list[State]]:
+        if given.mask is not None:
+            raise _no_lengths()
         handed = [[_opaque(direction) for direction in layer.directions()] for layer in layers]
         return call_opaque(handed, given.x, states)
 
@@ -139,6 +157,13 @@ class OpaqueRunner(TracedRunner):
     ) -> State:
         _, [new] = call_opaque([[OpaqueDirection(cell)]], x.unsqueeze(0), [state])
         return new
+
+
+def _no_lengths() -> ExportError:
+    return ExportError(
+        "export: a recurrent module is given packed sequences, and recurrent='opaque' has no lengths.",
+        hint="recurrent='rolled' exports packed sequences at any length.",
+    )
 
 
 def _opaque(direction: RecurrentDirection) -> OpaqueDirection:

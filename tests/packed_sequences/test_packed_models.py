@@ -1,0 +1,247 @@
+"""Packing as people write it, lengths as data, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import torchq_compat as tc
+from tests.helpers.oracle import calibrate, leaves, sqnr
+from tests.helpers.packed_models import map_all
+from torchq_compat.errors import CaptureError, InputError
+
+MAPPING = get_default_qconfig_mapping("x86")
+Forward = Callable[..., Any]
+
+
+class Tagger(nn.Module):
+    """Parts for the models below."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 8, batch_first=True, bidirectional=True)
+        self.second = nn.GRU(6, 8, batch_first=True)
+        self.attention = nn.Linear(16, 1)
+        self.norm = nn.BatchNorm1d(6)
+        self.given = forward
+
+    def forward(self, x: Tensor, lengths: Any) -> Any:
+        return self.given(self, x, lengths)
+
+
+def unpacked(output: PackedSequence, **kwargs: Any) -> Tensor:
+    padded, _ = pad_packed_sequence(output, batch_first=True, **kwargs)
+    return padded
+
+
+def old_sorting(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    by_length, order = torch.sort(lengths, 0, descending=True)
+    _, back = torch.sort(order)
+    output, (h, _) = model.rnn(pack_padded_sequence(x[order], by_length.cpu(), batch_first=True))
+    return unpacked(output)[back], torch.cat((h[-2], h[-1]), -1)[back]
+
+
+def lengths_as_list(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    return unpacked(model.rnn(pack_padded_sequence(x, lengths.tolist(), batch_first=True))[0])
+
+
+def lengths_as_array(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    return unpacked(model.rnn(pack_padded_sequence(x, lengths.cpu().numpy(), batch_first=True))[0])
+
+
+def masked_attention(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    output, found = pad_packed_sequence(model.rnn(packed)[0], batch_first=True)
+    mask = torch.arange(output.size(1))[None] < found[:, None]
+    scores = model.attention(output).squeeze(-1).masked_fill(~mask, float("-inf"))
+    pooled = torch.bmm(torch.softmax(scores, -1).unsqueeze(1), output).squeeze(1)
+    return pooled, output[torch.arange(output.size(0)), lengths - 1], output.max(1)[0]
+
+
+def beside_its_input(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return unpacked(model.rnn(packed)[0], total_length=x.size(1)) + x.sum(-1, keepdim=True)
+
+
+def to_a_fixed_length(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return unpacked(model.rnn(packed)[0], total_length=20)
+
+
+def several_readers(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return model.rnn(packed)[1][0], unpacked(model.second(packed)[0])
+
+
+def ops_on_rows(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    rows = packed.data
+    rows = torch.relu(model.norm(rows)) + rows.view(-1, 2, 3).flip(-1).reshape(rows.size(0), 6)
+    output, _ = model.rnn(packed._replace(data=rows))
+    return unpacked(output), model.attention(output.data)
+
+
+def cut_to_the_longest(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    longest = lengths.max()
+    mask = torch.arange(longest)[None] < lengths[:, None]
+    output, _ = model.rnn(x[:, :longest])
+    return model.attention(output).squeeze(-1).masked_fill(~mask, 0.0)
+
+
+def last_steps(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    output, _ = model.rnn(x)
+    rows = (lengths - 1).view(-1, 1, 1).expand(-1, 1, 16)
+    return output[torch.arange(x.size(0)), lengths - 1], output.gather(1, rows).squeeze(1)
+
+
+WHOLE = (
+    old_sorting,
+    lengths_as_list,
+    lengths_as_array,
+    masked_attention,
+    beside_its_input,
+    to_a_fixed_length,
+    several_readers,
+    ops_on_rows,
+    cut_to_the_longest,
+    last_steps,
+)
+
+
+def sequences(batch: int, steps: int) -> tuple[Tensor, Tensor]:
+    lengths = torch.randint(1, steps + 1, (batch,)).sort(descending=True).values
+    return torch.randn(batch, steps, 6), lengths
+
+
+@pytest.mark.parametrize("forward", WHOLE)
+def test_models(forward: Forward) -> None:
+    torch.manual_seed(0)
+    model = Tagger(forward).eval()
+    prepared = tc.prepare_fx(model, MAPPING, sequences(4, 7), map_all())
+    calibrate(prepared, [sequences(5, 9) for _ in range(6)])
+    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    for batch, steps in ((3, 11), (6, 5)):
+        given = sequences(batch, steps)
+        exact, found, fast = (leaves(each(*given)) for each in (model, reference, lowered))
+        for a, b, c in zip(exact, found, fast, strict=True):
+            assert a.shape == b.shape
+            assert 20 < sqnr(a, b) < 70
+            assert sqnr(b, c) > 40
+
+
+def whole_steps(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    """Asks how many steps there are, as the input's own mask has."""
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    output = unpacked(model.rnn(packed)[0])
+    assert output.size(1) == x.size(1)
+    return output * 2
+
+
+def test_a_model_that_asks_for_the_number_of_steps() -> None:
+    torch.manual_seed(0)
+    model = Tagger(whole_steps).eval()
+    x, lengths = torch.randn(3, 7, 6), torch.tensor([7, 3, 1])
+    prepared = tc.prepare_fx(model, MAPPING, (x, lengths), map_all())
+    prepared(x, lengths)
+    converted = tc.convert_fx(prepared)
+    given = torch.randn(4, 9, 6), torch.tensor([2, 9, 9, 5])
+    assert 20 < sqnr(model(*given), converted(*given)) < 70
+    with pytest.raises(
+        InputError, match=r"longest of the packed sequences has 5 steps.*9.*\n?.*total_length"
+    ):
+        converted(torch.randn(2, 9, 6), torch.tensor([5, 2]))
+
+
+def rows_averaged(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True)
+    return model.rnn(packed)[0].data.mean(0)
+
+
+def rows_softmaxed(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True)
+    return torch.softmax(model.rnn(packed)[0].data, 0)
+
+
+def rows_as_one_sequence(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    return model.rnn(pack_padded_sequence(x, lengths, batch_first=True).data)[0]
+
+
+def rows_cumulated(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True)
+    return model.rnn(packed._replace(data=packed.data.cumsum(0)))[0].data
+
+
+@pytest.mark.parametrize("forward", [rows_averaged, rows_softmaxed, rows_as_one_sequence, rows_cumulated])
+def test_ops_that_mix_rows_are_refused(forward: Forward) -> None:
+    with pytest.raises(CaptureError, match=r"test_packed_models.py:\d+ \(.*mixes the rows") as caught:
+        tc.prepare_fx(Tagger(forward).eval(), MAPPING, sequences(4, 7), map_all())
+    assert "Hint:" in str(caught.value)
+
+
+def loops_over_lengths(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    mask = torch.zeros(x.size(0), x.size(1))
+    for index, length in enumerate(lengths):
+        mask[index, : int(length)] = 1
+    return model.attention(model.rnn(x)[0]).squeeze(-1) * mask
+
+
+def integer_of_lengths(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    return model.rnn(x)[0][:, : int(lengths.max())]
+
+
+@pytest.mark.parametrize("forward", [loops_over_lengths, integer_of_lengths])
+def test_lengths_in_python_are_refused_with_a_way(forward: Forward) -> None:
+    with pytest.raises(CaptureError, match=r"test_packed_models.py:\d+ \(.*length") as caught:
+        tc.prepare_fx(Tagger(forward).eval(), MAPPING, sequences(4, 7), map_all())
+    assert re.search(r"Hint: .*lengths\.max\(\)\.item\(\).*lengths\[:, None\]", str(caught.value))
+
+
+def test_lengths_in_a_list_are_fixed_and_said() -> None:
+    model = Tagger(lambda m, x, n: unpacked(m.rnn(pack_padded_sequence(x, n, batch_first=True))[0])).eval()
+    x, lengths = torch.randn(3, 7, 6), [7, 4, 2]
+    prepared = tc.prepare_fx(model, MAPPING, (x, lengths), map_all())
+    prepared(x, lengths)
+    converted = tc.convert_fx(prepared)
+    assert 20 < sqnr(model(x, lengths), converted(x, lengths)) < 70
+    fixed = {d.path: d.reason for d in tc.explain(converted) if d.path.startswith("input lengths")}
+    assert list(fixed) == ["input lengths[0]", "input lengths[1]", "input lengths[2]"]
+    assert fixed["input lengths[1]"].startswith("at 4")
+    with pytest.raises(InputError, match=r"lengths\[1\].*fixed to 4.*\n?.*tensor"):
+        converted(x, [7, 5, 2])
+
+
+@pytest.mark.parametrize("lengths", [[6, 3, 2], [5, 3, 0], [5, 3, -1], [2, 3, 5], [5, 3]])
+def test_lengths_that_do_not_fit(lengths: list[int]) -> None:
+    def sorted_lengths(model: Any, x: Tensor, lengths: Tensor) -> Any:
+        return unpacked(model.rnn(pack_padded_sequence(x, lengths, batch_first=True))[0])
+
+    model = Tagger(sorted_lengths).eval()
+    prepared = tc.prepare_fx(model, MAPPING, sequences(4, 7), map_all())
+    calibrate(prepared, [sequences(4, 7)])
+    given = torch.randn(3, 5, 6), torch.tensor(lengths)
+    with pytest.raises(RuntimeError):
+        model(*given)
+    for made in (prepared, tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
+        with pytest.raises(InputError, match=r"length|sorted|batch_size"):
+            made(*given)
+
+
+def test_dynamic_and_float_modules_take_packs() -> None:
+    torch.manual_seed(0)
+    model, given = Tagger(several_readers).eval(), sequences(5, 9)
+    exact = leaves(model(*given))
+    dynamic = QConfigMapping().set_global(default_dynamic_qconfig)
+    converted = tc.convert_fx(tc.prepare_fx(model, dynamic, sequences(4, 7)))
+    assert all(25 < sqnr(a, b) < 60 for a, b in zip(exact, leaves(converted(*given)), strict=True))
+    left = get_default_qconfig_mapping("x86").set_object_type(nn.LSTM, None).set_object_type(nn.GRU, None)
+    prepared = tc.prepare_fx(model, left, sequences(4, 7), map_all())
+    converted = tc.convert_fx(prepared)
+    assert type(converted.rnn) is nn.LSTM
+    assert all(sqnr(a, b) > 100 for a, b in zip(exact, leaves(converted(*given)), strict=True))

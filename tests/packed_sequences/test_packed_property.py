@@ -1,0 +1,105 @@
+"""Packed sequences inside of a model: equal to float wherever float defines something, padding untouched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+
+import torchq_compat as tc
+from tests.helpers.oracle import calibrate, leaves, sqnr
+from tests.helpers.packed_models import PADDING, PackedShape, Packs, map_all, random_shapes
+from torchq_compat.capture.checked.trial_runs import run_prepared
+from torchq_compat.support.upstream import is_activation_post_process
+
+MAPPING = get_default_qconfig_mapping("x86")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *random_shapes(3, seed=19),
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in random_shapes(24, seed=20)),
+    ],
+    ids=str,
+)
+def test_packed_sequences(shape: PackedShape) -> None:
+    torch.manual_seed(0)
+    model = Packs(shape).eval()
+    for parameter in model.rnn.parameters():
+        parameter.data *= 2.0
+    prepared = tc.prepare_fx(model, MAPPING, model.sequences(4, 7), map_all())
+    for batch, steps in ((5, 9), (1, 4), (3, 1)):
+        given = model.sequences(batch, steps)
+        wanted = leaves(model(*given))
+        found = leaves(run_prepared(prepared, given, is_activation_post_process))
+        for exact, observed in zip(wanted, found, strict=True):
+            assert exact.shape == observed.shape
+            assert torch.allclose(exact, observed, atol=1e-5)
+    calibrate(prepared, [model.sequences(6, 9) for _ in range(8)])
+    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    given = model.sequences(5, 11, [11, 11, 4, 1, 1])
+    exact, found, fast = (leaves(each(*given)) for each in (model, reference, lowered))
+    is_padding = exact[0] == PADDING
+    assert is_padding.any()
+    assert torch.equal(found[0] == PADDING, is_padding)
+    assert torch.equal(exact[-1], found[-1])
+    steps = (~is_padding)[..., :1]
+    pairs = [(exact[0] * steps, found[0] * steps), (exact[1] * steps, found[1] * steps)]
+    for a, b in [*pairs, *zip(exact[2:-1], found[2:-1], strict=True)]:
+        assert 20 < sqnr(a, b) < 70
+    assert all(torch.equal(a, b) for a, b in zip(found, fast, strict=True))
+
+
+def test_calibration_never_sees_padding() -> None:
+    torch.manual_seed(0)
+    shape = PackedShape("LSTM", 1, True, True, False)
+    model = Packs(shape).eval()
+    states = []
+    for padding in (0.0, 1e6):
+        torch.manual_seed(1)
+        batches = [model.sequences(6, 9) for _ in range(3)]
+        for x, lengths in batches:
+            x[torch.arange(9) >= lengths[:, None]] = padding
+        prepared = tc.prepare_fx(model, MAPPING, batches[0], map_all())
+        calibrate(prepared, batches)
+        states.append(tc.convert_to_reference_fx(prepared).state_dict())
+    for name, value in states[0].items():
+        assert str(value) == str(states[1][name]), name
+
+
+def test_training() -> None:
+    torch.manual_seed(0)
+    model = Packs(PackedShape("LSTM", 1, False, True, False, ops_on_rows=True)).train()
+    given = model.sequences(12, 9)
+    prepared = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), given, map_all())
+    optimizer = torch.optim.Adam(prepared.parameters(), 2e-2)
+    target, losses = torch.randn(12, 4), []
+    for _ in range(25):
+        output = prepared(*given)[1]
+        loss = (output[torch.arange(12), given[1] - 1] - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in prepared.parameters())
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.75 * losses[0]
+    prepared.eval()
+    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    trained, found, fast = (leaves(each(*given)) for each in (prepared, reference, lowered))
+    assert sqnr(trained[1], found[1]) > 20
+    assert all(torch.equal(a, b) for a, b in zip(found, fast, strict=True))
+
+
+def test_gradients_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 2, requires_grad=True, dtype=torch.float64)
+    lengths = torch.tensor([5, 3, 1])
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        rows, sizes = torch.ops.torchq_compat.pack_padded_sequence(x, lengths, True, False)
+        padded, _ = torch.ops.torchq_compat.pad_packed_sequence(rows * rows, sizes, 3, True, 2.0, 6)
+        assert isinstance(padded, torch.Tensor)
+        return padded
+
+    assert torch.autograd.gradcheck(ours, (x,))

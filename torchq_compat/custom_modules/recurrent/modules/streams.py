@@ -1,0 +1,122 @@
+"""States that outlive a call: while streams are active, recurrent modules begin where they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.errors import InputError
+
+__all__ = ["CallKey", "Streams", "active_streams"]
+
+#: (path of the module, which of its calls in the graph)
+CallKey = tuple[str, int]
+State = tuple[Tensor, ...]
+
+
+@dataclass
+class Streams:
+    """The states of the recurrent calls that keep theirs.
+
+    Attributes:
+        kept: the calls.
+        states: (L*D, B, width) each, after the last call; (L*D, width) of a model without a batch.
+        initial: before the first.
+        buffers: whether ``states`` are buffers of a program that is being exported, written in place.
+    """
+
+    kept: frozenset[CallKey]
+    states: dict[CallKey, State] = field(default_factory=dict)
+    initial: dict[CallKey, State] = field(default_factory=dict)
+    buffers: bool = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Recurrent modules ask these streams for the duration."""
+        token = _ACTIVE.set(self)
+        try:
+            yield
+        finally:
+            _ACTIVE.reset(token)
+
+    def call(self, key: CallKey, begin: Callable[[], State], run: Callable[[State], Any]) -> Any:
+        """Run a kept call from its state, or from ``begin()``, and keep the state it ends with.
+
+        Args:
+            run: state -> (output, last state); that is the tensor itself where there is but one.
+
+        Raises:
+            InputError: another number of streams than before.
+        """
+        first = begin()
+        state = self.states.get(key)
+        if state is None:
+            state = self.initial[key] = first
+        elif state[0].shape != first[0].shape:
+            raise _other_streams(state[0].shape[-2], first[0].shape[-2])
+        result = run(state)
+        last = result[1] if isinstance(result[1], tuple) else (result[1],)
+        if self.buffers:
+            for buffer, new in zip(self.states[key], last, strict=True):
+                buffer.copy_(new)
+        else:
+            self.states[key] = tuple(each.detach() for each in last)
+        return result
+
+    def reset(self, indices: Sequence[int] | Tensor | None = None) -> None:
+        """Begin again: all streams, or those at ``indices`` in the batch.
+
+        Raises:
+            InputError: no such stream.
+        """
+        if indices is None:
+            self.states.clear()
+            self.initial.clear()
+            return
+        rows = torch.as_tensor(indices)
+        if rows.dtype is torch.bool:
+            rows = rows.nonzero().flatten()
+        rows = rows.reshape(-1).long()
+        for state in self.states.values():
+            count = state[0].shape[-2]
+            if rows.numel() and (int(rows.max()) >= count or int(rows.min()) < -count):
+                raise _no_such_stream(rows.tolist(), count)
+        for key, state in self.states.items():
+            self.states[key] = tuple(
+                _with_rows(each, first, rows) for each, first in zip(state, self.initial[key], strict=True)
+            )
+
+
+_ACTIVE: ContextVar[Streams | None] = ContextVar("torchq_compat_streams", default=None)
+
+
+def active_streams() -> Streams | None:
+    """The streams to ask; None outside of a streaming model."""
+    return _ACTIVE.get()
+
+
+def _with_rows(state: Tensor, first: Tensor, rows: Tensor) -> Tensor:
+    changed = state.clone()
+    changed[..., rows.to(state.device), :] = first[..., rows.to(state.device), :]
+    return changed
+
+
+def _other_streams(kept: int, given: int) -> InputError:
+    return InputError(
+        f"a chunk of {given} streams was given where states of {kept} are kept.",
+        hint="give chunks of the same batch, or call reset() before another one; reset(indices) begins "
+        "single streams again.",
+    )
+
+
+def _no_such_stream(given: list[int], count: int) -> InputError:
+    return InputError(
+        f"reset: the streams {given} were named where {count} are kept.",
+        hint=f"name streams by their place in the batch, 0 to {count - 1}.",
+    )

@@ -1,0 +1,1 @@
+"""A converted model that is fed its sequences in pieces."""

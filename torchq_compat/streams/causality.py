@@ -1,0 +1,208 @@
+"""Whether a model computes in pieces what it computes of the whole: found out by running both.
+
+Every value of the graph is looked at: along the steps the pieces have to be the whole one behind the other;
+what has no steps, a last state say, has to be after the last piece what it is after the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import SymInt, Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from torchq_compat.capture.checked.same_results import sqnr
+from torchq_compat.custom_modules.recurrent.modules.streams import Streams
+from torchq_compat.errors import StreamingError
+from torchq_compat.streams.recurrent_calls import RecurrentCall
+from torchq_compat.support.graph_nodes import module_path_of, user_line_of
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["check_causality"]
+
+#: Steps of the pieces of a trial: of different lengths, the last a single step.
+PIECES = (2, 3, 1)
+BATCH = 5
+#: dB that count as equal: q-dq may round another way where a float sum has another order, and dynamic ranges
+#: are those of each piece.
+EQUAL, EQUAL_DYNAMIC = 30.0, 12.0
+EMBEDDINGS = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx)
+
+
+def check_causality(graph_module: GraphModule, calls: Sequence[RecurrentCall], *, is_dynamic: bool) -> None:
+    """Run a q-dq graph on random sequences and on their pieces.
+
+    Raises:
+        StreamingError: some value is another one in pieces; names the op.
+    """
+    steps = calls[0].steps
+    if any(call.steps != steps for call in calls):
+        raise _refused("its recurrent modules run over different numbers of steps", calls[-1].node)
+    sizes = {call.batch: BATCH for call in calls if call.batch is not None}
+    generator = torch.Generator().manual_seed(0)
+    tokens = _tokens(graph_module)
+    total = sum(PIECES)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    whole = [_random(node, {**sizes, steps: total}, tokens, generator) for node in placeholders]
+    # A state of the caller's, too, goes on from piece to piece.
+    kept = frozenset(call.key for call in calls)
+    expected = _run(graph_module, whole, Streams(kept))
+    streams, pieces, start = Streams(kept), [], 0
+    for count in PIECES:
+        piece = [
+            _piece(node, value, steps, start, count) for node, value in zip(placeholders, whole, strict=True)
+        ]
+        pieces.append(_run(graph_module, piece, streams))
+        start += count
+    least = EQUAL_DYNAMIC if is_dynamic else EQUAL
+    for node, value in expected.items():
+        found = [each[node] for each in pieces]
+        if not _agrees(value, found, least):
+            raise _refused("it is computed across steps, or from their number", node)
+
+
+class _Recorder(Interpreter):
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self.extra_traceback = False
+
+
+def _run(graph_module: GraphModule, inputs: list[Any], streams: Streams) -> dict[Node, Any]:
+    """The value of every node that is no input."""
+    recorder = _Recorder(graph_module)
+    with torch.no_grad(), streams.active():
+        try:
+            recorder.run(*inputs, enable_io_processing=False)
+        except StreamingError:
+            raise
+        except Exception as cause:
+            raise _does_not_run(cause) from cause
+    return {node: value for node, value in recorder.env.items() if node.op not in ("placeholder", "get_attr")}
+
+
+def _random(node: Node, sizes: dict[Any, int], tokens: int, generator: torch.Generator) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return value
+    shape = [_size(size, sizes) for size in value.shape]
+    if value.dtype is torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if not value.dtype.is_floating_point:
+        return torch.randint(0, tokens, shape, generator=generator).to(value.dtype)
+    return torch.randn(shape, generator=generator).to(value.dtype)
+
+
+def _size(size: Any, sizes: dict[Any, int]) -> int:
+    if not isinstance(size, SymInt):
+        return int(size)
+    expression = size.node.expr.xreplace({s: sympy.Integer(n) for s, n in sizes.items() if s is not None})
+    return int(expression) if not expression.free_symbols else int(size.node.hint)
+
+
+def _piece(node: Node, value: Any, steps: Any, start: int, count: int) -> Any:
+    """The part of a whole input from step ``start`` on; an input without steps is handed on."""
+    shape = node.meta["val"].shape if isinstance(value, Tensor) else ()
+    for dimension, size in enumerate(shape):
+        if isinstance(size, SymInt) and size.node.expr == steps:
+            value = value.narrow(dimension, start, count)
+    return value
+
+
+def _tokens(graph_module: GraphModule) -> int:
+    """How many tokens every table of the graph has."""
+    counts = [2]
+    for node in graph_module.graph.nodes:
+        if node.target in EMBEDDINGS:
+            table = node.args[0]
+            while isinstance(table, Node) and table.op == "call_function":
+                table = table.args[0]
+            if isinstance(table, Node) and table.op == "get_attr":
+                counts.append(len(_attribute(graph_module, str(table.target))))
+    return max(2, min(counts[1:], default=2))
+
+
+def _attribute(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name)
+    return owner
+
+
+def _agrees(whole: Any, pieces: list[Any], least: float) -> bool:
+    expected, found = pytree.tree_leaves(whole), [pytree.tree_leaves(piece) for piece in pieces]
+    if any(len(each) != len(expected) for each in found):
+        return False
+    return all(
+        not isinstance(value, Tensor) or _tensor_agrees(value, list(parts), least)
+        for value, *parts in zip(expected, *found, strict=True)
+    )
+
+
+def _tensor_agrees(whole: Tensor, pieces: list[Tensor], least: float) -> bool:
+    if any(piece.dim() != whole.dim() for piece in pieces):
+        return False
+    if all(piece.shape == whole.shape for piece in pieces):
+        return _equal(whole, pieces[-1], least)
+    axis = next(
+        (d for d in range(whole.dim()) if any(piece.shape[d] != whole.shape[d] for piece in pieces)), 0
+    )
+    lengths = [piece.shape[axis] for piece in pieces]
+    if lengths == list(PIECES) and whole.shape[axis] == sum(PIECES):
+        joined = _join(pieces, axis)
+        return joined is not None and _equal(whole, joined, least)
+    rows, rest = divmod(lengths[-1], PIECES[-1])
+    if rest or [rows * count for count in PIECES] != lengths or whole.shape[axis] != rows * sum(PIECES):
+        return False
+    # Steps and batch in one dimension, in either order.
+    for by_step in (False, True):
+        parts = (-1, rows) if by_step else (rows, -1)
+        split = [
+            each.reshape(*each.shape[:axis], *parts, *each.shape[axis + 1 :]) for each in (whole, *pieces)
+        ]
+        joined = _join(split[1:], axis if by_step else axis + 1)
+        if joined is not None and _equal(split[0], joined, least):
+            return True
+    return False
+
+
+def _join(pieces: list[Tensor], axis: int) -> Tensor | None:
+    others = {math.prod(piece.shape) // max(1, piece.shape[axis]) for piece in pieces}
+    if len(others) > 1:
+        return None
+    return torch.cat([_plain(piece) for piece in pieces], axis)
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.dequantize() if value.is_quantized else value
+
+
+def _equal(whole: Tensor, found: Tensor, least: float) -> bool:
+    if whole.shape != found.shape:
+        return False
+    a, b = _plain(whole).double(), _plain(found).double()
+    return torch.equal(a, b) or sqnr(a, b) >= least
+
+
+def _refused(reason: str, node: Node) -> StreamingError:
+    path, line = str(node.target) if node.op == "call_module" else module_path_of(node), user_line_of(node)
+    where = f" in {path!r}" if path else ""
+    at = f" at {line}" if line else ""
+    name = path if node.op == "call_module" else str(node.target)
+    return StreamingError(
+        f"streaming: {name}{where}{at} gives something else in pieces than for the whole sequence: {reason}.",
+        hint="a conv, pooling, attention, mean or position over time needs all steps; stream the part of the "
+        "model in which every step is computed from those before it.",
+    )
+
+
+def _does_not_run(cause: Exception) -> StreamingError:
+    first_line = (str(cause).strip().splitlines() or [""])[0]
+    return StreamingError(
+        f"streaming: the model does not run on pieces of {PIECES} steps: {type(cause).__name__}: "
+        f"{first_line}",
+        hint="a conv or pooling over time needs more steps than one; stream the part of the model in which "
+        "every step is computed from those before it.",
+    )

@@ -1,0 +1,150 @@
+"""The recurrent calls of a converted graph: which keep their state in a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.custom_modules.recurrent.modules.contracts import SequenceContract
+from torchq_compat.custom_modules.recurrent.modules.dynamic import DynamicRecurrent
+from torchq_compat.custom_modules.recurrent.modules.recurrent_module import RecurrentModule
+from torchq_compat.custom_modules.recurrent.modules.streams import CallKey
+from torchq_compat.errors import StreamingError
+from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["RecurrentCall", "recurrent_calls"]
+
+ATEN = torch.ops.aten
+#: Ops that take nothing but sizes, dtype and device of their first argument.
+OF_SHAPES = (
+    ATEN.sym_size.int,
+    ATEN.new_zeros.default,
+    ATEN.new_ones.default,
+    ATEN.new_full.default,
+    ATEN.new_empty.default,
+    ATEN.zeros_like.default,
+    ATEN.ones_like.default,
+    ATEN.full_like.default,
+)
+
+
+@dataclass(frozen=True)
+class RecurrentCall:
+    """One call of a recurrent module.
+
+    Attributes:
+        key: how streams name it.
+        steps: the symbol of its number of steps.
+        batch: that of its batch; None where there is none, the number where it is fixed.
+        keeps_state: whether the model itself gives it none, or always the same.
+    """
+
+    node: Node
+    module: RecurrentModule
+    key: CallKey
+    steps: Any
+    batch: Any
+    keeps_state: bool
+
+    @property
+    def is_dynamic(self) -> bool:
+        return isinstance(self.module, DynamicRecurrent)
+
+
+def recurrent_calls(graph_module: GraphModule) -> list[RecurrentCall]:
+    """The calls of the recurrent modules in a q-dq graph.
+
+    Raises:
+        StreamingError: one that cannot run in pieces; names its path.
+    """
+    found = []
+    for node in opaque_call_nodes(graph_module):
+        module, path = graph_module.get_submodule(str(node.target)), str(node.target)
+        if isinstance(module, RecurrentModule):
+            found.append(_read(node, module, path))
+    if not any(call.keeps_state for call in found):
+        raise _nothing_to_keep()
+    return found
+
+
+def _read(node: Node, module: RecurrentModule, path: str) -> RecurrentCall:
+    contract = module.contract
+    if not isinstance(contract, SequenceContract):
+        raise _refused(path, "it is a cell: the loop around it is Python's and has a fixed number of steps")
+    if contract.structure.bidirectional:
+        raise _refused(path, "it is bidirectional: its backward direction begins at the end of the sequence")
+    index = node.kwargs["opaque_layout"]
+    assert isinstance(index, int)
+    layout = module.opaque_layouts[index]
+    if any(layout.inputs.holds_indices()):
+        raise _refused(path, "it is given a PackedSequence")
+    count = layout.inputs.count()
+    args, kwargs = layout.inputs.put_together(node.args[:count], node.args[count:])
+    _, hidden = contract.arguments_of(path, args, kwargs)
+    shape = node.meta["val"][0].shape
+    is_batched = len(shape) == 3
+    steps = shape[1 if is_batched and contract.structure.batch_first else 0]
+    if not isinstance(steps, SymInt):
+        raise _refused(path, f"the model fixes its sequences to {steps} steps")
+    batch = shape[0 if contract.structure.batch_first else 1] if is_batched else None
+    return RecurrentCall(
+        node,
+        module,
+        (path, index),
+        steps.node.expr,
+        batch.node.expr if isinstance(batch, SymInt) else batch,
+        keeps_state=hidden is None or _is_kept(path, hidden, steps.node.expr),
+    )
+
+
+def _is_kept(path: str, hidden: Any, steps: Any) -> bool:
+    """Whether a state that the model gives is the same in every call; else the caller's own.
+
+    Raises:
+        StreamingError: it is computed from the sequence.
+    """
+    given = set(_placeholders(pytree.tree_leaves(hidden)))
+    if any(_is_sequence(each, steps) for each in given):
+        raise _refused(path, "the state it begins with is computed from the sequence")
+    return not given
+
+
+def _placeholders(waiting: list[Any]) -> Iterator[Node]:
+    """The inputs whose values ``waiting`` are computed from."""
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Node) or node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            yield node
+        elif node.target not in OF_SHAPES:
+            waiting.extend(node.all_input_nodes)
+
+
+def _is_sequence(placeholder: Node, steps: Any) -> bool:
+    value = placeholder.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else ()
+    return any(isinstance(size, SymInt) and steps in size.node.expr.free_symbols for size in sizes)
+
+
+def _refused(path: str, reason: str) -> StreamingError:
+    return StreamingError(
+        f"streaming: the recurrent module at {path!r} cannot run in pieces: {reason}.",
+        hint="stream a model, or the part of one, in which every step is computed from those before it.",
+    )
+
+
+def _nothing_to_keep() -> StreamingError:
+    return StreamingError(
+        "streaming: no recurrent module of this model keeps a state: there is none, or each gets its state "
+        "from the caller.",
+        hint="a model that takes and returns its states needs no streaming(): call it with chunks.",
+    )

@@ -1,0 +1,42 @@
+"""What ``export`` sees of a streaming model: its states as buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.custom_modules.recurrent.modules.streams import CallKey, Streams
+
+__all__ = ["StreamProgram"]
+
+
+class StreamProgram(nn.Module):
+    """A q-dq graph that writes its states back into buffers.
+
+    Args:
+        graph: what is exported.
+        model: what it was made from, in eager mode.
+        streams: which calls keep their state.
+        args: an example, of the batch that is exported.
+    """
+
+    def __init__(self, graph: nn.Module, model: nn.Module, streams: Streams, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.graph = graph
+        first = Streams(streams.kept)
+        with torch.no_grad(), first.active():
+            model(*args)
+        self._names: dict[CallKey, tuple[str, ...]] = {}
+        for index, (key, states) in enumerate(sorted(first.initial.items())):
+            self._names[key] = tuple(f"state_{index}_{position}" for position in range(len(states)))
+            for name, state in zip(self._names[key], states, strict=True):
+                self.register_buffer(name, state.detach().clone())
+
+    def forward(self, *args: Any) -> Any:
+        states: dict[CallKey, tuple[Tensor, ...]] = {
+            key: tuple(getattr(self, name) for name in names) for key, names in self._names.items()
+        }
+        with Streams(frozenset(states), states, buffers=True).active():
+            return self.graph(*args)
