@@ -208,5 +208,6 @@ def test_a_reshape_does_not_share_with_what_other_values_were_computed_from() ->
     theirs, ours, model, x = reshaped_on_both(lambda y: torch.exp(y))
     assert quantized_by_fx(theirs[0]) - quantized_by_us(ours[0]) == {("", "reshape"): 1}
     (left,) = [d for d in op_decisions(ours[0]) if d.kind.startswith("reshape")]
-    assert left.action == "float" and "its input, which is float" in left.reason
+    assert left.action == "float"
+    assert "its input, which is float" in left.reason
     assert sqnr(model(x), theirs[1](x)) + 1 < sqnr(model(x), ours[1](x)) < 50

@@ -29,8 +29,12 @@ EXPLAINED: dict[str, dict[str, str]] = {
         "calls, and the view shares the constant's observer.",
     },
     "r3d_18": {
-        "ops": "FX does not see that a subclass of Conv3d has a batch norm to fold, and quantizes both apart; "
-        "here it is folded.",
+        "ops": "FX does not see that a subclass of Conv3d has a batch norm to fold, and quantizes both "
+        "apart; here it is folded.",
+    },
+    "swin_v2_t": {
+        "qparams": "FX cuts the inputs of three sigmoids to the range of their results; here they are "
+        "observed.",
     },
     "tcn": {
         "ops": "The same ops: FX's contiguous is named by the float convolution under weight_norm before it.",
