@@ -27,6 +27,7 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = [
     "PartOwnerHandler",
     "converted_by_its_class",
+    "has_own_forward",
     "hint_to_map",
     "observed_by_its_class",
     "warn_if_forward_overridden",
@@ -72,10 +73,15 @@ class PartOwnerHandler(CustomModuleHandler):
                 yield Decision(where, formula, Action.QUANTIZED, "part of the custom module", details)
 
 
+def has_own_forward(module: nn.Module, float_class: type[nn.Module]) -> bool:
+    """Return whether ``module``, a ``float_class``, computes something else than a ``float_class`` does."""
+    return "forward" in vars(module) or type(module).forward is not float_class.forward
+
+
 def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
     """Warn if ``module``, a ``float_class``, computes something else than a ``float_class`` does: what is
     observed here are the parts of the latter."""
-    if "forward" in vars(module) or type(module).forward is not float_class.forward:
+    if has_own_forward(module, float_class):
         name = type(module).__name__
         warn_user(
             f"{name} at {path!r} has a forward of its own, which is not called once it is mapped: what is "
