@@ -22,7 +22,7 @@ from torchq_compat.config.custom_configs import (
     read_fuse_custom_config,
     read_prepare_custom_config,
 )
-from torchq_compat.config.qconfig_mappings import QConfigRules, read_qconfig_mapping
+from torchq_compat.config.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.lower.x86.entry_point import lower_or_warn
 from torchq_compat.pipeline.convert import convert_to_reference
@@ -320,7 +320,7 @@ def _prepare(
 def _asks_for_something(equalization_config: Any) -> bool:
     """FX's own default is an empty QConfigMapping."""
     mapping = equalization_config
-    if isinstance(mapping, dict):
+    if isinstance(mapping, dict) and set(mapping) <= set(DICT_KEYS):
         mapping = QConfigMapping.from_dict(mapping)
     if not isinstance(mapping, QConfigMapping):
         return True
