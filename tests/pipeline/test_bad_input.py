@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
-from torch.ao.quantization import MinMaxObserver, QConfig, QConfigMapping, default_weight_observer
+from torch.ao.quantization import (
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_weight_observer,
+)
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
 
 import torchq_compat as tc
@@ -434,3 +440,17 @@ def test_an_error_prints_problem_and_hint() -> None:
         tc.prepare_fx(Model(), MAPPING)
     assert re.fullmatch(r"example_inputs is missing: .*\nHint: pass a tuple .*", str(caught.value))
     assert (caught.value.message, caught.value.hint) == tuple(str(caught.value).split("\nHint: "))
+
+
+@pytest.mark.parametrize("convert", [tc.convert_to_reference_fx, tc.convert_fx])
+def test_an_empty_batch_of_a_dynamic_linear_names_it(convert: Callable[..., Any]) -> None:
+    """There is nothing to choose qparams from; the nodes that choose them stand in no module."""
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval()
+    mapping = QConfigMapping().set_global(default_dynamic_qconfig)
+    converted = convert(tc.prepare_fx(model, mapping, (torch.randn(3, 4),)))
+    try:
+        found = converted(torch.randn(0, 4))
+    except tc.TorchQCompatError as refusal:
+        assert "'1.0'" in str(refusal)
+    else:
+        assert found.shape == (0, 4)
