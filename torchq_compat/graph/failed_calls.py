@@ -114,7 +114,7 @@ def _path(node: Node) -> str:
         return str(node.target)
     path = module_path_of(node)
     # What is inserted before an op stands in no module: the op it is there for does.
-    if not path and str(node.target).startswith("quantized_decomposed."):
+    if not path and any(word in str(node.target) for word in ("quantize_per", "choose_qparams")):
         return next(filter(None, map(_path_of_reader, node.users)), "")
     return path
 
