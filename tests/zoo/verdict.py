@@ -122,7 +122,9 @@ def size_word(row: Row, name: str) -> str:
     prepared, reference, lowered = (given[form]["dB"] for form in ("prepared", "reference", "lowered"))
     if prepared < _prepared_bar(row):
         return f"wrong, prepared {prepared:.0f} dB"
-    measure = min(_number(row["own_size"]["reference"]), given.get("fx_reference", {}).get("dB", 999.0))
+    # Rows of before have the own size's two batches only.
+    own = row.get("own_size", row["ours"]["sqnr"])
+    measure = min(_number(own["reference"]), given.get("fx_reference", {}).get("dB", 999.0))
     if reference < measure - BELOW_AT_OTHER_SIZE:
         return f"wrong, reference {reference:.1f} dB"
     if reference >= MEANINGFUL and lowered < reference - BELOW_AT_OTHER_SIZE:
