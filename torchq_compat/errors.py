@@ -102,6 +102,16 @@ class CaptureError(TorchQCompatError):
             "it is a defect of torchq_compat: report it with the model's code. The model was not changed.",
         )
 
+    @classmethod
+    def lost_forward(cls, model: str, modules: str, what: str) -> CaptureError:
+        return cls(
+            f"{model} cannot be quantized: {modules} has a forward of its own, which is not called once its "
+            f"class is mapped, and without it the model computes something else ({what}).",
+            hint="map the class to an observed class of yours, whose from_float keeps the computation, or "
+            "move the code into a module around the torch.nn one, and map that class. The model was not "
+            "changed.",
+        )
+
 
 class ExportError(TorchQCompatError, ValueError):
     """A converted model cannot be exported as asked."""

@@ -24,7 +24,7 @@ from torchq_compat.config.custom_configs import (
     read_prepare_custom_config,
 )
 from torchq_compat.config.old_keywords import takes_old_keywords
-from torchq_compat.config.qconfig_mappings import QConfigRules, read_qconfig_mapping
+from torchq_compat.config.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.eager.fuse import fuse
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.x86.entry_point import lower_or_warn
@@ -163,7 +163,8 @@ def convert_fx(
     ran; ``explain`` says where it does not. It is a GraphModule whose state_dict is that of
     ``convert_to_reference_fx``; its ``reference`` is that q-dq graph, which torch.export and torch.compile
     see. With another engine or machine the q-dq graph itself is returned, with a QuantizationWarning.
-    ``_remove_qconfig``, ``backend_config`` and ``keep_original_weights`` change nothing here.
+    ``_remove_qconfig``, ``backend_config`` and ``keep_original_weights`` change nothing here, and one that
+    would in FX is warned about.
 
     Args:
         graph_module: what ``prepare_fx`` or ``prepare_qat_fx`` returned, calibrated or trained. It is not
@@ -189,10 +190,10 @@ def convert_fx(
         >>> convert_fx(prepared)(x).shape
         torch.Size([3, 2])
     """
-    read_backend_config(backend_config)
+    backend = None if backend_config is None else read_backend_config(backend_config)
     settings = read_convert_custom_config(convert_custom_config)
     _warn_unused(remove_qconfig=_remove_qconfig, keep_original_weights=keep_original_weights)
-    reference = convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
+    reference = convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping), backend)
     return lower_or_warn(reference)
 
 
@@ -224,10 +225,10 @@ def convert_to_reference_fx(
         >>> [node.name for node in reference.graph.nodes if "dequantize" in node.name][-1]
         'dequantize_per_tensor...'
     """
-    read_backend_config(backend_config)
+    backend = None if backend_config is None else read_backend_config(backend_config)
     settings = read_convert_custom_config(convert_custom_config)
     _warn_unused(remove_qconfig=_remove_qconfig)
-    return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping))
+    return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping), backend)
 
 
 @takes_old_keywords()
@@ -333,7 +334,7 @@ def _prepare(
 def _asks_for_something(equalization_config: Any) -> bool:
     """FX's own default is an empty QConfigMapping."""
     mapping = equalization_config
-    if isinstance(mapping, dict):
+    if isinstance(mapping, dict) and set(mapping) <= set(DICT_KEYS):
         mapping = QConfigMapping.from_dict(mapping)
     if not isinstance(mapping, QConfigMapping):
         return True

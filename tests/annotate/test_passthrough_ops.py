@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from torch.ao.quantization import get_default_qconfig_mapping
 from torch.fx import Graph
 
 import torchq_compat as tc
-from tests.helpers.oracle import calibrate, op_decisions, sqnr
+from tests.helpers.oracle import (
+    activation_qparams,
+    by_fx,
+    by_us,
+    calibrate,
+    fx_activation_qparams,
+    op_decisions,
+    sqnr,
+)
+from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
 from torchq_compat.annotate.passthrough_ops import PASSTHROUGH, preserves_values
 
 ATEN = torch.ops.aten
@@ -43,6 +53,20 @@ ARGUMENTS: dict[object, tuple[Any, ...]] = {
     ATEN.unflatten.int: (1, [2, 2]),
     ATEN.unsqueeze.default: (1,),
     ATEN.view.default: ([8, 32],),
+    ATEN.broadcast_to.default: ([2, 4, 4, 4, 4],),
+    ATEN.flip.default: ([1],),
+    ATEN.index.Tensor: ([None, torch.tensor([0, 2])],),
+    ATEN.moveaxis.int: (1, 2),
+    ATEN.movedim.int: (1, 2),
+    ATEN.movedim.intlist: ([1], [2]),
+    ATEN.split.sizes: ([1, 3], 1),
+    ATEN.split_with_sizes.default: ([1, 3], 1),
+    ATEN.swapaxes.default: (1, 2),
+    ATEN.swapdims.default: (1, 2),
+    ATEN.tensor_split.sections: (2, 1),
+    ATEN.tile.default: ([2, 1],),
+    ATEN.unbind.int: (1,),
+    ATEN.unfold.default: (1, 2, 1),
 }
 #: Operator -> what it is called with in place of the tensor.
 OTHER_INPUTS = {
@@ -134,3 +158,56 @@ def test_a_relu_behind_a_recurrent_module_keeps_its_qparams() -> None:
     assert decided.action == "shared"
     converted = tc.convert_to_reference_fx(prepared, tc.get_default_convert_custom_config())
     assert 20 < sqnr(model(x), converted(x)) < 60
+
+
+class Reshaped(nn.Module):
+    """A reshape, whose default QConfig reuses the observer of its input, behind a float op."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(8, 8), nn.Linear(8, 8), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)).reshape(-1, 8))
+
+
+def reshaped_on_both(between: Callable[[Tensor], Tensor]) -> tuple[Any, Any, nn.Module, Tensor]:
+    """((prepared, converted) of FX, the same here, model, input)."""
+    torch.manual_seed(0)
+    model, x = Reshaped(between).eval(), torch.randn(4, 4, 8)
+    mapping = get_default_qconfig_mapping("x86")
+    return by_fx(model, mapping, [(x,)]), by_us(model, mapping, [(x,)]), model, x
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda y: y[:, ::2],
+        lambda y: y.split([1, 3], 1)[1],
+        lambda y: y.movedim(0, 1)[1:],
+        lambda y: y[:, [0, 2]].flip(1),
+        lambda y: y.roll(1, 1)[1:],
+        lambda y: y.topk(2, 1)[0],
+    ],
+    ids=["slice", "split", "movedim", "index", "roll", "topk"],
+)
+def test_a_reshape_shares_with_what_was_observed_before_float_ops_moved_it(
+    between: Callable[[Tensor], Tensor],
+) -> None:
+    theirs, ours, model, x = reshaped_on_both(between)
+    assert quantized_by_us(ours[0]) == quantized_by_fx(theirs[0])
+    assert activation_qparams(ours[1]) == fx_activation_qparams(theirs[1])
+    assert len(activation_qparams(ours[1])) == 3
+    # In floats the same values may round to the next step.
+    assert sqnr(theirs[1](x), ours[1](x)) > 40
+    assert 25 < sqnr(model(x), ours[1](x)) < 50
+
+
+def test_a_reshape_does_not_share_with_what_other_values_were_computed_from() -> None:
+    """FX goes back through the exponential too: what is above the linear layer's range is lost."""
+    theirs, ours, model, x = reshaped_on_both(lambda y: torch.exp(y))
+    assert quantized_by_fx(theirs[0]) - quantized_by_us(ours[0]) == {("", "reshape"): 1}
+    (left,) = [d for d in op_decisions(ours[0]) if d.kind.startswith("reshape")]
+    assert left.action == "float"
+    assert "its input, which is float" in left.reason
+    assert sqnr(model(x), theirs[1](x)) + 1 < sqnr(model(x), ours[1](x)) < 50

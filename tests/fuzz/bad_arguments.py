@@ -279,6 +279,7 @@ ACCEPTED: dict[tuple[str, str, str], str] = {
     ("*", "convert_custom_config", "empty dict"): "the legacy dict form of the default",
     ("*", "fuse_custom_config", "empty dict"): "the legacy dict form of the default",
     ("*", "backend_config", "empty dict"): "the legacy dict form of a backend that takes nothing",
+    ("*", "_equalization_config", "empty dict"): "asks for nothing, as FX's own default does",
     ("*", "dynamic_shapes", "empty tuple"): "to torch.export: no size is free",
     ("*", "dynamic_shapes", "empty dict"): "to torch.export: no size is free",
     ("save_checkpoint", "state", "nested"): "a mapping of values by name",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torchq_compat.errors import TorchQCompatError
+from torchq_compat.errors import QuantizationWarning, TorchQCompatError
 
 __all__ = ["Case", "Outcome", "Result", "attempt", "counted", "summary"]
 
@@ -19,6 +19,7 @@ class Outcome(Enum):
     NO_HINT = "ours without a hint"
     RAW = "raw"
     SILENT = "silent"
+    WARNED = "done with a warning of ours"
     ACCEPTED = "accepted, with a reason"
 
 
@@ -51,8 +52,8 @@ class Result:
 def attempt(case: Case) -> Result:
     """Make the call."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             value = case.call()
     except TorchQCompatError as error:
         problem, _, hint = str(error).partition("\nHint: ")
@@ -65,6 +66,9 @@ def attempt(case: Case) -> Result:
         return Result(case, Outcome.RAW, f"{type(error).__name__}: {error}"[:300])
     if case.accepted:
         return Result(case, Outcome.ACCEPTED, case.accepted)
+    told = [str(each.message) for each in caught if issubclass(each.category, QuantizationWarning)]
+    if told:
+        return Result(case, Outcome.WARNED, told[0])
     return Result(case, Outcome.SILENT, f"returned {type(value).__name__}")
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.fuzz import bad_arguments, bad_calls, bad_settings, structures
 from tests.fuzz.outcomes import Case, Outcome, attempt
 
-FINE = (Outcome.OURS, Outcome.ACCEPTED)
+FINE = (Outcome.OURS, Outcome.WARNED, Outcome.ACCEPTED)
 
 
 @pytest.fixture(autouse=True)

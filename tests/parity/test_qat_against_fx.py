@@ -541,3 +541,34 @@ def test_learnt_scales(estimated: int) -> None:
     reference = fx_reference(theirs.apply(disable_observer))
     assert_same_qparams(converted, reference)
     assert sqnr(reference(x), converted(x)) > 60
+
+
+class WeightStandardized(nn.Conv2d):
+    """The convolution of NF-Nets: its weight is normalized at every call, its gain quantized before."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 8, 3)
+        self.gain = nn.Parameter(torch.ones(8, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, gain = self.weight.reshape(1, 8, -1), (self.gain * 0.17).view(-1)
+        weight = F.batch_norm(flat, None, None, gain, training=True, momentum=0.0)
+        return F.conv2d(x, weight.reshape_as(self.weight), self.bias)
+
+
+def test_a_weight_standardized_convolution_converts_to_what_was_trained() -> None:
+    """The observer of the gain is shared with the scaled gain, so its moving average sinks below 1. Training
+    clamps there; FX converts to twice the range (reduce_range), which training never used."""
+    torch.manual_seed(0)
+    model, batches = WeightStandardized().train(), [(torch.randn(4, 4, 6, 6),) for _ in range(16)]
+    ours, theirs = prepare_both(model, get_default_qat_qconfig_mapping("x86"), batches[0])
+    for prepared in (ours, theirs):
+        for batch in batches:
+            prepared(*batch)
+        prepared.apply(disable_observer).eval()
+    converted, reference = tc.convert_to_reference_fx(ours), fx_reference(theirs)
+    trained = ours(*batches[0])
+    assert torch.equal(trained, theirs(*batches[0]))
+    assert_same_qparams(converted, reference)
+    assert sqnr(trained, converted(*batches[0])) > 60
+    assert sqnr(trained, reference(*batches[0])) < 20

@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
-from torch.ao.quantization import MinMaxObserver, QConfig, QConfigMapping, default_weight_observer
+from torch.ao.quantization import (
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_weight_observer,
+)
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
 
 import torchq_compat as tc
@@ -432,3 +438,41 @@ def test_an_error_prints_problem_and_hint() -> None:
         tc.prepare_fx(Model(), MAPPING)
     assert re.fullmatch(r"example_inputs is missing: .*\nHint: pass a tuple .*", str(caught.value))
     assert (caught.value.message, caught.value.hint) == tuple(str(caught.value).split("\nHint: "))
+
+
+def test_an_empty_batch_of_a_dynamic_linear_names_it() -> None:
+    """There is nothing to choose qparams from; the nodes that choose them stand in no module. The packed
+    kernels take it, as the float model does."""
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval()
+    mapping = QConfigMapping().set_global(default_dynamic_qconfig)
+    prepared = tc.prepare_fx(model, mapping, (torch.randn(3, 4),))
+    with pytest.raises(tc.CallError, match=r"failed at '1\.0' \(choose_qparams"):
+        tc.convert_to_reference_fx(prepared)(torch.randn(0, 4))
+    assert tc.convert_fx(prepared)(torch.randn(0, 4)).shape == (0, 4)
+
+
+class WithState(nn.Module):
+    def __init__(self, recurrent: type[nn.Module]) -> None:
+        super().__init__()
+        self.rnn = recurrent(4, 4)
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        return self.rnn(x, state)
+
+
+@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU, nn.GRUCell])
+def test_a_prepared_model_refuses_states_of_another_float_dtype(recurrent: type[nn.Module]) -> None:
+    """As the float model does; it computed with them."""
+    rows = () if recurrent is nn.GRUCell else (1,)
+    state: Any = torch.zeros(*rows, 3, 4)
+    wider: Any = state.double()
+    if recurrent is nn.LSTM:
+        state, wider = (state, state), (wider, wider)
+    x = torch.randn(3, 4) if recurrent is nn.GRUCell else torch.randn(5, 3, 4)
+    config = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(WithState(recurrent).eval(), MAPPING, (x, state), config)
+    prepared(x, state)
+    with pytest.raises(
+        tc.CustomModuleError, match=r"'rnn' is not valid: .* must be torch.float32 like the input"
+    ):
+        prepared(x, wider)

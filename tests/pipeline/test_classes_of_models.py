@@ -12,9 +12,11 @@ import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization.backend_config import get_native_backend_config, get_tensorrt_backend_config
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
 from torch.fx import GraphModule
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 
 import torchq_compat as tc
 from tests.helpers.oracle import leaves, quantize_nodes, sqnr
@@ -154,6 +156,11 @@ def test_other_engines_do_not_take_on_our_models() -> None:
             for prepare in (fx.prepare_fx, fx.prepare_qat_fx):
                 with pytest.raises(tc.TorchQCompatError, match="by torchq_compat"):
                     prepare(model, MAPPING, (X,))
+            with pytest.raises(tc.TorchQCompatError, match="by torchq_compat"):
+                fx.fuse_fx(model)
+        for prepare in (prepare_pt2e, prepare_qat_pt2e):
+            with pytest.raises(tc.TorchQCompatError, match="by torchq_compat"):
+                prepare(model, X86InductorQuantizer())
         with pytest.raises(tc.TorchQCompatError, match="takes a float model"):
             tc.prepare_fx(model, MAPPING, (X,))
         with pytest.raises(tc.TorchQCompatError, match="the module at '0' is"):
@@ -192,6 +199,49 @@ def test_an_observed_class_that_is_not_called_is_told_of(model: nn.Module, obser
     config = PrepareCustomConfig().set_float_to_observed_mapping(type(model), observed)
     with pytest.warns(UserWarning, match=f"{observed.__name__} at '0' has a forward of its own"):
         tc.prepare_fx(nn.Sequential(model).eval(), MAPPING, (X,), config)
+
+
+class Louder(nn.Module):
+    """An observed class that computes something else than the float one."""
+
+    @classmethod
+    def from_float(cls, module: nn.Module) -> nn.Module:
+        made = cls()
+        made.inner = module
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2  # type: ignore[no-any-return]
+
+
+def test_what_an_observed_class_computes_differently_is_explained() -> None:
+    config = PrepareCustomConfig().set_float_to_observed_mapping(Opaque, Louder)
+    model = nn.Sequential(Opaque(), nn.Linear(8, 8)).eval()
+    with pytest.warns(UserWarning, match="observed class at '0' is quantized: without observers it computes"):
+        prepared = tc.prepare_fx(model, MAPPING, (X,), config)
+    with pytest.warns(UserWarning, match="has no entry for its class"):
+        converted = tc.convert_to_reference_fx(calibrated(prepared))
+    for kept in (prepared, copy.deepcopy(prepared), converted):
+        (told,) = [d for d in tc.explain(kept) if d.kind == "observed class"]
+        assert told.warn
+        assert "something else than the float model" in told.reason
+
+
+def calibrated(prepared: GraphModule) -> GraphModule:
+    prepared(X)
+    return prepared
+
+
+def test_another_backend_config_at_convert_is_told_of() -> None:
+    """FX's lowering goes by it."""
+    backend = get_tensorrt_backend_config()
+    prepared = calibrated(tc.prepare_fx(nn.Sequential(nn.Linear(8, 8)).eval(), MAPPING, (X,)))
+    with pytest.warns(UserWarning, match="backend_config 'tensorrt' is not that of prepare_fx"):
+        tc.convert_to_reference_fx(prepared, backend_config=backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tc.convert_to_reference_fx(prepared, backend_config=get_native_backend_config())
+        tc.convert_to_reference_fx(prepared, backend_config=get_native_backend_config().to_dict())
 
 
 class Opaque(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.ao.quantization import FixedQParamsObserver
+from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
 
 import torchq_compat
 from torchq_compat.support import upstream
@@ -42,6 +43,14 @@ def test_fixed_qparams_ops() -> None:
     observers = upstream.FIXED_QPARAMS_OP_TO_OBSERVER
     assert {nn.Sigmoid, nn.Tanh, torch.sigmoid, "tanh"} <= observers.keys()
     assert all(isinstance(make(), FixedQParamsObserver) for make in observers.values())
+
+
+def test_torchaos_prepare_asks_for_the_scopes_of_nodes() -> None:
+    """Which is how a model of ours knows that it is asked by that prepare."""
+    code = upstream.get_node_name_to_scope.__code__
+    for prepare in (prepare_pt2e, prepare_qat_pt2e):
+        assert code.co_name in inspect.unwrap(prepare).__code__.co_names
+    assert "graph" in code.co_names
 
 
 def test_preserved_attributes_survive_a_copy() -> None:

@@ -39,7 +39,7 @@ TIMM: dict[str, tuple[dict[str, Any], int, bool]] = {
     "poolformer_s12": ({}, 64, True),
     "mobilevit_xxs": ({}, 64, False),
     "resnetv2_50": ({"layers": (1, 1, 1, 1)}, 64, True),
-    "resnetv2_50x1_bit": ({"layers": (1, 1, 1, 1)}, 64, True),
+    "resnetv2_50x1_bit": ({}, 64, True),
 }
 CLASSES = 10
 

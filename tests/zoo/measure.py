@@ -36,6 +36,8 @@ __all__ = ["measure", "name_of_sizes"]
 
 MAPPING = "x86"
 BATCHES = 3
+#: Batches of a size whose noise and signal are pooled: of a few numbers alone the SQNR varies by 20 dB.
+POOLED = 6
 WRONG_SHAPE = -1000.0  # dB
 #: A float64 zero of noise, so that the numbers stay JSON.
 EQUAL = 999.0
@@ -49,7 +51,8 @@ def measure(entry: Entry) -> dict[str, Any]:
     model = settle(entry.make(), [entry.large_batch() for _ in range(BATCHES)])
     # An unseen batch beside a calibrated one.
     tested = [batches[0], entry.batch()]
-    others = {name_of_sizes(sizes): [entry.batch(**sizes)] for sizes in entry.others}
+    others = {name_of_sizes(sizes): _batches(entry, sizes) for sizes in entry.others}
+    unseen = _batches(entry, {})
     _warm_up()
     theirs = _fx_side(entry, model, batches)
     ours = _our_side(entry, model, batches, theirs["sides"])
@@ -64,14 +67,26 @@ def measure(entry: Entry) -> dict[str, Any]:
             form: _sqnr(model, runner, tested) for form, runner in side["sides"].items() if form != "prepared"
         }
     row["prepared"] = ours.get("prepared_sqnr", {})
+    row["own_size"] = {
+        form: _sqnr(model, runner, unseen, pooled=True)
+        for form, runner in ours["sides"].items()
+        if form != "prepared"
+    }
     row["other_sizes"] = {
         name: {
-            **{form: _sqnr(model, runner, given) for form, runner in ours["sides"].items()},
-            **{f"fx_{form}": _sqnr(model, runner, given) for form, runner in theirs["sides"].items()},
+            **{form: _sqnr(model, runner, given, pooled=True) for form, runner in ours["sides"].items()},
+            **{
+                f"fx_{form}": _sqnr(model, runner, given, pooled=True)
+                for form, runner in theirs["sides"].items()
+            },
         }
         for name, given in others.items()
     }
     return row
+
+
+def _batches(entry: Entry, sizes: Mapping[str, int]) -> list[Inputs]:
+    return [entry.batch(**sizes) for _ in range(POOLED)]
 
 
 def name_of_sizes(sizes: Mapping[str, int]) -> str:
@@ -195,9 +210,12 @@ def _contradictions(lowered: GraphModule) -> list[str]:
     return sorted(path for (path, _), found in actions.items() if {"float", "lowered"} <= found)
 
 
-def _sqnr(model: nn.Module, runner: nn.Module, given: Sequence[Inputs]) -> dict[str, Any]:
-    """The worst of all results of all batches in dB, or who refused."""
-    worst = EQUAL
+def _sqnr(
+    model: nn.Module, runner: nn.Module, given: Sequence[Inputs], *, pooled: bool = False
+) -> dict[str, Any]:
+    """The worst of all results of all batches in dB, or who refused. ``pooled`` takes a result of all
+    batches as one, as far as their sizes allow."""
+    pairs: list[list[tuple[Tensor, Tensor]]] = []
     for inputs in given:
         try:
             expected = leaves(_run(model, inputs))
@@ -211,10 +229,15 @@ def _sqnr(model: nn.Module, runner: nn.Module, given: Sequence[Inputs]) -> dict[
             return {"crashed": _first_line(failure)}
         if [t.shape for t in expected] != [t.shape for t in found]:
             return {"dB": WRONG_SHAPE}
-        worst = min(
-            [worst, *(_distance(a, b) for a, b in zip(expected, found, strict=True) if a.is_floating_point())]
-        )
-    return {"dB": round(worst, 2)}
+        pairs.append([(a, b) for a, b in zip(expected, found, strict=True) if a.is_floating_point()])
+    if pooled:
+        pairs = [[_joined(of_a_result) for of_a_result in zip(*pairs, strict=True)]]
+    return {"dB": round(min([EQUAL, *(_distance(a, b) for batch in pairs for a, b in batch)]), 2)}
+
+
+def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    expected, found = (torch.cat([tensor.flatten() for tensor in side]) for side in zip(*pairs, strict=True))
+    return expected, found
 
 
 def _distance(expected: Tensor, found: Tensor) -> float:

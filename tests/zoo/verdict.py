@@ -16,7 +16,7 @@ PREPARED, PREPARED_FOLDED = 80.0, 60.0
 #: From here on FX is a measure, and a model without that measure is called near float.
 MEANINGFUL = 15.0
 BELOW_FX = 1.0
-#: At another size there is one batch only, and it was not calibrated.
+#: At another size, which was not calibrated, against the own size: both over several unseen batches.
 BELOW_AT_OTHER_SIZE = 6.0
 LOWERED_BELOW_REFERENCE = 2.0
 
@@ -122,7 +122,9 @@ def size_word(row: Row, name: str) -> str:
     prepared, reference, lowered = (given[form]["dB"] for form in ("prepared", "reference", "lowered"))
     if prepared < _prepared_bar(row):
         return f"wrong, prepared {prepared:.0f} dB"
-    measure = min(_number(row["ours"]["sqnr"]["reference"]), given.get("fx_reference", {}).get("dB", 999.0))
+    # Rows of before have the own size's two batches only.
+    own = row.get("own_size", row["ours"]["sqnr"])
+    measure = min(_number(own["reference"]), given.get("fx_reference", {}).get("dB", 999.0))
     if reference < measure - BELOW_AT_OTHER_SIZE:
         return f"wrong, reference {reference:.1f} dB"
     if reference >= MEANINGFUL and lowered < reference - BELOW_AT_OTHER_SIZE:

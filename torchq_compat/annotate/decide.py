@@ -24,7 +24,7 @@ from torchq_compat.annotate.fused_patterns import FusedPattern, match_fused_patt
 from torchq_compat.annotate.observed_edges import EdgeOrNode, ObservedEdges
 from torchq_compat.annotate.op_records import OpRecord
 from torchq_compat.annotate.order_rules import decide_order_rules
-from torchq_compat.annotate.passthrough_ops import preserves_values
+from torchq_compat.annotate.passthrough_ops import moved_by, preserves_values
 from torchq_compat.annotate.source_partitions import SourcePartition, find_source_partitions
 from torchq_compat.config.backend_configs import BackendTable, PatternEntry
 from torchq_compat.config.qconfig_mappings import QConfigRules
@@ -243,11 +243,12 @@ class _State:
                 return Action.FLOAT, "its qconfig quantizes no activations"
             for producer, node in partition.inputs:
                 self._observe_input(producer, node, self._input_spec(partition, specs))
-        sources = [self._observed_input(producer, node) for producer, node in partition.inputs]
+        sources, dtypes = zip(
+            *(self._source(producer, node) for producer, node in partition.inputs), strict=True
+        )
         first = sources[0]
-        dtypes = {self.dtype_of.get(producer) for producer, _ in partition.inputs}
         if first is None:
-            return self._follow_opaque_call(partition, last, specs, dtypes)
+            return self._follow_opaque_call(partition, last, specs, set(dtypes))
         for source in sources[1:]:
             if source is not None:
                 self.observed.share(source, first)
@@ -255,11 +256,16 @@ class _State:
         self.dtype_of[last.output] = self.observed.dtype_at(first) or specs.activation_dtype
         return Action.SHARED, "its output shares the observer of its first input"
 
-    def _observed_input(self, producer: Node, node: Node) -> EdgeOrNode | None:
-        for edge_or_node in ((producer, node), producer):
-            if edge_or_node in self.observed:
-                return edge_or_node
-        return None
+    def _source(self, producer: Node, node: Node) -> tuple[EdgeOrNode | None, torch.dtype | None]:
+        """The observed slot and the quantized dtype of an input, also where float ops have moved its values
+        since. FX goes back through every op without an observer, also where that op computes."""
+        while True:
+            for edge_or_node in ((producer, node), producer):
+                if edge_or_node in self.observed:
+                    return edge_or_node, self.dtype_of.get(producer)
+            if producer in self.dtype_of or (moved := moved_by(producer)) is None:
+                return None, self.dtype_of.get(producer)
+            producer, node = moved, producer
 
     def _follow_opaque_call(
         self,

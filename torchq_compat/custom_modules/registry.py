@@ -155,6 +155,11 @@ class CustomModuleHandler(ABC):
         """What a user could do about a float ``module`` that a quantized qconfig leaves float because
         nothing maps it; None if this kind has nothing to say about it."""
 
+    def loses_forward(self, module: nn.Module) -> bool:
+        """Whether ``module`` computes something of its own, in a forward that its observed module does not
+        call."""
+        return False
+
     def quantized_class(
         self, opaque: OpaqueModule, mapping: Mapping[type[nn.Module], type[nn.Module]]
     ) -> type[nn.Module] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import operator
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -140,7 +141,18 @@ def _node_of_line(module: GraphModule, line: str) -> Node | None:
 
 
 def _path(node: Node) -> str:
-    return str(node.target) if node.op == "call_module" else module_path_of(node)
+    if node.op == "call_module":
+        return str(node.target)
+    path = module_path_of(node)
+    # What is inserted before an op stands in no module: the op it is there for does.
+    if not path and any(word in str(node.target) for word in ("quantize_per", "choose_qparams")):
+        return next(filter(None, map(_path_of_reader, node.users)), "")
+    return path
+
+
+def _path_of_reader(node: Node) -> str:
+    is_result = node.target is operator.getitem
+    return next(filter(None, map(_path, node.users)), "") if is_result else _path(node)
 
 
 def _call_failed(stage: str, place: str, problem: str, cause: BaseException, wanted: str) -> CallError:

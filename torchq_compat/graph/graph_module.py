@@ -8,18 +8,19 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from torchq_compat import batch_norm
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.training_modes import set_training
+from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.errors import CalibrationError, CheckpointError, OnnxError, TorchQCompatError
 from torchq_compat.fx_state.accepting import fx_state_loader
@@ -33,7 +34,7 @@ from torchq_compat.graph.failed_calls import (
 )
 from torchq_compat.graph.module_views import ModuleFacts, install_views
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
-from torchq_compat.graph.other_engines import guard, refuse_fx_tracer
+from torchq_compat.graph.other_engines import guard, refuse_fx_tracer, refuse_torchao_prepare
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
 from torchq_compat.graph.quantized_interface import (
     QuantizedInterface,
@@ -88,6 +89,7 @@ class ModelRecord:
 
     Attributes:
         rules: the QConfigMapping it was prepared with; None where a torchao Quantizer was given instead.
+        backend: the BackendConfig it was prepared with; None as for ``rules``.
         is_custom_module: whether the float model is a custom module itself; see ``custom_modules.root``.
         modules: what is known of the modules of the float model, by path.
     """
@@ -98,6 +100,7 @@ class ModelRecord:
     is_qat: bool
     rules: QConfigRules | None
     interface: QuantizedInterface = field(default_factory=QuantizedInterface)
+    backend: BackendTable | None = None
     is_custom_module: bool = False
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
 
@@ -144,6 +147,17 @@ class QuantizationGraphModule(GraphModule):
         return wrapped
 
     @property
+    def graph(self) -> Graph:
+        record = record_of(self)
+        if record is not None:
+            refuse_torchao_prepare(record.stage.value)
+        return GraphModule.graph.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    @property
     def reference(self) -> QuantizationGraphModule:
         """The graph that the decisions of ``record`` are about: this one, unless it was lowered."""
         return self
@@ -156,6 +170,11 @@ class QuantizationGraphModule(GraphModule):
     @property
     def record(self) -> ModelRecord:
         return metadata.RECORD.required(self)
+
+    def add_decisions(self, decisions: tuple[Decision, ...]) -> None:
+        """Add what was found out about the finished model."""
+        record = replace(self.record, decisions=(*self.record.decisions, *decisions))
+        metadata.RECORD.write(self, record)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.onnx.is_in_onnx_export() and is_tracing():

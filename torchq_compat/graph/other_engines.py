@@ -8,17 +8,21 @@ without a word: a half-ported script would go on with a float model.
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 from torch.ao.quantization.fx.tracer import QuantizationTracer
 from torch.fx import GraphModule
 
 from torchq_compat.errors import ConvertError
+from torchq_compat.support.upstream import get_node_name_to_scope
 
-__all__ = ["OBSERVED_KEY", "guard", "refuse_fx_tracer", "unguard"]
+__all__ = ["OBSERVED_KEY", "guard", "refuse_fx_tracer", "refuse_torchao_prepare", "unguard"]
 
 #: What torch.ao's and torchao's prepare leave in ``GraphModule.meta``, and their convert reads first.
 OBSERVED_KEY = "_observed_graph_module_attrs"
+FX_ENGINE = "torch.ao.quantization.quantize_fx"
+CALLERS_OF_TRACE = 4
 
 
 def guard(graph_module: GraphModule, stage: str) -> None:
@@ -38,13 +42,31 @@ def unguard(graph_module: GraphModule) -> None:
 
 
 def refuse_fx_tracer(stage: str) -> None:
-    """Called from what torch.fx's tracers ask a model for: raise if FX's prepare is asking.
+    """Called from what torch.fx's tracers ask a model for: raise if FX's prepare or fuse is asking.
 
     Raises:
-        ConvertError: FX's ``prepare_fx`` was given a model of this package.
+        ConvertError: FX's ``prepare_fx`` or ``fuse_fx`` was given a model of this package.
     """
-    frame = sys._getframe(2)
-    if isinstance(frame.f_locals.get("self"), QuantizationTracer):
+    frame: FrameType | None = sys._getframe(2)
+    if frame is not None and isinstance(frame.f_locals.get("self"), QuantizationTracer):
+        raise _other_engine(stage)
+    # fuse_fx has torch.fx.symbolic_trace between itself and the tracer.
+    for _ in range(CALLERS_OF_TRACE):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == FX_ENGINE:
+            raise _other_engine(stage)
+        frame = frame.f_back
+
+
+def refuse_torchao_prepare(stage: str) -> None:
+    """Called where a model is asked for its graph: raise if torchao's prepare is asking.
+
+    Raises:
+        ConvertError: ``prepare_pt2e`` or ``prepare_qat_pt2e`` was given a model of this package.
+    """
+    # The first that torchao's prepare asks of a model (torchao 0.18).
+    if sys._getframe(2).f_code is get_node_name_to_scope.__code__:
         raise _other_engine(stage)
 
 

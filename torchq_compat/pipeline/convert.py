@@ -9,6 +9,7 @@ from torch import nn
 from torch.ao.quantization.quant_type import QuantType
 from torch.fx import GraphModule
 
+from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.custom_configs import ConvertSettings
 from torchq_compat.config.qconfig_mappings import QConfigRules, check_convert_rules
 from torchq_compat.custom_modules.registry import ConvertRequest, handler_of
@@ -31,12 +32,16 @@ __all__ = ["convert_to_reference"]
 
 
 def convert_to_reference(
-    prepared: GraphModule, settings: ConvertSettings, rules: QConfigRules | None = None
+    prepared: GraphModule,
+    settings: ConvertSettings,
+    rules: QConfigRules | None = None,
+    backend: BackendTable | None = None,
 ) -> ConvertedGraphModule:
     """The q-dq form of ``prepared``, which stays usable.
 
     Args:
         rules: a QConfigMapping with None for what shall stay float; None: the one of prepare.
+        backend: a BackendConfig given to convert, which changes nothing.
 
     Raises:
         ConfigError: ``rules`` say more than None to what was prepared.
@@ -57,6 +62,11 @@ def convert_to_reference(
     }
     for told in unmatched_at_convert(prepared, settings, record.rules, rules):
         warn_user(told)
+    if backend is not None and backend != record.backend:
+        warn_user(
+            f"backend_config {backend.name!r} is not that of prepare_fx, and changes nothing here: what was "
+            "prepared is converted. Give it to prepare_fx."
+        )
     switched_off: dict[str, str] = {}
     if rules is not None:
         if record.rules is None:

@@ -19,7 +19,7 @@ from torchq_compat.opaque_calls.recorded_calls import RecordedCalls
 from torchq_compat.pipeline.capture_model import CapturedModel
 from torchq_compat.support.decisions import Action, Decision
 
-__all__ = ["boundaries_of", "maps_to_users_class", "observe_modules", "place_modules"]
+__all__ = ["boundaries_of", "loses_forward", "maps_to_users_class", "observe_modules", "place_modules"]
 
 PrepareInside = Callable[[ObserveRequest], GraphModule]
 
@@ -91,6 +91,11 @@ def maps_to_users_class(swap: Swap) -> bool:
         return False
     is_known = swap.request.observed_class.__module__.startswith(("torchq_compat.", "torch.ao."))
     return swap.handler.is_fallback or not is_known
+
+
+def loses_forward(swap: Swap) -> bool:
+    """Return whether the float module has a forward of its own that is not called any more."""
+    return swap.request is not None and swap.handler.loses_forward(swap.module)
 
 
 def _observed(swap: Swap, prepare_inside: PrepareInside) -> nn.Module:

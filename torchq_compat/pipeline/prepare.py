@@ -28,6 +28,7 @@ from torchq_compat.pipeline.float_model import check_float_model, signature_of
 from torchq_compat.pipeline.insert_observers import Captured, observe_by_quantizer, observe_by_rules
 from torchq_compat.pipeline.observe_modules import (
     boundaries_of,
+    loses_forward,
     maps_to_users_class,
     observe_modules,
     place_modules,
@@ -104,14 +105,17 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
         is_qat,
         request.rules if request.quantizer is None else None,
         interface,
+        request.backend if request.quantizer is None else None,
         is_custom_module=type(working) is not type(model),
         modules=modules_of,
     )
     made = QuantizationGraphModule.wrap(prepared, record, _preserved(working, request))
     with slow_stage(f"checking {name}"):
         users_own = tuple(swap.paths[0] for swap in swaps if maps_to_users_class(swap))
-        differing = check_prepared(made, captured.case, captured.found, users_own)
-    _warn((*record.decisions, *differing))
+        lost = tuple(swap.paths[0] for swap in swaps if loses_forward(swap))
+        differing = check_prepared(made, captured.case, captured.found, users_own, lost)
+    made.add_decisions(differing)
+    _warn(made.record.decisions)
     return made
 
 

@@ -30,6 +30,7 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 from torchao.quantization.pt2e.observer import _is_activation_post_process as is_activation_post_process
+from torchao.quantization.pt2e.utils import _get_node_name_to_scope as get_node_name_to_scope
 
 __all__ = [
     "DEVICE_CACHES",
@@ -48,6 +49,7 @@ __all__ = [
     "detect_fake_mode",
     "disable_current_modes",
     "has_kernel",
+    "get_node_name_to_scope",
     "is_activation_post_process",
     "make_per_channel_quantized_tensor",
     "make_per_tensor_quantized_tensor",

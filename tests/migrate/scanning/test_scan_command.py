@@ -186,16 +186,22 @@ def test_a_name_of_the_trees_own_is_followed(tmp_path: Path) -> None:
     assert codes == {("home.py", "TQ101"), ("middle.py", "TQ101"), ("user.py", "TQ101"), ("user.py", "TQ105")}
 
 
-def test_a_thousand_files_in_seconds(tmp_path: Path) -> None:
-    """Of the size of real ones; one in twenty has to do with FX."""
-    filler = "".join(f"def f{i}(x):\n    return [x + {i} for x in range(x)]\n\n" for i in range(100))
-    for number in range(1000):
-        (tmp_path / f"m{number}.py").write_text(filler + (FX if number % 20 == 0 else ""))
-    # Of the processor: other tests may be running.
-    start = time.process_time()
-    result = scan_paths([tmp_path])
-    assert (result.files, len(result.findings)) == (1000, 50)
-    assert time.process_time() - start < 120
+def test_the_time_of_a_scan_grows_with_its_files(tmp_path: Path) -> None:
+    """Of the size of real ones; one in ten has to do with FX, and uses a name of another."""
+    filler = "".join(f"def f{i}(x):\n    return [x + {i} for x in range(x)]\n\n" for i in range(50))
+    times = []
+    for count in (40, 160):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        for number in range(count):
+            (folder / f"m{number}.py").write_text(filler + (FX if number % 10 == 0 else ""))
+        # Of the processor: other tests may be running.
+        start = time.process_time()
+        result = scan_paths([folder])
+        times.append(time.process_time() - start)
+        assert (result.files, len(result.findings)) == (count, count // 10)
+    # Four times the files; sixteen times the time would be each file against each.
+    assert times[1] < 8 * times[0], times
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:

@@ -19,12 +19,17 @@ __all__ = ["check_prepared"]
 
 
 def check_prepared(
-    prepared: nn.Module, case: CaptureCase, found: Attempt, users_own: Sequence[str]
+    prepared: nn.Module,
+    case: CaptureCase,
+    found: Attempt,
+    users_own: Sequence[str],
+    lost_forwards: Sequence[str],
 ) -> tuple[Decision, ...]:
-    """Run ``prepared`` beside the float model, at the example's sizes and at another one.
+    """Run ``prepared`` beside the float model, at the example's sizes and at all others that were tried.
 
     Args:
         users_own: paths of modules whose observed class the user wrote, which may compute something else.
+        lost_forwards: paths of modules with a forward of their own that is not called any more.
 
     Returns:
         A decision to warn about, where the user's own classes may be why results differ.
@@ -35,7 +40,7 @@ def check_prepared(
     has_batch_norm = any(isinstance(m, BatchNormBase) for m in case.runs.model.modules())
     least = least_sqnr(found.blocks, FOLDED if has_batch_norm else CAPTURED)
     others = [trial.run for trial in found.trials if trial.problem is None]
-    for run in (case.example, *others[-1:]):
+    for run in (case.example, *others):
         args = run.args
 
         def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:
@@ -46,6 +51,9 @@ def check_prepared(
         if problem is not None and users_own:
             reason = f"without observers it computes something else than the float model ({problem})"
             return (Decision(", ".join(users_own), "observed class", Action.QUANTIZED, reason, warn=True),)
+        if problem is not None and lost_forwards:
+            where = ", ".join(repr(path) for path in lost_forwards)
+            raise CaptureError.lost_forward(type(case.runs.model).__name__, where, problem)
         if problem is not None:
             raise CaptureError.differs(type(case.runs.model).__name__, "the prepared model", problem)
     return ()

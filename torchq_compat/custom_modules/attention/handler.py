@@ -18,6 +18,7 @@ from torchq_compat.custom_modules.attention.structure import AttentionCall, Atte
 from torchq_compat.custom_modules.parts.handler import (
     PartOwnerHandler,
     converted_by_its_class,
+    has_own_forward,
     hint_to_map,
     observed_by_its_class,
     warn_if_forward_overridden,
@@ -65,6 +66,9 @@ class AttentionHandler(PartOwnerHandler):
 
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, AttentionModule)
+
+    def loses_forward(self, module: nn.Module) -> bool:
+        return has_own_forward(module, nn.MultiheadAttention)
 
     def observe(self, request: ObserveRequest) -> OpaqueModule:
         attention = request.module

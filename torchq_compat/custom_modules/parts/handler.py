@@ -34,6 +34,7 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = [
     "PartOwnerHandler",
     "converted_by_its_class",
+    "has_own_forward",
     "hint_to_map",
     "map_class",
     "observed_by_its_class",
@@ -98,10 +99,15 @@ def is_far_worse(name: str, measured: Mapping[str, float]) -> bool:
     return measured[name] < min(FAR_WORSE, statistics.median(measured.values()) - FAR_BELOW)
 
 
+def has_own_forward(module: nn.Module, float_class: type[nn.Module]) -> bool:
+    """Return whether ``module``, a ``float_class``, computes something else than a ``float_class`` does."""
+    return "forward" in vars(module) or type(module).forward is not float_class.forward
+
+
 def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
     """Warn if ``module``, a ``float_class``, computes something else than a ``float_class`` does: what is
     observed here are the parts of the latter."""
-    if "forward" in vars(module) or type(module).forward is not float_class.forward:
+    if has_own_forward(module, float_class):
         name = type(module).__name__
         warn_user(
             f"{name} at {path!r} has a forward of its own, which is not called once it is mapped: what is "

@@ -11,6 +11,7 @@ from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.custom_modules.parts.handler import (
     PartOwnerHandler,
     converted_by_its_class,
+    has_own_forward,
     hint_to_map,
     map_class,
     observed_by_its_class,
@@ -84,6 +85,9 @@ class RecurrentHandler(PartOwnerHandler):
 
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, (self.family.observed, self.family.converted))
+
+    def loses_forward(self, module: nn.Module) -> bool:
+        return has_own_forward(module, self.family.float_class)
 
     def observe(self, request: ObserveRequest) -> OpaqueModule:
         if isinstance(request.module, self.family.observed):

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.fx import Graph
 from torch.fx.graph import PythonCode
 
-from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule, preserved_of
+from torchq_compat.graph.graph_module import (
+    ConvertedGraphModule,
+    QuantizationGraphModule,
+    preserved_of,
+    record_of,
+)
+from torchq_compat.graph.other_engines import refuse_torchao_prepare
 from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.x86.engines import Engine, packing_for
 from torchq_compat.lower.x86.lowered_calls import lower_opaque_modules
@@ -166,6 +172,8 @@ class LoweredGraphModule(QuantizationGraphModule):
     @property
     def graph(self) -> Graph:
         """The graph that runs; for torch.export, which interprets it, that of the reference."""
+        if "meta" in vars(self) and record_of(self) is not None:
+            refuse_torchao_prepare(self.record.stage.value)
         return self.reference.graph if _is_captured() else self._graph
 
     @graph.setter

@@ -334,6 +334,14 @@ class ObservedRecurrent(RecurrentModule):
         observed.train(module.training)
         return observed
 
+    def opaque_call_from_graph(
+        self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        # No dequantize has made a float32 state of another one yet: what differs came from the caller.
+        arguments = self.contract.arguments_of(self.module_path, args, kwargs)
+        check_same_dtype(self.contract.kind, self.module_path, arguments)
+        return super().opaque_call_from_graph(layout, args, kwargs)
+
     @classmethod
     @checked_arguments(
         other=instance_of(nn.Module, what="an nn.Module"),
