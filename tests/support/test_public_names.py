@@ -9,7 +9,8 @@ import pytest
 ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
     CheckpointError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
-    InputError LeftFloatError ModuleAttributeError PartConfigError PathError QuantizationWarning RecurrentModuleError
+    InputError LeftFloatError ModuleAttributeError
+    PartConfigError PathError QuantizationWarning RecurrentModuleError
     ReportError RewriteUsageError ScriptError TorchQCompatError UserModuleError
 """
 QUANTIZE_FX = """

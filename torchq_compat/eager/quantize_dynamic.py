@@ -79,7 +79,7 @@ def quantize_dynamic(
     working.eval()
     # All are made before the first is put in place: a failure leaves the model as it was.
     quantized: dict[nn.Module, nn.Module] = {}
-    qconfigs = qconfigs_by_path(working, spec)
+    qconfigs = qconfigs_by_path(working, spec, is_given=qconfig_spec is not None)
     for path, module in working.named_modules():
         qconfig = qconfigs.get(path)
         made = None if qconfig is None else _quantized(module, qconfig, path, classes)
@@ -100,7 +100,9 @@ def _quantized(
     """What stands in for ``module``; None: itself."""
     kind = type_before_parametrizations(module)
     quantized_class = classes.get(kind)
-    is_ours = quantized_class is None or quantized_class.__module__.startswith(LEGACY_DYNAMIC)
+    is_ours = quantized_class is None or str(getattr(quantized_class, "__module__", "")).startswith(
+        LEGACY_DYNAMIC
+    )
     family = family_of(module)
     if family is not None and kind is family.float_class and is_ours:
         leaf = quantize_recurrent(module, qconfig, path)
