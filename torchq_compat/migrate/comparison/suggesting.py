@@ -1,8 +1,8 @@
 """``torchq_compat.suggest``: which modules cost the most accuracy, and the mapping without them.
 
-The model is prepared and calibrated once. At convert all quantized modules but one are switched off, for each in
-turn: what is left of the accuracy is the sensitivity of that one. Leaving out one at a time would not do: a bad
-value is quantized by the module that gives it and by the one that takes it.
+The model is prepared and calibrated once. At convert all quantized modules but one are switched off, for each
+in turn: what is left of the accuracy is the sensitivity of that one. To leave out one at a time would not do:
+a bad value is quantized by the module that gives it and by the one that takes it.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ class SuggestedMapping(QConfigMapping):
         lines = [f"SQNR {self.sqnr_before:.1f} dB, {self.sqnr_after:.1f} dB without the chosen modules"]
         for each in self.sensitivities:
             mark = "*" if each.path in self.chosen else " "
-            lines.append(
-                f"{mark} {each.path}  {each.kind}  {each.sqnr:.1f} dB alone float ({each.gain:+.1f})"
-            )
+            lines.append(f"{mark} {each.path}  {each.kind}  {each.sqnr:.1f} dB")
         return "\n".join(lines)
 
 
