@@ -22,7 +22,7 @@ from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.eager.dynamic_spec import qconfigs_by_path, read_spec
 from torchq_compat.errors import ConfigError
 from torchq_compat.graph.graph_module import record_of
-from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["quantize_dynamic"]
@@ -32,7 +32,12 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 LEGACY_DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
 
-@checked_arguments(model=instance_of(nn.Module, what="an nn.Module"), inplace=FLAG)
+@checked_arguments(
+    model=instance_of(nn.Module, what="an nn.Module"),
+    dtype=instance_of(torch.dtype),
+    mapping=optional(instance_of(Mapping, what="a mapping of classes")),
+    inplace=FLAG,
+)
 def quantize_dynamic(
     model: nn.Module,
     qconfig_spec: Any = None,
