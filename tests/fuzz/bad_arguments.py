@@ -215,6 +215,8 @@ GOOD: dict[str, Arguments] = {
     "prepare_fx": prepare_arguments,
     "prepare_decomposed_lstm": lambda: {"model": decomposed_lstm(), "quantizer": whole_op_lstm_quantizer()},
     "prepare_qat_fx": prepare_arguments,
+    "quantize_dynamic": lambda: {"model": nn.Sequential(nn.Linear(4, 4)).eval()},
+    "suggest": lambda: {key: value for key, value in compare_arguments().items() if key != "fx"},
     "quantizer_from": lambda: {"qconfig_mapping": MAPPING},
     "reroute_tuples": lambda: {"graph": symbolic_trace(Splits()).graph},
     "save_checkpoint": lambda: {"state": prepared(), "path": temporary("new.pt")},

@@ -150,7 +150,7 @@ def test_example_inputs_that_are_no_tuple(prepare: Callable[..., Any], value: An
     [
         ((torch.randn(5, 3, INPUTS),), "shift"),
         ((), "x"),
-        ((*good_inputs(), torch.randn(3)), "4"),
+        ((*good_inputs(), torch.randn(3)), "they are 3"),
         ((torch.randn(5, 3, INPUTS + 1), torch.zeros(INPUTS)), "9"),
         ((torch.randn(5, 3, INPUTS), torch.zeros(INPUTS - 1)), "7"),
         ((torch.zeros(5, 3, INPUTS, dtype=torch.long), torch.zeros(INPUTS)), "Long"),

@@ -89,7 +89,7 @@ def test_old_keywords() -> None:
             reference = tc.convert_fx(prepared, *arguments, **keywords)
         assert torch.equal(reference(X), tc.convert_to_reference_fx(prepared)(X))
     with pytest.warns(QuantizationWarning, match="leave it out"):
-        tc.convert_fx(prepared, is_reference=False, convert_custom_config_dict={})
+        tc.convert_fx(prepared, is_reference=False)
     with pytest.warns(QuantizationWarning), pytest.raises(ArgumentError, match="twice"):
         tc.prepare_fx(Two().eval(), MAPPING, (X,), qconfig_dict=MAPPING, qconfig_mapping=MAPPING)
 

@@ -71,17 +71,19 @@ def read_spec(spec: Any, dtype: Any) -> ModuleSpec:
     )
 
 
-def qconfigs_by_path(model: nn.Module, spec: ModuleSpec) -> dict[str, QConfig | None]:
+def qconfigs_by_path(model: nn.Module, spec: ModuleSpec, *, is_given: bool) -> dict[str, QConfig | None]:
     """The QConfig of every module, as ``torch.ao.quantization.propagate_qconfig_`` finds it: that of its
-    parent, unless its type, its path or an attribute ``qconfig`` of its own says otherwise."""
+    parent, unless its type, its path or an attribute ``qconfig`` of its own says otherwise.
+
+    Args:
+        is_given: whether a user wrote ``spec``, and wants to know what in it matches nothing.
+    """
     found = dict(_propagated(model, spec, spec.get("") if "" in spec else None, ""))
     types = {type(module) for module in model.modules()}
-    for key in spec:
+    for key in spec if is_given else ():
         if key not in types and key not in found and key != "":
             name = key if isinstance(key, str) else key.__name__
-            # torch.ao's default names types that a model need not have.
-            if isinstance(key, str) or key not in LINEAR_AND_RECURRENT:
-                warn_user(f"qconfig_spec: {name} matches no module of {type(model).__name__}.")
+            warn_user(f"qconfig_spec: {name} matches no module of {type(model).__name__}.")
     return found
 
 

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.ao.quantization.fuse_modules import fuse_known_modules
@@ -26,8 +25,8 @@ __all__ = ["fuse"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-RELU_FUNCTIONS = (F.relu, torch.relu)
-RELU_METHODS = ("relu", "relu_")
+#: FX leaves torch.relu and the method to prepare.
+RELU_FUNCTIONS = (F.relu,)
 #: Chains of modules that torch.ao has a fused module for, the longest first.
 CHAINS: tuple[tuple[type[nn.Module], ...], ...] = (
     *((conv, norm, nn.ReLU) for conv, norm in zip(CONVOLUTIONS, BATCH_NORMS, strict=True)),
@@ -105,8 +104,6 @@ def _chain_from(
 def _is_of(node: Node, kind: type[nn.Module], modules: dict[str, nn.Module]) -> bool:
     if kind is nn.ReLU and node.op == "call_function":
         return node.target in RELU_FUNCTIONS
-    if kind is nn.ReLU and node.op == "call_method":
-        return node.target in RELU_METHODS
     return node.op == "call_module" and type(modules.get(str(node.target))) is kind
 
 

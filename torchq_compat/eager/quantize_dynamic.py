@@ -22,7 +22,7 @@ from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.eager.dynamic_spec import qconfigs_by_path, read_spec
 from torchq_compat.errors import ConfigError
 from torchq_compat.graph.graph_module import record_of
-from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["quantize_dynamic"]
@@ -32,7 +32,12 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 LEGACY_DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
 
-@checked_arguments(model=instance_of(nn.Module, what="an nn.Module"), inplace=FLAG)
+@checked_arguments(
+    model=instance_of(nn.Module, what="an nn.Module"),
+    dtype=instance_of(torch.dtype),
+    mapping=optional(instance_of(Mapping, what="a mapping of classes")),
+    inplace=FLAG,
+)
 def quantize_dynamic(
     model: nn.Module,
     qconfig_spec: Any = None,
@@ -79,7 +84,7 @@ def quantize_dynamic(
     working.eval()
     # All are made before the first is put in place: a failure leaves the model as it was.
     quantized: dict[nn.Module, nn.Module] = {}
-    qconfigs = qconfigs_by_path(working, spec)
+    qconfigs = qconfigs_by_path(working, spec, is_given=qconfig_spec is not None)
     for path, module in working.named_modules():
         qconfig = qconfigs.get(path)
         made = None if qconfig is None else _quantized(module, qconfig, path, classes)
@@ -100,7 +105,9 @@ def _quantized(
     """What stands in for ``module``; None: itself."""
     kind = type_before_parametrizations(module)
     quantized_class = classes.get(kind)
-    is_ours = quantized_class is None or quantized_class.__module__.startswith(LEGACY_DYNAMIC)
+    is_ours = quantized_class is None or str(getattr(quantized_class, "__module__", "")).startswith(
+        LEGACY_DYNAMIC
+    )
     family = family_of(module)
     if family is not None and kind is family.float_class and is_ours:
         leaf = quantize_recurrent(module, qconfig, path)

@@ -1,7 +1,8 @@
 """``torchq_compat.suggest``: which modules cost the most accuracy, and the mapping without them.
 
-The model is prepared and calibrated once. Each quantized module is then switched off at convert, alone, and
-what that gains is its sensitivity.
+The model is prepared and calibrated once. At convert all quantized modules but one are switched off, for each
+in turn: what is left of the accuracy is the sensitivity of that one. To leave out one at a time would not do:
+a bad value is quantized by the module that gives it and by the one that takes it.
 """
 
 from __future__ import annotations
@@ -45,14 +46,12 @@ class Sensitivity:
     """What one module costs.
 
     Attributes:
-        sqnr: of the whole model, in dB against the float model, with this module alone left float.
-        gain: how much that is above the SQNR with everything quantized.
+        sqnr: of the whole model, in dB against the float model, with this module quantized and no other.
     """
 
     path: str
     kind: str
     sqnr: float
-    gain: float
 
 
 class SuggestedMapping(QConfigMapping):
@@ -73,9 +72,7 @@ class SuggestedMapping(QConfigMapping):
         lines = [f"SQNR {self.sqnr_before:.1f} dB, {self.sqnr_after:.1f} dB without the chosen modules"]
         for each in self.sensitivities:
             mark = "*" if each.path in self.chosen else " "
-            lines.append(
-                f"{mark} {each.path}  {each.kind}  {each.sqnr:.1f} dB alone float ({each.gain:+.1f})"
-            )
+            lines.append(f"{mark} {each.path}  {each.kind}  {each.sqnr:.1f} dB")
         return "\n".join(lines)
 
 
@@ -101,7 +98,7 @@ def suggest(
         model: the float model; it is not touched.
         qconfig_mapping, example_inputs, prepare_custom_config, backend_config: as ``prepare_fx`` takes them.
         calibration_data: batches, each a tuple of the model's positional arguments, or one tensor.
-        n: how many modules are treated apart, at most; those that gain nothing are not.
+        n: how many modules are treated apart, at most.
         instead: "float", or "16-bit" activations, which the backend has to list.
         convert_custom_config: as ``convert_fx`` takes it.
         evaluation_data: batches to measure on; default: ``calibration_data``.
@@ -140,11 +137,12 @@ def suggest(
             prepared(*batch)
     trial = _Trial(model, prepared, mapping, convert_custom_config, case.evaluation_data)
     before = trial.sqnr(())
-    found = [each for each in _sensitivities(model, prepared, trial, before) if each is not None]
-    found.sort(key=lambda each: -each.gain)
-    chosen, after = _best_together(trial, [each.path for each in found if each.gain > 0][:n], before)
+    found = sorted(_sensitivities(model, prepared, trial), key=lambda each: each.sqnr)
+    chosen, after = _best_together(trial, [each.path for each in found[:n]], before)
     if not chosen:
-        warn_user("suggest: no module alone makes the model better; the mapping is the one given.")
+        warn_user(
+            "suggest: leaving out these modules makes the model no better; the mapping is the one given."
+        )
     return _suggested(mapping, tuple(found), chosen, before, after, instead)
 
 
@@ -170,10 +168,16 @@ class _Trial:
             measured = [sqnr(self.model(*batch), converted(*batch)) for batch in self.batches]
         return sum(measured) / len(measured)
 
+    def can_switch_off(self, path: str) -> bool:
+        """Whether the module at ``path`` can be left out at convert, and not only where it is prepared."""
+        try:
+            self.sqnr((path,))
+        except TorchQCompatError:
+            return False
+        return True
 
-def _sensitivities(
-    model: nn.Module, prepared: GraphModule, trial: _Trial, before: float
-) -> Iterator[Sensitivity | None]:
+
+def _sensitivities(model: nn.Module, prepared: GraphModule, trial: _Trial) -> Iterator[Sensitivity]:
     modules = dict(model.named_modules())
     decided = {
         path: decision.kind
@@ -184,12 +188,10 @@ def _sensitivities(
     }
     inside = {path for path in decided if any(path.startswith(f"{other}.") for other in decided)}
     paths = [path for path in decided if path not in inside]
+    paths = [path for path in paths if trial.can_switch_off(path)]
     for path in tqdm(paths, desc="suggest", unit="module", disable=None, leave=False):
-        try:
-            alone = trial.sqnr((path,))
-        except TorchQCompatError:
-            continue  # A module that can only be left out where the model is prepared.
-        yield Sensitivity(path, type(modules[path]).__name__, alone, alone - before)
+        others = tuple(other for other in paths if other != path)
+        yield Sensitivity(path, type(modules[path]).__name__, trial.sqnr(others))
 
 
 def _best_together(trial: _Trial, paths: list[str], before: float) -> tuple[tuple[str, ...], float]:

@@ -92,11 +92,14 @@ class DynamicRecurrent(RecurrentModule):
 
         return scripted_recurrent(self, self.contract)
 
+    def _get_name(self) -> str:
+        return f"DynamicQuantized{self.contract.kind.name}"
+
     def __repr__(self) -> str:
         shown = dict(self.made_from.arguments) if self.made_from else self.contract.attributes()
         sizes = [str(shown.pop(name)) for name in ("input_size", "hidden_size") if name in shown]
         others = [f"{name}={shown[name]}" for name in SHOWN if shown.get(name, SHOWN[name]) != SHOWN[name]]
-        return f"DynamicQuantized{self.contract.kind.name}({', '.join([*sizes, *others])})"
+        return f"{self._get_name()}({', '.join([*sizes, *others])})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
