@@ -205,7 +205,7 @@ class Plan:
                 torch.per_tensor_affine,
             )
         constructor = FusedMovingAvgObsFakeQuantize if self.is_qat else MinMaxObserver
-        return QuantizationSpec(torch.int8, constructor, -128 + number, 127, torch.per_tensor_affine)
+        return QuantizationSpec(torch.int8, constructor, -127 + number, 127, torch.per_tensor_affine)
 
     @staticmethod
     def consumer(name: Name) -> str:

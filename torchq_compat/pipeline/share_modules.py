@@ -80,14 +80,21 @@ def _wanted(
         # It may do without the ops it stumbles over; if not, the same error comes again, on the graph itself.
         first_line = str(cause).strip().split("\n", 1)[0]
         return set(), f"{name} fails on its ops: {type(cause).__name__}: {first_line}"
-    # What is gone, the Quantizer has rewritten as ops of its own.
-    wanted = written & _module_paths(trial, _is_annotated) | written - _module_paths(trial)
+    # What nothing reads any more, the Quantizer has rewritten as ops of its own.
+    annotated, read = (_module_paths(trial, accepts) for accepts in (_is_annotated, _is_read))
+    wanted = (written & annotated) | (written - read)
     return wanted, f"{name} does not annotate its ops either"
 
 
 def _is_annotated(node: Node) -> bool:
     """Whether ``node`` is annotated, at an input or at one of its outputs."""
     return bool(annotated_points(node)) or any(annotated_points(user) for user in node.users)
+
+
+def _is_read(node: Node) -> bool:
+    """Whether an output of ``node`` is used. A dead recurrent operator stays in the graph: it may draw random
+    numbers."""
+    return any(user.users for user in node.users)
 
 
 def _module_paths(graph_module: GraphModule, accepts: Callable[[Node], bool] = lambda node: True) -> set[str]:
