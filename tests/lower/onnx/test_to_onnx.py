@@ -193,11 +193,6 @@ SLOW: dict[str, Callable[[], tuple[GraphModule, Tensor, Tensor]]] = {
         LINE,
         LINES,
     ),
-    "dynamic loop": lambda: (
-        converted(Outputs(nn.LSTM(8, 12, 2)), DYNAMIC, SEQUENCE),
-        SEQUENCE,
-        LONGER,
-    ),
 }
 
 
@@ -205,6 +200,16 @@ SLOW: dict[str, Callable[[], tuple[GraphModule, Tensor, Tensor]]] = {
 @pytest.mark.parametrize("name", SLOW)
 def test_more_models(name: str) -> None:
     check(*SLOW[name]())
+
+
+@pytest.mark.slow
+def test_dynamic_loop() -> None:
+    """Gates and states are floats, which torch and ONNX Runtime round differently."""
+    dynamic = converted(Outputs(nn.LSTM(8, 12, 2)), DYNAMIC, SEQUENCE)
+    made = tc.to_onnx(dynamic, (SEQUENCE,))
+    expected = leaves(dynamic(LONGER))
+    for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
+        assert all(sqnr(a, b) >= 80 for a, b in zip(expected, run(made, LONGER, level), strict=True))
 
 
 def test_dynamic_quantize_lstm() -> None:
