@@ -172,7 +172,10 @@ class _Reader:
     def read(self) -> FxState:
         for name, value in self.state.items():
             self._read(name, value)
-        self.is_lowered = self.is_converted
+        # A quantized batch norm has float weights, and the scale of its output.
+        modules = (name.removesuffix(".scale") for name in self.entries if name.endswith(".scale"))
+        observers = ("activation_post_process", "weight_fake_quant")
+        self.is_lowered = self.is_converted or any(not set(observers) & {*_parts(path)} for path in modules)
         if self.refused:
             raise _unknown_values(self.refused, self.state)
         self._join_reference_weights()
@@ -264,6 +267,11 @@ def _reference_weight(
     if scale.numel() == 1 and not zero_point.is_floating_point():
         return weight_of_tensor(torch.quantize_per_tensor(weight, float(scale), int(zero_point), dtype))
     return weight_of_tensor(torch.quantize_per_channel(weight, scale, zero_point, axis, dtype))
+
+
+def _parts(path: str) -> Iterator[str]:
+    """The names in ``path``, without numbers behind them."""
+    return (re.sub(r"_\d+$", "", part) for part in path.split("."))
 
 
 def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointError:

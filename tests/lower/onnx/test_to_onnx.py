@@ -158,7 +158,7 @@ def test_two_bidirectional_layers() -> None:
     model = converted(Outputs(nn.LSTM(8, 32, 2, bidirectional=True)), X86, SEQUENCE)
     made = check(model, SEQUENCE, LONGER)
     assert made.opset == 21
-    assert made.free_sizes[:2] == ("x in dimension 0", "x in dimension 1")
+    assert made.free_sizes == ("x in dimension 0", "x in dimension 1")
     operators = [node.op_type for node in made.proto.graph.node]
     assert operators.count("Scan") == 4
     weights = {each.data_type for each in made.proto.graph.initializer if len(each.dims) == 2}
@@ -193,11 +193,6 @@ SLOW: dict[str, Callable[[], tuple[GraphModule, Tensor, Tensor]]] = {
         LINE,
         LINES,
     ),
-    "dynamic loop": lambda: (
-        converted(Outputs(nn.LSTM(8, 12, 2)), DYNAMIC, SEQUENCE),
-        SEQUENCE,
-        LONGER,
-    ),
 }
 
 
@@ -205,6 +200,16 @@ SLOW: dict[str, Callable[[], tuple[GraphModule, Tensor, Tensor]]] = {
 @pytest.mark.parametrize("name", SLOW)
 def test_more_models(name: str) -> None:
     check(*SLOW[name]())
+
+
+@pytest.mark.slow
+def test_dynamic_loop() -> None:
+    """Gates and states are floats, which torch and ONNX Runtime round differently."""
+    dynamic = converted(Outputs(nn.LSTM(8, 12, 2)), DYNAMIC, SEQUENCE)
+    made = tc.to_onnx(dynamic, (SEQUENCE,))
+    expected = leaves(dynamic(LONGER))
+    for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
+        assert all(sqnr(a, b) >= 80 for a, b in zip(expected, run(made, LONGER, level), strict=True))
 
 
 def test_dynamic_quantize_lstm() -> None:

@@ -37,7 +37,7 @@ class _Linear:
 
     Attributes:
         weight: (1, inputs, 4H), integers.
-        scale, zero_point: (1, 1) or (1, 4H).
+        scale, zero_point: (1,) or (1, 4H).
         bias: (1, 4H).
     """
 
@@ -117,8 +117,8 @@ def _read(data: dict[str, Any], weights: Iterator[Any]) -> _Linear:
         qparams = [op.Unsqueeze(_in_onnx_order(each), _axes(0)) for each in (scales, zeros)]
     else:
         qparams = [
-            op.Constant(value=ir.tensor([[scale]], dtype=ir.DataType.FLOAT)),
-            op.Constant(value=ir.tensor([[zero_point]], dtype=ir.DataType.INT8)),
+            op.Constant(value=ir.tensor([scale], dtype=ir.DataType.FLOAT)),
+            op.Constant(value=ir.tensor([zero_point], dtype=ir.DataType.INT8)),
         ]
     bias = linear.args[2] if len(linear.args) > 2 else None
     if isinstance(bias, Node):
@@ -138,8 +138,9 @@ def _linear_of(graph: Graph) -> Node:
 
 def _in_onnx_order(gates: Any) -> Any:
     """Split by gate in the first dimension, and put together again."""
-    parts = op.Split(gates, num_outputs=4, axis=0)
-    return op.Concat(*(parts[index] for index in GATE_ORDER), axis=0)
+    size = int(gates.shape[0]) // len(GATE_ORDER)
+    parts = [op.Slice(gates, _axes(i * size), _axes((i + 1) * size), _axes(0)) for i in GATE_ORDER]
+    return op.Concat(*parts, axis=0)
 
 
 def _stacked(values: list[Any]) -> Any:

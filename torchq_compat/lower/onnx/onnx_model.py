@@ -58,6 +58,11 @@ class OnnxModel:
 
 def read_model(proto: Any, opset: int) -> OnnxModel:
     """``proto`` with what it says of itself."""
+    for value in (*proto.graph.input, *proto.graph.output):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param.isdigit():
+                # torch.onnx writes a size that turned out to be fixed as the name of a free one.
+                size.dim_value = int(size.dim_param)
     free = tuple(
         f"{value.name} in dimension {dimension}"
         for value in proto.graph.input
