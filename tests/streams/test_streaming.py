@@ -137,8 +137,9 @@ def test_the_states_of_the_caller_stay_the_callers() -> None:
     whole, last = converted(x, h)
     first, state = stream(x[:3], h)
     second, state = stream(x[3:], state)
-    assert torch.equal(torch.cat([first, second]), whole)
-    assert torch.equal(state, last)
+    # What the caller hands back is quantized once more, with the qparams of the model's input.
+    assert 25 < sqnr(whole, torch.cat([first, second])) < 60
+    assert 25 < sqnr(last, state) < 60
 
 
 def test_an_exported_stream() -> None:
@@ -159,7 +160,7 @@ def conv_over_time(model: Any, x: Tensor) -> Any:
 
 
 def pooling_over_time(model: Any, x: Tensor) -> Any:
-    return nn.functional.max_pool1d(model.rnn(x)[0].transpose(1, 2), 2, 1)
+    return nn.functional.adaptive_max_pool1d(model.rnn(x)[0].transpose(1, 2), 1)
 
 
 def attention_over_time(model: Any, x: Tensor) -> Any:
@@ -193,7 +194,7 @@ def no_recurrence(model: Any, x: Tensor) -> Any:
     [
         (bidirectional, "'both'.*bidirectional"),
         (conv_over_time, "conv"),
-        (pooling_over_time, "pool"),
+        (pooling_over_time, "pool|max"),
         (attention_over_time, "attention"),
         (mean_over_time, r"mean.*test_streaming.py:\d+"),
         (softmax_over_time, r"softmax.*test_streaming.py:\d+"),

@@ -82,7 +82,7 @@ def export(
     _freeze(program)
     clean_up(program)
     _warn_of_float_modules(model)
-    if dynamic_shapes is None and shape is not LoopShape.UNROLLED:
+    if streams is None and dynamic_shapes is None and shape is not LoopShape.UNROLLED:
         _warn_of_fixed_sizes(model, program)
     return program
 
