@@ -12,15 +12,9 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.passthrough_ops import PASSTHROUGH, preserves_values
 from torchq_compat.lower.x86.engines import Engine, packing_for
-from torchq_compat.lower.x86.kernels.binary import BINARY
-from torchq_compat.lower.x86.kernels.elementwise import ELEMENTWISE
-from torchq_compat.lower.x86.kernels.floating import FLOATING
+from torchq_compat.lower.x86.kernels import FAMILIES
 from torchq_compat.lower.x86.kernels.followed import followed_by
 from torchq_compat.lower.x86.kernels.kernel_base import KernelCall, Refusal, Rule, Site
-from torchq_compat.lower.x86.kernels.normalization import NORMALIZATION
-from torchq_compat.lower.x86.kernels.same_qparams import ROUNDING
-from torchq_compat.lower.x86.kernels.split_linear import split_linear
-from torchq_compat.lower.x86.kernels.weighted import WEIGHTED
 from torchq_compat.lower.x86.qdq_operands import (
     SIZE_OPS,
     has_kernels,
@@ -39,7 +33,11 @@ ATEN = torch.ops.aten
 FBGEMM = Engine("fbgemm")
 #: They compute nothing that a user wrote.
 NO_OPS = (*ALL_OPS, operator.getitem, *SIZE_OPS)
-RULES: dict[Any, Rule] = {**WEIGHTED, **BINARY, **ELEMENTWISE, **NORMALIZATION, **ROUNDING}
+FIRST = tuple(family for family in FAMILIES if family.goes_first)
+RULES: dict[Any, Rule] = {
+    op: rule for family in FAMILIES if not family.goes_first for op, rule in family.rules.items()
+}
+ASKED_ALWAYS = frozenset(op for family in FAMILIES if family.is_asked_always for op in family.rules)
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def plan_graph(
     """Decide for every op of ``graph_module``, a q-dq graph.
 
     Args:
-        arriving: input, by its name -> the qparams of the floats it is given.
+        input_qparams: input, by its name -> the qparams of the floats it is given.
         left_float: op, by its name -> why the configuration leaves it float.
         trials: the trials that were run before.
     """
@@ -244,20 +242,20 @@ def _ask(
     quantize = _only_reader(last, QUANTIZE)
     qparams = None if quantize is None else _qparams_of(quantize, qparams_of)
     site = Site(graph_module, op, relu, qparams, qparams_of.get, follower)
-    if op.target in FLOATING:
-        answer = FLOATING[op.target](site)
-        if isinstance(answer, KernelCall):
-            return answer.stands_for or last, answer
+    answer = _answer(site)
+    if isinstance(answer, KernelCall) and answer.returns_floats:
+        return answer.stands_for or last, answer
+    return quantize or last, answer
+
+
+def _answer(site: Site) -> KernelCall | Refusal | None:
+    for family in FIRST:
+        rule = family.rules.get(site.op.target)
+        answer = rule(site) if rule is not None else None
         if answer is not None:
-            return last, answer
-    result = quantize or last
-    if op.target is ATEN.linear.default:
-        answer = split_linear(site)
-        if answer is not None:
-            return result, answer
-    if op.target not in RULES or (qparams is None and op.target not in WEIGHTED):
-        return result, None
-    return result, RULES[op.target](site)
+            return answer
+    is_asked = site.qparams is not None or site.op.target in ASKED_ALWAYS
+    return RULES[site.op.target](site) if is_asked and site.op.target in RULES else None
 
 
 def _only_reader(node: Node, target: Any) -> Node | None:

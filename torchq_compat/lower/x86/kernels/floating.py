@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Refusal, Rule, Site
+from torchq_compat.lower.x86.kernels.kernel_base import (
+    Constant,
+    Family,
+    Floats,
+    KernelCall,
+    Refusal,
+    Site,
+)
 from torchq_compat.lower.x86.kernels.weighted import pack
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, quantized_weight, rank_of
 from torchq_compat.qspecs.qdq import CONVERT_DTYPE, DEQUANTIZE_DYNAMIC
 from torchq_compat.support.dtypes import dtype_range
 
-__all__ = ["FLOATING"]
+__all__ = ["FAMILY"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 SUM = 0
@@ -119,8 +126,11 @@ def _dynamic_linear(site: Site) -> KernelCall | Refusal | None:
 
 
 #: Asked before the rules of static quantization.
-FLOATING: dict[Any, Rule] = {
-    ATEN.embedding.default: _embedding,
-    ATEN.embedding_bag.padding_idx: _embedding_bag,
-    ATEN.linear.default: _linear,
-}
+FAMILY = Family(
+    {
+        ATEN.embedding.default: _embedding,
+        ATEN.embedding_bag.padding_idx: _embedding_bag,
+        ATEN.linear.default: _linear,
+    },
+    goes_first=True,
+)
