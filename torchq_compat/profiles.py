@@ -1,4 +1,4 @@
-"""Ready sets of constructors for ``lstm_utils`` and ``recurrent_parts``.
+"""Ready-made sets of constructors for ``lstm_utils`` and ``recurrent_parts``.
 
 Each function returns keyword arguments: ``get_lstm_with_individually_observed_parts(lstm, **int16_parts())``,
 ``get_individually_observed_parts(gru, **int16_parts(gru))``. With ``fake_quantize=True`` they are
@@ -28,7 +28,7 @@ RECURRENT = optional(instance_of(*(family.float_class for family in FAMILIES)))
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """FX's default: every part from the module's QConfig, sigmoid 1/256 and tanh 2/256 fixed.
+    """Return FX's default: every part from the module's QConfig, sigmoid 1/256 and tanh 2/256 fixed.
 
     Source: ``torch.ao.nn.quantizable.LSTM`` and the fixed qparams of torch.ao's default QConfigMapping. There
     is nothing to override, so the result is empty; ``fake_quantize`` is the QConfig's own affair.
@@ -39,11 +39,11 @@ def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) 
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """The 16-bit LSTM that torch.ao documents for ``_get_lstm_with_individually_observed_parts``.
+    """Return the 16-bit LSTM that torch.ao documents for ``_get_lstm_with_individually_observed_parts``.
 
     32-bit storage, as there: gate sums on 2^-11 from -16, sigmoid on 2^-16 over [0, 1), tanh on 2^-15 over
     [-1, 1), cell state on 2^-11 over [-16, 16), hidden state quint8 on 2^-7 over [-1, 1); the projections
-    follow the QConfig. Source: the example flow of pytorch#96343. For a GRU or RNN ``module`` the groups it
+    follow the QConfig. Source: the example flow of pytorch#96343. A GRU or RNN ``module`` gets the groups it
     has; a GRU's products of hidden state and gate have tanh's qparams; the hidden state of an RNN with ReLU,
     which has no bound, follows the QConfig.
     """
@@ -66,7 +66,7 @@ def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False)
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int8_with_int16_cell(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """8-bit activations with a 16-bit cell state: the fixed-point form of embedded kernels.
+    """Return 8-bit activations with a 16-bit cell state: the fixed-point form of embedded kernels.
 
     Gate sums Q3.12 (int16 on 2^-12), gate outputs and tanh(c) Q0.15 (int16 on 2^-15), cell state int16 on the
     smallest power of two that covers the calibrated range; hidden state and input follow the QConfig. Source:

@@ -333,7 +333,7 @@ def _asks_for_something(equalization_config: Any) -> bool:
 
 
 def _warn_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -> None:
-    """Say of arguments that were given a value and change nothing that they do not."""
+    """Warn of arguments that were given a value and change nothing."""
     if not remove_qconfig:
         warn_user("_remove_qconfig=False changes nothing: the modules of a converted model have no qconfig.")
     if keep_original_weights:

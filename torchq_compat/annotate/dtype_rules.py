@@ -54,7 +54,7 @@ def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
 
 
 def _violation(config: DTypeConfig, specs: OpSpecs, has_weight: bool, has_bias: bool) -> str:
-    """What in ``specs`` ``config`` does not allow; empty if it allows all."""
+    """Say which dtype of ``specs`` the DTypeConfig ``config`` does not allow; empty if it allows all."""
     return (
         _input_violation(config, specs)
         or (_weight_violation(config, specs) if has_weight else "")

@@ -107,7 +107,7 @@ def find_source_partitions(graph_module: GraphModule, model: nn.Module | None) -
 
 
 def _caller_and_type(origin: Origin) -> tuple[str, object]:
-    """What module_name_object_type_order counts by."""
+    """Return the key by which module_name_object_type_order counts calls: the caller and the type called."""
     return _caller(origin), next(iter(origin.object_types), None)
 
 

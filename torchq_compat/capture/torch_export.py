@@ -183,7 +183,7 @@ def _capture_refused(model: str, location: str | None, cause: BaseException) -> 
 
 
 def _capture_hint(cause: BaseException, first_line: str) -> str:
-    """What the user can do about ``cause``, the error of torch.export."""
+    """Suggest what the user can do about ``cause``, the error of torch.export."""
     text, kind = str(cause), type(cause)
     if "register a pytree" in first_line or "Unsupported input type" in first_line:
         return (

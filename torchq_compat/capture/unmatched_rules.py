@@ -113,7 +113,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def type_name(object_type: object) -> str:
-    """What people call an object type of a QConfigMapping."""
+    """Name an object type of a QConfigMapping as people write it."""
     return object_type if isinstance(object_type, str) else getattr(object_type, "__name__", str(object_type))
 
 

@@ -112,7 +112,7 @@ class BackendTable:
 
     @cached_property
     def beginnings(self) -> frozenset[Pattern]:
-        """What fused patterns start with, themselves included."""
+        """The first two or more ops of every fused pattern, the whole pattern included."""
         chains = [pattern for pattern in self.entries if isinstance(pattern, tuple)]
         return frozenset(chain[:end] for chain in chains for end in range(2, len(chain) + 1))
 

@@ -87,7 +87,7 @@ class StandaloneSettings:
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What a PrepareCustomConfig says, read once."""
+    """The settings of a PrepareCustomConfig, as frozen values."""
 
     float_to_observed: ClassMapping
     kept_float_names: tuple[str, ...]
@@ -101,7 +101,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What a ConvertCustomConfig says, read once."""
+    """The settings of a ConvertCustomConfig, as frozen values."""
 
     observed_to_quantized: ClassMapping
     preserved_attributes: tuple[str, ...]

@@ -118,7 +118,7 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """What is observed around one call of an observed module.
+        """Return the specs around one call of an observed module.
 
         Raises:
             CustomModuleError: settings of the module that do not fit the call.
@@ -138,7 +138,7 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def mapping_hint(self, module: nn.Module) -> str | None:
-        """What a user could do about a float ``module`` that a quantized qconfig leaves float because
+        """Suggest how to map a float ``module`` that a quantized qconfig leaves float because
         nothing maps it; None if this kind has nothing to say about it."""
 
     def quantized_class(

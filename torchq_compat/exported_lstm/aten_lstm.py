@@ -36,7 +36,7 @@ class Direction:
 
     @property
     def name(self) -> str:
-        """What the direction is called inside its layer, as everywhere in this package."""
+        """The name of the direction inside its layer: ``layer_fw`` or ``layer_bw``."""
         return "layer_bw" if self.backward else "layer_fw"
 
     @property

@@ -59,7 +59,7 @@ def check_structure(model: GraphModule, args: tuple[Any, ...]) -> None:
 
 
 def _differences(expected: list[tuple[str, Any]], given: list[Any]) -> Iterator[str]:
-    """What of ``given`` is not as the example was, argument by argument."""
+    """List how ``given`` differs from the example, argument by argument."""
     if len(expected) != len(given):
         yield f"its arguments hold {len(given)} values where the example held {len(expected)}"
         return

@@ -1,4 +1,4 @@
-"""What prepare_fx and convert_fx return: a GraphModule that behaves like the model it came from."""
+"""The GraphModules that prepare_fx and convert_fx return: they behave like the model they came from."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """What the package knows of a model it made; frozen, so that copies of the model share it. It travels in
-    ``GraphModule.meta``.
+    """Facts about a model that this package made; frozen, so that copies of the model share them. It travels
+    in ``GraphModule.meta``.
 
     Attributes:
         rules: the QConfigMapping it was prepared with; None where a torchao Quantizer was given instead.
@@ -107,7 +107,7 @@ class QuantizationGraphModule(GraphModule):
 
     @property
     def lowering(self) -> tuple[Decision, ...]:
-        """What was decided after conversion."""
+        """The decisions taken after conversion."""
         return ()
 
     @property
@@ -133,7 +133,7 @@ class QuantizationGraphModule(GraphModule):
             raise error from cause
 
     def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
-        """What is told of a failed call; None: ``cause`` itself."""
+        """Return the error that explains a failed call; None: ``cause`` itself says enough."""
         if isinstance(cause, TorchQCompatError) or torch.compiler.is_compiling():
             return None
         stage = self.record.stage

@@ -176,7 +176,7 @@ def _write(specs: Mapping[EdgeOrNode, Spec]) -> None:
 
 
 def _left_alone(consumer: Node) -> list[Source]:
-    """What ``consumer`` reads and its annotation names without a spec."""
+    """List the inputs of ``consumer`` that its annotation names without a spec."""
     inputs = consumer.meta[Q_ANNOTATION_KEY].input_qspec_map
     return [canonical_source(source) for source, spec in inputs.items() if spec is None]
 

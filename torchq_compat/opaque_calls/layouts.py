@@ -29,7 +29,7 @@ class Field(str):
 
 
 class LeafKind(enum.Enum):
-    """What stood at a leaf and is no constant of the structure."""
+    """The kind of value at a leaf of the structure, where it is no constant."""
 
     TENSOR = "tensor"
     SIZE = "size"
@@ -110,7 +110,7 @@ class Structure:
         return pytree.tree_unflatten(values, self.spec)
 
     def constants(self) -> Iterator[Any]:
-        """What stands in the structure beside tensors and sizes."""
+        """Yield the constants of the structure: all leaves that are neither tensors nor sizes."""
         for leaf in self.leaves:
             if isinstance(leaf, Record):
                 yield from leaf.values.constants()

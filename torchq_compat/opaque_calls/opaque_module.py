@@ -17,7 +17,7 @@ __all__ = ["OpaqueModule"]
 class OpaqueModule(nn.Module):
     """A custom module that can be called in two ways.
 
-    By a person, with the arguments and results of the float module it replaces (``opaque_call``). By the
+    By a user, with the arguments and results of the float module it replaces (``opaque_call``). By the
     graph, with flat tensors and the index of a ``CallLayout``; across a quantized boundary the tensors are
     integers.
     All names begin with ``opaque``: this class is also mixed into classes that users wrote.
@@ -53,11 +53,11 @@ class OpaqueModule(nn.Module):
         return self.opaque_call(*args, **kwargs)
 
     def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
-        """What ``opaque_call`` gets for the integers ``q`` with ``qparams``."""
+        """Make the argument of ``opaque_call`` from the integers ``q``, which have ``qparams``."""
         return qparams.dequantize(q, self.opaque_float_dtype())
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
-        """What the graph gets for a ``result`` of ``opaque_call``."""
+        """Make the value that the graph gets from a ``result`` of ``opaque_call``."""
         return result if qparams is None else qparams.quantize(result)
 
     def opaque_set_qparams(

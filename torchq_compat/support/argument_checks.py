@@ -37,7 +37,7 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class Expected:
-    """What an argument has to be.
+    """A condition on an argument.
 
     Attributes:
         what: in words, with an article.

@@ -15,7 +15,7 @@ __all__ = ["Action", "Decision", "Report"]
 
 
 class Action(StrEnum):
-    """What happened to the thing a decision is about."""
+    """The outcome of a decision."""
 
     QUANTIZED = "quantized"
     SHARED = "shared"

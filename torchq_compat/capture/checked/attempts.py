@@ -30,7 +30,7 @@ __all__ = ["Attempt", "CaptureCase", "Trial", "attempt", "least_sqnr"]
 
 @dataclass(frozen=True)
 class CaptureCase:
-    """What is captured.
+    """The model to capture and the inputs to capture it with.
 
     Attributes:
         model: with opaque calls where the custom modules were.
@@ -171,7 +171,8 @@ def _compare(case: CaptureCase, made: Attempt, run: FloatRun) -> str | None:
 
 
 def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: float) -> str | None:
-    """What ``other`` makes of the inputs of ``run`` otherwise; where it may be rounding, both in float64."""
+    """Say how the result of ``other`` differs from that of ``run`` on the same inputs. Where the difference
+    may be rounding, both run again in float64."""
     try:
         result = other(double=False)
     except Exception as cause:

@@ -22,7 +22,7 @@ DOUBTFUL = 20.0
 
 
 def difference(expected: Any, actual: Any, least: float) -> str | None:
-    """What differs between two results, in words; None if they are equal, floats to ``least`` dB."""
+    """Say how two results differ; None if they are equal, floats to an SQNR of ``least`` dB."""
     wanted, found = pytree.tree_leaves(expected), pytree.tree_leaves(actual)
     if len(wanted) != len(found):
         return f"{len(found)} results instead of {len(wanted)}"

@@ -27,7 +27,7 @@ SizeGroups = Mapping[Group, int]
 
 
 def group_of(dimension: Dimension) -> Group:
-    """What changes together with ``dimension``."""
+    """Return the group of dimensions that change together with ``dimension``."""
     return dimension.example, dimension.index if dimension.example == 1 else -1
 
 

@@ -26,7 +26,7 @@ __all__ = ["FloatRun", "Runs", "run_graph", "run_prepared", "trial_copy"]
 
 @dataclass(frozen=True)
 class FloatRun:
-    """What the float model made of one set of inputs.
+    """One run of the float model: its inputs, and its results or the error it raised.
 
     Attributes:
         args: the inputs.

@@ -52,7 +52,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class SizeRule:
-    """What has to hold of the sizes of a call.
+    """A condition on the sizes of a call.
 
     Attributes:
         condition: of the symbols.
@@ -220,7 +220,8 @@ def _rules(dimensions: list[Dimension], guards: tuple[Guard, ...]) -> Iterable[S
 
 
 def _rules_of_dimensions(dimensions: list[Dimension], guards: tuple[Guard, ...]) -> Iterable[SizeRule]:
-    """What follows from the expression of each dimension: a number, or another one's size."""
+    """Derive rules from the expression of each dimension: a fixed number, or the size of another
+    dimension."""
     first: dict[Any, Dimension] = {}
     for dimension in dimensions:
         symbol, expression = dimension.symbol, dimension.expression

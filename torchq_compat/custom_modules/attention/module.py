@@ -45,7 +45,7 @@ __all__ = ["AttentionModule", "ConvertedMultiheadAttention", "ObservedMultiheadA
 
 
 class AttentionModule(PartOwner):
-    """What the observed and the converted module have in common.
+    """Base of the observed and the converted module.
 
     Args:
         structure: the constructor arguments of the float module.

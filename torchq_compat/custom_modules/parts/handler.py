@@ -37,7 +37,7 @@ Standard = tuple[type[nn.Module] | None, ...]
 
 
 class PartOwnerHandler(CustomModuleHandler):
-    """What handlers of modules made of graphs of parts have in common."""
+    """Base of the handlers of modules that consist of graphs of parts."""
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Every float input is quantized once, by the QConfig; results have the qparams of the parts."""

@@ -23,7 +23,7 @@ __all__ = ["OpaqueUserModule", "as_opaque_module", "as_users_module"]
 
 
 class OpaqueUserModule(OpaqueModule):
-    """What is added to the class of a user's module.
+    """Added to the class of a user's module, so that the graph can call it.
 
     Attributes:
         opaque_path: where the module stands in the model.

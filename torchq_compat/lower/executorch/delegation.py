@@ -1,4 +1,4 @@
-"""What a backend of ExecuTorch took of a model, and what stays with the portable kernels."""
+"""Decide about every op whether a backend of ExecuTorch took it or it runs on the portable kernels."""
 
 from __future__ import annotations
 

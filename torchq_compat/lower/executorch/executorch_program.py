@@ -24,7 +24,7 @@ METHOD = "forward"
 
 @dataclass(frozen=True)
 class ExecutorchProgram:
-    """What ``to_executorch`` makes; called with the model's arguments it runs in ExecuTorch's runtime.
+    """A program made by ``to_executorch``; called with the model's arguments it runs in ExecuTorch's runtime.
 
     Attributes:
         pte: the content of a ``.pte`` file.

@@ -1,4 +1,4 @@
-"""The plan of a lowering: what runs on which kernel, decided from the reference graph."""
+"""Plan a lowering: choose the kernel for each op of the reference graph."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ ASKED_ALWAYS = frozenset(op for family in FAMILIES if family.is_asked_always for
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of the nodes of a reference graph.
+    """The kernels chosen for the nodes of a reference graph.
 
     Attributes:
         kernels: node -> the kernel call whose result stands for it.
         qparams: node -> the qparams with kernels of its values.
         carried: ops that run as they are, on quantized tensors.
-        decisions: all of it, for people.
+        decisions: one for every op, for ``explain``.
         runs_here: whether the graph's state is where the kernels run.
     """
 
@@ -93,7 +93,7 @@ def plan_graph(
 
 @dataclass
 class _Planner:
-    """What was decided about the nodes so far; see ``Plan``."""
+    """Chooses kernels node by node; holds what is decided so far, see ``Plan``."""
 
     graph_module: GraphModule
     qparams_of: dict[Node, PerTensorQParams]
@@ -166,7 +166,7 @@ class _Planner:
         return tried(self.graph_module, self.qparams_of, result, call, only_observed=only_observed)
 
     def decisions(self) -> Iterator[Decision]:
-        """What runs where, in the order of the graph."""
+        """Yield the decision about every op, in graph order."""
         by_op = {call.covers[0]: call for call in self.kernels.values()}
         covered = {node for call in self.kernels.values() for node in call.covers}
         for node in self.graph_module.graph.nodes:

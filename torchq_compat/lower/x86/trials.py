@@ -49,7 +49,7 @@ class _Trial:
         return observed_range(node, qparams) if self.only_observed else (qparams.quant_min, qparams.quant_max)
 
     def sources(self) -> list[Quantized | Floats]:
-        """What the kernel reads of the graph's values, each once."""
+        """List the values of the graph that the kernel reads, each once."""
         found: dict[Node, Quantized | Floats] = {}
         for argument in _flat(self.call):
             if isinstance(argument, (Quantized, Floats)):

@@ -125,7 +125,8 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
         return self._functions.project(self, x)
 
     def step(self, *projected_and_states: Tensor) -> tuple[Tensor, ...]:
-        """What ``project`` gave for one step, (B, width) each, and the states -> the new states."""
+        """Compute the new states from the results of ``project`` for one step and the states, (B, width)
+        each."""
         return self._functions.step(self, *projected_and_states)
 
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""What the float cells are made of: each op a module with the name of its part.
+"""Building blocks of the float cells: each op is a module with the name of its part.
 
 torch.export records the module path of every node, so a part is found in the exported cell by name.
 """
@@ -69,7 +69,7 @@ class FloatCell(nn.Module, ABC):
 
     @abstractmethod
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
-        """What ``project`` gave for ``x`` (B, I), and the states -> the new states."""
+        """Compute the new states from what ``project`` gave for ``x`` (B, I), and from the states."""
 
     @property
     def state_widths(self) -> tuple[int, ...]:

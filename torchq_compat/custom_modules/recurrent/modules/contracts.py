@@ -56,7 +56,7 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def suffixes(self) -> Sequence[Sequence[str]]:
-        """What the float module's parameter names end in, for every layer and direction."""
+        """Return the suffixes of the float module's parameter names, one for every layer and direction."""
 
     @abstractmethod
     def place(self, module: nn.Module, layers: list[RecurrentLayer]) -> None:
@@ -87,10 +87,11 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def arguments_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """What a call, or anything of its structure, gives as the input and as the state."""
+        """Return the input and the state of a call, or their counterparts in anything of the same
+        structure."""
 
     def input_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call, or anything of its structure, gives as the input."""
+        """Return the input of a call, or its counterpart in anything of the same structure."""
         return self.arguments_of(path, args, kwargs)[0]
 
     @abstractmethod

@@ -68,7 +68,7 @@ class RecurrentDirection(nn.Module):
         return run_looped_direction(step, inputs, state, backward=backward)
 
     def project_first(self, x: Tensor) -> Tensor:
-        """What the cell gets for ``x``, of all steps."""
+        """Compute the input projection of ``x``, all steps at once."""
         if self.input_projection is None:
             return x
         (projected,) = self.input_projection(x)
@@ -76,7 +76,7 @@ class RecurrentDirection(nn.Module):
         return projected
 
     def project(self, cell: ConvertedCellGraphModule, x: Tensor) -> tuple[Tensor, ...]:
-        """What the steps of a converted cell take of ``x``, of all steps."""
+        """Compute, for all steps of ``x`` at once, what the steps of a converted cell take."""
         return project_as_given(cell.project, x, batch_first=self.batch_first)
 
     def _step_and_inputs(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
@@ -98,7 +98,7 @@ class RecurrentDirection(nn.Module):
         return RecurrentDirection(reference_cell(copy.deepcopy(self.cell)), projection)
 
     def program(self) -> OwnedProgram | None:
-        """What the cell loop runs for this direction; None if it cannot."""
+        """Return the program that the cell loop runs for this direction; None if it cannot."""
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule):
             return None

@@ -90,7 +90,7 @@ class RecurrentModule(PartOwner):
         return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), None)
 
     def runner(self) -> Runner:
-        """What runs the next call."""
+        """Return the runner of the next call."""
         if torch.compiler.is_exporting():
             return OpaqueRunner() if shape_in_export() is LoopShape.OPAQUE else TracedRunner()
         if self.is_lowered or (torch.compiler.is_compiling() and self.can_be_lowered):
@@ -121,7 +121,7 @@ class RecurrentModule(PartOwner):
         return copied
 
     def program_problems(self) -> list[str]:
-        """What keeps cells out of the compiled cell loop."""
+        """List the reasons why cells cannot run in the compiled cell loop."""
         directions = [direction for layer in self.contract.layers(self) for direction in layer.directions()]
         return [problem for each in directions if (problem := each.program_problem())]
 

@@ -92,7 +92,7 @@ def _half_linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def _before_half(node: Any) -> Node | None:
-    """What a node rounded to float16, if it did."""
+    """Return the value that ``node`` rounds to float16; None if it rounds nothing."""
     for dtype in (torch.float32, torch.float16):
         if not isinstance(node, Node) or node.target is not CONVERT_DTYPE or node.args[1] is not dtype:
             return None

@@ -1,4 +1,4 @@
-"""What the families say: a kernel call, or why there is none."""
+"""Answers of the kernel families: a kernel call, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class KernelCall:
         returns_floats: whether the result is floats; else it is a quantized tensor with the qparams of the
             site.
         stands_for: the node whose value a result in floats is; None: the op, or the ReLU behind it.
-        name: for people, where ``kernel`` does not say what computes.
-        note: what people should know besides.
+        name: shown to users in place of ``kernel``, where several kernels compute the result.
+        note: shown to users behind the name.
     """
 
     kernel: OpOverload

@@ -98,7 +98,7 @@ def _pack(weight: Tensor, piece: _Piece, bias: Tensor | None) -> Any:
 
 
 def _product(source: Node, piece: _Piece, packed: Any) -> KernelCall:
-    """What the columns of ``piece`` add to the result, in floats."""
+    """Call the kernel for the columns of ``piece``; its result in floats is one summand."""
     columns = KernelCall(ATEN.slice.Tensor, (Floats(source), -1, piece.start, piece.stop))
     return KernelCall(WITH_FLOAT_RESULT, (columns, piece.scale, piece.zero_point, Constant(packed)))
 
