@@ -90,7 +90,7 @@ def int8_with_int16_cell(module: nn.Module | None = None, *, fake_quantize: bool
 
 
 def _of_kind(module: nn.Module | None, constructors: dict[str, Any]) -> dict[str, Any]:
-    """The constructors of groups that ``module`` has; default: those of an LSTM."""
+    """Return the constructors of groups that ``module`` has; default: those of an LSTM."""
     groups = (LSTM if module is None else kind_of(module)).groups
     return {name: value for name, value in constructors.items() if name.removesuffix("_obs_ctr") in groups}
 

@@ -55,7 +55,7 @@ class ObservedEdges:
         return getattr(self._specs[self._observer[self._first(edge_or_node)]], "dtype", None)
 
     def node_specs(self, nodes: Iterable[Node]) -> dict[Node, NodeSpecs]:
-        """The specs as torchao wants them: the first edge or node of an observer carries the spec, the
+        """Return the specs as torchao wants them: the first edge or node of an observer carries the spec, the
         others point to it. torchao makes observers in graph order, edges of a node before its output."""
         decided: dict[Node, NodeSpecs] = {}
         first_with: dict[EdgeOrNode, EdgeOrNode] = {}

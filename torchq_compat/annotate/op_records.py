@@ -29,7 +29,7 @@ class OpRecord:
     call_index: int
 
     def select(self, rules: QConfigRules) -> Selection:
-        """The QConfig that ``rules`` give it."""
+        """Return the QConfig that ``rules`` give it."""
         origin = self.origin
         if origin.is_module_call:
             return select_for_module(rules, origin.module_type, origin.module_path, self.call_index)

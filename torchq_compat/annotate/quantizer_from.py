@@ -59,7 +59,7 @@ def quantizer_from(
     qconfig_mapping: QConfigMapping | dict[str, Any],
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> TranslatedQuantizer:
-    """A torchao Quantizer that annotates what FX would have quantized.
+    """Return a torchao Quantizer that annotates what FX would have quantized.
 
     Modules are known by what the exported graph holds of them, path and class name; a class defined inside a
     function cannot be found by its name, so a rule by such an object type does not apply.

@@ -15,7 +15,7 @@ MISSING: Any = object()
 
 
 def read_example_inputs(value: Any) -> tuple[Any, ...]:
-    """``value`` as a tuple of positional arguments.
+    """Return ``value`` as a tuple of positional arguments.
 
     Raises:
         InputError: missing, no tuple or list, or holding a PackedSequence.

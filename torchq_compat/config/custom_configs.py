@@ -158,7 +158,7 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
 
 
 def read_fuse_custom_config(value: FuseCustomConfig | dict[str, Any] | None) -> tuple[str, ...]:
-    """The preserved attributes of a FuseCustomConfig, the only thing it says."""
+    """Return the preserved attributes of a FuseCustomConfig, the only thing it says."""
     if isinstance(value, dict):
         value = read_dict_form("fuse_custom_config", value, FUSE_KEYS, FuseCustomConfig)
     if value is None:

@@ -92,21 +92,22 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
-        """Whether this handler carries out the mapping float_class -> observed_class."""
+        """Return whether this handler carries out the mapping float_class -> observed_class."""
 
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
-        """Whether this handler quantizes ``module`` although no mapping is about it, as FX's backends do."""
+        """Return whether this handler quantizes ``module`` although no mapping is about it, as FX's backends
+        do."""
         return False
 
     @abstractmethod
     def is_opaque(self, module: nn.Module) -> bool:
-        """Whether a float ``module`` left as it is must stay one call, because torch.export would unroll
-        it or fix its sizes."""
+        """Return whether a float ``module`` left as it is must stay one call, because torch.export would
+        unroll it or fix its sizes."""
 
     @abstractmethod
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
-        """A function with the arguments of ``module`` that computes the shapes and dtypes of its result;
-        ``path`` is for its error messages."""
+        """Return a function with the arguments of ``module`` that computes the shapes and dtypes of its
+        result; ``path`` is for its error messages."""
 
     @abstractmethod
     def observe(self, request: ObserveRequest) -> OpaqueModule:
@@ -126,7 +127,7 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def owns(self, opaque: nn.Module) -> bool:
-        """Whether ``opaque`` is an observed or converted module of this kind."""
+        """Return whether ``opaque`` is an observed or converted module of this kind."""
 
     @abstractmethod
     def convert(self, request: ConvertRequest) -> OpaqueModule:
@@ -144,8 +145,8 @@ class CustomModuleHandler(ABC):
     def quantized_class(
         self, opaque: OpaqueModule, mapping: Mapping[type[nn.Module], type[nn.Module]]
     ) -> type[nn.Module] | None:
-        """The entry of an observed-to-quantized mapping that is about ``opaque``: keyed on its class, on a
-        base class, or on the class the script mapped the float module to."""
+        """Return the entry of an observed-to-quantized mapping that is about ``opaque``: keyed on its class,
+        on a base class, or on the class the script mapped the float module to."""
         classes = (type(opaque), opaque.opaque_observed_class or type(opaque))
         return next((to for key, to in mapping.items() if any(issubclass(c, key) for c in classes)), None)
 
@@ -162,8 +163,8 @@ class CustomModuleHandler(ABC):
         return None
 
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
-        """A module that computes what the converted ``opaque`` does on integer kernels of an x86 CPU, packed
-        for ``torch.backends.quantized.engine``; or why there is none.
+        """Return a module that computes what the converted ``opaque`` does on integer kernels of an x86 CPU,
+        packed for ``torch.backends.quantized.engine``; or why there is none.
 
         It is called with the layouts of ``opaque``: values cross its boundary with the same qparams.
         ``opaque`` keeps the state, and must stay as it is; after its state changed it is lowered again.
@@ -171,12 +172,12 @@ class CustomModuleHandler(ABC):
         return "its kind has no integer kernels"
 
     def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
-        """(where inside ``opaque``, what) of observers that cannot be converted."""
+        """Return (where inside ``opaque``, what) of observers that cannot be converted."""
         return []
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
-        """The decisions inside an observed or converted module; ``explain_model`` tells those of a model of
-        its own."""
+        """Return the decisions inside an observed or converted module; ``explain_model`` tells those of a
+        model of its own."""
         return iter(())
 
 
@@ -192,13 +193,13 @@ def register(handler: CustomModuleHandler) -> CustomModuleHandler:
 
 
 def handlers() -> tuple[CustomModuleHandler, ...]:
-    """All kinds, in the order they are asked."""
+    """Return all kinds, in the order they are asked."""
     _load_built_in()
     return tuple(sorted(_HANDLERS, key=lambda handler: handler.is_fallback))
 
 
 def handler_of(opaque: Any) -> CustomModuleHandler | None:
-    """The handler of an observed or converted module."""
+    """Return the handler of an observed or converted module."""
     return next((handler for handler in handlers() if handler.owns(opaque)), None)
 
 

@@ -45,7 +45,7 @@ class Direction:
         return f"layers.{self.layer}.{self.name}.cell"
 
     def values(self, graph_module: GraphModule) -> dict[str, Tensor]:
-        """The parameters themselves.
+        """Return the parameters themselves.
 
         Raises:
             AtenLSTMError: a parameter that is computed in the graph, or is not float32.
@@ -88,14 +88,14 @@ class AtenLSTM:
         )
 
     def layers(self) -> Iterator[tuple[Direction, ...]]:
-        """The directions of each layer."""
+        """Yield the directions of each layer."""
         width = 2 if self.bidirectional else 1
         for first in range(0, len(self.directions), width):
             yield self.directions[first : first + width]
 
 
 def aten_lstms(graph_module: GraphModule) -> list[AtenLSTM]:
-    """Every ``aten.lstm.input`` of the graph, in order."""
+    """Return every ``aten.lstm.input`` of the graph, in order."""
     return [AtenLSTM.of(node) for node in graph_module.graph.nodes if node.target is LSTM_OP]
 
 

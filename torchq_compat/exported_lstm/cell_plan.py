@@ -44,7 +44,8 @@ class CellPlan:
     specs: dict[EdgeOrNodeName, Any]
 
     def spec(self, place: EdgeOrNodeName, point: Callable[[EdgeOrNodeName], Any], *, first: bool) -> Any:
-        """The spec of ``place`` in a copy of the cell, where ``point`` finds the points of the first copy."""
+        """Return the spec of ``place`` in a copy of the cell, where ``point`` finds the points of the first
+        copy."""
         leader = self.leader[place]
         if not first or leader != place:
             return SharedQuantizationSpec(point(leader))

@@ -45,7 +45,7 @@ def prepare_decomposed_lstm(model: GraphModule, quantizer: Quantizer) -> GraphMo
 
 @checked_arguments(prepared=instance_of(GraphModule))
 def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
-    """The q-dq form of a calibrated model; ``prepared`` is left as it is.
+    """Return the q-dq form of a calibrated model; ``prepared`` is left as it is.
 
     Raises:
         AtenLSTMError: an opaque LSTM whose cells were not prepared.

@@ -42,7 +42,7 @@ def write_rolled(
 
 
 def scan_body(cell: GraphModule) -> GraphModule:
-    """``cell``, (x, h, c) -> (h', c'), as a scan calls it: (h, c, x) -> (h', c', y).
+    """Return ``cell``, (x, h, c) -> (h', c'), as a scan calls it: (h, c, x) -> (h', c', y).
 
     y is a copy of h', because a carried value must not be handed out as well.
     """

@@ -37,7 +37,7 @@ SPEC = optional(instance_of(QuantizationSpec))
 def whole_op_lstm_quantizer(
     activation: QuantizationSpec | None = None, weight: QuantizationSpec | None = None
 ) -> WholeOpLSTMQuantizer:
-    """A torchao Quantizer that quantizes every ``aten.lstm.input`` as one operator.
+    """Return a torchao Quantizer that quantizes every ``aten.lstm.input`` as one operator.
 
     Use it with ``prepare_pt2e``, ``prepare_qat_pt2e`` or inside a ``ComposableQuantizer``. Quantized are x,
     h0, c0, each weight, the biases, and each of the three outputs. An LSTM has one set of qparams for its

@@ -88,7 +88,7 @@ class QuantizationGraphModule(GraphModule):
 
     @classmethod
     def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
-        """``graph_module`` as this class, with the ``preserved`` attributes of the float model."""
+        """Return ``graph_module`` as this class, with the ``preserved`` attributes of the float model."""
         wrapped = cls(graph_module, graph_module.graph)
         wrapped.meta.update(graph_module.meta)
         metadata.RECORD.write(wrapped, record)
@@ -211,11 +211,13 @@ class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
     """A q-dq graph: its state_dict carries all qparams."""
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
-        """The qparams of the integers each flat input is taken as; None where the input is taken as it is."""
+        """Return the qparams of the integers each flat input is taken as; None where the input is taken as it
+        is."""
         return input_qparams(self, self.record.interface)
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
-        """The qparams of the integers each flat output is returned as; None where it is returned as it is."""
+        """Return the qparams of the integers each flat output is returned as; None where it is returned as it
+        is."""
         return output_qparams(self, self.record.interface)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,13 +239,13 @@ class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
 
 
 def preserved_of(model: GraphModule) -> dict[str, Any]:
-    """The preserved attributes of a model this package made."""
+    """Return the preserved attributes of a model this package made."""
     preserved: dict[str, Any] = model.meta.get(USER_PRESERVED_ATTRIBUTES_KEY, {})
     return dict(preserved)
 
 
 def _failing_observer(model: nn.Module, cause: BaseException) -> str | None:
-    """Where in ``model`` the innermost observer on the stack of ``cause`` stands."""
+    """Return where in ``model`` the innermost observer on the stack of ``cause`` stands."""
     paths = {
         observer: ".".join(filter(None, (prefix, observer_label(node))))
         for prefix, graph_module in model.named_modules()
@@ -256,7 +258,7 @@ def _failing_observer(model: nn.Module, cause: BaseException) -> str | None:
 
 
 def record_of(model: object) -> ModelRecord | None:
-    """The record of a model this package made; None for any other."""
+    """Return the record of a model this package made; None for any other."""
     meta = getattr(model, "meta", None)
     record = meta.get(metadata.RECORD.name) if isinstance(meta, dict) else None
     return record if isinstance(record, ModelRecord) else None

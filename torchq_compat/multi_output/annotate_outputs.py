@@ -110,7 +110,7 @@ def check_sharing(model: GraphModule) -> None:
 def _told(
     node: Node, input_specs: Mapping[Node | Output, Spec | None], output_specs: Sequence[Spec | None]
 ) -> dict[EdgeOrNode, Spec]:
-    """The specs by point, each checked on its own."""
+    """Return the specs by point, each checked on its own."""
     values = output_values(node)
     if len(output_specs) != len(values):
         raise AnnotationError(

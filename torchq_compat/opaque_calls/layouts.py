@@ -58,7 +58,7 @@ class Structure:
 
     @classmethod
     def take_apart(cls, nested: Any) -> tuple[Structure, list[Tensor]]:
-        """The structure of ``nested`` and its tensors in order."""
+        """Return the structure of ``nested`` and its tensors in order."""
         structure, tensors, _ = cls.take_apart_with_sizes(nested)
         return structure, tensors
 
@@ -93,7 +93,7 @@ class Structure:
         return self
 
     def put_together(self, tensors: Any, sizes: Any = ()) -> Any:
-        """The nested structure around ``tensors`` and ``sizes`` (of any type: graph nodes as well)."""
+        """Return the nested structure around ``tensors`` and ``sizes`` (of any type: graph nodes as well)."""
         return self._put_together(iter(tensors), iter(sizes))
 
     def _put_together(self, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
@@ -118,7 +118,7 @@ class Structure:
                 yield leaf
 
     def count(self, place: LeafKind = LeafKind.TENSOR) -> int:
-        """How many tensors, or sizes, it holds."""
+        """Return how many tensors, or sizes, it holds."""
         return sum(
             leaf.values.count(place) if isinstance(leaf, Record) else leaf is place for leaf in self.leaves
         )
@@ -165,7 +165,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _make_record(record: Record, values: list[Any]) -> Any:
-    """An instance with these values: without ``__init__``, which may compute or refuse them."""
+    """Return an instance with these values: without ``__init__``, which may compute or refuse them."""
     made: Any = object.__new__(record.kind)
     for name, value in zip(record.names, values, strict=True):
         object.__setattr__(made, name, value)

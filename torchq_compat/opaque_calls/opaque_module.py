@@ -38,7 +38,7 @@ class OpaqueModule(nn.Module):
         raise NotImplementedError
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """The qparams of each of the flat ``results`` (of any device, ``meta`` too); None: floats."""
+        """Return the qparams of each of the flat ``results`` (of any device, ``meta`` too); None: floats."""
         return (None,) * len(results)
 
     def forward(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ class OpaqueModule(nn.Module):
     def opaque_call_from_graph(
         self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """``opaque_call``, for a call of the graph, whose qparams ``layout`` knows."""
+        """Return ``opaque_call``, for a call of the graph, whose qparams ``layout`` knows."""
         return self.opaque_call(*args, **kwargs)
 
     def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
@@ -91,5 +91,5 @@ class OpaqueModule(nn.Module):
         return self.opaque_receive(tensor, qparams)
 
     def opaque_float_dtype(self) -> torch.dtype:
-        """The dtype the module computes in."""
+        """Return the dtype the module computes in."""
         return torch.float32

@@ -33,7 +33,7 @@ __all__ = ["convert_to_reference"]
 def convert_to_reference(
     prepared: GraphModule, settings: ConvertSettings, rules: QConfigRules | None = None
 ) -> ConvertedGraphModule:
-    """The q-dq form of ``prepared``, which stays usable.
+    """Return the q-dq form of ``prepared``, which stays usable.
 
     Args:
         rules: a QConfigMapping with None for what shall stay float; None: the one of prepare.

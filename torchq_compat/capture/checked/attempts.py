@@ -129,7 +129,8 @@ def drop_needless_rules(case: CaptureCase, made: Attempt) -> None:
 
 
 def _without_rules(case: CaptureCase, made: Attempt, hard: InputSizes, groups: SizeGroups) -> Trial | None:
-    """The trial at ``groups``, where rules are broken that then proved needless; None where they did not."""
+    """Return the trial at ``groups``, where rules are broken that then proved needless; None where they did
+    not."""
     values = symbol_values(hard, groups)
     broken = [rule for rule in made.sizes.rules if not rule.holds(values)]
     if not broken:
@@ -159,7 +160,7 @@ def try_sizes(case: CaptureCase, made: Attempt, groups: SizeGroups) -> None:
 
 
 def least_sqnr(blocks: tuple[Block, ...], least: float = CAPTURED) -> float:
-    """The dB that count as equal for a graph with ``blocks`` inlined."""
+    """Return the dB that count as equal for a graph with ``blocks`` inlined."""
     return CAST if any(block.casts for block in blocks) else least
 
 

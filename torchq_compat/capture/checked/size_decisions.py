@@ -71,7 +71,8 @@ def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> 
 
 
 def _runs_elsewhere(case: CaptureCase, sizes: InputSizes, dimension: Dimension) -> bool:
-    """Whether the float model takes another size there, alone or with all that are equal in the example."""
+    """Return whether the float model takes another size there, alone or with all that are equal in the
+    example."""
     alike = {(d.label, d.index) for d in sizes.dimensions if d.example == dimension.example}
     inputs: Mapping[str, Any] = case.inputs
     for places in ({(dimension.label, dimension.index)}, alike):

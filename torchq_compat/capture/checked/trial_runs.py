@@ -81,7 +81,7 @@ class Runs:
 
 
 def trial_copy(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with state of its own and the same parameters."""
+    """Return a copy of ``model`` with state of its own and the same parameters."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, dict(shared))
 

@@ -86,7 +86,7 @@ class SizeRule:
         return test
 
     def holds(self, sizes: Mapping[str, Any]) -> bool:
-        """Whether it holds of ``sizes``, by symbol; a rule about a size that is not known holds."""
+        """Return whether it holds of ``sizes``, by symbol; a rule about a size that is not known holds."""
         if any(name not in sizes for name in self.names):
             return True
         try:
@@ -134,7 +134,7 @@ class InputSizes:
         return found
 
     def sizes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The value of each symbol in a call with ``inputs``."""
+        """Return the value of each symbol in a call with ``inputs``."""
         sizes: dict[str, Any] = {}
         for name, dimension in self._places:
             shape = inputs[dimension.label].shape
@@ -158,7 +158,7 @@ class InputSizes:
         return replace(self, rules=(*self.rules, *rules))
 
     def broken_rule(self, sizes: Mapping[str, Any]) -> SizeRule | None:
-        """The first rule that ``sizes`` break."""
+        """Return the first rule that ``sizes`` break."""
         return next((rule for rule in self.rules if not rule.holds(sizes)), None)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
@@ -240,7 +240,7 @@ def _rules_of_dimensions(dimensions: list[Dimension], guards: tuple[Guard, ...])
 
 
 def _words(expression: Any, dimensions: list[Dimension]) -> str:
-    """``expression`` with its symbols as people write them: ``x.size(0)``."""
+    """Return ``expression`` with its symbols as people write them: ``x.size(0)``."""
     names = {d.expression: d.name for d in reversed(dimensions) if d.expression.is_Symbol}
     named = expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()})
     return str(PythonPrinter().doprint(named))

@@ -96,7 +96,7 @@ class _LocatedGuards(list[Any]):
 
 
 def _place(frame: FrameType | None) -> tuple[str | None, bool]:
-    """The user's line that led to ``frame``, and whether it asked by itself."""
+    """Return the user's line that led to ``frame``, and whether it asked by itself."""
     by_python: bool | None = None
     while frame is not None:
         path = frame.f_code.co_filename

@@ -84,8 +84,8 @@ def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], 
 
 
 def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Callable[[], Any]) -> Any:
-    """``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else what its own
-    makes."""
+    """Return ``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else what its
+    own makes."""
     if _inherits(request.observed_class, "from_float", standard):
         made = build()
     else:
@@ -115,8 +115,8 @@ def _computes_alike(observed: type[nn.Module], standard: type[nn.Module]) -> boo
 
 
 def converted_by_its_class(request: ConvertRequest, standard: Standard, build: Callable[[], Any]) -> Any:
-    """``build()`` if the script names no quantized class, or one with the ``from_observed`` of a ``standard``
-    class; else what its own makes."""
+    """Return ``build()`` if the script names no quantized class, or one with the ``from_observed`` of a
+    ``standard`` class; else what its own makes."""
     if request.quantized_class is None or _inherits(request.quantized_class, "from_observed", standard):
         return build()
     return request.quantized_class.from_observed(request.observed)  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def hint_to_map(float_class: type[nn.Module], observed: str) -> str:
 
 
 def _inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:
-    """Whether ``cls`` uses the ``method`` of one of the ``standard`` classes as it is."""
+    """Return whether ``cls`` uses the ``method`` of one of the ``standard`` classes as it is."""
     own = getattr(cls, method).__func__
     return any(getattr(known, method).__func__ is own for known in standard if known is not None)
 

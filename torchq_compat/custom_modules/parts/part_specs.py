@@ -84,7 +84,7 @@ class PartSpecs:
         return self.op_specs.activation
 
     def group_dtype(self, group: str) -> torch.dtype:
-        """The quantized dtype of the parts of ``group``."""
+        """Return the quantized dtype of the parts of ``group``."""
         given = self.constructors.by_group.get(group)
         return given.settings.dtype if given is not None else self.op_specs.activation_dtype
 

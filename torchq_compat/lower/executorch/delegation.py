@@ -46,7 +46,7 @@ class DelegationReport:
 
 
 def read_delegation(graph_module: GraphModule, backend: str, refused: Mapping[str, str]) -> DelegationReport:
-    """The report of an edge program's graph.
+    """Return the report of an edge program's graph.
 
     Args:
         refused: node name -> why the backend must not have it.

@@ -40,7 +40,7 @@ class ExecutorchProgram:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """The program in a ``.pte`` file. Of the sizes such a file tells the largest only.
+        """Return the program in a ``.pte`` file. Of the sizes such a file tells the largest only.
 
         Raises:
             ExecutorchError: it is none, or the extra is not installed.

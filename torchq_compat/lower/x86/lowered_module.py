@@ -55,7 +55,7 @@ class _Lowering:
 
 
 def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule:
-    """``reference`` on the integer kernels of ``engine``; the result holds ``reference``."""
+    """Return ``reference`` on the integer kernels of ``engine``; the result holds ``reference``."""
     lowered = LoweredGraphModule(nn.Module(), Graph())
     share_state(lowered, reference)
     lowered.meta = reference.meta
@@ -245,7 +245,8 @@ class _Made(nn.Module):
 
 
 def _is_captured() -> bool:
-    """Whether torch.compile, torch.export or torch.jit is looking: none of them can take packed weights."""
+    """Return whether torch.compile, torch.export or torch.jit is looking: none of them can take packed
+    weights."""
     return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 

@@ -129,13 +129,13 @@ class _Planner:
             self.refusals[op] = answer or Refusal(_without_kernel(op))
 
     def _covers_floats(self, answer: KernelCall | Refusal | None) -> bool:
-        """Whether a kernel computes what the configuration leaves float."""
+        """Return whether a kernel computes what the configuration leaves float."""
         if not isinstance(answer, KernelCall):
             return False
         return any(node.name in self.left_float for node in answer.covers)
 
     def _tried(self, op: Node, result: Node, call: KernelCall, *, alone: bool) -> KernelCall | Refusal:
-        """``call``, the same packed for fbgemm, or neither: a wrong kernel is worse than none."""
+        """Return ``call``, the same packed for fbgemm, or neither: a wrong kernel is worse than none."""
         verdict = self._verdict(result, call)
         if not isinstance(verdict, Refusal) or torch.backends.quantized.engine == FBGEMM.name:
             return verdict
@@ -216,7 +216,7 @@ def _float_dtypes(graph_module: GraphModule) -> set[torch.dtype]:
 
 
 def _qparams_of(node: Node, qparams_of: dict[Node, PerTensorQParams]) -> PerTensorQParams | None:
-    """The qparams with kernels of the values at ``node``."""
+    """Return the qparams with kernels of the values at ``node``."""
     if node.target is DEQUANTIZE:
         source, qparams = node.args[0], PerTensorQParams.of_node(node)
         assert isinstance(source, Node)
@@ -234,8 +234,8 @@ def _qparams_of(node: Node, qparams_of: dict[Node, PerTensorQParams]) -> PerTens
 def _ask(
     graph_module: GraphModule, op: Node, qparams_of: dict[Node, PerTensorQParams], *, alone: bool = False
 ) -> tuple[Node, KernelCall | Refusal | None]:
-    """(the node a kernel's result would stand for, what the rules say) about ``op``, ``alone`` or along with
-    the activation that reads it."""
+    """Return (the node a kernel's result would stand for, what the rules say) about ``op``, ``alone`` or
+    along with the activation that reads it."""
     follower = None if alone else followed_by(op)
     relu = None if alone else _only_reader(follower or op, ATEN.relu.default)
     last = relu or follower or op
@@ -259,13 +259,13 @@ def _answer(site: Site) -> KernelCall | Refusal | None:
 
 
 def _only_reader(node: Node, target: Any) -> Node | None:
-    """The one node that reads ``node``, if it calls ``target``."""
+    """Return the one node that reads ``node``, if it calls ``target``."""
     reader = next(iter(node.users), None)
     return reader if reader is not None and len(node.users) == 1 and reader.target is target else None
 
 
 def _is_quantized(op: Node, qparams_of: Mapping[Node, PerTensorQParams]) -> bool:
-    """Whether the reference graph quantizes an input or the result of ``op``."""
+    """Return whether the reference graph quantizes an input or the result of ``op``."""
     if any(is_dequantize(source) or source in qparams_of for source in op.all_input_nodes):
         return True
     return any(user.target is QUANTIZE for user in op.users)

@@ -20,7 +20,7 @@ class StateVersions:
         self._versions = list(map(_version, self._tensors))
 
     def are_current(self) -> bool:
-        """Whether no tensor was replaced, moved or written since."""
+        """Return whether no tensor was replaced, moved or written since."""
         present = self._present()
         return (
             len(present) == len(self._tensors)

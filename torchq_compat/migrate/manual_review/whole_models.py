@@ -16,7 +16,7 @@ __all__ = ["REVIEW"]
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
-    """``torch.save(model)`` of a prepared or converted model."""
+    """Yield ``torch.save(model)`` of a prepared or converted model."""
     for call in source.nodes(cst.Call):
         if source.names(call.func) != {"torch.save"} or not call.args:
             continue

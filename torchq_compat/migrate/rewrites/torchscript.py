@@ -70,7 +70,7 @@ def _called(source: ParsedSource, call: cst.Call, functions: dict[str, str]) -> 
 
 
 def _conversion(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> FxCall | None:
-    """The convert_fx call that made ``model``, through variables, copies and ``.eval()``."""
+    """Return the convert_fx call that made ``model``, through variables, copies and ``.eval()``."""
     for _ in range(MAX_STEPS):
         if isinstance(model, cst.Name):
             value = last_value(source, model, at)
@@ -90,7 +90,8 @@ def _conversion(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode
 
 
 def _may_be_converted(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
-    """Whether ``model`` is a converted model, or a variable that holds one on some way through the code."""
+    """Return whether ``model`` is a converted model, or a variable that holds one on some way through the
+    code."""
     if _conversion(source, model, at) is not None:
         return True
     if not isinstance(model, cst.Name) or last_value(source, model, at) is not None:
@@ -101,7 +102,7 @@ def _may_be_converted(source: ParsedSource, model: cst.BaseExpression, at: cst.C
 
 
 def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
-    """The edits for scripting, or tracing, and the one saving that follows.
+    """Return the edits for scripting, or tracing, and the one saving that follows.
 
     Raises:
         _Refused: something else is done with the scripted model, or its example inputs are unknown.
@@ -134,14 +135,14 @@ def _saving(source: ParsedSource, call: cst.Call, kind: str) -> _Saving:
 
 
 def _statement(source: ParsedSource, node: cst.CSTNode) -> cst.CSTNode:
-    """The small statement that ``node`` is part of, or the head of a compound one."""
+    """Return the small statement that ``node`` is part of, or the head of a compound one."""
     return next((a for a in source.ancestors(node) if isinstance(a, cst.BaseSmallStatement)), node)
 
 
 def _call(
     source: ParsedSource, node: cst.CSTNode, function: str, arguments: list[str], depth: int = 0
 ) -> str:
-    """A call with one argument a line, to stand in place of ``node``, ``depth`` calls deep."""
+    """Return a call with one argument a line, to stand in place of ``node``, ``depth`` calls deep."""
     newline = source.newline()
     outer = source.indent_at(source.start(node)) + depth * INDENT
     lines = "".join(f"{newline}{outer}{INDENT}{argument}," for argument in arguments)
@@ -153,7 +154,8 @@ def _replace(source: ParsedSource, node: cst.CSTNode, text: str) -> Edit:
 
 
 def _save_call(source: ParsedSource, scripted: cst.CSTNode) -> tuple[cst.Call, str]:
-    """The call that saves ``scripted``, and its path: ``torch.jit.save(x, path)`` or ``x.save(path)``."""
+    """Return the call that saves ``scripted``, and its path: ``torch.jit.save(x, path)`` or
+    ``x.save(path)``."""
     parent = source.parent(scripted)
     call = source.parent(parent)
     if isinstance(call, cst.Call) and all(arg.keyword is None and not arg.star for arg in call.args):
@@ -193,7 +195,7 @@ def _are_names(node: cst.BaseExpression) -> bool:
 
 
 def _prepared_with(source: ParsedSource, conversion: FxCall) -> cst.BaseExpression | None:
-    """``example_inputs`` of the prepare call behind a convert call: a variable or a tuple of such."""
+    """Return ``example_inputs`` of the prepare call behind a convert call: a variable or a tuple of such."""
     model: cst.BaseExpression | None = conversion.node.args[0].value
     at: cst.CSTNode = conversion.node
     for _ in range(MAX_STEPS):
@@ -213,7 +215,8 @@ def _prepared_with(source: ParsedSource, conversion: FxCall) -> cst.BaseExpressi
 
 
 def _still_the_same(source: ParsedSource, inputs: cst.BaseExpression, at: cst.CSTNode) -> bool:
-    """Whether the variables of ``inputs`` hold at ``at`` what they held where the model was prepared."""
+    """Return whether the variables of ``inputs`` hold at ``at`` what they held where the model was
+    prepared."""
     names = [inputs] if isinstance(inputs, cst.Name) else [e.value for e in _elements(inputs)]
     for name in names:
         assert isinstance(name, cst.Name)
@@ -231,7 +234,7 @@ def _elements(node: cst.BaseExpression) -> list[cst.BaseElement]:
 
 
 def _loads(source: ParsedSource, saved: set[str]) -> Iterator[Site]:
-    """``torch.jit.load(path)`` of a path that is saved by ``torch.export`` from now on."""
+    """Yield ``torch.jit.load(path)`` of a path that is saved by ``torch.export`` from now on."""
     for call in source.nodes(cst.Call):
         if not _called(source, call, {"torch.jit.load": "load"}) or not call.args:
             continue

@@ -60,11 +60,12 @@ class FloatCell(nn.Module, ABC):
         self.hgates = self._projection(weights["weight_hh"], weights.get("bias_hh"))
 
     def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """``x`` (B, I) and the states -> the new states, the hidden state (B, P) first."""
+        """Return ``x`` (B, I) and the states -> the new states, the hidden state (B, P) first."""
         return self.step(self.project(x), *states)
 
     def project(self, x: Tensor) -> list[Tensor]:
-        """``W_ih x + b_ih``: of every gate where gates are split, else of all at once. Any leading sizes."""
+        """Return ``W_ih x + b_ih``: of every gate where gates are split, else of all at once. Any leading
+        sizes."""
         return self._project(self.igates, x)
 
     @abstractmethod
@@ -100,5 +101,5 @@ class FloatCell(nn.Module, ABC):
 
 
 def split_or_whole(gates: tuple[str, ...], *, split_gates: bool) -> nn.Module:
-    """The sum of two projections: one module, or one for each of ``gates``."""
+    """Return the sum of two projections: one module, or one for each of ``gates``."""
     return GateModules({gate: Add() for gate in gates}) if split_gates else Add()

@@ -52,7 +52,7 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def attributes(self) -> dict[str, Any]:
-        """The public attributes of the float module."""
+        """Return the public attributes of the float module."""
 
     @abstractmethod
     def suffixes(self) -> Sequence[Sequence[str]]:
@@ -64,11 +64,11 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def layers(self, module: nn.Module) -> list[RecurrentLayer]:
-        """The layers of ``module``; those of a cell are made for the asking."""
+        """Return the layers of ``module``; those of a cell are made for the asking."""
 
     @abstractmethod
     def cells(self, module: nn.Module) -> Iterator[tuple[str, CellGraphModule]]:
-        """(path inside the module, cell) of every layer and direction."""
+        """Return (path inside the module, cell) of every layer and direction."""
 
     @abstractmethod
     def call(
@@ -96,11 +96,11 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """The qparams of the flat ``results`` of a converted module."""
+        """Return the qparams of the flat ``results`` of a converted module."""
 
     @abstractmethod
     def result_groups(self) -> tuple[str, ...]:
-        """The group of parts each flat result takes its dtype from."""
+        """Return the group of parts each flat result takes its dtype from."""
 
     @abstractmethod
     def fake_call(self, path: str) -> FakeCall:
@@ -188,7 +188,7 @@ class SequenceContract(RecurrentContract):
     def _states(
         self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | None
     ) -> list[State]:
-        """The initial state of every layer and direction."""
+        """Return the initial state of every layer and direction."""
         if state is not None:
             return list(zip(*(as_dtype(each, torch.float32).unbind(0) for each in state), strict=True))
         widths = self.structure.state_widths
@@ -284,7 +284,7 @@ class CellContract(RecurrentContract):
         return self._bind(*args, **kwargs)
 
     def check_call(self, path: str, input: Any, hx: Any) -> tuple[Tensor, ...] | None:
-        """The states in ``hx``.
+        """Return the states in ``hx``.
 
         Raises:
             CustomModuleError: what the float cell refuses.
@@ -322,7 +322,7 @@ class CellContract(RecurrentContract):
 
 
 def contract_of(module: nn.Module) -> RecurrentContract:
-    """The contract of a float recurrent module of torch.nn."""
+    """Return the contract of a float recurrent module of torch.nn."""
     if isinstance(module, nn.RNNBase):
         return SequenceContract(RecurrentStructure.of(module))
     assert isinstance(module, nn.RNNCellBase)
@@ -330,7 +330,7 @@ def contract_of(module: nn.Module) -> RecurrentContract:
 
 
 def has_no_rows(x: Tensor) -> bool:
-    """Whether an eager ``x`` is empty: there is nothing to choose dynamic qparams from."""
+    """Return whether an eager ``x`` is empty: there is nothing to choose dynamic qparams from."""
     return not torch.compiler.is_compiling() and not x.numel()
 
 

@@ -80,18 +80,19 @@ class RecurrentDirection(nn.Module):
         return project_as_given(cell.project, x, batch_first=self.batch_first)
 
     def _step_and_inputs(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
-        """The function of one time step, and its inputs of all steps. A cell with hooks is called itself."""
+        """Return the function of one time step, and its inputs of all steps. A cell with hooks is called
+        itself."""
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
             return cell, (x,)
         return cell.repeated_step(), self.project(cell, x)
 
     def graphs(self) -> list[GraphModule]:
-        """The graphs of this direction, in the order of computation."""
+        """Return the graphs of this direction, in the order of computation."""
         return [self.cell] if self.input_projection is None else [self.input_projection, self.cell]
 
     def converted(self) -> RecurrentDirection:
-        """A converted copy: integer weights folded."""
+        """Return a converted copy: integer weights folded."""
         projection = self.input_projection
         if projection is not None:
             projection = ConvertedPartGraphModule.wrap(convert_parts(copy.deepcopy(projection)))
@@ -139,9 +140,9 @@ class RecurrentLayer(nn.Module):
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
 
     def output_columns(self, width: int) -> ColumnQParams:
-        """The qparams of the output of converted cells, ``width`` columns for each direction."""
+        """Return the qparams of the output of converted cells, ``width`` columns for each direction."""
         return tuple((width, direction.cell.state_qparams()[0]) for direction in self.directions())
 
     def converted(self) -> RecurrentLayer:
-        """A converted copy."""
+        """Return a converted copy."""
         return RecurrentLayer([direction.converted() for direction in self.directions()])

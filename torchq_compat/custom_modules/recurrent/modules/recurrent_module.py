@@ -84,7 +84,7 @@ class RecurrentModule(PartOwner):
         return self.contract.call(self, self.runner(), args, kwargs, qparams)
 
     def _device(self) -> torch.device | None:
-        """Where the weights are; None in a capture, which looks at devices itself."""
+        """Return where the weights are; None in a capture, which looks at devices itself."""
         if torch.compiler.is_compiling():
             return None
         return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), None)
@@ -126,7 +126,7 @@ class RecurrentModule(PartOwner):
         return [problem for each in directions if (problem := each.program_problem())]
 
     def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
-        """(path inside the module, cell) of every layer and direction."""
+        """Return (path inside the module, cell) of every layer and direction."""
         return self.contract.cells(self)
 
     def graphs(self) -> Iterator[tuple[str, CellGraphModule]]:
@@ -153,7 +153,7 @@ class ObservedRecurrent(RecurrentModule):
 
     @classmethod
     def observe(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool = False) -> Self:
-        """An observed module with copies of the parameters of the float ``module``."""
+        """Return an observed module with copies of the parameters of the float ``module``."""
         contract = contract_of(module)
         observed = cls(contract, prepared_layers(contract, module, specs, split_gates=split_gates))
         observed.split_gates = split_gates
@@ -220,7 +220,7 @@ class ConvertedRecurrent(RecurrentModule):
 def prepared_layers(
     contract: RecurrentContract, module: nn.Module, specs: PartSpecs, *, split_gates: bool
 ) -> list[RecurrentLayer]:
-    """The prepared cells of ``module``, with copies of its parameters."""
+    """Return the prepared cells of ``module``, with copies of its parameters."""
     hidden = specs.group_dtype(contract.kind.states[0].group)
 
     def direction(layer: int, suffix: str) -> RecurrentDirection:

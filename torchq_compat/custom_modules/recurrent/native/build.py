@@ -40,7 +40,7 @@ class KernelBuild:
 
 @functools.cache
 def kernel_build() -> KernelBuild:
-    """The kernel of this process; where there is none, a warning says so once."""
+    """Return the kernel of this process; where there is none, a warning says so once."""
     build = build_kernel()
     if build.library is None:
         warn_user(
@@ -85,7 +85,7 @@ def _found_or_made(compiler: list[str]) -> ctypes.CDLL:
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
-    """The library at ``path``.
+    """Return the library at ``path``.
 
     Raises:
         OSError: it must not be loaded, or does not load.

@@ -28,7 +28,7 @@ class OwnedProgram(NamedTuple):
 def run_native_direction(
     owned: OwnedProgram, x: Tensor, state: State, columns: ColumnQParams, *, backward: bool
 ) -> tuple[Tensor, State]:
-    """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states."""
+    """Return ``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states."""
     owner, program = owned
     weights = [_attribute(owner, name) for names in program.weights for name in names]
     output, last = cell_loop(

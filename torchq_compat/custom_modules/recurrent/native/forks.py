@@ -12,7 +12,8 @@ _state = {"used": False, "lost": False}
 
 
 def threads_of_loop(wanted: int) -> int:
-    """``wanted`` threads, as far as torch may use them; one in a child of a process that used several."""
+    """Return ``wanted`` threads, as far as torch may use them; one in a child of a process that used
+    several."""
     threads = 1 if _state["lost"] else min(torch.get_num_threads(), max(1, wanted))
     if threads > 1:
         _state["used"] = True

@@ -40,7 +40,7 @@ def _not_quantized(site: Site, input_qparams: PerTensorQParams | None) -> Refusa
 
 
 def _rule(kernel: OpOverload, between: Callable[[Arguments], tuple[Any, ...]] = lambda _: ()) -> Rule:
-    """A kernel of (input, *between, scale, zero point)."""
+    """Return a kernel of (input, *between, scale, zero point)."""
 
     def rule(site: Site) -> KernelCall | Refusal | None:
         arguments = arguments_of(site.op)
@@ -59,7 +59,7 @@ def _rule(kernel: OpOverload, between: Callable[[Arguments], tuple[Any, ...]] = 
 
 
 def _constants(site: Site, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """``values`` with the tensors that graph nodes read; None if one is no constant."""
+    """Return ``values`` with the tensors that graph nodes read; None if one is no constant."""
     found: list[Any] = []
     for value in values:
         if not isinstance(value, torch.fx.Node):
@@ -84,7 +84,7 @@ def _elu(site: Site) -> KernelCall | Refusal | None:
 
 
 def _fixed(kernel: OpOverload, scale: float, zero_point: int) -> Rule:
-    """A kernel whose result has one set of qparams, FX's fixed ones."""
+    """Return a kernel whose result has one set of qparams, FX's fixed ones."""
 
     def rule(site: Site) -> KernelCall | Refusal | None:
         source = arguments_of(site.op)["self"]

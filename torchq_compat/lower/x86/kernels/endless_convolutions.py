@@ -22,7 +22,7 @@ LEAST_WINDOW = 14
 
 
 def may_never_return(weight: Sequence[int], settings: tuple[Any, ...]) -> bool:
-    """Whether the engine in use may hang on a convolution.
+    """Return whether the engine in use may hang on a convolution.
 
     Args:
         weight: its shape, (output channels, input channels per group, \\*window).

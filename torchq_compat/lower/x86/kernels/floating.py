@@ -31,7 +31,7 @@ SUM = 0
 
 
 def _rows(site: Site) -> Tensor | Refusal | None:
-    """The weight of an embedding, quantized row by row."""
+    """Return the weight of an embedding, quantized row by row."""
     weight = quantized_weight(site.graph_module, arguments_of(site.op)["weight"])
     if weight is None:
         return None

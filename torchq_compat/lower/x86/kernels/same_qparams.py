@@ -14,7 +14,7 @@ ATEN = torch.ops.aten
 
 
 def _rule(site: Site) -> KernelCall | Refusal | None:
-    """The op itself, where its result is quantized with the qparams of its input."""
+    """Return the op itself, where its result is quantized with the qparams of its input."""
     source = site.op.args[0]
     qparams = site.qparams_of(source)
     if qparams is None or site.qparams is None:

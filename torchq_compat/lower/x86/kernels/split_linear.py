@@ -71,7 +71,7 @@ def _split_linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def _pieces(site: Site, dequantize: Node) -> list[_Piece] | None:
-    """The qparams along the last dimension; None for other dimensions and dtypes."""
+    """Return the qparams along the last dimension; None for other dimensions and dtypes."""
     _, scales_node, zero_points_node, axis, _, _, dtype = dequantize.args
     scales, zero_points = (constant_of(site.graph_module, each) for each in (scales_node, zero_points_node))
     rank = rank_of(site.op)

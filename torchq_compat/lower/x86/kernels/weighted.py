@@ -46,7 +46,7 @@ Settings = Callable[[Site, Arguments], tuple[Any, ...] | Refusal]
 
 
 def pack(site: Site, prepack: Callable[..., Any], settings: tuple[Any, ...] = ()) -> Any:
-    """The weight and bias of the op at ``site`` packed for the engine in use, or a Refusal."""
+    """Return the weight and bias of the op at ``site`` packed for the engine in use, or a Refusal."""
     arguments = arguments_of(site.op)
     weight = quantized_weight(site.graph_module, arguments["weight"])
     if weight is None or weight.dtype is not torch.qint8:
@@ -118,7 +118,8 @@ def _cannot_take(site: Site, arguments: Arguments, ranks: Callable[[int | None],
 
 
 def _before_what(op: Node) -> str:
-    """The op that reads the result in floats, for people: it is fused with ``op`` in the backend config."""
+    """Return the op that reads the result in floats, for people: it is fused with ``op`` in the backend
+    config."""
     readers = [str(user.target) for user in op.users if user.op == "call_function"]
     return f", but computed on by {readers[0]}" if len(readers) == 1 else ""
 
@@ -149,7 +150,7 @@ def _named(*settings: str) -> Settings:
 
 
 def _padding_by_name(site: Site, arguments: Arguments) -> tuple[Any, ...] | Refusal:
-    """``padding="same"`` and ``"valid"`` as numbers."""
+    """Return ``padding="same"`` and ``"valid"`` as numbers."""
     weight, dilation = quantized_weight(site.graph_module, arguments["weight"]), arguments["dilation"]
     if weight is None:
         return NOT_CONSTANT
