@@ -32,6 +32,18 @@ def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) 
 
     Source: ``torch.ao.nn.quantizable.LSTM`` and the fixed qparams of torch.ao's default QConfigMapping. There
     is nothing to override, so the result is empty; ``fake_quantize`` is the QConfig's own affair.
+
+    Args:
+        module: the recurrent module they are for; not used.
+        fake_quantize: not used.
+
+    Returns:
+        No constructors.
+
+    Example:
+        >>> from torchq_compat.profiles import int8_parts
+        >>> int8_parts()
+        {}
     """
     del module, fake_quantize
     return {}
@@ -46,6 +58,18 @@ def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False)
     follow the QConfig. Source: the example flow of pytorch#96343. A GRU or RNN ``module`` gets the groups it
     has; a GRU's products of hidden state and gate have tanh's qparams; the hidden state of an RNN with ReLU,
     which has no bound, follows the QConfig.
+
+    Args:
+        module: the recurrent module they are for; default: an LSTM.
+        fake_quantize: whether to return fake-quantizes, for quantization-aware training.
+
+    Returns:
+        Keyword argument ``<group>_obs_ctr`` -> constructor.
+
+    Example:
+        >>> from torchq_compat.profiles import int16_parts
+        >>> sorted(int16_parts())[:2]
+        ['cell_state_obs_ctr', 'hidden_state_obs_ctr']
     """
 
     def fixed(scale: float, zero_point: int, dtype: torch.dtype) -> Any:
@@ -72,6 +96,19 @@ def int8_with_int16_cell(module: nn.Module | None = None, *, fake_quantize: bool
     smallest power of two that covers the calibrated range; hidden state and input follow the QConfig. Source:
     the integer LSTM (8x8_16) of the TensorFlow Lite quantization specification; tflite-micro#2670. For a GRU
     or RNN ``module`` the groups it has; a GRU's products of hidden state and gate are Q0.15.
+
+    Args:
+        module: the recurrent module they are for; default: an LSTM.
+        fake_quantize: whether to return fake-quantizes, for quantization-aware training.
+
+    Returns:
+        Keyword argument ``<group>_obs_ctr`` -> constructor.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat.profiles import int8_with_int16_cell
+        >>> "cell_state_obs_ctr" in int8_with_int16_cell(torch.nn.GRU(4, 8))
+        False
     """
     q3_12 = _fixed(2**-12, 0, torch.int16, fake_quantize=fake_quantize)
     q0_15 = _fixed(2**-15, 0, torch.int16, fake_quantize=fake_quantize)

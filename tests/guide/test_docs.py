@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -24,11 +26,20 @@ def test_python_blocks_run(document: Path) -> None:
         exec(compile(block, document.name, "exec"), namespace)
 
 
-def test_examples_of_public_functions_run() -> None:
-    from torchq_compat import explain, export, quantize_fx, to_executorch
+PUBLIC = (
+    "torchq_compat",
+    "torchq_compat.lstm_utils",
+    "torchq_compat.recurrent_parts",
+    "torchq_compat.profiles",
+)
 
-    names = ("prepare_fx", "prepare_qat_fx", "convert_fx", "convert_to_reference_fx", "fuse_fx")
-    for function in (*(getattr(quantize_fx, name) for name in names), explain, export, to_executorch):
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_function_has_an_example_that_runs(name: str) -> None:
+    module = importlib.import_module(name)
+    functions = [value for each in module.__all__ if inspect.isfunction(value := getattr(module, each))]
+    assert len(functions) >= 1
+    for function in functions:
         (test,) = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs={})
         assert test.examples, f"{function.__name__} has no example"
         ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test)

@@ -186,7 +186,22 @@ _BUILT_IN_LOADED = False
 
 
 def register(handler: CustomModuleHandler) -> CustomModuleHandler:
-    """Add a kind. Later ones are asked first, so that a user's handler can take over."""
+    """Add a kind of custom module. Later ones are asked first, so that a user's handler can take over.
+
+    Args:
+        handler: decides and makes the modules of its kind.
+
+    Returns:
+        ``handler``.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat.custom_modules import UserModuleHandler, register
+        >>> class TableHandler(UserModuleHandler):
+        ...     def takes(self, float_class, observed_class):
+        ...         return float_class.__name__ == "Table"
+        >>> handler = register(TableHandler())
+    """
     _load_built_in()
     _HANDLERS.insert(0, handler)
     return handler

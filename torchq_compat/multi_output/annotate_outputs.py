@@ -69,6 +69,20 @@ def annotate_outputs(
     Raises:
         AnnotationError: a spec for what is no input, no output, or no float tensor; another spec at the same
             point; references that go round in a circle, or derive from a point that comes later.
+
+    Example:
+        >>> import torch
+        >>> from torchao.quantization.pt2e.observer import MinMaxObserver
+        >>> from torchao.quantization.pt2e.quantizer import QuantizationSpec, SharedQuantizationSpec
+        >>> from torchq_compat import Output, annotate_outputs
+        >>> class Halves(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         first, second = x.chunk(2)
+        ...         return first + second
+        >>> graph = torch.export.export(Halves(), (torch.randn(4, 3),)).module().graph
+        >>> (chunk,) = graph.find_nodes(op="call_function", target=torch.ops.aten.chunk.default)
+        >>> int8 = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
+        >>> annotate_outputs(chunk, {chunk.args[0]: int8}, [int8, SharedQuantizationSpec(Output(chunk, 0))])
     """
     told = _told(node, input_specs, output_specs)
     table = SpecTable(node.graph)
@@ -93,6 +107,14 @@ def check_sharing(model: GraphModule) -> None:
 
     Raises:
         AnnotationError: as ``annotate_outputs``, or a reference to a point without a spec.
+
+    Args:
+        model: captured by torch.export and annotated.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import check_sharing
+        >>> check_sharing(torch.export.export(torch.nn.ReLU(), (torch.randn(3),)).module())
     """
     table = SpecTable(model.graph)
     table.check_circles()

@@ -48,6 +48,18 @@ def reroute_tuples(graph: Graph) -> int:
 
     Returns:
         The number of accesses and builders erased.
+
+    Example:
+        >>> import operator
+        >>> import torch
+        >>> from torchq_compat import reroute_tuples
+        >>> graph = torch.fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> pair = graph.call_function(tuple, ([x, x],))
+        >>> second = graph.call_function(operator.getitem, (pair, 1))
+        >>> _ = graph.output(second)
+        >>> reroute_tuples(graph)
+        2
     """
     erased = 0
     for node in list(graph.nodes):

@@ -17,9 +17,8 @@ __all__ = ["OpaqueModule"]
 class OpaqueModule(nn.Module):
     """A custom module that can be called in two ways.
 
-    By a user, with the arguments and results of the float module it replaces (``opaque_call``). By the
-    graph, with flat tensors and the index of a ``CallLayout``; across a quantized boundary the tensors are
-    integers.
+    By a user, with the arguments and results of the float module it replaces (``opaque_call``). By the graph,
+    with flat tensors and the index of a ``CallLayout``; across a quantized boundary the tensors are integers.
     All names begin with ``opaque``: this class is also mixed into classes that users wrote.
     """
 
