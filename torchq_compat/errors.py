@@ -229,7 +229,7 @@ class OnnxError(TorchQCompatError):
 
 
 class CaseError(TorchQCompatError):
-    """What is to be compared cannot be had: the function, what it returned, or the script."""
+    """The models to compare cannot be made: the function, its result, or the script is at fault."""
 
     @classmethod
     def bad_data(cls, name: str, problem: str) -> CaseError:

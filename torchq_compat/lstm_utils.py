@@ -59,7 +59,7 @@ def get_lstm_with_individually_observed_parts(
     sigmoid_input_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
     tanh_input_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
 ) -> ObservedLSTM:
-    """An observed LSTM, in both directions, with the given constructors on its parts.
+    """Make an observed LSTM, in both directions, with the given constructors on its parts.
 
     Legacy: ``_get_lstm_with_individually_observed_parts``. A constructor is an observer or fake-quantize
     class of torch.ao or torchao, or ``Class.with_args(...)``. A part without one follows
@@ -87,6 +87,19 @@ def get_lstm_with_individually_observed_parts(
         ConfigError: a constructor that is none, or a dtype ``backend_config`` does not allow; the message
             names the part.
         CustomModuleError: no ``nn.LSTM``, no qconfig, or example inputs that do not fit its sizes.
+
+    Returns:
+        The observed LSTM, called as ``float_lstm`` is: ``(x, (h_0, c_0))`` in float32.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig
+        >>> from torchq_compat.lstm_utils import get_lstm_with_individually_observed_parts
+        >>> lstm = torch.nn.LSTM(4, 8).eval()
+        >>> lstm.qconfig = get_default_qconfig("x86")
+        >>> observed = get_lstm_with_individually_observed_parts(lstm)
+        >>> observed(torch.randn(5, 2, 4))[0].shape
+        torch.Size([5, 2, 8])
     """
     if not isinstance(float_lstm, nn.LSTM):
         raise CustomModuleError.call_failed(
@@ -117,14 +130,33 @@ def get_reference_quantized_lstm_module(
     observed_lstm: torch.ao.nn.quantizable.LSTM,
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> ConvertedLSTM:
-    """The q-dq form of an observed LSTM, which is left as it is.
+    """Return the q-dq form of an observed LSTM, which is not changed.
 
     Legacy: ``_get_reference_quantized_lstm_module``. ``backend_config`` chose the reference modules FX used;
     a q-dq graph has none, so it changes nothing here.
 
+    Args:
+        observed_lstm: an observed LSTM of this package, calibrated.
+        backend_config: read and checked, not used.
+
+    Returns:
+        The converted LSTM, called as the float one is.
+
     Raises:
         ConfigError: a ``backend_config`` that cannot be read.
         CustomModuleError: not an LSTM observed by this package.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig
+        >>> from torchq_compat import lstm_utils
+        >>> lstm = torch.nn.LSTM(4, 8).eval()
+        >>> lstm.qconfig = get_default_qconfig("x86")
+        >>> observed = lstm_utils.get_lstm_with_individually_observed_parts(lstm)
+        >>> x = torch.randn(5, 2, 4)
+        >>> _ = observed(x)  # calibrate
+        >>> lstm_utils.get_reference_quantized_lstm_module(observed)(x)[0].shape
+        torch.Size([5, 2, 8])
     """
     read_backend_config(backend_config)
     return ConvertedLSTM.from_observed(observed_lstm)

@@ -1,4 +1,4 @@
-"""The operators that exported programs call. Import it where a saved program is loaded:
+"""Register the operators that exported programs call. Import it where a saved program is loaded:
 
 import torchq_compat.operators
 program = torch.export.load("model.pt2")

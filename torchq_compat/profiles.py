@@ -1,4 +1,4 @@
-"""Ready sets of constructors for ``lstm_utils`` and ``recurrent_parts``.
+"""Ready-made sets of constructors for ``lstm_utils`` and ``recurrent_parts``.
 
 Each function returns keyword arguments: ``get_lstm_with_individually_observed_parts(lstm, **int16_parts())``,
 ``get_individually_observed_parts(gru, **int16_parts(gru))``. With ``fake_quantize=True`` they are
@@ -28,10 +28,22 @@ RECURRENT = optional(instance_of(*(family.float_class for family in FAMILIES)))
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """FX's default: every part from the module's QConfig, sigmoid 1/256 and tanh 2/256 fixed.
+    """Return FX's default: every part from the module's QConfig, sigmoid 1/256 and tanh 2/256 fixed.
 
     Source: ``torch.ao.nn.quantizable.LSTM`` and the fixed qparams of torch.ao's default QConfigMapping. There
     is nothing to override, so the result is empty; ``fake_quantize`` is the QConfig's own affair.
+
+    Args:
+        module: the recurrent module they are for; not used.
+        fake_quantize: not used.
+
+    Returns:
+        No constructors.
+
+    Example:
+        >>> from torchq_compat.profiles import int8_parts
+        >>> int8_parts()
+        {}
     """
     del module, fake_quantize
     return {}
@@ -39,13 +51,25 @@ def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) 
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """The 16-bit LSTM that torch.ao documents for ``_get_lstm_with_individually_observed_parts``.
+    """Return the 16-bit LSTM that torch.ao documents for ``_get_lstm_with_individually_observed_parts``.
 
     32-bit storage, as there: gate sums on 2^-11 from -16, sigmoid on 2^-16 over [0, 1), tanh on 2^-15 over
     [-1, 1), cell state on 2^-11 over [-16, 16), hidden state quint8 on 2^-7 over [-1, 1); the projections
-    follow the QConfig. Source: the example flow of pytorch#96343. For a GRU or RNN ``module`` the groups it
+    follow the QConfig. Source: the example flow of pytorch#96343. A GRU or RNN ``module`` gets the groups it
     has; a GRU's products of hidden state and gate have tanh's qparams; the hidden state of an RNN with ReLU,
     which has no bound, follows the QConfig.
+
+    Args:
+        module: the recurrent module they are for; default: an LSTM.
+        fake_quantize: whether to return fake-quantizes, for quantization-aware training.
+
+    Returns:
+        Keyword argument ``<group>_obs_ctr`` -> constructor.
+
+    Example:
+        >>> from torchq_compat.profiles import int16_parts
+        >>> sorted(int16_parts())[:2]
+        ['cell_state_obs_ctr', 'hidden_state_obs_ctr']
     """
 
     def fixed(scale: float, zero_point: int, dtype: torch.dtype) -> Any:
@@ -66,12 +90,25 @@ def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False)
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int8_with_int16_cell(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """8-bit activations with a 16-bit cell state: the fixed-point form of embedded kernels.
+    """Return 8-bit activations with a 16-bit cell state: the fixed-point form of embedded kernels.
 
     Gate sums Q3.12 (int16 on 2^-12), gate outputs and tanh(c) Q0.15 (int16 on 2^-15), cell state int16 on the
     smallest power of two that covers the calibrated range; hidden state and input follow the QConfig. Source:
     the integer LSTM (8x8_16) of the TensorFlow Lite quantization specification; tflite-micro#2670. For a GRU
     or RNN ``module`` the groups it has; a GRU's products of hidden state and gate are Q0.15.
+
+    Args:
+        module: the recurrent module they are for; default: an LSTM.
+        fake_quantize: whether to return fake-quantizes, for quantization-aware training.
+
+    Returns:
+        Keyword argument ``<group>_obs_ctr`` -> constructor.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat.profiles import int8_with_int16_cell
+        >>> "cell_state_obs_ctr" in int8_with_int16_cell(torch.nn.GRU(4, 8))
+        False
     """
     q3_12 = _fixed(2**-12, 0, torch.int16, fake_quantize=fake_quantize)
     q0_15 = _fixed(2**-15, 0, torch.int16, fake_quantize=fake_quantize)
@@ -90,7 +127,7 @@ def int8_with_int16_cell(module: nn.Module | None = None, *, fake_quantize: bool
 
 
 def _of_kind(module: nn.Module | None, constructors: dict[str, Any]) -> dict[str, Any]:
-    """The constructors of groups that ``module`` has; default: those of an LSTM."""
+    """Return the constructors of groups that ``module`` has; default: those of an LSTM."""
     groups = (LSTM if module is None else kind_of(module)).groups
     return {name: value for name, value in constructors.items() if name.removesuffix("_obs_ctr") in groups}
 

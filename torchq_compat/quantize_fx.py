@@ -274,7 +274,18 @@ def _reference() -> Callable[..., GraphModule]:
 
 
 def get_default_prepare_custom_config() -> PrepareCustomConfig:
-    """Return a config that maps classes of torch.nn to those with the same names in ``nn.quantizable``."""
+    """Return a config that maps classes of torch.nn to those with the same names in ``nn.quantizable``.
+
+    Legacy: ``torch.ao.quantization.fx.custom_config`` has none; FX's backends map LSTM and
+    MultiheadAttention.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import get_default_prepare_custom_config
+        >>> config = get_default_prepare_custom_config()
+        >>> torch.nn.LSTM in next(iter(config.float_to_observed_mapping.values()))
+        True
+    """
     from torchq_compat.nn import quantizable
 
     config = PrepareCustomConfig()
@@ -284,7 +295,13 @@ def get_default_prepare_custom_config() -> PrepareCustomConfig:
 
 
 def get_default_convert_custom_config() -> ConvertCustomConfig:
-    """Return the converting half of ``get_default_prepare_custom_config``."""
+    """Return the config for ``convert_fx`` that goes with ``get_default_prepare_custom_config``.
+
+    Example:
+        >>> from torchq_compat import get_default_convert_custom_config
+        >>> len(get_default_convert_custom_config().observed_to_quantized_mapping)
+        1
+    """
     from torchq_compat.nn import quantizable, quantized
 
     config = ConvertCustomConfig()
@@ -348,7 +365,7 @@ def _asks_for_something(equalization_config: Any) -> bool:
 
 
 def _warn_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -> None:
-    """Say of arguments that were given a value and change nothing that they do not."""
+    """Warn of arguments that were given a value and change nothing."""
     if not remove_qconfig:
         warn_user("_remove_qconfig=False changes nothing: the modules of a converted model have no qconfig.")
     if keep_original_weights:

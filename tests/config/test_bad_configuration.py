@@ -99,7 +99,10 @@ def test_a_pattern_that_matches_anything_on_one_side_is_no_bad_input() -> None:
     backend = BackendConfig("mine").set_backend_pattern_config(
         BackendPatternConfig()._set_pattern_complex_format(pattern)
     )
-    tc.prepare_fx(model(), get_default_qconfig_mapping("x86"), (X,), backend_config=backend)
+    prepared = tc.prepare_fx(model(), get_default_qconfig_mapping("x86"), (X,), backend_config=backend)
+    decided = tc.explain(prepared)
+    reasons = {decision.reason for decision in decided if decision.kind == "Conv2d"}
+    assert reasons == {"the backend config 'mine' has no pattern for it"}
 
 
 @pytest.mark.parametrize("observer", [RecordingObserver, NoopObserver.with_args(dtype=torch.quint8)])

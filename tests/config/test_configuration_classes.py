@@ -41,7 +41,14 @@ from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareC
 from torch.ao.quantization.utils import MatchAllNode
 
 import torchq_compat as tc
-from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, leaves, sqnr
+from tests.helpers.oracle import (
+    activation_qparams,
+    by_fx,
+    by_us,
+    fx_activation_qparams,
+    leaves,
+    sqnr,
+)
 from torchq_compat.errors import ConfigError, QuantizationWarning
 
 Forward = Callable[..., Any]
@@ -484,7 +491,11 @@ def test_what_convert_cannot_use_is_warned_about(arguments: dict[str, Any], mess
 
 @pytest.mark.parametrize("empty", [QConfigMapping(), {}, {"": None}])
 def test_an_equalization_config_that_asks_for_nothing(empty: Any) -> None:
-    tc.prepare_fx(Named().eval(), default(), (torch.randn(4, 8),), None, empty)
+    example = (torch.randn(4, 8),)
+    with_empty = tc.prepare_fx(Named().eval(), default(), example, None, empty)
+    without = tc.prepare_fx(Named().eval(), default(), example)
+    assert tc.explain(with_empty).as_dicts() == tc.explain(without).as_dicts()
+    assert len(tc.explain(without)) > 2
 
 
 def test_an_equalization_config_that_asks_for_something() -> None:

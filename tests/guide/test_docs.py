@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import doctest
+import importlib
+import inspect
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from torchq_compat.checkpoints import load_fx_state
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -24,13 +30,28 @@ def test_python_blocks_run(document: Path) -> None:
         exec(compile(block, document.name, "exec"), namespace)
 
 
-def test_examples_of_public_functions_run() -> None:
-    from torchq_compat import explain, export, quantize_fx, to_executorch, to_onnx
-    from torchq_compat.checkpoints import load_fx_state
+PUBLIC = (
+    "torchq_compat",
+    "torchq_compat.lstm_utils",
+    "torchq_compat.recurrent_parts",
+    "torchq_compat.profiles",
+)
 
-    names = ("prepare_fx", "prepare_qat_fx", "convert_fx", "convert_to_reference_fx", "fuse_fx")
-    others = (explain, export, to_executorch, to_onnx, load_fx_state)
-    for function in (*(getattr(quantize_fx, name) for name in names), *others):
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_function_has_an_example_that_runs(name: str) -> None:
+    module = importlib.import_module(name)
+    functions = [value for each in module.__all__ if inspect.isfunction(value := getattr(module, each))]
+    assert len(functions) >= 1
+    run_examples(functions)
+
+
+def test_the_example_of_loading_a_state_of_fx_runs() -> None:
+    run_examples([load_fx_state])
+
+
+def run_examples(functions: Iterable[Callable[..., Any]]) -> None:
+    for function in functions:
         (test,) = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs={})
         assert test.examples, f"{function.__name__} has no example"
         ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test)

@@ -1,4 +1,4 @@
-"""What the outer graph observes around one call of a custom module."""
+"""Describe what the outer graph observes around one call of a custom module."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["OpaqueBoundary"]
 
 @dataclass(frozen=True)
 class OpaqueBoundary:
-    """What a custom-module call wants at its inputs and yields at its outputs.
+    """The specs at the inputs and outputs of one call of a custom module.
 
     Attributes:
-        input_specs: observes each flat input that arrives in floats; None leaves one alone.
+        input_specs: the spec for each flat input that comes in floats; None: not observed.
         output_dtypes: the quantized dtype of each flat output that the module quantizes itself; None
             for floats.
-        output_specs: observes each flat output behind the module; None leaves one alone.
-        accepted: quantized dtypes an input may already have, apart from its spec's.
+        output_specs: the spec for each flat output that comes out in floats; None: not observed.
+        accepted: quantized dtypes that an input may come in besides that of its spec.
     """
 
     input_specs: tuple[QuantizationSpec | None, ...]
@@ -29,5 +29,5 @@ class OpaqueBoundary:
 
     @classmethod
     def floats(cls, inputs: int, outputs: int) -> OpaqueBoundary:
-        """Nothing is observed."""
+        """Make the boundary of a call with float inputs and outputs, of which none is observed."""
         return cls((None,) * inputs, (None,) * outputs, (None,) * outputs)

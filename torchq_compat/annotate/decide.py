@@ -210,7 +210,7 @@ class _State:
         return self._general_spec(specs.activation_dtype)
 
     def _general_spec(self, dtype: torch.dtype | None = None) -> QuantizationSpec:
-        """The activation of the global QConfig, if it is static and of ``dtype``; or a histogram."""
+        """Return the activation of the global QConfig, if it is static and of ``dtype``; or a histogram."""
         general = OpSpecs(self.rules.global_qconfig) if self.rules.global_qconfig else None
         if general and general.is_static and general.activation and dtype in (None, general.activation_dtype):
             return general.activation
@@ -299,7 +299,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _has_bounded_result(partition: SourcePartition) -> bool:
-    """Whether FX's default mappings give it fixed qparams, for its result: sigmoid, tanh, softmax."""
+    """Return whether FX's default mappings give it fixed qparams, for its result: sigmoid, tanh, softmax."""
     return any(kind in FIXED_QPARAMS_OP_TO_OBSERVER for kind in partition.origin.object_types)
 
 

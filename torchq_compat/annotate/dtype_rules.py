@@ -21,7 +21,7 @@ __all__ = ["find_dtype_config", "is_half_static", "refusal", "takes_weight"]
 def find_dtype_config(
     entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool
 ) -> DTypeConfig | None:
-    """The first DTypeConfig of ``entry`` that allows what ``specs`` ask for.
+    """Return the first DTypeConfig of ``entry`` that allows what ``specs`` ask for.
 
     Args:
         has_weight: whether the op is a function with a weight argument; a module's weight is looked at
@@ -40,7 +40,8 @@ def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: 
 
 
 def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
-    """Whether a module's weight is quantized: FX asks for one DTypeConfig that matches all four dtypes."""
+    """Return whether a module's weight is quantized: FX asks for one DTypeConfig that matches all four
+    dtypes."""
     bias = torch.float16 if is_half_static(specs) else torch.float32
     output = torch.float32 if specs.is_dynamic else specs.activation_dtype
     wanted = (specs.activation_dtype, output, specs.declared_weight_dtype)
@@ -54,7 +55,7 @@ def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
 
 
 def _violation(config: DTypeConfig, specs: OpSpecs, has_weight: bool, has_bias: bool) -> str:
-    """What in ``specs`` ``config`` does not allow; empty if it allows all."""
+    """Say which dtype of ``specs`` the DTypeConfig ``config`` does not allow; empty if it allows all."""
     return (
         _input_violation(config, specs)
         or (_weight_violation(config, specs) if has_weight else "")
@@ -141,7 +142,7 @@ def _fixed_violation(what: str, allowed: DTypeWithConstraints, constructor: Obse
 
 
 def is_half_static(specs: OpSpecs) -> bool:
-    """Whether activations and weights are rounded to float16, with no qparams."""
+    """Return whether activations and weights are rounded to float16, with no qparams."""
     dtypes = {specs.activation_dtype, specs.weight_dtype}
     return dtypes == {torch.float16} and not specs.is_dynamic
 

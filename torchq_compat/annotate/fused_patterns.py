@@ -64,7 +64,7 @@ class FusedPattern:
         return replace(partition, inputs=(*partition.inputs, *self._joining_inputs()))
 
     def _joining_inputs(self) -> tuple[tuple[Node, Node], ...]:
-        """(producer, consumer) of what enters behind the first op."""
+        """Return (producer, consumer) of what enters behind the first op."""
         inside = {node for op in self.ops for node in op.nodes}
         return tuple(edge for op in self.ops[1:] for edge in op.inputs if edge[0] not in inside)
 
@@ -113,7 +113,8 @@ class _Matcher:
         return [ops for ops in found if ops[0].nodes[-1] not in absorbed]
 
     def _longest(self, partition: SourcePartition, may_join: MayJoin) -> tuple[SourcePartition, ...]:
-        """The longest pattern that starts with ``group``; what a pattern starts with need be none itself."""
+        """Return the longest pattern that starts with ``group``; what a pattern starts with need be none
+        itself."""
         longest: tuple[SourcePartition, ...] = (partition,)
         ops = longest
         while (follower := self._follower(ops, may_join)) is not None:
@@ -123,7 +124,7 @@ class _Matcher:
         return longest
 
     def _follower(self, ops: tuple[SourcePartition, ...], may_join: MayJoin) -> SourcePartition | None:
-        """The op behind ``ops`` with which a fused pattern of the backend goes on."""
+        """Return the op behind ``ops`` with which a fused pattern of the backend goes on."""
         output = ops[-1].output
         if output is None or len(output.users) != 1:
             return None
@@ -139,13 +140,13 @@ def _entry(ops: tuple[SourcePartition, ...], backend: BackendTable) -> PatternEn
 
 
 def _pattern_parts(ops: tuple[SourcePartition, ...]) -> tuple[tuple[PatternPart, ...], ...]:
-    """What a pattern may call each of ``ops``."""
+    """List, for each of ``ops``, the object types by which a pattern may name it."""
     parts = [_parts(before, op) for before, op in itertools.pairwise(ops)]
     return (ops[0].origin.object_types, *parts)
 
 
 def _parts(before: SourcePartition, op: SourcePartition) -> tuple[PatternPart, ...]:
-    """What a pattern may call ``op`` behind ``before``."""
+    """List the object types by which a pattern may name ``op`` where it follows ``before``."""
     side = _side(before, op)
     if side is None:
         return op.origin.object_types
@@ -153,8 +154,8 @@ def _parts(before: SourcePartition, op: SourcePartition) -> tuple[PatternPart, .
 
 
 def _side(before: SourcePartition, op: SourcePartition) -> int | None:
-    """Which argument of ``op``, one of several tensors, is the output of ``before``; None if it is the only
-    one. ``x + x`` has it twice, which no pattern means: -1."""
+    """Return which argument of ``op``, one of several tensors, is the output of ``before``; None if it is the
+    only one. ``x + x`` has it twice, which no pattern means: -1."""
     if len(op.inputs) == 1 and (op.origin.is_module_call or op.tensor_count <= 1 + len(op.parameters)):
         return None
     sides = [side for side, argument in enumerate(op.nodes[0].args) if argument is before.output]

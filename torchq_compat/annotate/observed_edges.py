@@ -35,7 +35,7 @@ class ObservedEdges:
         return self._first(edge_or_node) in self._observer
 
     def observe(self, edge_or_node: EdgeOrNode, spec: QuantizationSpecBase) -> None:
-        """Give ``slot`` an observer of its own, made from ``spec``."""
+        """Give ``edge_or_node`` an observer of its own, made from ``spec``."""
         self._specs[edge_or_node] = spec
         self._observer[edge_or_node] = edge_or_node
 
@@ -45,16 +45,17 @@ class ObservedEdges:
         self._joined_with[edge] = self._first(other)
 
     def share(self, edge_or_node: EdgeOrNode, leader: EdgeOrNode) -> None:
-        """Let ``slot`` use the observer of ``leader``. As in FX this is about ``slot`` alone, and the edges
-        joined with it: others that share with it keep the observer they have."""
+        """Let ``edge_or_node`` use the observer of ``leader``. As in FX this moves only ``edge_or_node`` and
+        the edges joined with it: others that share with it keep the observer they have."""
         self._observer[self._first(edge_or_node)] = self._observer[self._first(leader)]
 
     def dtype_at(self, edge_or_node: EdgeOrNode) -> torch.dtype | None:
-        """What the observer of ``slot`` quantizes to; None where its spec does not say."""
+        """Return the dtype that the observer of ``edge_or_node`` quantizes to; None where its spec has
+        none."""
         return getattr(self._specs[self._observer[self._first(edge_or_node)]], "dtype", None)
 
     def node_specs(self, nodes: Iterable[Node]) -> dict[Node, NodeSpecs]:
-        """The specs as torchao wants them: the first edge or node of an observer carries the spec, the
+        """Return the specs as torchao wants them: the first edge or node of an observer carries the spec, the
         others point to it. torchao makes observers in graph order, edges of a node before its output."""
         decided: dict[Node, NodeSpecs] = {}
         first_with: dict[EdgeOrNode, EdgeOrNode] = {}

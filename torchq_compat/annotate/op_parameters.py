@@ -38,7 +38,7 @@ PARAMETERS: dict[object, dict[str, int]] = {
 
 
 def weight_of(node: Node) -> Node | None:
-    """The weight argument of ``node`` if a QConfig can quantize it, or None."""
+    """Return the weight argument of ``node`` if a QConfig can quantize it, or None."""
     if node.target in NORMALIZATIONS or node.target is PRELU:
         return None
     edge = _edges(node).get("weight")
@@ -51,7 +51,7 @@ def parameters_of(node: Node) -> dict[str, tuple[Node, Node]]:
 
 
 def parameter_nodes(node: Node) -> set[Node]:
-    """All arguments of ``node`` that are parameters and not activations."""
+    """Return all arguments of ``node`` that are parameters and not activations."""
     return {parameter for parameter, _ in _edges(node).values()}
 
 

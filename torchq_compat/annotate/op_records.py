@@ -1,4 +1,4 @@
-"""What an op is to a QConfigMapping, kept on its nodes, so that convert can ask another mapping about it."""
+"""Record how a QConfigMapping names an op, on its nodes, so that convert can ask another mapping about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OpRecord:
     call_index: int
 
     def select(self, rules: QConfigRules) -> Selection:
-        """The QConfig that ``rules`` give it."""
+        """Return the QConfig that ``rules`` give it."""
         origin = self.origin
         if origin.is_module_call:
             return select_for_module(rules, origin.module_type, origin.module_path, self.call_index)
@@ -50,5 +50,5 @@ def write_op_records(records: Iterable[tuple[Node, OpRecord]]) -> None:
 
 
 def op_record(node: Node) -> OpRecord | None:
-    """What prepare wrote on ``node``; None for what is no op of the model."""
+    """Return the record that prepare wrote on ``node``; None if the node is no op of the model."""
     return metadata.OP.of(node)

@@ -24,13 +24,14 @@ def _always(node: Node) -> bool:
 
 
 def _pads_with_values(node: Node) -> bool:
-    """Whether it pads with reflected values or zeros. Quantized tensors have no kernels for other modes."""
+    """Return whether it pads with reflected values or zeros. Quantized tensors have no kernels for other
+    modes."""
     mode, value = _argument(node, 2, "mode", "constant"), _argument(node, 3, "value", None)
     return mode == "reflect" or (mode == "constant" and not value)
 
 
 def _drops_nothing(node: Node) -> bool:
-    """Whether a dropout is in evaluation, where it is the identity."""
+    """Return whether a dropout is in evaluation, where it is the identity."""
     return _argument(node, 2, "train", None) is False
 
 

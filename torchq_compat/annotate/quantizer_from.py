@@ -70,7 +70,7 @@ def quantizer_from(
     qconfig_mapping: QConfigMapping | dict[str, Any],
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> TranslatedQuantizer:
-    """A torchao Quantizer that annotates what FX would have quantized.
+    """Return a torchao Quantizer that annotates what FX would have quantized.
 
     In a ``ComposableQuantizer`` it annotates what the quantizers before it left alone.
 
@@ -84,6 +84,21 @@ def quantizer_from(
     Raises:
         ConfigError: a setting that cannot be read; while annotating, QConfigs that conflict in a fused
             pattern.
+
+    Returns:
+        The Quantizer; its ``report`` holds the decisions about the graph it annotated last.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+        >>> from torchq_compat import quantizer_from
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> exported = torch.export.export(model, (x,)).module()
+        >>> prepared = prepare_pt2e(exported, quantizer_from(get_default_qconfig_mapping("x86")))
+        >>> _ = prepared(x)  # calibrate
+        >>> convert_pt2e(prepared)(x).shape
+        torch.Size([3, 2])
     """
     return TranslatedQuantizer(qconfig_mapping, backend_config)
 

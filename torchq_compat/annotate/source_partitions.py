@@ -69,8 +69,8 @@ class SourcePartition:
         return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
     def with_roles(self, input_type_to_index: Mapping[str, int]) -> SourcePartition:
-        """The partition of a function whose arguments have the roles a BackendConfig gives them: one that it
-        does not call weight or bias is an activation."""
+        """Return the partition of a function whose arguments have the roles a BackendConfig gives them: one
+        that it does not call weight or bias is an activation."""
         if self.origin.is_module_call:
             return self
         parameters = {name: edge for name, edge in self.parameters.items() if name in input_type_to_index}
@@ -87,7 +87,7 @@ class SourcePartition:
 
 
 def find_source_partitions(graph_module: GraphModule, model: nn.Module | None) -> list[SourcePartition]:
-    """The source partitions of ``graph_module`` in graph order; ``model`` is what was exported, if it
+    """Return the source partitions of ``graph_module`` in graph order; ``model`` is what was exported, if it
     is at hand."""
     members: dict[str, list[Node]] = {}
     origins: dict[str, Origin] = {}
@@ -107,7 +107,7 @@ def find_source_partitions(graph_module: GraphModule, model: nn.Module | None) -
 
 
 def _caller_and_type(origin: Origin) -> tuple[str, object]:
-    """What module_name_object_type_order counts by."""
+    """Return the key by which module_name_object_type_order counts calls: the caller and the type called."""
     return _caller(origin), next(iter(origin.object_types), None)
 
 

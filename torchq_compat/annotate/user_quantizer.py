@@ -131,8 +131,8 @@ def _warn_if_annotated(call: Node, quantizer: Quantizer) -> None:
 
 
 def _annotation(call: Node, boundary: OpaqueBoundary) -> QuantizationAnnotation:
-    """Each float input observed; one that its producer yields in a dtype the opaque module takes, by that
-    observer."""
+    """Return each float input observed; one that its producer yields in a dtype the opaque module takes, by
+    that observer."""
     specs = {}
     for producer, spec in zip(call.args, boundary.input_specs, strict=False):
         assert isinstance(producer, Node)

@@ -21,7 +21,7 @@ CONSTANTS = (GAMMA, BETA, RUNNING_MEAN, RUNNING_VAR, EPS)
 
 
 def unfoldable_batch_norms(graph_module: GraphModule) -> set[Node]:
-    """The batch norms of ``graph_module`` that have to stay: folded, something else would change."""
+    """Return the batch norms of ``graph_module`` that have to stay: folded, something else would change."""
     batch_norms = [node for node in graph_module.graph.nodes if node.target is BATCH_NORM]
     readers = _readers(graph_module)
     parameters = dict(graph_module.named_parameters(remove_duplicate=False))
@@ -75,7 +75,7 @@ def _weights(op: Node) -> list[object]:
 
 
 def _names(op: Argument) -> set[str]:
-    """The weight and bias of ``op``."""
+    """Return the weight and bias of ``op``."""
     assert isinstance(op, Node)
     return {_name(argument) for argument in op.args[1:3] if argument is not None}
 

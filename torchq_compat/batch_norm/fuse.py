@@ -116,7 +116,7 @@ def _rewrite(prepared: GraphModule, pair: _Pair) -> None:
 
 
 def _scale(graph: Graph, pair: _Pair) -> Node:
-    """``gamma / sqrt(var + eps)``, with the statistics as they are before the batch."""
+    """Return ``gamma / sqrt(var + eps)``, with the statistics as they are before the batch."""
     gamma, variance, eps = (pair.batch_norm.args[i] for i in (GAMMA, RUNNING_VAR, EPS))
     with graph.inserting_before(pair.op):
         variance_with_eps = graph.call_function(ATEN.add.Tensor, (variance, eps))
@@ -125,7 +125,7 @@ def _scale(graph: Graph, pair: _Pair) -> Node:
 
 
 def _scaled_weight(graph: Graph, pair: _Pair, scale: Node) -> Node:
-    """A call of the fake-quantize with the weight times ``scale``."""
+    """Return a call of the fake-quantize with the weight times ``scale``."""
     shape = [-1 if axis == pair.weight_axis else 1 for axis in range(len(pair.weight_shape))]
     with graph.inserting_before(pair.op):
         scaled = graph.call_function(ATEN.mul.Tensor, (pair.weight, _reshaped(graph, scale, shape)))

@@ -23,7 +23,7 @@ GAMMA, BETA, RUNNING_MEAN, RUNNING_VAR, TRAINING, MOMENTUM, EPS = range(1, 8)
 
 
 def batch_norm_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
-    """(path of the running mean, node) of every batch norm that has one."""
+    """Yield (path of the running mean, node) of every batch norm that has one."""
     for node in graph_module.graph.nodes:
         if node.target is torch.ops.aten.batch_norm.default and isinstance(node.args[RUNNING_MEAN], Node):
             yield str(node.args[RUNNING_MEAN].target), node

@@ -49,7 +49,7 @@ class CallSignature:
         return replace(self, sizes=sizes)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """``args`` and ``kwargs`` as the positional arguments of the captured model.
+        """Return ``args`` and ``kwargs`` as the positional arguments of the captured model.
 
         Raises:
             InputError: missing or unexpected arguments, or sizes that the captured model does not take.

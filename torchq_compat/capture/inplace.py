@@ -43,7 +43,7 @@ def _functional_overload(node: Node) -> OpOverload | None:
 
 
 def _has_one_name(written: Node) -> bool:
-    """Whether ``written`` is an intermediate value that neither is a view nor has views."""
+    """Return whether ``written`` is an intermediate value that neither is a view nor has views."""
     return (
         written.op == "call_function"
         and not _is_view(written)
@@ -52,7 +52,7 @@ def _has_one_name(written: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    """An op whose result may share storage with an argument without writing to it."""
+    """Return an op whose result may share storage with an argument without writing to it."""
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
     schema = node.target._schema

@@ -1,4 +1,4 @@
-"""What of a model does not survive capture, as decisions: Python attributes and hooks."""
+"""Decide about Python attributes and hooks of a model, which do not survive capture."""
 
 from __future__ import annotations
 

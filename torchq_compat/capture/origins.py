@@ -59,8 +59,8 @@ class Origin:
 
 
 def find_origin(node: Node, model: nn.Module | None) -> Origin:
-    """The origin of ``node`` in ``model``, the module that was exported; where only the graph is at hand,
-    classes are found by the names it holds."""
+    """Return the origin of ``node`` in ``model``, the module that was exported; where only the graph is at
+    hand, classes are found by the names it holds."""
     path, module_type = "", nn.Module if model is None else type(model)
     for key, fqn, class_name in _module_calls(node):
         found = _class_by_name(class_name) if model is None else _class_in(model, fqn)
@@ -76,18 +76,18 @@ def find_origin(node: Node, model: nn.Module | None) -> Origin:
 
 
 def is_fx_leaf(module: nn.Module) -> bool:
-    """Whether FX's tracer keeps ``module`` as one node: classes of torch.nn, but not Sequential."""
+    """Return whether FX's tracer keeps ``module`` as one node: classes of torch.nn, but not Sequential."""
     return is_fx_leaf_class(type(module))
 
 
 def is_fx_leaf_class(module_type: type[nn.Module]) -> bool:
-    """``is_fx_leaf`` of the modules of a class."""
+    """Return ``is_fx_leaf`` of the modules of a class."""
     is_torch_own = module_type.__module__.startswith(("torch.nn", "torch.ao.nn"))
     return is_torch_own and not issubclass(module_type, nn.Sequential)
 
 
 def _module_calls(node: Node) -> Iterator[tuple[str, str, str]]:
-    """(call key, module path, class name), outermost first."""
+    """Yield (call key, module path, class name), outermost first."""
     for key, (fqn, kind) in (node.meta.get("nn_module_stack") or {}).items():
         yield key, str(fqn), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 

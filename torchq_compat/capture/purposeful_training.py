@@ -51,7 +51,7 @@ TORCH_FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
 
 
 def flags_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> FlagsInEvaluation:
-    """The training flags in a run of a copy of ``working`` in evaluation; none if it does not run."""
+    """Return the training flags in a run of a copy of ``working`` in evaluation; none if it does not run."""
     model = copy.deepcopy(working).eval()
     recorder = _Recorder()
     try:
@@ -88,7 +88,7 @@ def fix_modes(
 
 
 def _first_paths(model: nn.Module) -> dict[str, str]:
-    """Every path of ``model`` -> the first path of the module there."""
+    """Return every path of ``model`` -> the first path of the module there."""
     first: dict[nn.Module, str] = {}
     return {
         path: first.setdefault(module, path) for path, module in model.named_modules(remove_duplicate=False)

@@ -33,7 +33,7 @@ Statics = tuple[tuple[str, int], ...]
 def capture(
     model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None, statics: Statics = ()
 ) -> GraphModule:
-    """``model`` as an aten graph that keeps its input and output structure.
+    """Return ``model`` as an aten graph that keeps its input and output structure.
 
     Args:
         model: captured as it is, its training flags included.
@@ -61,8 +61,8 @@ def capture(
 
 
 def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
-    """``capture`` of a module with tensor arguments and a tuple of tensors as result, without pytree in
-    its calling code: it is called once per time step."""
+    """Return ``capture`` of a module with tensor arguments and a tuple of tensors as result, without pytree
+    in its calling code: it is called once per time step."""
     captured = capture(model, args)
     flat = GraphModule(captured, captured.graph)
     flat.graph.set_codegen(torch.fx.graph.CodeGen())
@@ -71,14 +71,16 @@ def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
 
 
 def copied_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args`` for a trial run: a model may write into them, and they may hang on an autograd graph."""
+    """Return ``args`` for a trial run: a model may write into them, and they may hang on an autograd
+    graph."""
     copies = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, args)
     assert isinstance(copies, tuple)
     return copies
 
 
 def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError:
-    """The error of ours for a failed capture of ``model`` (the float one): do the inputs fit at all?"""
+    """Return the error of ours for a failed capture of ``model`` (the float one): do the inputs fit at
+    all?"""
     try:
         with torch.no_grad():
             copied_model(model)(*copied_inputs(args))
@@ -93,7 +95,8 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
 def export_with_free_sizes(
     model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any, statics: Statics = ()
 ) -> torch.export.ExportedProgram:
-    """``torch.export.export``; without ``dynamic_shapes`` every dimension is free that ``model`` allows."""
+    """Return ``torch.export.export``; without ``dynamic_shapes`` every dimension is free that ``model``
+    allows."""
     args = _distinct(args)
     if dynamic_shapes is not None:
         return torch.export.export(model, args, dynamic_shapes=dynamic_shapes, strict=False)
@@ -104,8 +107,8 @@ def export_with_free_sizes(
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args`` with a copy of each tensor that is there twice, say as h0 and c0: torch.export would take both
-    for one input, and the captured model would read one of its arguments for both."""
+    """Return ``args`` with a copy of each tensor that is there twice, say as h0 and c0: torch.export would
+    take both for one input, and the captured model would read one of its arguments for both."""
     seen: set[int] = set()
 
     def once(leaf: Any) -> Any:
@@ -142,8 +145,8 @@ def _every_dimension(model: nn.Module, args: tuple[Any, ...], statics: Statics) 
 
 
 def _map_as_export_wants(function: Callable[[Any], Any], value: Any) -> Any:
-    """``pytree.tree_map``; but torch.export wants a list where a dataclass, or another container registered
-    with pytree, stands in the arguments."""
+    """Return ``pytree.tree_map``; but torch.export wants a list where a dataclass, or another container
+    registered with pytree, stands in the arguments."""
 
     def inside(each: Any) -> Any:
         if not _is_other_container(each):
@@ -183,7 +186,7 @@ def _capture_refused(model: str, location: str | None, cause: BaseException) -> 
 
 
 def _capture_hint(cause: BaseException, first_line: str) -> str:
-    """What the user can do about ``cause``, the error of torch.export."""
+    """Suggest what the user can do about ``cause``, the error of torch.export."""
     text, kind = str(cause), type(cause)
     if "register a pytree" in first_line or "Unsupported input type" in first_line:
         return (

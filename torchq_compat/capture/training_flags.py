@@ -25,7 +25,7 @@ CALIBRATES = "prepare_fx calibrates in evaluation mode; prepare_qat_fx is for tr
 
 
 def decide_training_flags(model: nn.Module, *, is_qat: bool) -> Iterator[Decision]:
-    """A decision about ``model``, or about each outermost module in it, whose flag is the other one.
+    """Yield a decision about ``model``, or about each outermost module in it, whose flag is the other one.
 
     A module that differs from the model it is in was set apart by someone: that is warned about.
     """

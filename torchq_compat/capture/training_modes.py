@@ -46,7 +46,7 @@ FLAGS: dict[Any, int] = {**DROPOUT, **BATCH_NORM}
 
 
 def training_flag(node: Node) -> bool | None:
-    """Whether ``node`` is in training; None for an op that has no such flag."""
+    """Return whether ``node`` is in training; None for an op that has no such flag."""
     position = FLAGS.get(node.target)
     if position is None:
         return None

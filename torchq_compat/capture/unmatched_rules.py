@@ -109,13 +109,13 @@ def _no_such_class(wanted: type[nn.Module], classes: set[type[nn.Module]]) -> st
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'conv1'?``, or nothing where no known name is like ``name``."""
+    """Return ``; did you mean 'conv1'?``, or nothing where no known name is like ``name``."""
     found = difflib.get_close_matches(name, [other for other in known if other], n=3)
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def type_name(object_type: object) -> str:
-    """What people call an object type of a QConfigMapping."""
+    """Name an object type of a QConfigMapping as people write it."""
     return object_type if isinstance(object_type, str) else getattr(object_type, "__name__", str(object_type))
 
 

@@ -28,7 +28,7 @@ WrappedCall = tuple[str, int]
 
 
 def wrapped_call_of(node: Node) -> WrappedCall | None:
-    """The call of a wrapped function that ``node`` was made in."""
+    """Return the call of a wrapped function that ``node`` was made in."""
     found = (node.meta.get(CUSTOM) or {}).get(metadata.WRAPPED_CALL.name)
     return found if isinstance(found, tuple) else None
 
@@ -50,7 +50,7 @@ def marked_functions() -> Iterator[None]:
 
 
 def _registered() -> Iterator[tuple[dict[str, Any], str]]:
-    """The globals and name of each Python function under ``torch.fx.wrap`` that is not torch's own."""
+    """Yield the globals and name of each Python function under ``torch.fx.wrap`` that is not torch's own."""
     for (_, name), namespace in list(WRAPPED_FUNCTIONS.items()):
         own = str(namespace.get("__name__", "")).split(".")[0] == "torch"
         function = namespace.get(name)

@@ -95,7 +95,7 @@ class PatternEntry:
     is_fused_module: bool
 
     def observation_for(self, tensor_count: int) -> ObservationType:
-        """``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
+        """Return ``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
 
         Args:
             tensor_count: how many positional arguments of the op are tensors, repeated ones included.
@@ -112,16 +112,17 @@ class BackendTable:
 
     @cached_property
     def beginnings(self) -> frozenset[Pattern]:
-        """What fused patterns start with, themselves included."""
+        """The first two or more ops of every fused pattern, the whole pattern included."""
         chains = [pattern for pattern in self.entries if isinstance(pattern, tuple)]
         return frozenset(chain[:end] for chain in chains for end in range(2, len(chain) + 1))
 
     def may_start(self, *chain: tuple[PatternPart, ...]) -> bool:
-        """Whether a fused pattern starts with ``chain``, each op given by all its object types."""
+        """Return whether a fused pattern starts with ``chain``, each op given by all its object types."""
         return any(pattern in self.beginnings for pattern in itertools.product(*chain))
 
     def find(self, *chain: tuple[PatternPart, ...]) -> PatternEntry | None:
-        """The entry of one op (one argument) or of a fused pattern, each op given by all its object types."""
+        """Return the entry of one op (one argument) or of a fused pattern, each op given by all its object
+        types."""
         patterns = chain[0] if len(chain) == 1 else itertools.product(*chain)
         return next((self.entries[pattern] for pattern in patterns if pattern in self.entries), None)
 
@@ -170,8 +171,8 @@ def _check_keys_of_patterns(configs: Any) -> None:
 
 
 def _in_order(nested: Any) -> Any:
-    """A pattern in the complex format, ``(last op, its arguments)``, in the order the ops run; None for one
-    in which two ops of the pattern meet."""
+    """Return a pattern in the complex format, ``(last op, its arguments)``, in the order the ops run; None
+    for one in which two ops of the pattern meet."""
     if not isinstance(nested, tuple):
         return nested
     op, *arguments = nested
@@ -186,7 +187,7 @@ def _in_order(nested: Any) -> Any:
 
 
 def _in_words(nested: Any) -> str:
-    """``ReLU(add(Linear, MatchAllNode))``."""
+    """Return ``ReLU(add(Linear, MatchAllNode))``."""
     if not isinstance(nested, tuple):
         return getattr(nested, "__name__", str(nested))
     op, *arguments = nested
@@ -214,8 +215,8 @@ def _entry(
 def _after_fusing(
     pattern: Any, config: BackendPatternConfig, configs: Mapping[Any, BackendPatternConfig]
 ) -> BackendPatternConfig:
-    """The row that counts for a pattern whose modules FX replaces by one before it looks at the rows again:
-    that of the module. A batch norm behind another module is folded and does not count."""
+    """Return the row that counts for a pattern whose modules FX replaces by one before it looks at the rows
+    again: that of the module. A batch norm behind another module is folded and does not count."""
     first, *rest = pattern if isinstance(pattern, tuple) else (pattern,)
     kept = (first, *(part for part in rest if part not in BATCH_NORMS))
     unfolded = configs.get(kept, config) if len(kept) <= len(rest) else config

@@ -87,7 +87,7 @@ class StandaloneSettings:
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What a PrepareCustomConfig says, read once."""
+    """The settings of a PrepareCustomConfig, as frozen values."""
 
     float_to_observed: ClassMapping
     kept_float_names: tuple[str, ...]
@@ -101,7 +101,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What a ConvertCustomConfig says, read once."""
+    """The settings of a ConvertCustomConfig, as frozen values."""
 
     observed_to_quantized: ClassMapping
     preserved_attributes: tuple[str, ...]
@@ -158,7 +158,7 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
 
 
 def read_fuse_custom_config(value: FuseCustomConfig | dict[str, Any] | None) -> tuple[str, ...]:
-    """The preserved attributes of a FuseCustomConfig, the only thing it says."""
+    """Return the preserved attributes of a FuseCustomConfig, the only thing it says."""
     if isinstance(value, dict):
         value = read_dict_form("fuse_custom_config", value, FUSE_KEYS, FuseCustomConfig)
     if value is None:

@@ -23,7 +23,7 @@ class FromDict(Protocol[T_co]):
 def read_dict_form(
     setting: str, value: dict[str, Any], known_keys: Iterable[str], config_class: FromDict[T_co]
 ) -> T_co:
-    """``value`` as an object of ``config_class``.
+    """Return ``value`` as an object of ``config_class``.
 
     Raises:
         ConfigError: a key that is not in ``known_keys``, or an entry ``from_dict`` cannot read.

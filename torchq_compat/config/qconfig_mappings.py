@@ -113,7 +113,7 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
 
 
 def same_qconfig(a: QConfig | None, b: QConfig | None) -> bool:
-    """Whether two QConfigs make the same observers."""
+    """Return whether two QConfigs make the same observers."""
     return bool(qconfig_equals(a, b))
 
 

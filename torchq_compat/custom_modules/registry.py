@@ -101,16 +101,17 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
-        """Whether this handler carries out the mapping float_class -> observed_class."""
+        """Return whether this handler carries out the mapping float_class -> observed_class."""
 
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
-        """Whether this handler quantizes ``module`` although no mapping is about it, as FX's backends do."""
+        """Return whether this handler quantizes ``module`` although no mapping is about it, as FX's backends
+        do."""
         return False
 
     @abstractmethod
     def is_opaque(self, module: nn.Module) -> bool:
-        """Whether a float ``module`` left as it is must stay one call, because torch.export would unroll
-        it or fix its sizes."""
+        """Return whether a float ``module`` left as it is must stay one call, because torch.export would
+        unroll it or fix its sizes."""
 
     def ops_writer(self, module: nn.Module) -> WriteOps | None:
         """What writes a float ``module`` that is opaque as ops that a Quantizer can annotate; None if nothing
@@ -119,8 +120,8 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
-        """A function with the arguments of ``module`` that computes the shapes and dtypes of its result;
-        ``path`` is for its error messages."""
+        """Return a function with the arguments of ``module`` that computes the shapes and dtypes of its
+        result; ``path`` is for its error messages."""
 
     @abstractmethod
     def observe(self, request: ObserveRequest) -> OpaqueModule:
@@ -132,7 +133,7 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """What is observed around one call of an observed module.
+        """Return the specs around one call of an observed module.
 
         Raises:
             CustomModuleError: settings of the module that do not fit the call.
@@ -140,7 +141,7 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def owns(self, opaque: nn.Module) -> bool:
-        """Whether ``opaque`` is an observed or converted module of this kind."""
+        """Return whether ``opaque`` is an observed or converted module of this kind."""
 
     @abstractmethod
     def convert(self, request: ConvertRequest) -> OpaqueModule:
@@ -152,7 +153,7 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def mapping_hint(self, module: nn.Module) -> str | None:
-        """What a user could do about a float ``module`` that a quantized qconfig leaves float because
+        """Suggest how to map a float ``module`` that a quantized qconfig leaves float because
         nothing maps it; None if this kind has nothing to say about it."""
 
     def loses_forward(self, module: nn.Module) -> bool:
@@ -163,8 +164,8 @@ class CustomModuleHandler(ABC):
     def quantized_class(
         self, opaque: OpaqueModule, mapping: Mapping[type[nn.Module], type[nn.Module]]
     ) -> type[nn.Module] | None:
-        """The entry of an observed-to-quantized mapping that is about ``opaque``: keyed on its class, on a
-        base class, or on the class the script mapped the float module to."""
+        """Return the entry of an observed-to-quantized mapping that is about ``opaque``: keyed on its class,
+        on a base class, or on the class the script mapped the float module to."""
         classes = (type(opaque), opaque.opaque_observed_class or type(opaque))
         return next((to for key, to in mapping.items() if any(issubclass(c, key) for c in classes)), None)
 
@@ -181,8 +182,8 @@ class CustomModuleHandler(ABC):
         return None
 
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
-        """A module that computes what the converted ``opaque`` does on integer kernels of an x86 CPU, packed
-        for ``torch.backends.quantized.engine``; or why there is none.
+        """Return a module that computes what the converted ``opaque`` does on integer kernels of an x86 CPU,
+        packed for ``torch.backends.quantized.engine``; or why there is none.
 
         It is called with the layouts of ``opaque``: values cross its boundary with the same qparams.
         ``opaque`` keeps the state, and must stay as it is; after its state changed it is lowered again.
@@ -190,7 +191,7 @@ class CustomModuleHandler(ABC):
         return "its kind has no integer kernels"
 
     def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
-        """(where inside ``opaque``, what) of observers that cannot be converted."""
+        """Return (where inside ``opaque``, what) of observers that cannot be converted."""
         return []
 
     def wanted_of_fx(
@@ -201,8 +202,8 @@ class CustomModuleHandler(ABC):
         return Wanted(tuple(WantedTensor(name, (f"{prefix}.{name}",)) for name in opaque.state_dict()))
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
-        """The decisions inside an observed or converted module; ``explain_model`` tells those of a model of
-        its own."""
+        """Return the decisions inside an observed or converted module; ``explain_model`` tells those of a
+        model of its own."""
         return iter(())
 
 
@@ -211,20 +212,35 @@ _BUILT_IN_LOADED = False
 
 
 def register(handler: CustomModuleHandler) -> CustomModuleHandler:
-    """Add a kind. Later ones are asked first, so that a user's handler can take over."""
+    """Add a kind of custom module. Later ones are asked first, so that a user's handler can take over.
+
+    Args:
+        handler: decides and makes the modules of its kind.
+
+    Returns:
+        ``handler``.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat.custom_modules import UserModuleHandler, register
+        >>> class TableHandler(UserModuleHandler):
+        ...     def takes(self, float_class, observed_class):
+        ...         return float_class.__name__ == "Table"
+        >>> handler = register(TableHandler())
+    """
     _load_built_in()
     _HANDLERS.insert(0, handler)
     return handler
 
 
 def handlers() -> tuple[CustomModuleHandler, ...]:
-    """All kinds, in the order they are asked."""
+    """Return all kinds, in the order they are asked."""
     _load_built_in()
     return tuple(sorted(_HANDLERS, key=lambda handler: handler.is_fallback))
 
 
 def handler_of(opaque: Any) -> CustomModuleHandler | None:
-    """The handler of an observed or converted module."""
+    """Return the handler of an observed or converted module."""
     return next((handler for handler in handlers() if handler.owns(opaque)), None)
 
 

@@ -33,7 +33,7 @@ class _Parent(nn.Module):
 
 
 def with_parent(model: nn.Module, settings: PrepareSettings) -> nn.Module:
-    """``model``, or a parent of it with the same class name and signature if it is a custom module."""
+    """Return ``model``, or a parent of it with the same class name and signature if it is a custom module."""
     if not _is_custom_module(model, settings):
         return model
 

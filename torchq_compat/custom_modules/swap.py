@@ -47,7 +47,8 @@ class Swap:
 def decide_swaps(
     model: nn.Module, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
 ) -> tuple[list[Swap], list[Decision]]:
-    """Which modules of ``model`` become opaque calls, and the decisions about those that stay float."""
+    """Return which modules of ``model`` become opaque calls, and the decisions about those that stay
+    float."""
     swaps: list[Swap] = []
     decisions: list[Decision] = []
     for module, paths in _modules_with_paths(model):
@@ -66,7 +67,8 @@ def _decide(
     settings: PrepareSettings,
     backend: BackendTable,
 ) -> tuple[Swap | None, Decision | None]:
-    """The swap of ``module``, if it becomes an opaque call, and the decision to show about it, if any."""
+    """Return the swap of ``module``, if it becomes an opaque call, and the decision to show about it, if
+    any."""
     path, kind = paths[0], type(module).__name__
     if _is_non_traceable(module, paths, settings):
         swap = Swap(module, paths, _fallback(), None)
@@ -102,7 +104,7 @@ def _modules_with_paths(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str
 
 
 def _inside(paths: tuple[str, ...], swaps: list[Swap]) -> bool:
-    """Whether a module is reached only through custom modules: what is in them is theirs."""
+    """Return whether a module is reached only through custom modules: what is in them is theirs."""
     outer = tuple(f"{path}." for swap in swaps for path in swap.paths)
     return all(path.startswith(outer) for path in paths)
 
@@ -120,7 +122,7 @@ def _fallback() -> CustomModuleHandler:
 def _find(
     module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
 ) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
-    """The handler that quantizes ``module``, what it is asked for, and why; or why there is none."""
+    """Return the handler that quantizes ``module``, what it is asked for, and why; or why there is none."""
     selection = select_for_module(rules, type(module), path)
     standalone = settings.standalone_names.get(path) or settings.standalone_classes.get(type(module))
     if standalone is not None:

@@ -48,7 +48,7 @@ class Direction:
 
     @property
     def name(self) -> str:
-        """What the direction is called inside its layer, as everywhere in this package."""
+        """The name of the direction inside its layer: ``layer_fw`` or ``layer_bw``."""
         return "layer_bw" if self.backward else "layer_fw"
 
     @property
@@ -57,7 +57,7 @@ class Direction:
         return f"layers.{self.layer}.{self.name}.cell"
 
     def values(self, graph_module: GraphModule) -> dict[str, Tensor]:
-        """The parameters themselves.
+        """Return the parameters themselves.
 
         Raises:
             AtenLSTMError: a parameter that is computed in the graph, or is not float32.
@@ -103,7 +103,7 @@ class AtenRecurrent:
         )
 
     def layers(self) -> Iterator[tuple[Direction, ...]]:
-        """The directions of each layer."""
+        """Yield the directions of each layer."""
         width = 2 if self.bidirectional else 1
         for first in range(0, len(self.directions), width):
             yield self.directions[first : first + width]

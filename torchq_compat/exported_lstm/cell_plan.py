@@ -1,8 +1,7 @@
-"""What a quantizer wants of one cell: its observed points, and which of them share an observer.
+"""Plan what a quantizer observes in one cell, and which edges and nodes share an observer.
 
-Asked of torchao: the cell is prepared with the quantizer, and torchao's callback tells which point got which
-observer. So its rules of sharing hold, whatever the quantizer writes, and what stands round the cell plays no
-part.
+torchao itself is asked: it prepares the cell with the quantizer, and its callback tells which edge or node
+got which observer. So torchao's rules of sharing hold, and the graph around the cell plays no part.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ class CellPlan:
     specs: dict[EdgeOrNodeName, Any]
 
     def spec(self, place: EdgeOrNodeName, point: Callable[[EdgeOrNodeName], Any], *, first: bool) -> Any:
-        """The spec of ``place`` in a copy of the cell, where ``point`` finds the points of the first copy."""
+        """Return the spec of ``place`` in a copy of the cell, where ``point`` finds the points of the first
+        copy."""
         leader = self.leader[place]
         if not first or leader != place:
             return SharedQuantizationSpec(point(leader))
@@ -56,7 +56,7 @@ class CellPlan:
 
 
 def plan_cell(cell: GraphModule, quantizer: Quantizer) -> CellPlan:
-    """What ``quantizer`` wants of ``cell``, which stays as it is."""
+    """Plan what ``quantizer`` observes in ``cell``, which is not changed."""
     recorder = _Recorder(quantizer)
     prepare_pt2e(copy.deepcopy(cell), recorder)
     return recorder.plan

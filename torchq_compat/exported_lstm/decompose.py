@@ -66,6 +66,16 @@ def decompose_lstm(
     Raises:
         AtenLSTMError: no LSTM in the program, one of a PackedSequence, weights that are computed in it or not
             float32, an unknown shape, or a dynamic length to unroll.
+
+    Returns:
+        A new module that takes and returns what ``program`` does.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat.lstm_utils import decompose_lstm
+        >>> lstm, x = torch.nn.LSTM(4, 8).eval(), torch.randn(5, 2, 4)
+        >>> decomposed = decompose_lstm(torch.export.export(lstm, (x,)))
+        >>> torch.testing.assert_close(decomposed(x)[0], lstm(x)[0])
     """
     return _decompose(program, shape, (LSTM_OP,))
 

@@ -36,11 +36,11 @@ class OpaqueRecurrent(nn.Module):
         )
 
     def by_layer(self) -> list[tuple[RecurrentDirection, ...]]:
-        """The directions of each layer, in the order of the rows of the states."""
+        """Return the directions of each layer, in the order of the rows of the states."""
         return [layer.directions() for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def directions(self) -> list[RecurrentDirection]:
-        """All of them."""
+        """Return all of them."""
         return [direction for layer in self.by_layer() for direction in layer]
 
     def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:

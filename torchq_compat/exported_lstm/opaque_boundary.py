@@ -74,7 +74,8 @@ def _qparams_of_readers(placeholder: Node) -> PerTensorQParams | None:
 
 
 def _qparams_of(node: Node, op: Any) -> PerTensorQParams | None:
-    """The qparams of a call of ``op``, a per-tensor quantize or dequantize; None for any other node."""
+    """Return the qparams of a call of ``op``, a per-tensor quantize or dequantize; None for any other
+    node."""
     return PerTensorQParams.of_node(node) if node.target is op else None
 
 
@@ -86,7 +87,7 @@ def _combine(axis: int, all_qparams: Sequence[PerTensorQParams | None], size: in
 def _quantized_argument(
     graph_module: GraphModule, call: Node, argument: Any, qparams: QParams | None
 ) -> Node:
-    """``argument`` of ``call`` quantized with ``qparams``; as it is if it comes so."""
+    """Return ``argument`` of ``call`` quantized with ``qparams``; as it is if it comes so."""
     if qparams is None or _qparams_of(argument, DEQUANTIZE) == qparams:
         source: Node = argument
         return source

@@ -26,7 +26,7 @@ __all__ = ["convert_decomposed_lstm", "prepare_decomposed_lstm"]
     model=instance_of(GraphModule), quantizer=instance_of(Quantizer, what="a torchao Quantizer")
 )
 def prepare_decomposed_lstm(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """Observers where ``quantizer`` wants them, one per part of a cell and shared by all time steps.
+    """Insert observers where ``quantizer`` wants them, one per part of a cell and shared by all time steps.
 
     Legacy: ``prepare_pt2e(model, quantizer)``, which it calls; but torchao does not look inside a module, and
     gives each step that is written out observers of its own. ``quantizer`` is asked to annotate the graph and
@@ -35,6 +35,20 @@ def prepare_decomposed_lstm(model: GraphModule, quantizer: Quantizer) -> GraphMo
     Args:
         model: what ``decompose_lstm`` or ``decompose_recurrent`` returned; it is not changed.
         quantizer: any torchao Quantizer. What moves values between steps and layers is not quantized.
+
+    Returns:
+        The observed model, called as ``model`` is.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import quantizer_from
+        >>> from torchq_compat.lstm_utils import decompose_lstm, prepare_decomposed_lstm
+        >>> x = torch.randn(5, 2, 4)
+        >>> decomposed = decompose_lstm(torch.export.export(torch.nn.LSTM(4, 8).eval(), (x,)))
+        >>> prepared = prepare_decomposed_lstm(decomposed, quantizer_from(get_default_qconfig_mapping("x86")))
+        >>> prepared(x)[0].shape
+        torch.Size([5, 2, 8])
     """
     prepared: GraphModule = prepare_pt2e(copy.deepcopy(model), SharedStepsQuantizer(quantizer))
     for _, module in _opaque_modules(prepared):
@@ -45,10 +59,28 @@ def prepare_decomposed_lstm(model: GraphModule, quantizer: Quantizer) -> GraphMo
 
 @checked_arguments(prepared=instance_of(GraphModule))
 def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
-    """The q-dq form of a calibrated model; ``prepared`` is left as it is.
+    """Return the q-dq form of a calibrated model.
+
+    Args:
+        prepared: from ``prepare_decomposed_lstm``; it is not changed.
+
+    Returns:
+        The converted model, called as the float one is; float32 tensors in and out.
 
     Raises:
         AtenLSTMError: an opaque module whose cells were not prepared.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import lstm_utils, quantizer_from
+        >>> x = torch.randn(5, 2, 4)
+        >>> decomposed = lstm_utils.decompose_lstm(torch.export.export(torch.nn.LSTM(4, 8).eval(), (x,)))
+        >>> quantizer = quantizer_from(get_default_qconfig_mapping("x86"))
+        >>> prepared = lstm_utils.prepare_decomposed_lstm(decomposed, quantizer)
+        >>> _ = prepared(x)  # calibrate
+        >>> lstm_utils.convert_decomposed_lstm(prepared)(x)[0].shape
+        torch.Size([5, 2, 8])
     """
     copied = copy.deepcopy(prepared)
     for _, module in _opaque_modules(copied):

@@ -33,7 +33,7 @@ class Copy(NamedTuple):
 
 
 def unrolled_cells(graph_module: GraphModule) -> dict[str, GraphModule]:
-    """The cells that are written out in ``graph_module``, by path."""
+    """Return the cells that are written out in ``graph_module``, by path."""
     return metadata.UNROLLED_CELLS.of(graph_module) or {}
 
 

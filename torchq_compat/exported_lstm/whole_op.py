@@ -48,14 +48,13 @@ SPEC = optional(instance_of(QuantizationSpec))
 def whole_op_lstm_quantizer(
     activation: QuantizationSpec | None = None, weight: QuantizationSpec | None = None
 ) -> WholeOpLSTMQuantizer:
-    """A torchao Quantizer that quantizes every ``aten.lstm.input`` as one operator.
+    """Return a torchao Quantizer that quantizes every ``aten.lstm.input`` as one operator.
 
     Use it with ``prepare_pt2e``, ``prepare_qat_pt2e`` or inside a ``ComposableQuantizer``. Quantized are x,
     h0, c0, each weight, the biases, and each of the three outputs. An LSTM has one set of qparams for its
-    hidden state
-    and one for its cell state: h0, the output and h_n share one observer, c0 and c_n another. A bias is int32
-    with zero point 0 and the scale of the sum it is added to: that of the weight times that of what the
-    weight multiplies, x in the first layer and otherwise the hidden state.
+    hidden state and one for its cell state: h0, the output and h_n share one observer, c0 and c_n another. A
+    bias is int32 with zero point 0 and the scale of the sum it is added to: that of the weight times that of
+    what the weight multiplies, x in the first layer and otherwise the hidden state.
 
     Args:
         activation: of x and both states; default int8 per tensor, affine, HistogramObserver.
@@ -63,6 +62,19 @@ def whole_op_lstm_quantizer(
             MinMaxObserver.
 
     Source of the flow: the PyTorch issue on quantizing operators with multiple outputs (RNN, LSTM).
+
+    Returns:
+        The Quantizer.
+
+    Example:
+        >>> import torch
+        >>> from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+        >>> from torchq_compat.lstm_utils import whole_op_lstm_quantizer
+        >>> lstm, x = torch.nn.LSTM(4, 8).eval(), torch.randn(5, 2, 4)
+        >>> prepared = prepare_pt2e(torch.export.export(lstm, (x,)).module(), whole_op_lstm_quantizer())
+        >>> _ = prepared(x)  # calibrate
+        >>> convert_pt2e(prepared)(x)[0].shape
+        torch.Size([5, 2, 8])
     """
     return WholeOpLSTMQuantizer(activation or _default_activation(), weight or _default_weight())
 

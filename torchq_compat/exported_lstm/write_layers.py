@@ -40,5 +40,5 @@ def write_layers(
 
 
 def flipped(writer: NodeWriter, x: Node) -> Node:
-    """``x`` with time reversed."""
+    """Return ``x`` with time reversed."""
     return writer.glue(ATEN.flip.default, x, [0])

@@ -28,7 +28,7 @@ class NodeWriter:
         self.fake_mode: FakeTensorMode = place.meta["val"][0].fake_mode
 
     def call(self, target: Any, *args: Any, value: Any = None, **meta: Any) -> Node:
-        """A call of ``target``; ``value`` is its example value, computed when it is not given."""
+        """Return a call of ``target``; ``value`` is its example value, computed when it is not given."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args)
         if value is None:
@@ -37,27 +37,28 @@ class NodeWriter:
         return self._mark(node, value, meta)
 
     def glue(self, target: Any, *args: Any, value: Any = None) -> Node:
-        """A call that moves values."""
+        """Return a call that moves values."""
         return self.call(target, *args, value=value, **{metadata.GLUE.name: True})
 
     def getitem(self, source: Node, index: int) -> Node:
-        """The result ``index`` of ``source``."""
+        """Return the result ``index`` of ``source``."""
         return self.glue(operator.getitem, source, index)
 
     def attribute(self, path: str, value: torch.Tensor) -> Node:
-        """A get_attr of the parameter at ``path``."""
+        """Return a get_attr of the parameter at ``path``."""
         with self.graph.inserting_before(self.place):
             node = self.graph.get_attr(path)
         return self._mark(node, self.fake_mode.from_tensor(value.detach(), static_shapes=True), {})
 
     def body(self, name: str, module: GraphModule) -> Node:
-        """A get_attr of the graph ``module``, placed at the top level under ``name``."""
+        """Return a get_attr of the graph ``module``, placed at the top level under ``name``."""
         self.graph_module.add_submodule(name, module)
         with self.graph.inserting_before(self.place):
             return self.graph.get_attr(name)
 
     def module(self, name: str, module: nn.Module, *args: Node) -> Node:
-        """A call of ``module``, placed at the top level under ``name``, with the results of ``place``."""
+        """Return a call of ``module``, placed at the top level under ``name``, with the results of
+        ``place``."""
         self.graph_module.add_submodule(name, module)
         with self.graph.inserting_before(self.place):
             node = self.graph.call_module(name, args)

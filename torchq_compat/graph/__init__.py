@@ -1,1 +1,1 @@
-"""What is kept of a captured model: its graph module, observers, qparams and integer inputs and outputs."""
+"""Captured models: their graph modules, observers, qparams, and integer inputs and outputs."""

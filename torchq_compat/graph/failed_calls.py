@@ -27,7 +27,7 @@ FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError
 def explain_failed_call(
     model: GraphModule, stage: str, args: tuple[Any, ...], cause: BaseException
 ) -> CallError | None:
-    """The error for a user; None where ``cause`` does not come from the arguments.
+    """Return the error for a user; None where ``cause`` does not come from the arguments.
 
     Args:
         model: whose graph has the example's values on its placeholders.
@@ -90,7 +90,7 @@ def has_structure(structure: Any, args: Any) -> bool:
 
 
 def _differences(expected: list[tuple[str, Any]], given: list[Any]) -> Iterator[str]:
-    """What of ``given`` is not as the example was, argument by argument."""
+    """List how ``given`` differs from the example, argument by argument."""
     if len(expected) != len(given):
         yield f"its arguments hold {len(given)} values where the example held {len(expected)}"
         return
@@ -119,7 +119,7 @@ def _described(value: Any) -> str:
 
 
 def _place(cause: BaseException) -> str:
-    """The node that failed, by the modules around it: "'encoder.fc' (linear)"."""
+    """Return the node that failed, by the modules around it: "'encoder.fc' (linear)"."""
     paths: list[str] = []
     operation = ""
     for frame, line in traceback.walk_tb(cause.__traceback__):
@@ -135,7 +135,7 @@ def _place(cause: BaseException) -> str:
 
 
 def _node_of_line(module: GraphModule, line: str) -> Node | None:
-    """The node that ``line`` of the generated code computes."""
+    """Return the node that ``line`` of the generated code computes."""
     name = line.partition("=")[0].partition(":")[0].strip()
     return next((node for node in module.graph.nodes if node.name == name), None)
 

@@ -1,4 +1,4 @@
-"""What prepare_fx and convert_fx return: a GraphModule that behaves like the model it came from."""
+"""The GraphModules that prepare_fx and convert_fx return: they behave like the model they came from."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """What the package knows of a model it made; frozen, so that copies of the model share it. It travels in
-    ``GraphModule.meta``.
+    """Facts about a model that this package made; frozen, so that copies of the model share them. It travels
+    in ``GraphModule.meta``.
 
     Attributes:
         rules: the QConfigMapping it was prepared with; None where a torchao Quantizer was given instead.
@@ -134,7 +134,7 @@ class QuantizationGraphModule(GraphModule):
 
     @classmethod
     def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
-        """``graph_module`` as this class, with the ``preserved`` attributes of the float model."""
+        """Return ``graph_module`` as this class, with the ``preserved`` attributes of the float model."""
         wrapped = cls(graph_module, graph_module.graph)
         wrapped.meta.update(graph_module.meta)
         metadata.RECORD.write(wrapped, record)
@@ -164,7 +164,7 @@ class QuantizationGraphModule(GraphModule):
 
     @property
     def lowering(self) -> tuple[Decision, ...]:
-        """What was decided after conversion."""
+        """The decisions taken after conversion."""
         return ()
 
     @property
@@ -256,7 +256,7 @@ class QuantizationGraphModule(GraphModule):
         return has_structure(known[1], args)
 
     def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
-        """What is told of a failed call; None: ``cause`` itself."""
+        """Return the error that explains a failed call; None: ``cause`` itself says enough."""
         if isinstance(cause, TorchQCompatError) or torch.compiler.is_compiling():
             return None
         stage = self.record.stage
@@ -357,11 +357,13 @@ class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
         return copied
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
-        """The qparams of the integers each flat input is taken as; None where the input is taken as it is."""
+        """Return the qparams of the integers each flat input is taken as; None where the input is taken as it
+        is."""
         return input_qparams(self, self.record.interface)
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
-        """The qparams of the integers each flat output is returned as; None where it is returned as it is."""
+        """Return the qparams of the integers each flat output is returned as; None where it is returned as it
+        is."""
         return output_qparams(self, self.record.interface)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -383,13 +385,13 @@ class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
 
 
 def preserved_of(model: GraphModule) -> dict[str, Any]:
-    """The preserved attributes of a model this package made."""
+    """Return the preserved attributes of a model this package made."""
     preserved: dict[str, Any] = model.meta.get(USER_PRESERVED_ATTRIBUTES_KEY, {})
     return dict(preserved)
 
 
 def _failing_observer(model: nn.Module, cause: BaseException) -> str | None:
-    """Where in ``model`` the innermost observer on the stack of ``cause`` stands."""
+    """Return where in ``model`` the innermost observer on the stack of ``cause`` stands."""
     paths = {
         observer: ".".join(filter(None, (prefix, observer_label(node))))
         for prefix, graph_module in model.named_modules()
@@ -402,7 +404,7 @@ def _failing_observer(model: nn.Module, cause: BaseException) -> str | None:
 
 
 def record_of(model: object) -> ModelRecord | None:
-    """The record of a model this package made; None for any other."""
+    """Return the record of a model this package made; None for any other."""
     meta = getattr(model, "meta", None)
     record = meta.get(metadata.RECORD.name) if isinstance(meta, dict) else None
     return record if isinstance(record, ModelRecord) else None

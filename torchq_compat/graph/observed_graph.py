@@ -95,7 +95,7 @@ def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool
 
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
-    """The nodes of a prepared graph that call an observer or fake-quantize, with that module."""
+    """Yield the nodes of a prepared graph that call an observer or fake-quantize, with that module."""
     for node in graph_module.graph.nodes:
         if node.op == "call_module":
             module = graph_module.get_submodule(str(node.target))
@@ -116,7 +116,7 @@ WITHOUT_QPARAMS = (NoopObserver, PlaceholderObserver, RecordingObserver)
 
 
 def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]]:
-    """(where, what) of the observers in ``graph_module`` that cannot be converted."""
+    """Return (where, what) of the observers in ``graph_module`` that cannot be converted."""
     found = []
     for node, module in observer_nodes(graph_module):
         if not _quantizes_static(module):
@@ -131,7 +131,7 @@ def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]
 
 
 def observer_label(node: Node) -> str:
-    """Where the observer called by ``node`` stands, for people: module path, observed op, observer."""
+    """Return where the observer called by ``node`` stands, for people: module path, observed op, observer."""
     source = node.args[0]
     assert isinstance(source, Node)
     path = module_path_of(source)
@@ -204,7 +204,7 @@ def _use_loaded_qparams(prepared: GraphModule) -> None:
 
 
 def _observed_range(module: nn.Module) -> tuple[int, int]:
-    """The integers that the calibrated range takes; a reduced range leaves out half of them."""
+    """Return the integers that the calibrated range takes; a reduced range leaves out half of them."""
     source = getattr(module, "activation_post_process", module)
     return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]
 
@@ -247,7 +247,7 @@ def _cast_around_observers(prepared: GraphModule) -> None:
 
 
 def _comes_out_narrow(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether the q-dq pair of ``module`` would change the ``dtype`` of its input."""
+    """Return whether the q-dq pair of ``module`` would change the ``dtype`` of its input."""
     if dtype in (torch.float16, torch.bfloat16):
         return getattr(module, "is_dynamic", False) or getattr(module, "dtype", None) is torch.float16
     return dtype is torch.float64

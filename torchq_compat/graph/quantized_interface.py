@@ -75,7 +75,7 @@ class QuantizedInterface:
         return [placeholders[index] for index in sorted(self.inputs)]
 
     def output_edges(self, graph_module: GraphModule) -> list[tuple[Node, Node]]:
-        """(returned node, output node) of every output that is integers."""
+        """Return (returned node, output node) of every output that is integers."""
         output = graph_module.graph.output_node()
         returned = _returned(graph_module)
         nodes = [returned[index] for index in sorted(self.outputs)]
@@ -97,7 +97,7 @@ def expose_integers(converted: GraphModule, interface: QuantizedInterface) -> No
 
 
 def input_qparams(converted: GraphModule, interface: QuantizedInterface) -> tuple[QParams | None, ...]:
-    """The qparams of the integers each flat input is taken as; None: taken as it is."""
+    """Return the qparams of the integers each flat input is taken as; None: taken as it is."""
     placeholders = converted.graph.find_nodes(op="placeholder")
     return tuple(
         _qparams_behind(node) if index in interface.inputs else None
@@ -106,7 +106,7 @@ def input_qparams(converted: GraphModule, interface: QuantizedInterface) -> tupl
 
 
 def output_qparams(converted: GraphModule, interface: QuantizedInterface) -> tuple[QParams | None, ...]:
-    """The qparams of the integers each flat output is returned as; None: returned as it is."""
+    """Return the qparams of the integers each flat output is returned as; None: returned as it is."""
     return tuple(
         qparams_of_integers(node) if index in interface.outputs and isinstance(node, Node) else None
         for index, node in enumerate(_returned(converted))
@@ -114,7 +114,7 @@ def output_qparams(converted: GraphModule, interface: QuantizedInterface) -> tup
 
 
 def take_integers(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ...]) -> tuple[Any, ...]:
-    """``args`` with torch.ao's quantized tensors as the integers the graph takes.
+    """Return ``args`` with torch.ao's quantized tensors as the integers the graph takes.
 
     Raises:
         InputError: a tensor that is neither quantized nor of the integer dtype.
@@ -129,7 +129,7 @@ def take_integers(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ...]
 
 
 def quantize_inputs(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ...]) -> tuple[Any, ...]:
-    """``args`` with float tensors as the integers the graph takes."""
+    """Return ``args`` with float tensors as the integers the graph takes."""
     leaves, spec = pytree.tree_flatten(args)
     taken = [leaf if g is None else g.quantize(leaf) for leaf, g in zip(leaves, all_qparams, strict=True)]
     result: tuple[Any, ...] = pytree.tree_unflatten(taken, spec)

@@ -43,7 +43,7 @@ def check_state(state: Any, model: nn.Module) -> None:
 
 
 def _scales(model: nn.Module) -> Iterator[str]:
-    """The names of the scales that fake-quantizes and the q-dq operators of ``model`` read."""
+    """Yield the names of the scales that fake-quantizes and the q-dq operators of ``model`` read."""
     for path, module in model.named_modules():
         if isinstance(module, (FakeQuantizeBase, LegacyFakeQuantizeBase)):
             yield f"{path}.scale"

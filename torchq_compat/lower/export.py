@@ -106,7 +106,8 @@ def _reference(converted: torch.nn.Module) -> ConvertedGraphModule:
 
 
 def _with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> GraphModule:
-    """The graph of ``model`` behind a check of its sizes: what tracing it finds out, the program asks for.
+    """Return the graph of ``model`` behind a check of its sizes: what tracing it finds out, the program asks
+    for.
 
     Without it a size that the float model's Python fixed would be free where the operators take any.
     """
@@ -183,7 +184,7 @@ def _sizes(node: Node | None) -> tuple[Any, ...]:
 
 
 def _constant(size: Any) -> int | None:
-    """The value of ``size`` if it is fixed; a symbol may have become a constant in hindsight."""
+    """Return the value of ``size`` if it is fixed; a symbol may have become a constant in hindsight."""
     value: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
     return value
 

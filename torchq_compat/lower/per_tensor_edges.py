@@ -31,8 +31,8 @@ class _Edge:
 
 
 def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
-    """``converted``, which stays as it is, with floats for per-channel integers between opaque modules and
-    the graph. Weights are shared."""
+    """Return ``converted``, which stays as it is, with floats for per-channel integers between opaque modules
+    and the graph. Weights are shared."""
     graph = _copy_of(converted.graph)
     edited = GraphModule(converted, graph)
     opaque_modules = {call: _opaque_module(edited, call) for call in opaque_call_nodes(edited)}
@@ -66,8 +66,8 @@ def _opaque_module(graph_module: GraphModule, call: Node) -> OpaqueModule:
 
 
 def _readers(getitem: Node, opaque_modules: dict[Node, OpaqueModule]) -> list[_Edge] | None:
-    """The inputs of opaque calls that read ``getitem`` as integers; None if something else but dequantize
-    does."""
+    """Return the inputs of opaque calls that read ``getitem`` as integers; None if something else but
+    dequantize does."""
     edges: list[_Edge] = []
     for user in getitem.users:
         if user in opaque_modules and _takes_floats(opaque_modules[user]):
@@ -79,7 +79,7 @@ def _readers(getitem: Node, opaque_modules: dict[Node, OpaqueModule]) -> list[_E
 
 
 def _takes_floats(opaque: OpaqueModule) -> bool:
-    """Whether ``opaque``, or a copy of it, would get the same floats for integers."""
+    """Return whether ``opaque``, or a copy of it, would get the same floats for integers."""
     return type(opaque).opaque_receive is OpaqueModule.opaque_receive and not isinstance(opaque, GraphModule)
 
 

@@ -159,7 +159,7 @@ def _print_diffs(changes: list[Change]) -> None:
 
 
 def diff_lines(change: Change) -> Iterator[str]:
-    """A unified diff, as ``patch`` takes it; a notebook's is that of its code."""
+    """Yield a unified diff, as ``patch`` takes it; a notebook's is that of its code."""
     before = change.document.text.splitlines(keepends=True)
     after = change.text.splitlines(keepends=True)
     name = change.path.as_posix()

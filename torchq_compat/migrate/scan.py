@@ -81,7 +81,7 @@ def exit_code(scan: Scan) -> int:
 
 
 def as_data(scan: Scan) -> dict[str, Any]:
-    """The scan as plain values; ``version`` counts changes of this form."""
+    """Return the scan as plain values; ``version`` counts changes of this form."""
     return {
         "version": FORMAT_VERSION,
         "files": scan.files,

@@ -66,6 +66,20 @@ def annotate_outputs(
         AnnotationError: a spec for what is no input, no output, or no float tensor; one that torchao cannot
             carry out, as in ``check_annotations``; another spec at the same point; references that go round
             in a circle, or derive from a point that comes later.
+
+    Example:
+        >>> import torch
+        >>> from torchao.quantization.pt2e.observer import MinMaxObserver
+        >>> from torchao.quantization.pt2e.quantizer import QuantizationSpec, SharedQuantizationSpec
+        >>> from torchq_compat import Output, annotate_outputs
+        >>> class Halves(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         first, second = x.chunk(2)
+        ...         return first + second
+        >>> graph = torch.export.export(Halves(), (torch.randn(4, 3),)).module().graph
+        >>> (chunk,) = graph.find_nodes(op="call_function", target=torch.ops.aten.chunk.default)
+        >>> int8 = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
+        >>> annotate_outputs(chunk, {chunk.args[0]: int8}, [int8, SharedQuantizationSpec(Output(chunk, 0))])
     """
     told = _told(node, input_specs, output_specs)
     table = SpecTable(node.graph)
@@ -82,7 +96,7 @@ def annotate_outputs(
 def _told(
     node: Node, input_specs: Mapping[Node | Output, Spec | None], output_specs: Sequence[Spec | None]
 ) -> dict[EdgeOrNode, Spec]:
-    """The specs by point, each checked on its own."""
+    """Return the specs by point, each checked on its own."""
     values = output_values(node)
     if len(output_specs) != len(values):
         raise AnnotationError(

@@ -57,7 +57,7 @@ EdgeOrNode = Source | tuple[Source, Node]
 
 
 def output_values(node: Node) -> tuple[Any, ...]:
-    """The example values of the outputs of ``node``.
+    """Return the example values of the outputs of ``node``.
 
     Raises:
         AnnotationError: it carries none.
@@ -74,8 +74,8 @@ def output_values(node: Node) -> tuple[Any, ...]:
 
 
 def canonical(point: Any) -> EdgeOrNode:
-    """``point`` in the one form it is compared in: a getitem of a node's result becomes an ``Output``, the
-    only output of a node the node itself.
+    """Return ``point`` in the one form it is compared in: a getitem of a node's result becomes an ``Output``,
+    the only output of a node the node itself.
 
     Raises:
         AnnotationError: no such output, or a node that was erased.
@@ -87,7 +87,7 @@ def canonical(point: Any) -> EdgeOrNode:
 
 
 def canonical_source(source: Source) -> Source:
-    """``canonical`` of what stands for a node."""
+    """Return ``canonical`` of what stands for a node."""
     if isinstance(source, Output):
         values = output_values(source.node)
         if not -len(values) <= source.index < len(values):
@@ -108,7 +108,7 @@ def canonical_source(source: Source) -> Source:
 
 
 def has_several(node: Node) -> bool:
-    """Whether ``node`` has several outputs, as far as its example value tells."""
+    """Return whether ``node`` has several outputs, as far as its example value tells."""
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
@@ -139,13 +139,13 @@ def check_input(node: Node, source: Source) -> None:
 
 
 def getitems_of(output: Output) -> list[Node]:
-    """The nodes that pick ``output``, in graph order."""
+    """Return the nodes that pick ``output``, in graph order."""
     picked = [user for user in output.node.users if canonical(user) == output]
     return sorted(picked)
 
 
 def node_at(source: Source) -> Node:
-    """The one node for ``source``: a missing getitem is made, several of one output are merged."""
+    """Return the one node for ``source``: a missing getitem is made, several of one output are merged."""
     if isinstance(source, Node):
         return source
     found = getitems_of(source)
@@ -165,7 +165,7 @@ def node_at(source: Source) -> Node:
 
 
 def shown(point: EdgeOrNode) -> str:
-    """``point`` for people."""
+    """Return ``point`` for people."""
     if isinstance(point, tuple):
         return f"the edge ({shown_source(point[0])} -> {point[1].name})"
     return shown_source(point) if isinstance(point, Output) else f"the output of {point.name}"

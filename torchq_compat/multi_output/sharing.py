@@ -35,7 +35,7 @@ __all__ = ["SpecTable", "with_nodes"]
 
 
 def references(spec: Spec) -> list[EdgeOrNode]:
-    """The points ``spec`` takes its qparams from."""
+    """Return the points ``spec`` takes its qparams from."""
     if isinstance(spec, SharedQuantizationSpec):
         return [_referred(spec.edge_or_node)]
     if isinstance(spec, DerivedQuantizationSpec):
@@ -52,7 +52,8 @@ def _referred(point: Any) -> EdgeOrNode:
 
 
 def read_specs(graph: Graph) -> Iterator[tuple[EdgeOrNode, Spec]]:
-    """Every point of ``graph`` that has a spec; a point may come twice, where getitems are duplicated."""
+    """Yield every point of ``graph`` that has a spec; a point may come twice, where getitems are
+    duplicated."""
     for node in graph.nodes:
         annotation = node.meta.get(Q_ANNOTATION_KEY)
         if annotation is None:
@@ -192,7 +193,7 @@ class SpecTable:
         return dataclasses.replace(spec, derived_from=sources)
 
     def _root(self, point: EdgeOrNode) -> EdgeOrNode:
-        """The point whose own spec ``point`` uses in the end, or the first one without a spec."""
+        """Return the point whose own spec ``point`` uses in the end, or the first one without a spec."""
         seen: set[EdgeOrNode] = set()
         while point not in seen and isinstance(self.specs.get(point), SharedQuantizationSpec):
             seen.add(point)
@@ -200,7 +201,7 @@ class SpecTable:
         return point
 
     def _form(self, spec: Spec) -> Spec:
-        """``spec`` in the form it is compared in: references are the points they lead to."""
+        """Return ``spec`` in the form it is compared in: references are the points they lead to."""
         if isinstance(spec, SharedQuantizationSpec):
             return SharedQuantizationSpec(self._root(references(spec)[0]))
         if isinstance(spec, DerivedQuantizationSpec):
@@ -218,7 +219,7 @@ class SpecTable:
         return self._order[point], 1, 0
 
     def _depth(self, point: EdgeOrNode) -> int:
-        """How many derived specs stand between ``point`` and values that are observed."""
+        """Return how many derived specs stand between ``point`` and values that are observed."""
         spec = self.specs.get(self._root(point))
         if not isinstance(spec, DerivedQuantizationSpec):
             return 0
@@ -234,13 +235,13 @@ class SpecTable:
 
 
 def described(spec: Any) -> str:
-    """``spec`` for people: its kind and dtype."""
+    """Return ``spec`` for people: its kind and dtype."""
     dtype = getattr(spec, "dtype", None)
     return f"a {type(spec).__name__}" + (f" of {dtype_name(dtype)}" if dtype is not None else "")
 
 
 def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
-    """``spec`` with every point it refers to spelled with nodes, as torchao reads it."""
+    """Return ``spec`` with every point it refers to spelled with nodes, as torchao reads it."""
 
     def spelled(point: EdgeOrNode) -> Node | tuple[Node, Node]:
         return (node_of(point[0]), point[1]) if isinstance(point, tuple) else node_of(point)

@@ -48,6 +48,18 @@ def reroute_tuples(graph: Graph) -> int:
 
     Returns:
         The number of accesses and builders erased.
+
+    Example:
+        >>> import operator
+        >>> import torch
+        >>> from torchq_compat import reroute_tuples
+        >>> graph = torch.fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> pair = graph.call_function(tuple, ([x, x],))
+        >>> second = graph.call_function(operator.getitem, (pair, 1))
+        >>> _ = graph.output(second)
+        >>> reroute_tuples(graph)
+        2
     """
     erased = 0
     for node in list(graph.nodes):
@@ -74,7 +86,7 @@ def _is_access(node: Node) -> bool:
 
 
 def _element(access: Node) -> tuple[bool, Any]:
-    """(whether it is known, the element): a node, a constant, or a structure of them."""
+    """Return (whether it is known, the element): a node, a constant, or a structure of them."""
     container, index = access.args
     structure = _structure(container)
     if structure is None or _holds_node(index):
@@ -89,7 +101,8 @@ def _element(access: Node) -> tuple[bool, Any]:
 
 
 def _structure(value: Any) -> Any:
-    """The tuple, list or dict that ``value`` is or builds, with nodes as its elements; None: not known."""
+    """Return the tuple, list or dict that ``value`` is or builds, with nodes as its elements; None: not
+    known."""
     if not isinstance(value, Node):
         return value if isinstance(value, BUILDERS) else None
     if value.op != "call_function" or _is_changed(value) or not _builds(value.target):
@@ -114,7 +127,7 @@ def _is_named_tuple(target: Any) -> bool:
 
 
 def _is_changed(builder: Node) -> bool:
-    """Whether some node writes into the list or dict that ``builder`` makes."""
+    """Return whether some node writes into the list or dict that ``builder`` makes."""
     if builder.target not in (list, dict):
         return False
     return any(

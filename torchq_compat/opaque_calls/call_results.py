@@ -13,7 +13,7 @@ __all__ = ["CallResults"]
 
 @dataclass
 class CallResults:
-    """What opaque calls returned during capture.
+    """The results of opaque calls during capture.
 
     Attributes:
         results: nested as the model gets them.

@@ -88,7 +88,7 @@ class CaptureStub(nn.Module):
 
     @classmethod
     def standing_for(cls, original: nn.Module, handle: str) -> CaptureStub:
-        """A caller of a subclass of the class of ``original``; a graph's class cannot be added to."""
+        """Return a caller of a subclass of the class of ``original``; a graph's class cannot be added to."""
         base = type(original)
         if isinstance(original, GraphModule):
             return cls(handle, original)

@@ -109,7 +109,7 @@ def opaque_call_nodes(graph_module: GraphModule) -> list[Node]:
 
 
 def tensor_arguments(call: Node, module: OpaqueModule) -> tuple[Node, ...]:
-    """The tensors an opaque call passes; behind them in its arguments stand sizes."""
+    """Return the tensors an opaque call passes; behind them in its arguments stand sizes."""
     index = call.kwargs["opaque_layout"]
     assert isinstance(index, int)
     tensors = call.args[: module.opaque_layouts[index].inputs.count()]
@@ -120,8 +120,8 @@ def tensor_arguments(call: Node, module: OpaqueModule) -> tuple[Node, ...]:
 def example_call(
     call: Node, module: OpaqueModule, tensors: Sequence[Tensor]
 ) -> tuple[list[Any], list[Tensor]]:
-    """An opaque call with the ``tensors`` it had in the example: its arguments, sizes included, and zeros of
-    the shapes and dtypes of its results."""
+    """Return an opaque call with the ``tensors`` it had in the example: its arguments, sizes included, and
+    zeros of the shapes and dtypes of its results."""
     count = len(tensor_arguments(call, module))
     sizes = [_example_size(size) for size in call.args[count:]]
     return [*tensors, *sizes], [_zeros(value) for value in call.meta["val"]]

@@ -35,7 +35,7 @@ INDEX_FIELDS = PackedSequence._fields[1:]
 
 
 class LeafKind(enum.Enum):
-    """What stood at a leaf and is no constant of the structure."""
+    """The kind of value at a leaf of the structure, where it is no constant."""
 
     TENSOR = "tensor"
     SIZE = "size"
@@ -65,7 +65,7 @@ class Structure:
 
     @classmethod
     def take_apart(cls, nested: Any) -> tuple[Structure, list[Tensor]]:
-        """The structure of ``nested`` and its tensors in order."""
+        """Return the structure of ``nested`` and its tensors in order."""
         structure, tensors, _ = cls.take_apart_with_sizes(nested)
         return structure, tensors
 
@@ -100,7 +100,7 @@ class Structure:
         return self
 
     def put_together(self, tensors: Any, sizes: Any = ()) -> Any:
-        """The nested structure around ``tensors`` and ``sizes`` (of any type: graph nodes as well)."""
+        """Return the nested structure around ``tensors`` and ``sizes`` (of any type: graph nodes as well)."""
         return self._put_together(iter(tensors), iter(sizes))
 
     def _put_together(self, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
@@ -117,7 +117,7 @@ class Structure:
         return pytree.tree_unflatten(values, self.spec)
 
     def constants(self) -> Iterator[Any]:
-        """What stands in the structure beside tensors and sizes."""
+        """Yield the constants of the structure: all leaves that are neither tensors nor sizes."""
         for leaf in self.leaves:
             if isinstance(leaf, Record):
                 yield from leaf.values.constants()
@@ -130,7 +130,7 @@ class Structure:
         return [isinstance(key, Field) and key in INDEX_FIELDS for key in last]
 
     def count(self, place: LeafKind = LeafKind.TENSOR) -> int:
-        """How many tensors, or sizes, it holds."""
+        """Return how many tensors, or sizes, it holds."""
         return sum(
             leaf.values.count(place) if isinstance(leaf, Record) else leaf is place for leaf in self.leaves
         )

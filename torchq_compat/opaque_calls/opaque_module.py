@@ -17,9 +17,8 @@ __all__ = ["OpaqueModule"]
 class OpaqueModule(nn.Module):
     """A custom module that can be called in two ways.
 
-    By a person, with the arguments and results of the float module it replaces (``opaque_call``). By the
-    graph, with flat tensors and the index of a ``CallLayout``; across a quantized boundary the tensors are
-    integers.
+    By a user, with the arguments and results of the float module it replaces (``opaque_call``). By the graph,
+    with flat tensors and the index of a ``CallLayout``; across a quantized boundary the tensors are integers.
     All names begin with ``opaque``: this class is also mixed into classes that users wrote.
     """
 
@@ -41,7 +40,7 @@ class OpaqueModule(nn.Module):
         raise NotImplementedError
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """The qparams of each of the flat ``results`` (of any device, ``meta`` too); None: floats."""
+        """Return the qparams of each of the flat ``results`` (of any device, ``meta`` too); None: floats."""
         return (None,) * len(results)
 
     def forward(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
@@ -52,15 +51,15 @@ class OpaqueModule(nn.Module):
     def opaque_call_from_graph(
         self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """``opaque_call``, for a call of the graph, whose qparams ``layout`` knows."""
+        """Return ``opaque_call``, for a call of the graph, whose qparams ``layout`` knows."""
         return self.opaque_call(*args, **kwargs)
 
     def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
-        """What ``opaque_call`` gets for the integers ``q`` with ``qparams``."""
+        """Make the argument of ``opaque_call`` from the integers ``q``, which have ``qparams``."""
         return qparams.dequantize(q, self.opaque_float_dtype())
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
-        """What the graph gets for a ``result`` of ``opaque_call``."""
+        """Make the value that the graph gets from a ``result`` of ``opaque_call``."""
         return result if qparams is None else qparams.quantize(result)
 
     def opaque_set_qparams(
@@ -94,5 +93,5 @@ class OpaqueModule(nn.Module):
         return self.opaque_receive(tensor, qparams)
 
     def opaque_float_dtype(self) -> torch.dtype:
-        """The dtype the module computes in."""
+        """Return the dtype the module computes in."""
         return torch.float32

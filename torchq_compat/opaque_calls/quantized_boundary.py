@@ -63,7 +63,8 @@ def refresh_boundaries(graph_module: GraphModule) -> None:
 
 
 def qparams_of_integers(arg: Node) -> QParams | None:
-    """The qparams of the integers ``arg`` gives: a quantize's, or that of an opaque module's result."""
+    """Return the qparams of the integers ``arg`` gives: a quantize's, or that of an opaque module's
+    result."""
     if arg.target is QUANTIZE:
         return PerTensorQParams.of_node(arg)
     return metadata.INTEGERS.of(arg)

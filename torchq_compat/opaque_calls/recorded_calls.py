@@ -1,4 +1,4 @@
-"""What custom modules are called with when the float model runs on the example inputs."""
+"""Record the arguments of custom modules while the float model runs on the example inputs."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def output_labels(outputs: Structure) -> list[str]:
 
 
 def most_specific(settings: dict[str, Any], label: str) -> str | None:
-    """The longest key of ``settings`` that is ``label`` or leads to it."""
+    """Return the longest key of ``settings`` that is ``label`` or leads to it."""
     matching = [key for key in settings if label == key or label.startswith(f"{key}.")]
     return max(matching, key=len, default=None)
 

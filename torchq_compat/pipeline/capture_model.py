@@ -34,7 +34,7 @@ class TriedModel:
 
     @property
     def problem(self) -> InputError | None:
-        """What is wrong with the example: torch.export accepts some that no kernel does, integers for a
+        """Say what is wrong with the example: torch.export accepts some that no kernel does, integers for a
         float linear."""
         if self.example.error is None:
             return None

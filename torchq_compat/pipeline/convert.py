@@ -37,7 +37,7 @@ def convert_to_reference(
     rules: QConfigRules | None = None,
     backend: BackendTable | None = None,
 ) -> ConvertedGraphModule:
-    """The q-dq form of ``prepared``, which stays usable.
+    """Return the q-dq form of ``prepared``, which stays usable.
 
     Args:
         rules: a QConfigMapping with None for what shall stay float; None: the one of prepare.
@@ -123,7 +123,7 @@ def _convert_opaque_modules(working: GraphModule, settings: ConvertSettings) -> 
 
 
 def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None, ...]:
-    """What observes the flat inputs of the first call of the opaque module at ``path``."""
+    """Return the observers of the flat inputs of the first call of the opaque module at ``path``."""
     call = next(node for node in opaque_call_nodes(working) if node.target == path)
     opaque = working.get_submodule(path)
     assert isinstance(opaque, OpaqueModule)
@@ -132,7 +132,7 @@ def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None,
 
 
 def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module, ...], ...]:
-    """What observes the results of the opaque module at ``path``, in flat order, one observer for each
+    """Return the observers of the results of the opaque module at ``path``, in flat order, one for each
     call."""
     observers = {user.args[0]: observer for user, observer in observer_nodes(working)}
     found: dict[int, list[nn.Module]] = {}

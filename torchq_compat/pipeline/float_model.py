@@ -50,7 +50,7 @@ def signature_of(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
 
 
 def _stage_of(module: nn.Module) -> str | None:
-    """What was done to ``module`` already, here or by FX."""
+    """Name the stage that ``module`` went through already, here or in FX."""
     record = record_of(module)
     if record is not None:
         return record.stage.value

@@ -17,7 +17,7 @@ __all__ = ["PrepareRequest"]
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """What to prepare a model by.
+    """The arguments of ``prepare``, read and checked.
 
     Attributes:
         rules: the QConfigMapping; the default one, for custom modules alone, where ``quantizer`` is given.

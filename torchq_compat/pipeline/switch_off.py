@@ -23,7 +23,8 @@ SwitchedOff = dict[str, str]
 
 
 def decide_switched_off(prepared: GraphModule, before: QConfigRules, after: QConfigRules) -> SwitchedOff:
-    """The ops of ``prepared`` that had a QConfig under the rules ``before`` and have none under ``after``.
+    """Return the ops of ``prepared`` that had a QConfig under the rules ``before`` and have none under
+    ``after``.
 
     Raises:
         ConfigError: ``after`` gives an op another QConfig, or switches a custom module off.
@@ -75,7 +76,7 @@ def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
 
 
 def with_switched_off(decisions: tuple[Decision, ...], switched_off: SwitchedOff) -> tuple[Decision, ...]:
-    """``decisions`` as they are after convert."""
+    """Return ``decisions`` as they are after convert."""
     return tuple(
         replace(
             decision,

@@ -56,9 +56,9 @@ class FastMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
 
 
 def _is_inside(values: Tensor, low: Tensor, high: Tensor) -> bool:
-    """Whether all ``values`` lie in [low, high]. Not with NaN or infinity among them, nor before the first
-    batch, when the range is (inf, -inf); nor off the CPU or while compiling, where a look costs more than it
-    saves."""
+    """Return whether all ``values`` lie in [low, high]. Not with NaN or infinity among them, nor before the
+    first batch, when the range is (inf, -inf); nor off the CPU or while compiling, where a look costs more
+    than it saves."""
     if not values.is_cpu or not values.numel() or torch.compiler.is_compiling():
         return False
     smallest, largest = torch.aminmax(values)

@@ -67,7 +67,7 @@ def fold_weight(
 
 
 def attribute_at(root: nn.Module, path: str) -> Tensor:
-    """The tensor at ``path`` in ``root``."""
+    """Return the tensor at ``path`` in ``root``."""
     parent, _, name = path.rpartition(".")
     value = getattr(root.get_submodule(parent), name)
     assert isinstance(value, Tensor)

@@ -39,8 +39,8 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
         return fake_quantized
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """The qparams the kernel trains with. Its symmetric scale is ``max(-min / 128, max / 127)``; the
-        observer, whose qparams torch.ao and torchao convert with, has ``max(-min, max) / 127.5``."""
+        """Return the qparams the kernel trains with. Its symmetric scale is ``max(-min / 128, max / 127)``;
+        the observer, whose qparams torch.ao and torchao convert with, has ``max(-min, max) / 127.5``."""
         observer = self.activation_post_process
         if observer.min_val.numel() == 0 or bool((observer.min_val > observer.max_val).any()):
             qparams: tuple[Tensor, Tensor] = observer.calculate_qparams()

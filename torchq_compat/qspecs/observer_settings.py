@@ -1,4 +1,5 @@
-"""What an observer says of itself: of the quantized tensor, and of what a BackendConfig may constrain."""
+"""Read the settings of an observer: those of the quantized tensor, and those a BackendConfig may
+constrain."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ PER_CHANNEL = (
 
 @dataclass(frozen=True)
 class ObserverLimits:
-    """What a BackendConfig may put constraints on, as the user's own observer has it; None: it has none."""
+    """The settings of the user's own observer that a BackendConfig may constrain; None: it has no such
+    setting."""
 
     quant_min: int | None
     quant_max: int | None
@@ -52,7 +54,7 @@ class ObserverLimits:
 
 @dataclass(frozen=True)
 class ObserverSettings:
-    """What an observer says about the quantized tensor: plain dtype, range of the observer, scheme, axis.
+    """The settings of an observer about the quantized tensor: plain dtype, range, scheme, axis.
 
     Attributes:
         declared_dtype: as the user gave it; quint4x2 where ``dtype`` is uint8.

@@ -111,7 +111,8 @@ def _warn_once(caught: Iterable[warnings.WarningMessage]) -> None:
 
 
 def translate_constructor(legacy: LegacyConstructor, setting: str = "qconfig") -> ObserverConstructor:
-    """``legacy`` as a constructor of torchao observers; one already translated is returned as it is."""
+    """Return ``legacy`` as a constructor of torchao observers; one already translated is returned as it
+    is."""
     if isinstance(legacy, ObserverConstructor):
         return legacy
     return ObserverConstructor(legacy, setting)
@@ -178,7 +179,7 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
 
 
 def _torchao_class(mirror: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """The class whose constructor names the arguments; ours pass them on."""
+    """Return the class whose constructor names the arguments; ours pass them on."""
     is_torchao_own = getattr(pt2e_observer, mirror.__name__, None) is mirror
     base: Callable[..., nn.Module] = mirror if is_torchao_own else mirror.__bases__[0]  # type: ignore[attr-defined]
     return base
@@ -191,7 +192,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _fixed_qparams_range(made: Any) -> tuple[int, int]:
-    """The range to clamp to.
+    """Return the range to clamp to.
 
     FixedQParamsObserver carries 0..255 for every dtype when the user gave no range. FX's quantize op ignores
     it, PT2E's clamps with it, which turns a 32-bit part into zeros; so the dtype's own range is taken then.

@@ -27,7 +27,7 @@ class PowerOfTwoMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
         super().__init__(dtype=dtype, qscheme=torch.per_tensor_symmetric, **kwargs)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """``scale`` (1,) float32, a power of two, and ``zero_point`` (1,) int64, zero."""
+        """Return ``scale`` (1,) float32, a power of two, and ``zero_point`` (1,) int64, zero."""
         largest = torch.maximum(-self.min_val / -self.quant_min, self.max_val / self.quant_max)
         smallest = torch.finfo(torch.float32).eps
         scale = torch.exp2(torch.ceil(torch.log2(largest.clamp_min(smallest))))

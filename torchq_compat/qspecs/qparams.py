@@ -40,7 +40,7 @@ class PerTensorQParams:
         return cls(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
 
     def arguments(self, *_: Any) -> tuple[float, int, int, int, torch.dtype]:
-        """The arguments of quantize and dequantize behind the tensor."""
+        """Return the arguments of quantize and dequantize behind the tensor."""
         return self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
 
     def quantize(self, x: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ class PerTensorQParams:
 
 
 def q_dq(x: Tensor, qparams: PerTensorQParams | None) -> Tensor:
-    """``x``, which has ``qparams``, behind a quantize and a dequantize that change no value; as it is where
-    it lies on none, or they could change one."""
+    """Return ``x``, which has ``qparams``, behind a quantize and a dequantize that change no value; as it is
+    where it lies on none, or they could change one."""
     if qparams is None or not qparams.is_kept_by_float32:
         return x
     return qparams.dequantize(qparams.quantize(x), x.dtype)
@@ -96,7 +96,7 @@ class PerChannelQParams:
         return tuple(qparams.zero_point for size, qparams in self.runs for _ in range(size))
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``scales`` (float32) and ``zero_points`` (int64), each of shape (channels,)."""
+        """Return ``scales`` (float32) and ``zero_points`` (int64), each of shape (channels,)."""
         runs = [(size, qparams.scale, qparams.zero_point) for size, qparams in self.runs]
         # A trace of torch.tensor could not be exported a second time.
         scales = [torch.full((n,), scale, dtype=torch.float32, device=device) for n, scale, _ in runs]
@@ -106,8 +106,8 @@ class PerChannelQParams:
     def arguments(
         self, name: str, constant: Callable[[str, Tensor], Any], device: torch.device
     ) -> tuple[Any, ...]:
-        """The arguments of quantize and dequantize behind the tensor; ``constant`` makes those that are
-        tensors on ``device`` what the call takes, given names that begin with ``name``."""
+        """Return the arguments of quantize and dequantize behind the tensor; ``constant`` makes those that
+        are tensors on ``device`` what the call takes, given names that begin with ``name``."""
         scales, zero_points = self.tensors(device)
         tensors = constant(f"{name}_scales", scales), constant(f"{name}_zero_points", zero_points)
         return *tensors, self.axis, self.quant_min, self.quant_max, self.dtype
@@ -132,7 +132,7 @@ QParams = PerTensorQParams | PerChannelQParams
 
 
 def covering(all_qparams: Sequence[PerTensorQParams]) -> PerTensorQParams:
-    """The qparams of the same integers whose range holds those of ``all_qparams``."""
+    """Return the qparams of the same integers whose range holds those of ``all_qparams``."""
     low, high = all_qparams[0].quant_min, all_qparams[0].quant_max
     smallest = min((low - qparams.zero_point) * qparams.scale for qparams in all_qparams)
     largest = max((high - qparams.zero_point) * qparams.scale for qparams in all_qparams)
@@ -142,8 +142,8 @@ def covering(all_qparams: Sequence[PerTensorQParams]) -> PerTensorQParams:
 
 
 def combine_along(axis: int, pieces: list[tuple[PerTensorQParams, int]]) -> QParams | None:
-    """The qparams of a tensor put together from ``pieces`` along ``axis``, each (qparams, size along the
-    axis).
+    """Return the qparams of a tensor put together from ``pieces`` along ``axis``, each (qparams, size along
+    the axis).
 
     Equal qparams stay per-tensor. Different qparams of one dtype become per-channel, so that nothing is
     requantized. Different dtypes have no common qparams: None.

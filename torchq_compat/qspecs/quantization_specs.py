@@ -23,7 +23,7 @@ __all__ = ["OpSpecs", "make_spec"]
 
 
 def make_spec(constructor: ObserverConstructor | WeightConstructor) -> QuantizationSpec:
-    """The spec whose observers are the ones ``constructor`` makes.
+    """Return the spec whose observers are the ones ``constructor`` makes.
 
     Raises:
         ConfigError: its settings contradict each other.

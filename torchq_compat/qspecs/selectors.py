@@ -57,7 +57,7 @@ def _by_object_type(rules: QConfigRules, types: Iterable[ObjectType], fallback: 
 
 
 def _by_name(rules: QConfigRules, path: str, fallback: Selection) -> Selection:
-    """The nearest named ancestor wins over a regular expression."""
+    """Return the nearest named ancestor wins over a regular expression."""
     name = path
     while name:
         if name in rules.module_names:

@@ -2,9 +2,8 @@
 
 ``torch.ao.quantization.disable_observer`` and related functions, through ``model.apply`` or called on a
 module, test for torch.ao's base classes and silently do nothing to torchao's modules. The classes here are
-torchao's,
-subclassed once and registered as virtual subclasses of the legacy bases: both worlds' functions act on them,
-and nothing changes for torchao's own classes.
+torchao's, subclassed once and registered as virtual subclasses of the legacy bases: both worlds' functions
+act on them, and nothing changes for torchao's own classes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What every stage uses: decisions, warnings at the user's line, files written whole, versions."""
+"""Used by every stage: decisions, metadata keys, dtypes, warnings at the user's line, files written whole."""

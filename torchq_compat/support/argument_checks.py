@@ -37,7 +37,7 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class Expected:
-    """What an argument has to be.
+    """A condition on an argument.
 
     Attributes:
         what: in words, with an article.
@@ -51,7 +51,7 @@ class Expected:
 
 
 def instance_of(*classes: type, what: str = "") -> Expected:
-    """An instance of one of ``classes``."""
+    """Return an instance of one of ``classes``."""
     named = what or " or ".join(_with_article(each.__name__) for each in classes)
     return Expected(named, lambda value: isinstance(value, classes), classes)
 
@@ -75,7 +75,7 @@ def one_of(*values: object) -> Expected:
 
 
 def sequence_of(element: Expected) -> Expected:
-    """A list or tuple of such elements."""
+    """Return a list or tuple of such elements."""
     return Expected(
         f"a list or tuple, each element {element.what}",
         lambda value: _is_sequence(value) and all(map(element.accepts, value)),
@@ -83,7 +83,7 @@ def sequence_of(element: Expected) -> Expected:
 
 
 def names_of(element: Expected) -> Expected:
-    """A list, tuple or set of such elements."""
+    """Return a list, tuple or set of such elements."""
     return Expected(
         f"a list of which each element is {element.what}",
         lambda value: isinstance(value, (list, tuple, set, frozenset)) and all(map(element.accepts, value)),
@@ -91,7 +91,7 @@ def names_of(element: Expected) -> Expected:
 
 
 def mapping_of(key: Expected, value: Expected) -> Expected:
-    """A dict or other mapping from such keys to such values."""
+    """Return a dict or other mapping from such keys to such values."""
     return Expected(
         f"a mapping from {key.what} to {value.what}",
         lambda given: (
@@ -166,7 +166,7 @@ def check_settings(setting: str, expected: Mapping[str, Expected], values: Mappi
 
 
 def wrong_argument(function: str, name: str, expected: Expected, value: object) -> ArgumentError:
-    """The error about ``value``, which is not what is ``expected`` of the parameter ``name``."""
+    """Return the error about ``value``, which is not what is ``expected`` of the parameter ``name``."""
     hint = f"give {name}= {expected.what}; help({function}) says what it is for."
     if isinstance(value, type) and issubclass(value, expected.classes):
         hint = f"this is the class itself; give an instance of it, as in {value.__name__}(...)."
@@ -177,7 +177,7 @@ def wrong_argument(function: str, name: str, expected: Expected, value: object) 
 
 
 def shown(value: object) -> str:
-    """``value`` and its type, short enough for a message."""
+    """Return ``value`` and its type, short enough for a message."""
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     try:

@@ -15,7 +15,7 @@ __all__ = ["Action", "Decision", "Report"]
 
 
 class Action(StrEnum):
-    """What happened to the thing a decision is about."""
+    """The outcome of a decision."""
 
     QUANTIZED = "quantized"
     SHARED = "shared"
@@ -65,7 +65,7 @@ class Report:
         return len(self.decisions)
 
     def find(self, path: str) -> tuple[Decision, ...]:
-        """The decisions about ``path`` and everything below it."""
+        """Return the decisions about ``path`` and everything below it."""
         return tuple(
             d for d in self.decisions if d.path == path or d.path.startswith((f"{path}.", f"{path}/"))
         )

@@ -36,7 +36,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name, the inverse of ``dtype_name``.
+    """Return the dtype of that name, the inverse of ``dtype_name``.
 
     Raises:
         ValueError: no dtype has it.
@@ -66,7 +66,7 @@ def plain_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Whether a tensor of this dtype is a quantized one."""
+    """Return whether a tensor of this dtype is a quantized one."""
     return dtype not in FLOAT_DTYPES and dtype is not torch.bool
 
 
@@ -77,6 +77,6 @@ def dtype_range(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``. torch.export keeps a cast that changes nothing, and it would stand between a
+    """Return ``x`` in ``dtype``. torch.export keeps a cast that changes nothing, and it would stand between a
     dequantize and the op that a backend looks for behind it."""
     return x if x.dtype == dtype else x.to(dtype)

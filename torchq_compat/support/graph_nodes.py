@@ -19,12 +19,12 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def attribute_of(owner: nn.Module, node: Node) -> Any:
-    """The attribute of ``owner`` that a ``get_attr`` node reads."""
+    """Return the attribute of ``owner`` that a ``get_attr`` node reads."""
     return operator.attrgetter(str(node.target))(owner)
 
 
 def module_path_of(node: Node) -> str:
-    """The path of the innermost module that called the op at ``node``; empty for the model itself.
+    """Return the path of the innermost module that called the op at ``node``; empty for the model itself.
 
     A second call of a module has ``@1`` behind its path.
     """

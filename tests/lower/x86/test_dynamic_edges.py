@@ -33,6 +33,7 @@ def converted(dtype: torch.dtype, qconfig: Any, convert: Any) -> Any:
 @pytest.mark.parametrize("convert", CONVERTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_dynamic_models_of_half_precision_keep_their_dtype(dtype: torch.dtype, convert: Any) -> None:
+    torch.manual_seed(1)
     x = torch.randn(64, 16).to(torch.bfloat16)
     found = converted(dtype, default_dynamic_qconfig, convert)(x.to(dtype))
     assert found.dtype is dtype
@@ -45,6 +46,7 @@ def test_dynamic_models_of_half_precision_keep_their_dtype(dtype: torch.dtype, c
 @pytest.mark.parametrize("convert", CONVERTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_float16_in_models_of_half_precision_keeps_their_dtype(dtype: torch.dtype, convert: Any) -> None:
+    torch.manual_seed(1)
     x = torch.randn(64, 16).to(torch.bfloat16).to(dtype)
     found = converted(dtype, float16_dynamic_qconfig, convert)(x)
     assert found.dtype is dtype

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from torchq_compat.migrate import manual_review, rewrites
-from torchq_compat.migrate.discovery import declared
 from torchq_compat.migrate.manual_review.review import ManualReview
 from torchq_compat.migrate.rewrites.declaration import Rewrite
 from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
 from torchq_compat.migrate.scanning.rewriter import rewrite_text
 from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.support.discovery import declared
 
 REWRITE = """
 import libcst as cst

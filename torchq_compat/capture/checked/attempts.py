@@ -32,7 +32,7 @@ __all__ = ["Attempt", "CaptureCase", "Trial", "attempt", "least_sqnr"]
 
 @dataclass(frozen=True)
 class CaptureCase:
-    """What is captured.
+    """The model to capture and the inputs to capture it with.
 
     Attributes:
         model: with opaque calls where the custom modules were.
@@ -135,7 +135,8 @@ def drop_needless_rules(case: CaptureCase, made: Attempt) -> None:
 
 
 def _without_rules(case: CaptureCase, made: Attempt, hard: InputSizes, groups: SizeGroups) -> Trial | None:
-    """The trial at ``groups``, where rules are broken that then proved needless; None where they did not."""
+    """Return the trial at ``groups``, where rules are broken that then proved needless; None where they did
+    not."""
     values = symbol_values(hard, groups)
     broken = [rule for rule in made.sizes.rules if not rule.holds(values)]
     if not broken:
@@ -165,7 +166,7 @@ def try_sizes(case: CaptureCase, made: Attempt, groups: SizeGroups) -> None:
 
 
 def least_sqnr(blocks: tuple[Block, ...], least: float = CAPTURED) -> float:
-    """The dB that count as equal for a graph with ``blocks`` inlined."""
+    """Return the dB that count as equal for a graph with ``blocks`` inlined."""
     return CAST if any(block.casts for block in blocks) else least
 
 
@@ -177,7 +178,8 @@ def _compare(case: CaptureCase, made: Attempt, run: FloatRun) -> str | None:
 
 
 def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: float) -> str | None:
-    """What ``other`` makes of the inputs of ``run`` otherwise; where it may be rounding, both in float64."""
+    """Say how the result of ``other`` differs from that of ``run`` on the same inputs. Where the difference
+    may be rounding, both run again in float64."""
     try:
         result = other(double=False)
     except Exception as cause:

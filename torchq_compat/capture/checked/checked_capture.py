@@ -28,7 +28,7 @@ DIFFERS = "with that size free the captured graph differs from the float model"
 
 
 def capture_checked(case: CaptureCase) -> Attempt:
-    """The graph of ``case`` with as many sizes free as it is right with.
+    """Return the graph of ``case`` with as many sizes free as it is right with.
 
     Raises:
         CaptureError: every graph computes something else than the float model.
@@ -110,7 +110,7 @@ class _Search:
         return int(self.case.inputs[place[0]].shape[place[1]])
 
     def _set_free(self, found: Attempt) -> Attempt:
-        """``found``, with as many of its fixed dimensions free as it stays right with."""
+        """Return ``found``, with as many of its fixed dimensions free as it stays right with."""
         for place in found.statics if len(found.statics) > 1 else ():
             fewer = tuple(other for other in found.statics if other != place)
             if any(set(made.statics) == set(fewer) for made in self.made):
@@ -122,7 +122,7 @@ class _Search:
 
 
 def _strategies(ones: Statics) -> Iterator[Statics]:
-    """Which sizes of 1 to take as 1: first all but leading ones, which are batches, then all."""
+    """Yield which sizes of 1 to take as 1: first all but leading ones, which are batches, then all."""
     inner = tuple(place for place in ones if place[1] != 0)
     if inner and inner != ones:
         yield inner
@@ -158,7 +158,7 @@ def _fix_wrong_sizes(case: CaptureCase, found: Attempt) -> Attempt:
 
 
 def replace_trials(found: Attempt) -> Attempt:
-    """A copy without trials."""
+    """Return a copy without trials."""
     return replace(found, trials=[], unknown=dict(found.unknown))
 
 

@@ -22,7 +22,7 @@ DOUBTFUL = 20.0
 
 
 def difference(expected: Any, actual: Any, least: float) -> str | None:
-    """What differs between two results, in words; None if they are equal, floats to ``least`` dB."""
+    """Say how two results differ; None if they are equal, floats to an SQNR of ``least`` dB."""
     wanted, found = pytree.tree_leaves(expected), pytree.tree_leaves(actual)
     if len(wanted) != len(found):
         return f"{len(found)} results instead of {len(wanted)}"
@@ -33,7 +33,7 @@ def difference(expected: Any, actual: Any, least: float) -> str | None:
 
 
 def sqnr(expected: Any, actual: Any) -> float:
-    """The least SQNR in dB of the float tensors of two results of the same shapes."""
+    """Return the least SQNR in dB of the float tensors of two results of the same shapes."""
     pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=False)
     floats = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.is_floating_point()]
     return min(

@@ -1,4 +1,4 @@
-"""What ``explain`` says about a capture: every dimension of every input, and the blocks that were inlined."""
+"""Decisions about a capture, for ``explain``: every dimension of every input, and every inlined block."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TAKEN_AS_ONE = "taken as 1: with that size free the captured graph differs from 
 
 
 def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
-    """A decision about every dimension of ``found``; a warning where Python fixed one that the float model
-    itself takes at other sizes."""
+    """Decide about every dimension of ``found``; warn where Python code fixed one that the float model takes
+    at other sizes too."""
     rules: dict[tuple[str, int], list[SizeRule]] = {}
     for rule in found.sizes.rules:
         rules.setdefault((rule.dimension.label, rule.dimension.index), []).append(rule)
@@ -31,7 +31,7 @@ def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
 
 
 def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
-    """A decision about every block under ``torch.no_grad`` or autocast."""
+    """Decide about every block under ``torch.no_grad`` or autocast."""
     for block in found.blocks:
         if block.casts:
             reason = (
@@ -75,7 +75,8 @@ def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> 
 
 
 def _runs_elsewhere(case: CaptureCase, sizes: InputSizes, dimension: Dimension) -> bool:
-    """Whether the float model takes another size there, alone or with all that are equal in the example."""
+    """Return whether the float model takes another size there, alone or with all that are equal in the
+    example."""
     alike = {(d.label, d.index) for d in sizes.dimensions if d.example == dimension.example}
     inputs: Mapping[str, Any] = case.inputs
     for places in ({(dimension.label, dimension.index)}, alike):

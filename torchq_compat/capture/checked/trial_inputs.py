@@ -27,7 +27,7 @@ SizeGroups = Mapping[Group, int]
 
 
 def group_of(dimension: Dimension) -> Group:
-    """What changes together with ``dimension``."""
+    """Return the group of dimensions that change together with ``dimension``."""
     return dimension.example, dimension.index if dimension.example == 1 else -1
 
 
@@ -71,7 +71,8 @@ def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> Siz
 
 
 def symbol_values(sizes: InputSizes, groups: SizeGroups) -> dict[str, int]:
-    """The value of each symbol when sizes change as ``groups`` say, and what depends on them follows."""
+    """Return the value of each symbol when sizes change as ``groups`` say, and what depends on them
+    follows."""
     values = _changed(sizes, groups)
     found = {str(symbol): value for symbol, value in values.items()}
     for dimension in sizes.dimensions:
@@ -82,7 +83,7 @@ def symbol_values(sizes: InputSizes, groups: SizeGroups) -> dict[str, int]:
 def resized(
     args: tuple[Any, ...], inputs: Mapping[str, Any], sizes: InputSizes, groups: SizeGroups
 ) -> tuple[Any, ...]:
-    """``args``, whose leaves by label are ``inputs``, with the sizes that ``groups`` say."""
+    """Return ``args``, whose leaves by label are ``inputs``, with the sizes that ``groups`` say."""
     values = _changed(sizes, groups)
     wanted = {(d.label, d.index): _evaluate(d, values) for d in sizes.dimensions}
     return with_sizes(args, inputs, wanted)
@@ -95,7 +96,7 @@ def _changed(sizes: InputSizes, groups: SizeGroups) -> dict[Any, int]:
 def with_sizes(
     args: tuple[Any, ...], inputs: Mapping[str, Any], wanted: Mapping[tuple[str, int], int]
 ) -> tuple[Any, ...]:
-    """``args`` with the sizes that ``wanted`` gives by label and dimension."""
+    """Return ``args`` with the sizes that ``wanted`` gives by label and dimension."""
     labels = iter(inputs)
 
     def other(leaf: Any) -> Any:
@@ -120,8 +121,9 @@ def _as_offsets(
     inputs: Mapping[str, Any],
     wanted: Mapping[tuple[str, int], int],
 ) -> Tensor:
-    """``leaf``, made of ``example``; where that are the offsets of an EmbeddingBag into another input, valid
-    ones: the kernel reads beyond its indices otherwise, and the float model returns what stood there."""
+    """Return ``leaf``, made of ``example``; where that are the offsets of an EmbeddingBag into another input,
+    valid ones: the kernel reads beyond its indices otherwise, and the float model returns what stood
+    there."""
     if not _are_offsets(example):
         return leaf
     last = int(example[-1])
@@ -136,7 +138,7 @@ def _as_offsets(
 
 
 def _are_offsets(example: Tensor) -> bool:
-    """Whether it starts at 0, never falls, and does not just count."""
+    """Return whether it starts at 0, never falls, and does not just count."""
     if example.dim() != 1 or example.numel() < 2 or example.dtype not in (torch.int32, torch.int64):
         return False
     steps = example.diff()

@@ -26,7 +26,7 @@ __all__ = ["FloatRun", "GraphRunner", "Runs", "run_graph", "run_prepared", "tria
 
 @dataclass(frozen=True)
 class FloatRun:
-    """What the float model made of one set of inputs.
+    """One run of the float model: its inputs, and its results or the error it raised.
 
     Attributes:
         args: the inputs.
@@ -81,7 +81,7 @@ class Runs:
 
 
 def trial_copy(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with state of its own and the same parameters."""
+    """Return a copy of ``model`` with state of its own and the same parameters."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, dict(shared))
 

@@ -54,7 +54,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class SizeRule:
-    """What has to hold of the sizes of a call.
+    """A condition on the sizes of a call.
 
     Attributes:
         condition: of the symbols.
@@ -88,7 +88,7 @@ class SizeRule:
         return test
 
     def holds(self, sizes: Mapping[str, Any]) -> bool:
-        """Whether it holds of ``sizes``, by symbol; a rule about a size that is not known holds."""
+        """Return whether it holds of ``sizes``, by symbol; a rule about a size that is not known holds."""
         if any(name not in sizes for name in self.names):
             return True
         try:
@@ -136,7 +136,7 @@ class InputSizes:
         return found
 
     def sizes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The value of each symbol in a call with ``inputs``."""
+        """Return the value of each symbol in a call with ``inputs``."""
         sizes: dict[str, Any] = {}
         for name, dimension in self._places:
             shape = inputs[dimension.label].shape
@@ -160,7 +160,7 @@ class InputSizes:
         return replace(self, rules=(*self.rules, *rules))
 
     def broken_rule(self, sizes: Mapping[str, Any]) -> SizeRule | None:
-        """The first rule that ``sizes`` break."""
+        """Return the first rule that ``sizes`` break."""
         return next((rule for rule in self.rules if not rule.holds(sizes)), None)
 
     @cached_property
@@ -236,7 +236,8 @@ def _rules(dimensions: list[Dimension], guards: tuple[Guard, ...]) -> Iterable[S
 
 
 def _rules_of_dimensions(dimensions: list[Dimension], guards: tuple[Guard, ...]) -> Iterable[SizeRule]:
-    """What follows from the expression of each dimension: a number, or another one's size."""
+    """Derive rules from the expression of each dimension: a fixed number, or the size of another
+    dimension."""
     first: dict[Any, Dimension] = {}
     for dimension in dimensions:
         symbol, expression = dimension.symbol, dimension.expression
@@ -255,7 +256,7 @@ def _rules_of_dimensions(dimensions: list[Dimension], guards: tuple[Guard, ...])
 
 
 def _words(expression: Any, dimensions: list[Dimension]) -> str:
-    """``expression`` with its symbols as people write them: ``x.size(0)``."""
+    """Return ``expression`` with its symbols as people write them: ``x.size(0)``."""
     names = {d.expression: d.name for d in reversed(dimensions) if d.expression.is_Symbol}
     named = expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()})
     return str(PythonPrinter().doprint(named))

@@ -1,4 +1,4 @@
-"""What torch.export assumed about sizes, and which line of the user's code made it.
+"""Collect what torch.export assumed about sizes, each with the line of the user's code that made it.
 
 With ``Dim.AUTO`` torch.export fixes a size, or takes one branch, without a word: ``range(x.size(0))``,
 ``if n > 6``. Each assumption is a guard of the ShapeEnv, and no captured model checks it by itself.
@@ -74,7 +74,7 @@ class GuardLog:
         return model.register_forward_pre_hook(start, with_kwargs=True)
 
     def guards(self) -> tuple[Guard, ...]:
-        """What was noted, in order."""
+        """Return the guards that were noted, in order."""
         places = getattr(self._guards, "places", {})
         found = []
         for guard in self._guards:
@@ -96,7 +96,7 @@ class _LocatedGuards(list[Any]):
 
 
 def _place(frame: FrameType | None) -> tuple[str | None, bool]:
-    """The user's line that led to ``frame``, and whether it asked by itself."""
+    """Return the user's line that led to ``frame``, and whether it asked by itself."""
     by_python: bool | None = None
     while frame is not None:
         path = frame.f_code.co_filename

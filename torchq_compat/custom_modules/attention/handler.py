@@ -117,7 +117,7 @@ class AttentionHandler(PartOwnerHandler):
 
 
 def _appended(module: nn.MultiheadAttention) -> int:
-    """How many keys the module adds to those it is given."""
+    """Return how many keys the module adds to those it is given."""
     return int(module.bias_k is not None) + int(module.add_zero_attn)
 
 

@@ -45,7 +45,7 @@ __all__ = ["AttentionModule", "ConvertedMultiheadAttention", "ObservedMultiheadA
 
 
 class AttentionModule(PartOwner):
-    """What the observed and the converted module have in common.
+    """Base of the observed and the converted module.
 
     Args:
         structure: the constructor arguments of the float module.
@@ -147,7 +147,7 @@ class ObservedMultiheadAttention(AttentionModule, torch.ao.nn.quantizable.Multih
 
     @classmethod
     def observe(cls, module: nn.MultiheadAttention, specs: PartSpecs) -> Self:
-        """An observed module with copies of the parameters of the float ``module``."""
+        """Return an observed module with copies of the parameters of the float ``module``."""
         activation = specs.op_specs.activation_dtype
         inputs = dict.fromkeys(("query", "key", "value"), activation)
         device = module.out_proj.weight.device

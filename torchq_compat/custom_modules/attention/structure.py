@@ -73,7 +73,7 @@ class AttentionCall:
 
     @classmethod
     def read(cls, structure: AttentionStructure, path: str, args: Any, kwargs: Any) -> AttentionCall:
-        """The call ``attention(*args, **kwargs)``.
+        """Return the call ``attention(*args, **kwargs)``.
 
         Raises:
             CustomModuleError: arguments nn.MultiheadAttention would refuse; names ``path``.
@@ -97,7 +97,8 @@ class AttentionCall:
     def results(
         self, structure: AttentionStructure, output: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """``output`` (L, N, E) and ``weights`` (N, L, S) or (N, H, L, S) in the form the caller wants."""
+        """Return ``output`` (L, N, E) and ``weights`` (N, L, S) or (N, H, L, S) in the form the caller
+        wants."""
         if not self.batched:
             return output.squeeze(1), None if weights is None else weights.squeeze(0)
         return (output.transpose(0, 1) if structure.batch_first else output), weights

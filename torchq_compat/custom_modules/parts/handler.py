@@ -48,7 +48,7 @@ FAR_WORSE, FAR_BELOW = 28.0, 8.0
 
 
 class PartOwnerHandler(CustomModuleHandler):
-    """What handlers of modules made of graphs of parts have in common."""
+    """Base of the handlers of modules that consist of graphs of parts."""
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Every float input is quantized once, by the QConfig; results have the qparams of the parts."""
@@ -117,8 +117,8 @@ def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], 
 
 
 def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Callable[[], Any]) -> Any:
-    """``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else what its own
-    makes."""
+    """Return ``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else what its
+    own makes."""
     if _inherits(request.observed_class, "from_float", standard):
         made = build()
     else:
@@ -148,8 +148,8 @@ def _computes_alike(observed: type[nn.Module], standard: type[nn.Module]) -> boo
 
 
 def converted_by_its_class(request: ConvertRequest, standard: Standard, build: Callable[[], Any]) -> Any:
-    """``build()`` if the script names no quantized class, or one with the ``from_observed`` of a ``standard``
-    class; else what its own makes."""
+    """Return ``build()`` if the script names no quantized class, or one with the ``from_observed`` of a
+    ``standard`` class; else what its own makes."""
     if request.quantized_class is None or _inherits(request.quantized_class, "from_observed", standard):
         return build()
     return request.quantized_class.from_observed(request.observed)  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def map_class(float_class: str, observed: str) -> str:
 
 
 def _inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:
-    """Whether ``cls`` uses the ``method`` of one of the ``standard`` classes as it is."""
+    """Return whether ``cls`` uses the ``method`` of one of the ``standard`` classes as it is."""
     own = getattr(cls, method).__func__
     return any(getattr(known, method).__func__ is own for known in standard if known is not None)
 

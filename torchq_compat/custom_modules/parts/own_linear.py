@@ -8,7 +8,7 @@ __all__ = ["own_linear", "own_parameter"]
 
 
 def own_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A float32 Linear that owns a copy of the values: the float module's parameters stay its own."""
+    """Return a float32 Linear that owns a copy of the values: the float module's parameters stay its own."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
     linear.weight = own_parameter(weight)
@@ -18,5 +18,5 @@ def own_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def own_parameter(values: Tensor) -> nn.Parameter:
-    """A float32 parameter with a copy of ``values``."""
+    """Return a float32 parameter with a copy of ``values``."""
     return nn.Parameter(values.detach().float().clone(), requires_grad=values.requires_grad)

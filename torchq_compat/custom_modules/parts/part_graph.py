@@ -85,7 +85,8 @@ def convert_parts(prepared: GraphModule) -> GraphModule:
 
 
 def saturated_parts(graph_module: GraphModule) -> Iterator[tuple[str, float]]:
-    """(part name, share of its calibration values outside its observer's range), where that is counted."""
+    """Yield (part name, share of its calibration values outside its observer's range), where that is
+    counted."""
     saturation = metadata.SATURATION.of(graph_module)
     if saturation is not None:
         yield from saturation.items()
@@ -113,19 +114,19 @@ def measured_parts(graph_module: GraphModule) -> Iterator[tuple[str, float]]:
 
 
 def part_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
-    """(part name, node) in the order of computation, of a prepared or converted graph."""
+    """Yield (part name, node) in the order of computation, of a prepared or converted graph."""
     for node in graph_module.graph.nodes:
         if metadata.PART.is_on(node) and node.op == "call_function":
             yield part_of(node).name, node
 
 
 def part_of(node: Node) -> Part:
-    """The part a node computes."""
+    """Return the part a node computes."""
     return metadata.PART.required(node)
 
 
 def converted_qparams(graph_module: GraphModule) -> tuple[PerTensorQParams | None, ...]:
-    """The qparams of each output of a converted graph: the last dequantize before it."""
+    """Return the qparams of each output of a converted graph: the last dequantize before it."""
     output = graph_module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, (tuple, list))
@@ -178,7 +179,8 @@ def _decide(
 
 
 def _dtype_of(node: Node, specs: PartSpecs, input_dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:
-    """The quantized dtype of what a linear reads, an input of the graph or another part; None: floats."""
+    """Return the quantized dtype of what a linear reads, an input of the graph or another part; None:
+    floats."""
     if node.op == "placeholder":
         return input_dtypes.get(str(node.target))
     return specs.output_constructor(part_of(node)).settings.dtype if metadata.PART.is_on(node) else None

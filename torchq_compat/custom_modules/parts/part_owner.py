@@ -45,11 +45,11 @@ class PartOwner(OpaqueModule, ABC):
 
     @abstractmethod
     def graphs(self) -> Iterator[tuple[str, GraphModule]]:
-        """(path inside the module, graph of parts)."""
+        """Return (path inside the module, graph of parts)."""
 
     @abstractmethod
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
-        """The quantized dtype of each of the ``count`` flat results of a call; None for floats."""
+        """Return the quantized dtype of each of the ``count`` flat results of a call; None for floats."""
 
     def named_input_qparams(self) -> dict[str, PerTensorQParams]:
         """Input of the graphs, by its name -> the qparams of its values in every call, where it is known."""

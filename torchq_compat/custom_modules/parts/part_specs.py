@@ -56,7 +56,7 @@ class PartSpecs:
     constructors: PartConstructors = PartConstructors()
 
     def output_constructor(self, part: Part) -> ObserverConstructor:
-        """What observes the output of ``part``.
+        """Return the constructor that observes the output of ``part``.
 
         Default: the QConfig's activation; for sigmoid and tanh FX's fixed qparams, one step per value of
         the dtype over [0, 1) and [-1, 1): 1/256 and 2/256 for 8 bits.
@@ -72,7 +72,8 @@ class PartSpecs:
         return make_spec(self.output_constructor(part))
 
     def input_spec(self, part: Part) -> QuantizationSpec | None:
-        """What observes the input of ``part`` apart from its producer's output; None: nothing."""
+        """Return the spec for the input of ``part`` where it is observed apart from its producer's output;
+        else None."""
         given = self.constructors.by_group.get(part.input_group or "")
         return None if given is None else make_spec(given)
 
@@ -83,7 +84,7 @@ class PartSpecs:
         return self.op_specs.activation
 
     def group_dtype(self, group: str) -> torch.dtype:
-        """The quantized dtype of the parts of ``group``."""
+        """Return the quantized dtype of the parts of ``group``."""
         given = self.constructors.by_group.get(group)
         return given.settings.dtype if given is not None else self.op_specs.activation_dtype
 

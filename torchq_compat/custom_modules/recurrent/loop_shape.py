@@ -1,4 +1,4 @@
-"""How a loop over time is written in a program: whoever exports chooses, the modules that loop ask."""
+"""Shape of the loop over time in an exported program: the caller of export sets it, recurrent modules ask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LoopShape", "exporting_loops_as", "packs_are_padded", "shape_in_expo
 
 
 class LoopShape(StrEnum):
-    """How the loop over time is written."""
+    """Ways to write the loop over time."""
 
     ROLLED = "rolled"
     UNROLLED = "unrolled"
@@ -25,7 +25,7 @@ _SHAPE: ContextVar[LoopShape | None] = ContextVar("torchq_compat_loop_shape", de
 
 @contextmanager
 def exporting_loops_as(shape: LoopShape) -> Iterator[None]:
-    """What ``shape_in_export`` answers for the duration."""
+    """Let ``shape_in_export`` return ``shape`` inside the ``with`` block."""
     token = _SHAPE.set(shape)
     try:
         yield

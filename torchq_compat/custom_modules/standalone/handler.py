@@ -89,7 +89,8 @@ class StandaloneHandler(CustomModuleHandler):
         return OpaqueBoundary(inputs, outputs, (None,) * len(outputs))
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
-        """Where the graph around it quantizes an input that is quantized inside too, the qparams are one."""
+        """Return where the graph around it quantizes an input that is quantized inside too, the qparams are
+        one."""
         opaque = request.observed
         assert isinstance(opaque, PreparedStandalone)
         assert request.convert_inside is not None
@@ -125,7 +126,7 @@ def _positions(opaque: PreparedStandalone, layout: CallLayout) -> list[int]:
 
 
 def _output_dtypes(opaque: PreparedStandalone) -> tuple[Any, ...]:
-    """The dtype of every result that is returned as integers."""
+    """Return the dtype of every result that is returned as integers."""
     returned = opaque.graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
     observers = dict(observer_nodes(opaque))

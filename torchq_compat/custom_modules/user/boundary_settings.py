@@ -32,7 +32,7 @@ __all__ = ["check_keys", "choose_specs"]
 def choose_specs(
     settings: dict[Any, Any], labels: list[str], specs: OpSpecs, path: str, setting: str
 ) -> tuple[QuantizationSpec | None, ...]:
-    """The spec of every labelled tensor.
+    """Return the spec of every labelled tensor.
 
     Raises:
         ConfigError: a value that is neither None, a dtype nor a constructor.

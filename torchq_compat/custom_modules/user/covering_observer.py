@@ -36,5 +36,5 @@ class CoveringObserver(nn.Module):
 
 
 def observer_of_all_calls(observers: Sequence[nn.Module]) -> nn.Module:
-    """``observers``, one for each call, as one."""
+    """Return ``observers``, one for each call, as one."""
     return observers[0] if len(observers) == 1 else CoveringObserver(observers)

@@ -22,7 +22,7 @@ __all__ = ["fake_call_of"]
 
 
 def fake_call_of(module: nn.Module, path: str) -> FakeCall:
-    """``module`` itself, run on fake tensors; its parameters may be real.
+    """Return ``module`` itself, run on fake tensors; its parameters may be real.
 
     Recurrent modules and others that other handlers know are asked for their own shapes. A module that needs
     data is run on some; see ``probed_shapes``.
@@ -75,7 +75,7 @@ class FakeCaller(nn.Module):
 
 
 def _with_fake_calls_inside(module: nn.Module, path: str) -> nn.Module:
-    """A copy of ``module``; itself, if nothing in it has to be replaced."""
+    """Return a copy of ``module``; itself, if nothing in it has to be replaced."""
     known = {
         name: handler
         for name, child in module.named_modules()

@@ -138,7 +138,7 @@ class UserModuleHandler(CustomModuleHandler):
 
 
 def made_by(owner: type[nn.Module], method: str, module: nn.Module, path: str) -> nn.Module:
-    """What the user's ``owner`` makes of ``module``.
+    """Call ``from_float`` or ``from_observed`` of the user's ``owner`` on ``module``.
 
     Raises:
         UserModuleError: it raises, or makes no module.

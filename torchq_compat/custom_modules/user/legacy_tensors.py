@@ -13,12 +13,13 @@ __all__ = ["has_legacy_dtype", "legacy_tensor"]
 
 
 def has_legacy_dtype(qparams: QParams) -> bool:
-    """Whether quantized tensors have a dtype for the integers of ``qparams``: quint8, qint8 or qint32."""
+    """Return whether quantized tensors have a dtype for the integers of ``qparams``: quint8, qint8 or
+    qint32."""
     return qparams.dtype in LEGACY_DTYPES
 
 
 def legacy_tensor(q: Tensor, qparams: QParams) -> Tensor:
-    """The quantized tensor with the integers ``q``.
+    """Return the quantized tensor with the integers ``q``.
 
     Results with several qparams (directions of a recurrent module) are quantized again with some that cover
     all: hardly a quantized operator takes per-channel activations.

@@ -23,7 +23,7 @@ __all__ = ["OpaqueUserModule", "as_opaque_module", "as_users_module"]
 
 
 class OpaqueUserModule(OpaqueModule):
-    """What is added to the class of a user's module.
+    """Added to the class of a user's module, so that the graph can call it.
 
     Attributes:
         opaque_path: where the module stands in the model.
@@ -74,7 +74,7 @@ class HeldGraphModule(OpaqueUserModule):
 
 
 def as_opaque_module(module: nn.Module, path: str, *, takes_floats: bool) -> OpaqueUserModule:
-    """``module`` as an opaque module. Changes its class, unless it is a GraphModule."""
+    """Return ``module`` as an opaque module. Changes its class, unless it is a GraphModule."""
     users_class = type(module)
     opaque: Any = module
     if isinstance(module, GraphModule):
@@ -91,7 +91,7 @@ def as_opaque_module(module: nn.Module, path: str, *, takes_floats: bool) -> Opa
 
 
 def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
-    """The module the user's class made, as it was."""
+    """Return the module the user's class made, as it was."""
     if isinstance(opaque, HeldGraphModule):
         return opaque.held
     users_class = opaque.opaque_users_class
@@ -110,5 +110,5 @@ def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
 
 
 def _shown(structure: Structure) -> str:
-    """A structure for people: its shape with dtypes left out."""
+    """Return a structure for people: its shape with dtypes left out."""
     return str(structure.put_together(["tensor"] * structure.count()))

@@ -22,7 +22,8 @@ __all__ = ["probe"]
 
 
 def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-    """The result of ``module(*args, **kwargs)``, tensors empty and of the shapes and dtypes it would have.
+    """Return the result of ``module(*args, **kwargs)``, tensors empty and of the shapes and dtypes it would
+    have.
 
     Raises:
         UserModuleError: the module fails on example data, or its shapes depend on the data.

@@ -1,4 +1,4 @@
-"""What a backend of ExecuTorch took of a model, and what stays with the portable kernels."""
+"""Decide about every op whether a backend of ExecuTorch took it or it runs on the portable kernels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DelegationReport:
 
 
 def read_delegation(graph_module: GraphModule, backend: str, refused: Mapping[str, str]) -> DelegationReport:
-    """The report of an edge program's graph.
+    """Return the report of an edge program's graph.
 
     Args:
         refused: node name -> why the backend must not have it.

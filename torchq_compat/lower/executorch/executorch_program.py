@@ -24,7 +24,7 @@ METHOD = "forward"
 
 @dataclass(frozen=True)
 class ExecutorchProgram:
-    """What ``to_executorch`` makes; called with the model's arguments it runs in ExecuTorch's runtime.
+    """A program made by ``to_executorch``; called with the model's arguments it runs in ExecuTorch's runtime.
 
     Attributes:
         pte: the content of a ``.pte`` file.
@@ -40,7 +40,7 @@ class ExecutorchProgram:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """The program in a ``.pte`` file. Of the sizes such a file tells the largest only.
+        """Return the program in a ``.pte`` file. Of the sizes such a file tells the largest only.
 
         Raises:
             ExecutorchError: it is none, or the extra is not installed.

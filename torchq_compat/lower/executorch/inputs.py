@@ -68,8 +68,8 @@ class InputSpec:
 
 
 def bounded_by(example_inputs: tuple[Any, ...]) -> Any:
-    """``dynamic_shapes`` that let every size go from 1 to its size in ``example_inputs``, where the model
-    leaves it free."""
+    """Return ``dynamic_shapes`` that let every size go from 1 to its size in ``example_inputs``, where the
+    model leaves it free."""
 
     def sizes(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -80,7 +80,7 @@ def bounded_by(example_inputs: tuple[Any, ...]) -> Any:
 
 
 def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
-    """The flat inputs of ``program``.
+    """Return the flat inputs of ``program``.
 
     Raises:
         ExecutorchError: a free size without an upper bound.

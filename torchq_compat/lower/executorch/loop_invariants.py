@@ -1,4 +1,4 @@
-"""What no step of a loop changes, computed once before it: the weights of a recurrent layer as floats.
+"""Compute once before a loop what no step of it changes: the weights of a recurrent layer as floats.
 
 Exact: the operators and what they get are the same. The float copy takes no more memory than inside the loop,
 where it was made again at every step.

@@ -110,7 +110,7 @@ def to_executorch(
 
 
 def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationReport]:
-    """The ``.pte`` of ``exported``, which is changed."""
+    """Return the ``.pte`` of ``exported``, which is changed."""
     exir = executorch_module("exir")
     fit_quantized_ops(exported)
     refused: dict[str, str] = {}

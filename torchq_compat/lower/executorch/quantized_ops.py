@@ -44,7 +44,7 @@ def fit_quantized_ops(program: ExportedProgram) -> None:
 
 
 def graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
-    """A graph and the bodies of its loops."""
+    """Return a graph and the bodies of its loops."""
     return (module for module in graph_module.modules() if isinstance(module, GraphModule))
 
 

@@ -12,7 +12,7 @@ __all__ = ["executorch_module", "runtime"]
 
 
 def executorch_module(name: str) -> Any:
-    """``executorch.<name>``, with the quantized operators registered.
+    """Return ``executorch.<name>``, with the quantized operators registered.
 
     Raises:
         ExecutorchError: the extra is not installed.

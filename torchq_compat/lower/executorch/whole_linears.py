@@ -33,7 +33,7 @@ def restore_linears(graph_module: GraphModule) -> PassResult:
 
 
 def _operands(node: Node) -> tuple[Node | None, ...] | None:
-    """(x, weight, bias) if ``node`` is a linear in other words."""
+    """Return (x, weight, bias) if ``node`` is a linear in other words."""
     aten = torch.ops.aten
     if node.kwargs or not (_is(node, aten.addmm) or _is(node, aten.mm)):
         return None

@@ -21,7 +21,7 @@ __all__ = ["xnnpack_partitioner"]
 
 
 def xnnpack_partitioner(refused: dict[str, str]) -> Any:
-    """The partitioner for ``to_edge_transform_and_lower``.
+    """Return the partitioner for ``to_edge_transform_and_lower``.
 
     Args:
         refused: is filled with the reason, by the name of the node, where qparams are not XNNPACK's.
@@ -75,7 +75,7 @@ def _is_quantized(node: Node) -> bool:
 
 
 def _is_constant(node: Any, program: ExportedProgram) -> bool:
-    """Whether ``node`` is a parameter or buffer."""
+    """Return whether ``node`` is a parameter or buffer."""
     return node.op == "placeholder" and node.name not in program.graph_signature.user_inputs
 
 

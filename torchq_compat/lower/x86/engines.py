@@ -42,7 +42,7 @@ class Engine:
 
 
 def decide_engine(name: str | None = None, machine: str | None = None) -> Engine:
-    """What ``convert_fx`` does for an engine on a machine; default: the ones in use.
+    """Decide what ``convert_fx`` does for an engine on a machine; default: the ones in use.
 
     Raises:
         ConfigError: an engine that torch does not have.

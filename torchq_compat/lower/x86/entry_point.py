@@ -15,7 +15,7 @@ __all__ = ["lower_or_warn"]
 
 
 def lower_or_warn(reference: ConvertedGraphModule) -> QuantizationGraphModule:
-    """``reference`` on the integer kernels of the engine in use, or ``reference`` itself.
+    """Return ``reference`` on the integer kernels of the engine in use, or ``reference`` itself.
 
     Raises:
         ConfigError: an engine that torch does not have.

@@ -1,4 +1,4 @@
-"""Opaque modules of a lowered graph: what their kind makes of them, or what they were.
+"""Lower the opaque modules that a graph calls, each by the handler of its kind.
 
 A converted model that is an opaque module itself (a standalone module) is lowered like the model around it.
 """
@@ -29,7 +29,7 @@ LowerInside = Callable[[ConvertedGraphModule], tuple[QuantizationGraphModule, tu
 
 @dataclass(frozen=True)
 class LoweredOpaqueModule:
-    """What became of the opaque module at ``path``: ``module`` is None where it stays as it is."""
+    """The lowered form of the opaque module at ``path``; ``module`` is None where it is not lowered."""
 
     path: str
     module: OpaqueModule | None

@@ -1,4 +1,4 @@
-"""What ``convert_fx`` returns on x86: a graph of integer kernels around the reference graph it came from.
+"""The result of ``convert_fx`` on x86: a graph of integer kernels, with the reference graph it came from.
 
 Legacy: the GraphModule of ``convert_fx``, with modules of ``torch.ao.nn.quantized`` and packed weights.
 """
@@ -42,7 +42,7 @@ LOWERING = "_torchq_compat_lowering"
 
 @dataclass
 class _Lowering:
-    """What was made from ``reference``.
+    """The lowered graph made from ``reference``.
 
     Attributes:
         is_stale: whether qparams changed since.
@@ -61,7 +61,7 @@ class _Lowering:
 
 
 def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule:
-    """``reference`` on the integer kernels of ``engine``; the result holds ``reference``."""
+    """Return ``reference`` on the integer kernels of ``engine``; the result holds ``reference``."""
     lowered = LoweredGraphModule(nn.Module(), Graph())
     share_state(lowered, reference)
     lowered.meta = reference.meta
@@ -92,7 +92,7 @@ class LoweredGraphModule(QuantizationGraphModule):
 
     @property
     def lowering(self) -> tuple[Decision, ...]:
-        """What runs on which kernel, what does not, and why."""
+        """The decisions about every op: the kernel it runs on, or why it runs on none."""
         return self._lowering.decisions
 
     @property

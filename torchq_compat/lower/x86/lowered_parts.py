@@ -29,7 +29,7 @@ def share_state(module: nn.Module, reference: nn.Module) -> None:
 
 
 def with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple[Decision, ...]]:
-    """A copy of ``opaque`` whose graphs are lowered, and what was decided about them."""
+    """Return a copy of ``opaque`` whose graphs are lowered, and what was decided about them."""
     lowered, decisions = copy.deepcopy(opaque), []
     for name, graph in list(lowered.graphs()):
         plan = plan_graph(graph, opaque.named_input_qparams())

@@ -46,7 +46,7 @@ class LoweredGraph:
         self.constants: dict[str, Any] = {}
 
     def constant(self, value: Any) -> Node:
-        """A node that reads ``value``."""
+        """Return a node that reads ``value``."""
         name = f"constant_{len(self.constants)}"
         self.constants[name] = value
         # Not graph.get_attr, which looks for the attribute on a module that does not have it yet.
@@ -64,7 +64,7 @@ def write_lowered_graph(
     in_floats: dict[str, OpaqueModule],
     home: str,
 ) -> LoweredGraph:
-    """The lowered graph of ``reference``.
+    """Return the lowered graph of ``reference``.
 
     Args:
         leaves: path of an opaque module in ``reference`` -> path of the module that is called in its place.
@@ -205,7 +205,7 @@ class _Writer:
             self.floats[getitem] = self.graph.node_copy(getitem, {node: call}.__getitem__)
 
     def _was_left_in_floats(self, node: Node) -> bool:
-        """Whether this graph has floats at ``node`` where the reference graph has integers."""
+        """Return whether this graph has floats at ``node`` where the reference graph has integers."""
         return is_integers(node) and node in self.floats
 
     def _floats_or_reference(self, node: Node) -> Node:
@@ -223,8 +223,8 @@ class _Writer:
         (self.integers if is_integers(node) else self.floats)[node] = copied
 
     def _as_reference(self, node: Node) -> Node:
-        """The form ``node`` has in the reference graph: integers where it has them, else floats, or what is
-        no tensor."""
+        """Return the form ``node`` has in the reference graph: integers where it has them, else floats, or
+        what is no tensor."""
         if not is_integers(node):
             if node not in self.floats:
                 self.floats[node] = self.graph.call_function(

@@ -1,4 +1,4 @@
-"""The plan of a lowering: what runs on which kernel, decided from the reference graph."""
+"""Plan a lowering: choose the kernel for each op of the reference graph."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.passthrough_ops import PASSTHROUGH, preserves_values
 from torchq_compat.lower.x86.engines import Engine, packing_for
-from torchq_compat.lower.x86.kernels.binary import BINARY
-from torchq_compat.lower.x86.kernels.elementwise import ELEMENTWISE
-from torchq_compat.lower.x86.kernels.floating import FLOATING
+from torchq_compat.lower.x86.kernels import FAMILIES
 from torchq_compat.lower.x86.kernels.followed import followed_by
 from torchq_compat.lower.x86.kernels.kernel_base import KernelCall, Refusal, Rule, Site
-from torchq_compat.lower.x86.kernels.normalization import NORMALIZATION
-from torchq_compat.lower.x86.kernels.same_qparams import ROUNDING
-from torchq_compat.lower.x86.kernels.split_linear import split_linear
-from torchq_compat.lower.x86.kernels.weighted import WEIGHTED
 from torchq_compat.lower.x86.qdq_operands import (
     SIZE_OPS,
     has_kernels,
@@ -39,18 +33,22 @@ ATEN = torch.ops.aten
 FBGEMM = Engine("fbgemm")
 #: They compute nothing that a user wrote.
 NO_OPS = (*ALL_OPS, operator.getitem, *SIZE_OPS)
-RULES: dict[Any, Rule] = {**WEIGHTED, **BINARY, **ELEMENTWISE, **NORMALIZATION, **ROUNDING}
+FIRST = tuple(family for family in FAMILIES if family.goes_first)
+RULES: dict[Any, Rule] = {
+    op: rule for family in FAMILIES if not family.goes_first for op, rule in family.rules.items()
+}
+ASKED_ALWAYS = frozenset(op for family in FAMILIES if family.is_asked_always for op in family.rules)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of the nodes of a reference graph.
+    """The kernels chosen for the nodes of a reference graph.
 
     Attributes:
         kernels: node -> the kernel call whose result stands for it.
         qparams: node -> the qparams with kernels of its values.
         carried: ops that run as they are, on quantized tensors.
-        decisions: all of it, for people.
+        decisions: one for every op, for ``explain``.
         runs_here: whether the graph's state is where the kernels run.
     """
 
@@ -74,7 +72,7 @@ def plan_graph(
     """Decide for every op of ``graph_module``, a q-dq graph.
 
     Args:
-        arriving: input, by its name -> the qparams of the floats it is given.
+        input_qparams: input, by its name -> the qparams of the floats it is given.
         left_float: op, by its name -> why the configuration leaves it float.
         trials: the trials that were run before.
     """
@@ -95,7 +93,7 @@ def plan_graph(
 
 @dataclass
 class _Planner:
-    """What was decided about the nodes so far; see ``Plan``."""
+    """Chooses kernels node by node; holds what is decided so far, see ``Plan``."""
 
     graph_module: GraphModule
     qparams_of: dict[Node, PerTensorQParams]
@@ -131,13 +129,13 @@ class _Planner:
             self.refusals[op] = answer or Refusal(_without_kernel(op))
 
     def _covers_floats(self, answer: KernelCall | Refusal | None) -> bool:
-        """Whether a kernel computes what the configuration leaves float."""
+        """Return whether a kernel computes what the configuration leaves float."""
         if not isinstance(answer, KernelCall):
             return False
         return any(node.name in self.left_float for node in answer.covers)
 
     def _tried(self, op: Node, result: Node, call: KernelCall, *, alone: bool) -> KernelCall | Refusal:
-        """``call``, the same packed for fbgemm, or neither: a wrong kernel is worse than none."""
+        """Return ``call``, the same packed for fbgemm, or neither: a wrong kernel is worse than none."""
         verdict = self._verdict(result, call)
         if not isinstance(verdict, Refusal) or torch.backends.quantized.engine == FBGEMM.name:
             return verdict
@@ -168,7 +166,7 @@ class _Planner:
         return tried(self.graph_module, self.qparams_of, result, call, only_observed=only_observed)
 
     def decisions(self) -> Iterator[Decision]:
-        """What runs where, in the order of the graph."""
+        """Yield the decision about every op, in graph order."""
         by_op = {call.covers[0]: call for call in self.kernels.values()}
         covered = {node for call in self.kernels.values() for node in call.covers}
         for node in self.graph_module.graph.nodes:
@@ -218,7 +216,7 @@ def _float_dtypes(graph_module: GraphModule) -> set[torch.dtype]:
 
 
 def _qparams_of(node: Node, qparams_of: dict[Node, PerTensorQParams]) -> PerTensorQParams | None:
-    """The qparams with kernels of the values at ``node``."""
+    """Return the qparams with kernels of the values at ``node``."""
     if node.target is DEQUANTIZE:
         source, qparams = node.args[0], PerTensorQParams.of_node(node)
         assert isinstance(source, Node)
@@ -236,38 +234,38 @@ def _qparams_of(node: Node, qparams_of: dict[Node, PerTensorQParams]) -> PerTens
 def _ask(
     graph_module: GraphModule, op: Node, qparams_of: dict[Node, PerTensorQParams], *, alone: bool = False
 ) -> tuple[Node, KernelCall | Refusal | None]:
-    """(the node a kernel's result would stand for, what the rules say) about ``op``, ``alone`` or along with
-    the activation that reads it."""
+    """Return (the node a kernel's result would stand for, what the rules say) about ``op``, ``alone`` or
+    along with the activation that reads it."""
     follower = None if alone else followed_by(op)
     relu = None if alone else _only_reader(follower or op, ATEN.relu.default)
     last = relu or follower or op
     quantize = _only_reader(last, QUANTIZE)
     qparams = None if quantize is None else _qparams_of(quantize, qparams_of)
     site = Site(graph_module, op, relu, qparams, qparams_of.get, follower)
-    if op.target in FLOATING:
-        answer = FLOATING[op.target](site)
-        if isinstance(answer, KernelCall):
-            return answer.stands_for or last, answer
+    answer = _answer(site)
+    if isinstance(answer, KernelCall) and answer.returns_floats:
+        return answer.stands_for or last, answer
+    return quantize or last, answer
+
+
+def _answer(site: Site) -> KernelCall | Refusal | None:
+    for family in FIRST:
+        rule = family.rules.get(site.op.target)
+        answer = rule(site) if rule is not None else None
         if answer is not None:
-            return last, answer
-    result = quantize or last
-    if op.target is ATEN.linear.default:
-        answer = split_linear(site)
-        if answer is not None:
-            return result, answer
-    if op.target not in RULES or (qparams is None and op.target not in WEIGHTED):
-        return result, None
-    return result, RULES[op.target](site)
+            return answer
+    is_asked = site.qparams is not None or site.op.target in ASKED_ALWAYS
+    return RULES[site.op.target](site) if is_asked and site.op.target in RULES else None
 
 
 def _only_reader(node: Node, target: Any) -> Node | None:
-    """The one node that reads ``node``, if it calls ``target``."""
+    """Return the one node that reads ``node``, if it calls ``target``."""
     reader = next(iter(node.users), None)
     return reader if reader is not None and len(node.users) == 1 and reader.target is target else None
 
 
 def _is_quantized(op: Node, qparams_of: Mapping[Node, PerTensorQParams]) -> bool:
-    """Whether the reference graph quantizes an input or the result of ``op``."""
+    """Return whether the reference graph quantizes an input or the result of ``op``."""
     if any(is_dequantize(source) or source in qparams_of for source in op.all_input_nodes):
         return True
     return any(user.target is QUANTIZE for user in op.users)

@@ -41,7 +41,7 @@ SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """The arguments of an operator call by name, defaults included."""
+    """Return the arguments of an operator call by name, defaults included."""
     assert isinstance(node.target, OpOverload)
     found: dict[str, Any] = {}
     for position, argument in enumerate(node.target._schema.arguments):
@@ -55,18 +55,18 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 
 def tensor_inputs(node: Node) -> list[Node]:
-    """The inputs of an operator call that are tensors; the others are sizes."""
+    """Return the inputs of an operator call that are tensors; the others are sizes."""
     return [source for source in node.all_input_nodes if not isinstance(example_value(source), SCALARS)]
 
 
 def rank_of(node: Node) -> int | None:
-    """How many dimensions the tensor ``node`` gives has; None where torchao left no example of it."""
+    """Return how many dimensions the tensor ``node`` gives has; None where torchao left no example of it."""
     value = example_value(node)
     return value.dim() if isinstance(value, Tensor) else None
 
 
 def example_value(node: Node) -> Any:
-    """The example value at ``node``; q-dq nodes, which torchao gives none, keep shapes."""
+    """Return the example value at ``node``; q-dq nodes, which torchao gives none, keep shapes."""
     while "val" not in node.meta and node.target in (QUANTIZE, *DEQUANTIZES):
         source = node.args[0]
         assert isinstance(source, Node)
@@ -75,8 +75,9 @@ def example_value(node: Node) -> Any:
 
 
 def observed_range(node: Node, qparams: PerTensorQParams) -> tuple[int, int]:
-    """The integers that the values at ``node``, with ``qparams``, had while they were observed: all, or half
-    of them under ``reduce_range``. Taken for half where the graph does not say, as one that was stored."""
+    """Return the integers that the values at ``node``, with ``qparams``, had while they were observed: all,
+    or half of them under ``reduce_range``. Taken for half where the graph does not say, as one that was
+    stored."""
     while not metadata.OBSERVED_RANGE.is_on(node):
         if not node.all_input_nodes or node.op != "call_function":
             low, high = dtype_range(qparams.dtype)
@@ -88,24 +89,24 @@ def observed_range(node: Node, qparams: PerTensorQParams) -> tuple[int, int]:
 
 
 def has_kernels(qparams: PerTensorQParams) -> bool:
-    """Whether torch's quantized tensors can have ``qparams``."""
+    """Return whether torch's quantized tensors can have ``qparams``."""
     return qparams.dtype in KERNEL_DTYPES
 
 
 def is_whole_range(qparams: PerTensorQParams) -> bool:
-    """Whether ``qparams`` saturate where their dtype does."""
+    """Return whether ``qparams`` saturate where their dtype does."""
     return (qparams.quant_min, qparams.quant_max) == dtype_range(qparams.dtype)
 
 
 def is_integers(node: Node) -> bool:
-    """Whether the reference graph holds quantized integers at ``node``."""
+    """Return whether the reference graph holds quantized integers at ``node``."""
     if node.target is QUANTIZE or metadata.INTEGERS.of(node) is not None:
         return True
     return node.op == "placeholder" and any(user.target is DEQUANTIZE for user in node.users)
 
 
 def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
-    """The tensor a ``get_attr`` node reads; None for any other node."""
+    """Return the tensor a ``get_attr`` node reads; None for any other node."""
     if not isinstance(node, Node) or node.op != "get_attr":
         return None
     value = operator.attrgetter(str(node.target))(graph_module)
@@ -113,8 +114,8 @@ def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
 
 
 def quantized_weight(graph_module: GraphModule, node: Any) -> Tensor | None:
-    """The torch.ao quantized tensor of a constant integer weight behind a dequantize; None if ``node`` gives
-    no such weight."""
+    """Return the torch.ao quantized tensor of a constant integer weight behind a dequantize; None if ``node``
+    gives no such weight."""
     if not is_dequantize(node):
         return None
     integers = constant_of(graph_module, node.args[0])
@@ -139,7 +140,7 @@ def _axis(args: Any) -> int:
 
 
 def takes_and_returns_tensors(graph_module: GraphModule) -> bool:
-    """Whether every argument of a captured model is one tensor, and so is its result."""
+    """Return whether every argument of a captured model is one tensor, and so is its result."""
     info = getattr(graph_module.graph._codegen, "pytree_info", None)
     if info is None:
         return False

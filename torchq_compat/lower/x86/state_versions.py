@@ -24,7 +24,7 @@ class StateVersions:
         self._quick = self._read_quickly()
 
     def are_current(self) -> bool:
-        """Whether no tensor was replaced, moved or written since."""
+        """Return whether no tensor was replaced, moved or written since."""
         present = self._present()
         if list(map(id, present)) != self._ids:
             return False

@@ -23,7 +23,7 @@ Evaluate = Callable[[Node], Any]
 
 
 def steps_of_floats(op: Node, evaluate: Evaluate, expected: Tensor, found: Tensor) -> float:
-    """The largest difference over what one quantization step of the inputs makes of the result."""
+    """Return the largest difference over what one quantization step of the inputs makes of the result."""
     step = _step(op, evaluate) + EPSILON * (expected.abs() + expected.abs().mean()) + 1e-12
     steps = (found.double() - expected.double()).abs() / step.double()
     return float("inf") if bool(steps.isnan().any()) else float(steps.max())

@@ -40,7 +40,7 @@ SMALLER = ((1, 1), (2, 3), (1, 2))
 
 
 def trial_sizes(graph_module: GraphModule, op: Node, nodes: Sequence[Node]) -> list[Sizes]:
-    """The sizes of ``nodes``, which ``op`` reads, in each trial; none where they are not known."""
+    """Return the sizes of ``nodes``, which ``op`` reads, in each trial; none where they are not known."""
     weight = _weight_shape(graph_module, op)
     shapes = [example_shape(node) for node in nodes]
     if op.target is LINEAR and weight is not None:
@@ -55,7 +55,7 @@ def trial_sizes(graph_module: GraphModule, op: Node, nodes: Sequence[Node]) -> l
 
 
 def example_shape(node: Node) -> tuple[int, ...] | None:
-    """The sizes ``node`` had with the example inputs."""
+    """Return the sizes ``node`` had with the example inputs."""
     value = example_value(node)
     if not isinstance(value, Tensor):
         return None
@@ -82,7 +82,8 @@ def _distinct(sizes: list[Sizes]) -> list[Sizes]:
 
 
 def _cut(size: int, index: int, divisor: int, least: int) -> int:
-    """``size``, or what it is in another trial: smaller and one off, so that it is odd where it was even."""
+    """Return ``size``, or what it is in another trial: smaller and one off, so that it is odd where it was
+    even."""
     return max(least, size if index == 0 else -(-size // divisor) + (index == 2))
 
 
@@ -123,7 +124,7 @@ def _convolution(
 
 
 def _reach(arguments: dict[str, Any], weight: tuple[int, ...], axis: int) -> int:
-    """The length of the window along ``axis``, and one."""
+    """Return the length of the window along ``axis``, and one."""
     return _along(arguments["dilation"], axis) * (weight[axis + 2] - 1) + 2
 
 

@@ -44,12 +44,12 @@ class _Trial:
     only_observed: bool
 
     def ends(self, node: Node) -> tuple[int, int]:
-        """The least and the largest integer at ``node`` in this trial."""
+        """Return the least and the largest integer at ``node`` in this trial."""
         qparams = self.qparams_of[node]
         return observed_range(node, qparams) if self.only_observed else (qparams.quant_min, qparams.quant_max)
 
     def sources(self) -> list[Quantized | Floats]:
-        """What the kernel reads of the graph's values, each once."""
+        """List the values of the graph that the kernel reads, each once."""
         found: dict[Node, Quantized | Floats] = {}
         for argument in _flat(self.call):
             if isinstance(argument, (Quantized, Floats)):
@@ -80,7 +80,7 @@ class Trials:
         *,
         only_observed: bool = False,
     ) -> float:
-        """The most quantization steps between what ``call`` and the q-dq nodes up to ``result`` give.
+        """Return the most quantization steps between what ``call`` and the q-dq nodes up to ``result`` give.
 
         Args:
             only_observed: whether only integers are tried that the observers gave to what they measured.
@@ -127,7 +127,7 @@ def _key(trial: _Trial, sources: list[Quantized | Floats], sizes: list[Sizes]) -
 
 
 def _memory_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """The bytes of a contiguous CPU tensor, read without NumPy, which torch does not require.
+    """Return the bytes of a contiguous CPU tensor, read without NumPy, which torch does not require.
 
     They are the tensor's own: whoever reads them keeps it alive.
     """
@@ -135,7 +135,7 @@ def _memory_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
 
 
 def _reference_nodes(trial: _Trial, boundary: set[Node]) -> list[Node]:
-    """The nodes up to ``trial.result``, from ``boundary`` on."""
+    """Return the nodes up to ``trial.result``, from ``boundary`` on."""
     found: dict[Node, None] = {}
     waiting = [trial.result]
     while waiting:
@@ -224,7 +224,7 @@ def _run_call(call: KernelCall, given: dict[Node, Tensor], evaluate: Callable[[N
 
 
 def _flat(argument: Any) -> Iterator[Any]:
-    """The arguments of a call and of the calls in it."""
+    """Yield the arguments of a call and of the calls in it."""
     if isinstance(argument, KernelCall):
         for each in argument.args:
             yield from _flat(each)

@@ -72,7 +72,7 @@ def _of_point(point: Point, capture: Capture) -> Finding | None:
 
 
 def _same_qparams_for_all(point: Point, capture: Capture) -> Finding | None:
-    """A result of several layers or directions that FX quantizes with the qparams of one."""
+    """Return a result of several layers or directions that FX quantizes with the qparams of one."""
     ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
     if point.kind is not Kind.RESULT or ours is None or fx is None or point.fx is None:
         return None
@@ -88,7 +88,7 @@ def _same_qparams_for_all(point: Point, capture: Capture) -> Finding | None:
 
 
 def _owner_of(qparams: QParamsView, point: Point, capture: Capture) -> str:
-    """The cell whose part has these qparams on FX's side."""
+    """Return the cell whose part has these qparams on FX's side."""
     module = point.name.partition("[")[0]
     for other in capture.points:
         is_inside = other.kind is Kind.PART and other.name.startswith(f"{module}.")

@@ -38,6 +38,8 @@ def compare(
     around float ops; size and latency are those of ``convert_fx``.
 
     Args:
+        model: the float model, in evaluation mode.
+        example_inputs: as ``prepare_fx`` takes them.
         qconfig_mapping, prepare_custom_config, backend_config: as ``prepare_fx`` takes them.
         convert_custom_config: as ``convert_fx`` takes it.
         calibration_data: batches, each a tuple of the model's positional arguments, or one tensor.
@@ -55,6 +57,15 @@ def compare(
         CheckpointError: ``fx_state`` does not fit the model.
         FxError: ``fx`` is True and FX cannot run the model.
         TorchQCompatError: this package cannot quantize the model; see ``prepare_fx``.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import compare
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(64, 4)
+        >>> found = compare(model, get_default_qconfig_mapping("x86"), (x,), [x], fx=False)
+        >>> found.verdict.status
+        <Status.WITHOUT_FX: 'without FX'>
     """
     case = Case(
         model,

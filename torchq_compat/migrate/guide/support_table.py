@@ -182,7 +182,7 @@ PREPARE_SETTERS: dict[str, Callable[[PrepareCustomConfig], object]] = {
 
 
 def features() -> Iterator[Feature]:
-    """All rows, by area."""
+    """Yield all rows, by area."""
     for area, rows in AREAS.items():
         if area.startswith("Convert"):
             yield from _prepare_custom_config()
@@ -227,7 +227,7 @@ unlisted difference fails the tests, and so does a listed one that is gone.
 
 
 def support_page(known_differences: Path) -> str:
-    """The text of ``migration/support.md``."""
+    """Return the text of ``migration/support.md``."""
     lines, area = [HEAD], ""
     for feature in features():
         if feature.area != area:

@@ -109,7 +109,7 @@ class DictForm:
     def convert(
         self, source: ParsedSource, value: cst.BaseExpression
     ) -> tuple[str, tuple[ImportRequest, ...]]:
-        """The expression that builds the object, and the imports it needs.
+        """Return the expression that builds the object, and the imports it needs.
 
         Raises:
             CannotRewriteError: the dict is not spelled out, or has a key that FX does not know.
@@ -165,7 +165,7 @@ def each_tuple(method: str, arity: int) -> Setter:
 def tuples_of(
     source: ParsedSource, value: cst.BaseExpression, arity: int
 ) -> Iterator[tuple[cst.BaseExpression, list[cst.BaseExpression]]]:
-    """The entries of a list of tuples, each with its parts.
+    """Yield the entries of a list of tuples, each with its parts.
 
     Raises:
         CannotRewriteError: it is not spelled out.

@@ -39,7 +39,7 @@ class FxCall:
         return any(arg.star for arg in self.node.args)
 
     def arg(self, parameter: str) -> cst.Arg | None:
-        """The argument for a parameter, given by position, by keyword or by the keyword's old name."""
+        """Return the argument for a parameter, given by position, by keyword or by the keyword's old name."""
         position = PARAMETERS[self.function].index(parameter) if parameter in self.parameters else None
         for index, arg in enumerate(self.node.args):
             if arg.star:
@@ -56,7 +56,7 @@ class FxCall:
 
 
 def uses_fx(source: ParsedSource) -> bool:
-    """Whether the text has to do with FX graph mode at all, before or after it was rewritten."""
+    """Return whether the text has to do with FX graph mode at all, before or after it was rewritten."""
     imported = {source.follow(name) for name in source.imported_names()}
     used = {name for node in source.nodes(cst.Attribute) for name in source.names(node)}
     known = FX_MODULES | FX_NAMES | set(CANONICAL)
@@ -66,14 +66,14 @@ def uses_fx(source: ParsedSource) -> bool:
 
 
 def canonical_function(source: ParsedSource, node: cst.CSTNode) -> str:
-    """The FX function that ``node`` names; empty if it is none, or not only this one."""
+    """Return the FX function that ``node`` names; empty if it is none, or not only this one."""
     names = source.names(node)
     functions = {CANONICAL.get(name, "") for name in names}
     return functions.pop() if len(functions) == 1 else ""
 
 
 def fx_call(source: ParsedSource, node: cst.CSTNode | None) -> FxCall | None:
-    """``node`` as a call of an FX function, if it is one."""
+    """Return ``node`` as a call of an FX function, if it is one."""
     if not isinstance(node, cst.Call):
         return None
     function = canonical_function(source, node.func)
@@ -88,7 +88,7 @@ def fx_calls(source: ParsedSource) -> tuple[FxCall, ...]:
 
 
 def only_value(source: ParsedSource, name: cst.Name) -> tuple[Assignment, cst.BaseExpression] | None:
-    """The value of a variable that is assigned once, and the assignment."""
+    """Return the value of a variable that is assigned once, and the assignment."""
     scope = source.scope(name)
     assignments = list(scope[name.value]) if scope is not None and name.value in scope else []
     if len(assignments) != 1 or not isinstance(assignments[0], Assignment):
@@ -115,7 +115,7 @@ def last_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst
 
 
 def _bound_at(source: ParsedSource, assignment: Assignment) -> int:
-    """Where the name has its value: ``x = f(x)`` calls with the value before."""
+    """Return where the name has its value: ``x = f(x)`` calls with the value before."""
     value = source.assigned_value(assignment)
     return source.end(value) if value is not None else source.start(assignment.node)
 
@@ -129,7 +129,7 @@ def _blocks(source: ParsedSource, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def _in_loop(source: ParsedSource, node: cst.CSTNode, assignments: list[Assignment]) -> bool:
-    """Whether a later assignment in a loop around ``node`` comes before it the next time round."""
+    """Return whether a later assignment in a loop around ``node`` comes before it the next time round."""
     for loop in source.ancestors(node):
         if isinstance(loop, (cst.FunctionDef, cst.ClassDef)):
             break

@@ -56,7 +56,7 @@ class MovedNames:
     def _import_sites(
         self, source: ParsedSource, node: cst.Import | cst.ImportFrom
     ) -> Iterator[tuple[Site, tuple[cst.CSTNode, ...]]]:
-        """The sites of one import statement, each with the attributes it settles."""
+        """Yield the sites of one import statement, each with the attributes it settles."""
         if isinstance(node.names, cst.ImportStar):
             assert isinstance(node, cst.ImportFrom)
             if any(row.legacy == imported_module(node) for row in self.rows):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from torchq_compat.migrate.discovery import declared
 from torchq_compat.migrate.manual_review.review import ManualReview
+from torchq_compat.support.discovery import declared
 
 __all__ = ["MANUAL_REVIEWS"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from torchq_compat.migrate.discovery import declared
 from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.support.discovery import declared
 
 __all__ = ["REWRITES"]
 

@@ -52,7 +52,7 @@ def _pairs(
 
 
 def standalone_modules(method: str) -> Setter:
-    """``(module, qconfig_dict, example_inputs, prepare_custom_config_dict, backend_config_dict)``."""
+    """Return ``(module, qconfig_dict, example_inputs, prepare_custom_config_dict, backend_config_dict)``."""
 
     def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
         for entry, (module, qconfigs, inputs, prepare, backend) in tuples_of(source, value, 5):
@@ -72,7 +72,7 @@ def standalone_modules(method: str) -> Setter:
 def _nested(
     source: ParsedSource, node: cst.BaseExpression, form: DictForm
 ) -> tuple[str, tuple[ImportRequest, ...]]:
-    """An inner config: a dict becomes an object; None and what a call returns stay as they are."""
+    """Return an inner config: a dict becomes an object; None and what a call returns stay as they are."""
     if isinstance(node, cst.Dict):
         return form.convert(source, node)
     if isinstance(node, cst.Call) or (isinstance(node, cst.Name) and node.value == "None"):

@@ -38,7 +38,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 
 
 def new_namespace(name: str) -> str | None:
-    """``name`` under torch.ao, if it is an old namespace or lies in one."""
+    """Return ``name`` under torch.ao, if it is an old namespace or lies in one."""
     for old, new in NAMESPACES.items():
         if name == old or name.startswith(f"{old}."):
             return None if _is_excluded(name) else new + name[len(old) :]
@@ -96,7 +96,7 @@ def _attribute_uses(
 
 
 def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
-    """``torch.quantization`` written out; deeper names follow it."""
+    """Yield ``torch.quantization`` written out; deeper names follow it."""
     code, names = source.code(node), source.names(node)
     if len(names) != 1 or (name := next(iter(names))) not in NAMESPACES:
         return

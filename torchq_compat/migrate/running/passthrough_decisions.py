@@ -22,7 +22,8 @@ MAKES_CONSTANTS = ("arange", "empty", "full", "ones", "zeros")
 
 
 def computes_nothing(model: nn.Module, decision: Decision) -> bool:
-    """Whether ``decision`` leaves an op of ``model`` float that only moves values or makes constants."""
+    """Return whether ``decision`` leaves an op of ``model`` float that only moves values or makes
+    constants."""
     if decision.action is not Action.FLOAT or not isinstance(model, GraphModule):
         return False
     name = decision.node or decision.path.rpartition("/")[2]

@@ -83,7 +83,7 @@ class Recorder:
         return tuple(self._models.values())
 
     def wrap(self, function: Function) -> Function:
-        """``function``, recorded. It keeps its name, module and signature."""
+        """Return ``function``, recorded. It keeps its name, module and signature."""
         first_parameter = next(iter(inspect.signature(function).parameters))
 
         @functools.wraps(function)

@@ -69,7 +69,7 @@ def redirect(wrap: Callable[[Function], Function], instead: Mapping[str, str] | 
 
 
 def _with_parameters_of(original: Function, function: Function) -> Function:
-    """``function``, which may lack a keyword that ``original`` has and that says nothing to it."""
+    """Return ``function``, which may lack a keyword that ``original`` has and that says nothing to it."""
     dropped = set(inspect.signature(original).parameters) - set(inspect.signature(function).parameters)
     if not dropped:
         return function

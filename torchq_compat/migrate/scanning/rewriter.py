@@ -41,14 +41,14 @@ class Origin:
 
 
 def find_sites(source: ParsedSource, rewrites: Iterable[Rewrite] = REWRITES) -> list[Site]:
-    """All sites in the order of the text, those for manual review included."""
+    """Return all sites in the order of the text, those for manual review included."""
     sites = [site for rewrite in rewrites for site in rewrite.find(source)]
     sites += [site for review in MANUAL_REVIEWS for site in review.find(source)]
     return sorted(dict.fromkeys(sites), key=lambda site: (site.offset, site.code))
 
 
 def rewrite_text(text: str, rewrites: Iterable[Rewrite] = REWRITES, origin: Origin | None = None) -> str:
-    """``text`` with every site settled that a rewrite settles.
+    """Return ``text`` with every site settled that a rewrite settles.
 
     Raises:
         InvalidResultError: the result does not parse.
@@ -66,7 +66,7 @@ def rewrite_text(text: str, rewrites: Iterable[Rewrite] = REWRITES, origin: Orig
 
 
 def _compatible(sites: Iterable[Site]) -> Iterator[Site]:
-    """The sites whose edits do not touch those of one before; the others get another round."""
+    """Yield the sites whose edits do not touch those of one before; the others get another round."""
     taken: list[Edit] = []
     for site in sites:
         if not overlap(site.edits, taken):

@@ -145,7 +145,8 @@ def _origin(tree: Tree, path: Path) -> Origin:
 def _candidates(
     files: list[Path], tree: Tree, problems: list[Problem], progress: Progress
 ) -> Iterator[Document]:
-    """The documents with a legacy word in them, then those with a name that these hand on, and so on."""
+    """Yield the documents with a legacy word in them, then those with a name that these hand on, and so
+    on."""
     is_candidate: Callable[[bytes], object] = LEGACY_WORD.search
     known: set[ReExport] = set()
     remaining, first_round = files, True

@@ -23,7 +23,7 @@ PIPE_WIDTH = 400
 
 
 def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
-    """``items``, with a bar while they are gone through, on a terminal only."""
+    """Return ``items``, with a bar while they are gone through, on a terminal only."""
     console = Console(stderr=True)
     return track(items, description, console=console, transient=True, disable=not console.is_terminal)
 

@@ -55,7 +55,7 @@ class Document:
         return Place(line_of_cell, cell)
 
     def bytes_with(self, text: str) -> bytes:
-        """The file with ``text`` in place of its own.
+        """Return the file with ``text`` in place of its own.
 
         Raises:
             UnreadableError: it could not be written back without changing more than that.
@@ -69,7 +69,7 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """The file at ``path``.
+    """Return the file at ``path``.
 
     Raises:
         UnreadableError: it cannot be read, or is neither Python nor a notebook.
@@ -84,7 +84,7 @@ def read_document(path: Path) -> Document:
 
 
 def parse(code: str | bytes) -> ast.Module:
-    """The syntax tree of the standard library: no formatting, but far quicker than LibCST's."""
+    """Return the syntax tree of the standard library: no formatting, but far quicker than LibCST's."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

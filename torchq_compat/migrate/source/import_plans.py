@@ -38,7 +38,7 @@ class Plan:
 
 
 def plan_name(source: ParsedSource, node: cst.CSTNode, alias: cst.ImportAlias, row: Moved, name: str) -> Plan:
-    """The plan for ``alias``, which imports ``name`` from the legacy module of ``row``."""
+    """Return the plan for ``alias``, which imports ``name`` from the legacy module of ``row``."""
     new_name, local = row.names[name], alias.evaluated_alias
     use_edits: tuple[Edit, ...] = ()
     if new_name == name:
@@ -55,7 +55,7 @@ def plan_name(source: ParsedSource, node: cst.CSTNode, alias: cst.ImportAlias, r
 def plan_module(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias, row: Moved
 ) -> Plan:
-    """The plan for ``alias``, which imports the legacy module of ``row`` as an object."""
+    """Return the plan for ``alias``, which imports the legacy module of ``row`` as an object."""
     if isinstance(node, cst.Import) and alias.asname is None:
         return _plan_dotted_import(source, alias, row)
     local = alias.evaluated_alias or dotted(alias.name)
@@ -83,7 +83,8 @@ def plan_module(
 
 
 def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved) -> Plan:
-    """``import torch.ao.quantization.quantize_fx``, which also binds ``torch``; its uses are dotted."""
+    """Return ``import torch.ao.quantization.quantize_fx``, which also binds ``torch``; its uses are
+    dotted."""
     plan = Plan(alias, row.legacy)
     edits, uses = [], []
     for node in source.nodes(cst.Attribute):
@@ -113,10 +114,10 @@ def _refuse_uses(row: Moved, local: str, uses: list[cst.Name], source: ParsedSou
 
 
 def _names_in(module: str) -> set[str]:
-    """The names of a legacy module that have moved, wherever to."""
+    """Return the names of a legacy module that have moved, wherever to."""
     return {name for row in MOVED if row.legacy == module for name in row.names}
 
 
 def _is_listed(source: ParsedSource, name: str) -> bool:
-    """Whether a text of the file spells ``name``, as ``__all__`` and ``getattr`` do."""
+    """Return whether a text of the file spells ``name``, as ``__all__`` and ``getattr`` do."""
     return any(string.raw_value == name for string in source.nodes(cst.SimpleString))

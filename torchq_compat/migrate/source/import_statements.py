@@ -34,7 +34,8 @@ class NewImport:
 def statement_edits(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
 ) -> tuple[Edit, ...]:
-    """The edits of ``node`` that import ``new`` from where it is now; none if comments would be lost."""
+    """Return the edits of ``node`` that import ``new`` from where it is now; none if comments would be
+    lost."""
     if not new:
         return ()
     assert not isinstance(node.names, cst.ImportStar)
@@ -47,7 +48,7 @@ def statement_edits(
 def _split(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
 ) -> tuple[Edit, ...]:
-    """The statement in two or more: what stays, and what moved."""
+    """Return the statement in two or more: what stays, and what moved."""
     if "#" in source.code(node):
         return ()
     assert not isinstance(node.names, cst.ImportStar)
@@ -91,7 +92,7 @@ def _head(node: cst.Import | cst.ImportFrom) -> str:
 
 
 def _imports_elsewhere(source: ParsedSource, name: str, node: cst.CSTNode) -> bool:
-    """Whether another top-level statement above ``node`` also binds ``name`` by a plain import."""
+    """Return whether another top-level statement above ``node`` also binds ``name`` by a plain import."""
     return any(
         other is not node
         and source.start(other) < source.start(node)

@@ -29,7 +29,7 @@ SAME_OBJECT = {
 
 
 def is_free(source: ParsedSource, request: ImportRequest) -> bool:
-    """Whether the name that ``request`` binds means nothing else in the text."""
+    """Return whether the name that ``request`` binds means nothing else in the text."""
     name = request.name or request.module.partition(".")[0]
     if not source.binds(name):
         return True
@@ -54,7 +54,8 @@ class _Place(NamedTuple):
 
 
 def import_edits(source: ParsedSource, requests: Iterable[ImportRequest]) -> list[Edit]:
-    """The edits of ``source`` that satisfy all ``requests``, each import once a file or once a function."""
+    """Return the edits of ``source`` that satisfy all ``requests``, each import once a file or once a
+    function."""
     places: dict[tuple[int, str], tuple[_Place, ImportRequest]] = {}
     for request in sorted(requests, key=lambda request: request.offset):
         if not _is_satisfied(source, request):
@@ -176,7 +177,7 @@ def _top_level_imports(
 
 
 def _bindings(node: cst.CSTNode) -> Iterator[tuple[str, str]]:
-    """(full name, local name) of what an import statement binds."""
+    """Yield (full name, local name) of what an import statement binds."""
     if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
         return
     prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""

@@ -43,7 +43,7 @@ class Notebook:
 
 
 def join_cells(raw_text: str) -> Notebook:
-    """The code cells of the notebook ``raw_text``.
+    """Return the code cells of the notebook ``raw_text``.
 
     Raises:
         UnreadableError: it is no notebook.
@@ -63,7 +63,7 @@ def join_cells(raw_text: str) -> Notebook:
 
 
 def _as_python(code: str) -> str:
-    """``code``, with the lines of IPython in comments if it is no Python with them."""
+    """Return ``code``, with the lines of IPython in comments if it is no Python with them."""
     try:
         _parse(code)
     except SyntaxError:
@@ -79,7 +79,7 @@ def _parse(code: str) -> None:
 
 
 def notebook_bytes(source: SourceFile, new_text: str) -> bytes:
-    """The notebook file with the cells of ``new_text`` in place of its own.
+    """Return the notebook file with the cells of ``new_text`` in place of its own.
 
     Raises:
         UnreadableError: its JSON is laid out in a way that would not be kept.
@@ -97,7 +97,7 @@ def notebook_bytes(source: SourceFile, new_text: str) -> bytes:
 
 
 def cell_of_line(text: str, line: int) -> tuple[int, int]:
-    """The number of the cell and the line in it of a line of the joined text, all from 1."""
+    """Return the number of the cell and the line in it of a line of the joined text, all from 1."""
     lines = text.split("\n")[:line]
     for back, candidate in enumerate(reversed(lines)):
         match = CELL_LINE.match(candidate)

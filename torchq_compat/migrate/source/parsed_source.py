@@ -70,7 +70,7 @@ class ParsedSource:
         self._stars: list[str] | None = None
 
     def nodes(self, *kinds: type[NodeT]) -> list[NodeT]:
-        """All nodes of exactly these classes, in the order of the text."""
+        """Return all nodes of exactly these classes, in the order of the text."""
         found = [cast(NodeT, node) for kind in kinds for node in self._by_class.get(kind, ())]
         return sorted(found, key=lambda node: (self.start(node), -self.end(node)))
 
@@ -82,7 +82,7 @@ class ParsedSource:
         return self._parents[node]
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The nodes around ``node``, the nearest first."""
+        """Yield the nodes around ``node``, the nearest first."""
         while node is not self.module:
             node = self._parents[node]
             yield node
@@ -95,26 +95,26 @@ class ParsedSource:
         return self._spans[node].start + self._spans[node].length
 
     def code(self, node: cst.CSTNode) -> str:
-        """The text of ``node`` as it stands, without parentheses around it."""
+        """Return the text of ``node`` as it stands, without parentheses around it."""
         return self.data[self.start(node) : self.end(node)].decode()
 
     def full_code(self, node: cst.BaseExpression) -> str:
-        """The text of an expression with the parentheses that belong to it."""
+        """Return the text of an expression with the parentheses that belong to it."""
         start = self.start(node.lpar[0]) if node.lpar else self.start(node)
         return self.data[start : self.full_end(node)].decode()
 
     def full_end(self, node: cst.BaseExpression) -> int:
-        """``end``, behind the parentheses that belong to an expression."""
+        """Return ``end``, behind the parentheses that belong to an expression."""
         return self.end(node.rpar[-1]) if node.rpar else self.end(node)
 
     def has_comment(self, node: cst.CSTNode) -> bool:
-        """Whether a comment stands within ``node``."""
+        """Return whether a comment stands within ``node``."""
         start, end = self.start(node), self.end(node)
         index = bisect_left(self._comments, start)
         return index < len(self._comments) and self._comments[index] < end
 
     def line(self, offset: int) -> int:
-        """The line, from 1, of a byte offset."""
+        """Return the line, from 1, of a byte offset."""
         return bisect_right(self._line_ends, offset) + 1
 
     @cached_property
@@ -147,12 +147,12 @@ class ParsedSource:
         return self.module.default_newline
 
     def indent_at(self, offset: int) -> str:
-        """The white space that the line of a byte offset begins with."""
+        """Return the white space that the line of a byte offset begins with."""
         line = self.data[self.data.rfind(b"\n", 0, offset) + 1 :].split(b"\n", 1)[0].decode()
         return line[: len(line) - len(line.lstrip())]
 
     def binders(self, name: str) -> Sequence[cst.CSTNode]:
-        """The nodes that bind ``name``, in any scope."""
+        """Return the nodes that bind ``name``, in any scope."""
         return self._all_binders.get(name, ())
 
     def binds(self, name: str) -> bool:
@@ -168,17 +168,17 @@ class ParsedSource:
         return found
 
     def imported_names(self) -> Iterator[str]:
-        """The full names in import statements, as they are written; ``module.*`` for ``import *``."""
+        """Yield the full names in import statements, as they are written; ``module.*`` for ``import *``."""
         for node in self.imports():
             yield from names_in_import(node)
 
     def is_top_level(self, node: cst.CSTNode) -> bool:
-        """Whether a small statement stands in no block."""
+        """Return whether a small statement stands in no block."""
         return self.parent(self.parent(node)) is self.module
 
     def references(self, name: str, binding: cst.CSTNode) -> list[cst.Name]:
-        """The uses of ``name`` that ``binding``, an import statement or the target of an assignment, may
-        have bound."""
+        """Return the uses of ``name`` that ``binding``, an import statement or the target of an assignment,
+        may have bound."""
         return [
             node
             for node in self._names_by_value.get(name, ())
@@ -200,19 +200,20 @@ class ParsedSource:
     # --- what a name means ---
 
     def names(self, node: cst.CSTNode) -> frozenset[str]:
-        """The full dotted names that ``node``, a Name or an Attribute, may mean; none if it is no import."""
+        """Return the full dotted names that ``node``, a Name or an Attribute, may mean; none if it is no
+        import."""
         if node not in self._names_of_node:
             self._names_of_node[node] = frozenset(self.follow(name) for name in self.written_names(node))
         return self._names_of_node[node]
 
     def written_names(self, node: cst.CSTNode) -> frozenset[str]:
-        """``names``, but as this file alone has them."""
+        """Return ``names``, but as this file alone has them."""
         if not isinstance(node, (cst.Name, cst.Attribute)):
             return frozenset()
         return frozenset(self._names(node, MAX_ALIASES))
 
     def star_modules(self) -> Sequence[str]:
-        """The modules of which this file imports everything."""
+        """Return the modules of which this file imports everything."""
         if self._stars is None:
             stars = (node for node in self.nodes(cst.ImportFrom) if isinstance(node.names, cst.ImportStar))
             self._stars = [imported_module(node) for node in stars]
@@ -256,7 +257,7 @@ class ParsedSource:
         return {f"<local>.{name}{rest}"}
 
     def assigned_value(self, assignment: BaseAssignment) -> cst.BaseExpression | None:
-        """``value`` of a plain ``name = value``; None for every other way to bind a name."""
+        """Return ``value`` of a plain ``name = value``; None for every other way to bind a name."""
         if not isinstance(assignment, Assignment):
             return None
         statement = self.parent(assignment.node) if isinstance(assignment.node, cst.Name) else None
@@ -269,7 +270,7 @@ class ParsedSource:
         return None
 
     def _is_no_reference(self, node: cst.CSTNode) -> bool:
-        """The ``b`` of ``a.b``, the ``k`` of ``f(k=1)`` and the names in import statements."""
+        """Return the ``b`` of ``a.b``, the ``k`` of ``f(k=1)`` and the names in import statements."""
         parent = self._parents.get(node)
         if isinstance(parent, cst.Attribute) and parent.attr is node:
             return True
@@ -281,7 +282,7 @@ class ParsedSource:
 
 
 def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
-    """Every node and the one it is part of. LibCST's own provider takes several times as long."""
+    """Return every node and the one it is part of. LibCST's own provider takes several times as long."""
     parents: dict[cst.CSTNode, cst.CSTNode] = {}
     pending: list[cst.CSTNode] = [module]
     while pending:

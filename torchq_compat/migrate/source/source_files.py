@@ -55,7 +55,7 @@ class SourceFile:
     encoding: str
 
     def encode(self, text: str) -> bytes:
-        """``text`` in the encoding of this file."""
+        """Return ``text`` in the encoding of this file."""
         return text.encode(self.encoding)
 
 
@@ -118,7 +118,7 @@ def _is_skipped(folder: Path) -> bool:
 
 
 def read_file(path: Path) -> SourceFile:
-    """The content of ``path``.
+    """Return the content of ``path``.
 
     Raises:
         UnreadableError: it cannot be opened or is not text in the encoding it declares.

@@ -54,7 +54,7 @@ class Tree:
         return _absolute(importer, name)
 
     def taken_from(self, path: Path) -> frozenset[str]:
-        """The names of ``path`` that other files use, as far as ``follow`` was asked."""
+        """Return the names of ``path`` that other files use, as far as ``follow`` was asked."""
         return frozenset(self._taken.get(path, ()))
 
     def _is_news(self, path: Path, name: str, full: str) -> bool:
@@ -62,7 +62,7 @@ class Tree:
         return meaning.rpartition(".")[2] != name and (meaning in LEGACY_NAMES or meaning in LEGACY_MODULES)
 
     def _one_hop(self, importer: Path, name: str) -> tuple[Path, str] | None:
-        """The module that binds the first unknown part of ``name``, and what it binds it to."""
+        """Return the module that binds the first unknown part of ``name``, and what it binds it to."""
         parts = _absolute(importer, name).split(".")
         for cut in range(len(parts) - 1, 0, -1):
             path = self._find(importer, ".".join(parts[:cut]))
@@ -87,7 +87,7 @@ class Tree:
         return None
 
     def _find(self, importer: Path, module: str) -> Path | None:
-        """The file of a module: the one beside the importer, or the only one of that name."""
+        """Return the file of a module: the one beside the importer, or the only one of that name."""
         found = self._files.get(module, [])
         beside = [path for path in found if path.parent == importer.parent]
         if beside:
@@ -96,7 +96,7 @@ class Tree:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported, those in its branches included."""
+    """Yield the statements that run when a module is imported, those in its branches included."""
     for statement in body:
         yield statement
         if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -107,7 +107,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _bindings(syntax: ast.Module) -> Iterator[tuple[str, str]]:
-    """(name, full name) of what imports and plain assignments bind, in order; the last one counts."""
+    """Yield (name, full name) of what imports and plain assignments bind, in order; the last one counts."""
     known: dict[str, str] = {}
     for statement in _statements(syntax.body):
         for name, full in _bound_by(statement, known):
@@ -145,7 +145,7 @@ def _star_modules(syntax: ast.Module) -> Iterator[str]:
 
 @cache
 def module_name(path: Path) -> str:
-    """``pkg.sub.mod`` of a file: from the outermost folder that has an ``__init__.py`` on."""
+    """Return ``pkg.sub.mod`` of a file: from the outermost folder that has an ``__init__.py`` on."""
     parts = [path.stem] if path.stem != "__init__" else []
     folder = path.absolute().parent
     while (folder / "__init__.py").exists() and folder.name:
@@ -155,7 +155,7 @@ def module_name(path: Path) -> str:
 
 
 def _absolute(importer: Path, name: str) -> str:
-    """``name`` with the dots of a relative import resolved."""
+    """Return ``name`` with the dots of a relative import resolved."""
     if not name.startswith("."):
         return name
     dots = len(name) - len(name.lstrip("."))

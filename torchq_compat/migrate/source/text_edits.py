@@ -17,7 +17,7 @@ class Edit(NamedTuple):
 
 
 def apply_edits(data: bytes, edits: Iterable[Edit]) -> bytes:
-    """``data`` after the edits, which must not overlap; equal ones count once."""
+    """Return ``data`` after the edits, which must not overlap; equal ones count once."""
     pieces, position = [], 0
     for edit in sorted(set(edits)):
         if edit.start < position:
@@ -28,6 +28,6 @@ def apply_edits(data: bytes, edits: Iterable[Edit]) -> bytes:
 
 
 def overlap(first: Iterable[Edit], second: Iterable[Edit]) -> bool:
-    """Whether an edit of ``first`` touches the same bytes as a different one of ``second``."""
+    """Return whether an edit of ``first`` touches the same bytes as a different one of ``second``."""
     others = list(second)
     return any(a != b and a.start < b.end and b.start < a.end for a in first for b in others)

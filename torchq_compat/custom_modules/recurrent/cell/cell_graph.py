@@ -58,7 +58,7 @@ class CellGraphModule(PartGraphModule):
         metadata.INITIAL_STATES.write(self, {**(metadata.INITIAL_STATES.of(self) or {}), index: qparams})
 
     def state_qparams(self) -> tuple[PerTensorQParams | None, ...]:
-        """The qparams of every new state in a converted cell."""
+        """Return the qparams of every new state in a converted cell."""
         return converted_qparams(self)
 
     def program(self) -> CellProgram | None:
@@ -127,22 +127,24 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
         return self._functions.graphs.rest
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """``x`` (..., I), of all steps at once -> what ``step`` takes of it, each (..., width)."""
+        """Return ``x`` (..., I), of all steps at once -> what ``step`` takes of it, each (..., width)."""
         return self._functions.project(self, x)
 
     def step(self, *projected_and_states: Tensor) -> tuple[Tensor, ...]:
-        """What ``project`` gave for one step, (B, width) each, and the states -> the new states."""
+        """Compute the new states from the results of ``project`` for one step and the states, (B, width)
+        each."""
         return self._functions.step(self, *projected_and_states)
 
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
-        """``step`` for many steps in a row: the weights are dequantized once, now."""
+        """Return ``step`` for many steps in a row: the weights are dequantized once, now."""
         return partial(self._functions.step_of_constants, self, *self._functions.constants(self))
 
     def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """``step`` as a function of (*weights, *projected, *states), and its weights as they are stored."""
+        """Return ``step`` as a function of (*weights, *projected, *states), and its weights as they are
+        stored."""
         return partial(self._functions.step_of_weights, self), self._functions.weights(self)
 
 
 def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:
-    """The q-dq form of a prepared cell, int8 weights folded. Changes ``prepared``: hand in a copy."""
+    """Return the q-dq form of a prepared cell, int8 weights folded. Changes ``prepared``: hand in a copy."""
     return ConvertedCellGraphModule.wrap(convert_parts(prepared))

@@ -76,7 +76,7 @@ RNN_RELU_PARTS = (
 
 
 def parts_of(table: tuple[Part, ...], *, split_gates: bool, projected: bool) -> tuple[Part, ...]:
-    """The parts of one cell: split gates have a projection pair and an add for each gate."""
+    """Return the parts of one cell: split gates have a projection pair and an add for each gate."""
     parts: list[Part] = []
     for part in table:
         if part.name == "projection" and not projected:

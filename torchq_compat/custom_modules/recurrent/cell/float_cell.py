@@ -1,4 +1,4 @@
-"""What the float cells are made of: each op a module with the name of its part.
+"""Building blocks of the float cells: each op is a module with the name of its part.
 
 torch.export records the module path of every node, so a part is found in the exported cell by name.
 """
@@ -60,16 +60,17 @@ class FloatCell(nn.Module, ABC):
         self.hgates = self._projection(weights["weight_hh"], weights.get("bias_hh"))
 
     def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """``x`` (B, I) and the states -> the new states, the hidden state (B, P) first."""
+        """Return ``x`` (B, I) and the states -> the new states, the hidden state (B, P) first."""
         return self.step(self.project(x), *states)
 
     def project(self, x: Tensor) -> list[Tensor]:
-        """``W_ih x + b_ih``: of every gate where gates are split, else of all at once. Any leading sizes."""
+        """Return ``W_ih x + b_ih``: of every gate where gates are split, else of all at once. Any leading
+        sizes."""
         return self._project(self.igates, x)
 
     @abstractmethod
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
-        """What ``project`` gave for ``x`` (B, I), and the states -> the new states."""
+        """Compute the new states from what ``project`` gave for ``x`` (B, I), and from the states."""
 
     @property
     def state_widths(self) -> tuple[int, ...]:
@@ -100,5 +101,5 @@ class FloatCell(nn.Module, ABC):
 
 
 def split_or_whole(gates: tuple[str, ...], *, split_gates: bool) -> nn.Module:
-    """The sum of two projections: one module, or one for each of ``gates``."""
+    """Return the sum of two projections: one module, or one for each of ``gates``."""
     return GateModules({gate: Add() for gate in gates}) if split_gates else Add()

@@ -39,7 +39,7 @@ class SplitGraph(NamedTuple):
 
 
 def split_off_projection(cell: Graph) -> SplitGraph:
-    """``cell``, (x, *states) -> new states, as x -> projected and (*projected, *states) -> new states.
+    """Return ``cell``, (x, *states) -> new states, as x -> projected and (*projected, *states) -> new states.
 
     Moved is what depends on x, of the inputs, alone, as long as it is indifferent to leading dimensions. The
     weights it reads are read in the first graph, and in the second where that reads them too.
@@ -55,14 +55,15 @@ def split_off_projection(cell: Graph) -> SplitGraph:
 
 
 def split_off_constants(step: Graph) -> SplitGraph:
-    """``step`` as () -> constants, such as dequantized weights, and (*constants, *inputs) -> results."""
+    """Return ``step`` as () -> constants, such as dequantized weights, and (*constants, *inputs) ->
+    results."""
     constants = _constants(step)
     return _split(step, constants, set())
 
 
 def call_on(owner: Owner, graph: Graph) -> Function:
-    """``graph``, whose attributes are those of ``owner``, as a function of an owner and its inputs. It is not
-    bound to ``owner``: a copy of that may keep it."""
+    """Return ``graph``, whose attributes are those of ``owner``, as a function of an owner and its inputs. It
+    is not bound to ``owner``: a copy of that may keep it."""
     forward: Function = type(GraphModule(owner, graph)).forward
     return forward
 
@@ -109,7 +110,7 @@ def _constants(graph: Graph) -> set[Node]:
 
 
 def _split(graph: Graph, moved: set[Node], shared: set[Node]) -> SplitGraph:
-    """``moved`` in the first graph, the others in the rest; of ``shared`` each has what it reads."""
+    """Return ``moved`` in the first graph, the others in the rest; of ``shared`` each has what it reads."""
     handed_over = [node for node in graph.nodes if node in moved and not moved.issuperset(node.users)]
     first, in_first = Graph(), dict[Node, Node]()
     for node in _with_what_they_read(moved, shared, graph):
@@ -126,7 +127,7 @@ def _split(graph: Graph, moved: set[Node], shared: set[Node]) -> SplitGraph:
 
 
 def _with_what_they_read(nodes: Collection[Node], shared: set[Node], graph: Graph) -> Iterator[Node]:
-    """``nodes`` and those of ``shared`` they depend on, in the order of ``graph``."""
+    """Return ``nodes`` and those of ``shared`` they depend on, in the order of ``graph``."""
     wanted = set(nodes)
     for node in reversed(graph.nodes):
         if node in wanted:

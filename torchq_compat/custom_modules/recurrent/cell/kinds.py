@@ -53,7 +53,7 @@ class CellKind:
     options: tuple[tuple[str, str], ...] = ()
 
     def parts(self, *, split_gates: bool, projected: bool = False) -> tuple[Part, ...]:
-        """The parts of one cell, in the order of computation."""
+        """Return the parts of one cell, in the order of computation."""
         return parts_of(self.table, split_gates=split_gates, projected=projected)
 
     @property
@@ -70,7 +70,7 @@ RNN_RELU = CellKind("RNN with ReLU", ReLURNNCellFloat, RNN_RELU_PARTS, (HIDDEN,)
 
 
 def kind_of(module: nn.Module) -> CellKind:
-    """The kind of a recurrent module or cell of torch.nn."""
+    """Return the kind of a recurrent module or cell of torch.nn."""
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):
         return LSTM
     if isinstance(module, (nn.GRU, nn.GRUCell)):

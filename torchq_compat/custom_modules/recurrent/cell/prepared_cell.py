@@ -25,7 +25,7 @@ def prepared_cell(
     suffix: str = "",
     input_dtype: torch.dtype | None = None,
 ) -> CellGraphModule:
-    """The prepared cell with copies of the parameters of ``module`` whose names end in ``suffix``.
+    """Return the prepared cell with copies of the parameters of ``module`` whose names end in ``suffix``.
 
     ``arriving`` is the quantized dtype of the cell's input; default: what the QConfig says.
     """
@@ -45,7 +45,7 @@ def prepared_cell(
 
 
 def float_cell(module: nn.Module, suffix: str, *, split_gates: bool) -> FloatCell:
-    """The float cell with copies of the parameters of ``module`` whose names end in ``suffix``."""
+    """Return the float cell with copies of the parameters of ``module`` whose names end in ``suffix``."""
     return kind_of(module).float_cell(_weights(module, suffix), split_gates=split_gates)
 
 

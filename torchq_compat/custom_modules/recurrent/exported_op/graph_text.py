@@ -23,8 +23,8 @@ GETITEM = "getitem"
 
 
 def graph_to_data(graph: Graph) -> dict[str, Any]:
-    """``weights``, the attributes it reads; ``inputs``; ``nodes``, each (name, operator, args, kwargs), in
-    order; ``results``. A value of the graph is ``{"value": name}``, a dtype ``{"dtype": name}``.
+    """Return ``weights``, the attributes it reads; ``inputs``; ``nodes``, each (name, operator, args,
+    kwargs), in order; ``results``. A value of the graph is ``{"value": name}``, a dtype ``{"dtype": name}``.
 
     A weight has the name of its node: a path would not do for an attribute.
     """
@@ -41,7 +41,7 @@ def graph_to_data(graph: Graph) -> dict[str, Any]:
 
 
 def graph_from_data(data: Mapping[str, Any]) -> Graph:
-    """The graph of ``graph_to_data``.
+    """Return the graph of ``graph_to_data``.
 
     Raises:
         ValueError: an operator from somewhere else.

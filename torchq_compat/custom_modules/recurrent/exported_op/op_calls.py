@@ -42,8 +42,8 @@ class OpaqueDirection:
 def call_opaque(
     layers: Sequence[Sequence[OpaqueDirection]], x: Tensor, states: Sequence[State]
 ) -> tuple[Tensor, list[State]]:
-    """``x`` (T, B, I) and the states of every direction, (B, width) each -> (T, B, D*P) and the last states.
-    Behind the results stand q-dq of their own qparams, which change no value."""
+    """Return ``x`` (T, B, I) and the states of every direction, (B, width) each -> (T, B, D*P) and the last
+    states. Behind the results stand q-dq of their own qparams, which change no value."""
     directions = list(chain.from_iterable(layers))
     cells = [
         [[graph_to_data(each.graph) for each in direction.graphs()] for direction in layer]

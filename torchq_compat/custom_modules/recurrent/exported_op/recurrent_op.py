@@ -29,7 +29,7 @@ __all__ = ["QUANTIZED_RECURRENT"]
 def _quantized_recurrent(
     x: Tensor, states: list[Tensor], weights: list[Tensor], cells: str, batch_first: bool
 ) -> list[Tensor]:
-    """All layers and directions of a module.
+    """Return all layers and directions of a module.
 
     Args:
         x: (T, B, I), float32.
@@ -95,7 +95,7 @@ class _Direction:
     def hoisted(
         self, x: Tensor, weights: Iterator[Tensor], *, batch_first: bool
     ) -> tuple[Function, tuple[Tensor, ...]]:
-        """The function of one time step, and its inputs of all steps; takes its own of ``weights``."""
+        """Return the function of one time step, and its inputs of all steps; takes its own of ``weights``."""
         if self.before is not None:
             (x,) = self.before(_owner(self.before_weights, weights), x)
         owner = _owner(self.weights, weights)
@@ -109,7 +109,7 @@ def _read(cells: str) -> tuple[tuple[_Direction, ...], ...]:
 
 
 def _owned(graph: Graph) -> tuple[dict[str, Any], Graph]:
-    """``graph`` with stand-ins for the weights it reads, in the order it reads them."""
+    """Return ``graph`` with stand-ins for the weights it reads, in the order it reads them."""
     return {str(node.target): torch.empty(0) for node in graph.find_nodes(op="get_attr")}, graph
 
 

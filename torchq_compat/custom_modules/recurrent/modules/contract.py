@@ -106,7 +106,7 @@ def call_recurrent(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """``module(*args, **kwargs)`` in every form torch.nn accepts, around ``run_layers``.
+    """Return ``module(*args, **kwargs)`` in every form torch.nn accepts, around ``run_layers``.
 
     Raises:
         CustomModuleError: arguments the float module would refuse; the message names ``path``.
@@ -279,7 +279,7 @@ def _initial_state(
 
 
 def check_state_count(kind: CellKind, path: str, hidden: Any) -> tuple[Any, ...]:
-    """The states in ``hidden``: a pair for LSTM, the tensor itself for the others."""
+    """Return the states in ``hidden``: a pair for LSTM, the tensor itself for the others."""
     if len(kind.states) == 1:
         return (hidden,)
     if not isinstance(hidden, (tuple, list)) or len(hidden) != len(kind.states):
@@ -289,7 +289,7 @@ def check_state_count(kind: CellKind, path: str, hidden: Any) -> tuple[Any, ...]
 
 
 def as_given(state: State) -> Any:
-    """A state in the form torch.nn has it: a tuple of several, or the one tensor."""
+    """Return a state in the form torch.nn has it: a tuple of several, or the one tensor."""
     return state if len(state) > 1 else state[0]
 
 
@@ -310,7 +310,7 @@ def _state(path: str, name: str, state: Any, expected: tuple[int, Any, int], bat
 
 
 def shown(shape: Sequence[Any]) -> tuple[int, ...]:
-    """``shape`` for people: the size an example has, for a dimension that capture made symbolic."""
+    """Return ``shape`` for people: the size an example has, for a dimension that capture made symbolic."""
     return tuple(size.node.hint if isinstance(size, torch.SymInt) else int(size) for size in shape)
 
 
@@ -339,7 +339,7 @@ def check_example_inputs(module: nn.Module, example_inputs: Any) -> None:
 
 
 def fake_layers(structure: RecurrentStructure) -> RunLayers:
-    """``run_layers`` that computes shapes only."""
+    """Return ``run_layers`` that computes shapes only."""
 
     def run(
         x: Tensor, state: State | None, batch_sizes: list[int] | Tensor | None = None

@@ -52,7 +52,7 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def attributes(self) -> dict[str, Any]:
-        """The public attributes of the float module."""
+        """Return the public attributes of the float module."""
 
     @abstractmethod
     def float_module(self, float_class: type[nn.Module]) -> nn.Module:
@@ -60,7 +60,7 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def suffixes(self) -> Sequence[Sequence[str]]:
-        """What the float module's parameter names end in, for every layer and direction."""
+        """Return the suffixes of the float module's parameter names, one for every layer and direction."""
 
     @abstractmethod
     def place(self, module: nn.Module, layers: list[RecurrentLayer]) -> None:
@@ -68,11 +68,11 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def layers(self, module: nn.Module) -> list[RecurrentLayer]:
-        """The layers of ``module``; those of a cell are made for the asking."""
+        """Return the layers of ``module``; those of a cell are made for the asking."""
 
     @abstractmethod
     def cells(self, module: nn.Module) -> Iterator[tuple[str, CellGraphModule]]:
-        """(path inside the module, cell) of every layer and direction."""
+        """Return (path inside the module, cell) of every layer and direction."""
 
     #: Of an input with a batch: how many dimensions it has, and whether the batch comes first.
     rank: int
@@ -97,10 +97,11 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def arguments_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """What a call, or anything of its structure, gives as the input and as the state."""
+        """Return the input and the state of a call, or their counterparts in anything of the same
+        structure."""
 
     def input_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call, or anything of its structure, gives as the input."""
+        """Return the input of a call, or its counterpart in anything of the same structure."""
         return self.arguments_of(path, args, kwargs)[0]
 
     def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
@@ -113,11 +114,11 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """The qparams of the flat ``results`` of a converted module."""
+        """Return the qparams of the flat ``results`` of a converted module."""
 
     @abstractmethod
     def result_groups(self) -> tuple[str, ...]:
-        """The group of parts each flat result takes its dtype from."""
+        """Return the group of parts each flat result takes its dtype from."""
 
     @abstractmethod
     def fake_call(self, path: str) -> FakeCall:
@@ -232,7 +233,7 @@ class SequenceContract(RecurrentContract):
     def _states(
         self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | Tensor | None
     ) -> list[State]:
-        """The initial state of every layer and direction."""
+        """Return the initial state of every layer and direction."""
         if state is not None:
             return list(zip(*(as_dtype(each, torch.float32).unbind(0) for each in state), strict=True))
         widths = self.structure.state_widths
@@ -344,7 +345,7 @@ class CellContract(RecurrentContract):
         return self._bind(*args, **kwargs)
 
     def check_call(self, path: str, input: Any, hx: Any) -> tuple[Tensor, ...] | None:
-        """The states in ``hx``.
+        """Return the states in ``hx``.
 
         Raises:
             CustomModuleError: what the float cell refuses.
@@ -382,7 +383,7 @@ class CellContract(RecurrentContract):
 
 
 def contract_of(module: nn.Module) -> RecurrentContract:
-    """The contract of a float recurrent module of torch.nn."""
+    """Return the contract of a float recurrent module of torch.nn."""
     if isinstance(module, nn.RNNBase):
         return SequenceContract(RecurrentStructure.of(module))
     assert isinstance(module, nn.RNNCellBase)
@@ -390,7 +391,7 @@ def contract_of(module: nn.Module) -> RecurrentContract:
 
 
 def has_no_rows(x: Tensor) -> bool:
-    """Whether an eager ``x`` is empty: there is nothing to choose dynamic qparams from."""
+    """Return whether an eager ``x`` is empty: there is nothing to choose dynamic qparams from."""
     return not torch.compiler.is_compiling() and not x.numel()
 
 

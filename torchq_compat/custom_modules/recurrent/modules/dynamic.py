@@ -152,7 +152,7 @@ def _made_again(made_from: MadeFrom, path: str, is_lowered: bool, state: dict[st
 
 
 def prepare_dynamic(module: nn.Module, specs: PartSpecs) -> DynamicRecurrent:
-    """``module`` with copies of its parameters, its linears marked for dynamic quantization."""
+    """Return ``module`` with copies of its parameters, its linears marked for dynamic quantization."""
     contract = contract_of(module)
     made = DynamicRecurrent(contract, _prepared_layers(contract, module, specs))
     made.specs = specs
@@ -163,7 +163,7 @@ def prepare_dynamic(module: nn.Module, specs: PartSpecs) -> DynamicRecurrent:
 
 
 def convert_dynamic(prepared: DynamicRecurrent) -> DynamicRecurrent:
-    """The q-dq form of ``prepared``, which is left as it is: integer weights folded."""
+    """Return the q-dq form of ``prepared``, which is left as it is: integer weights folded."""
     converted = DynamicRecurrent(prepared.contract, prepared.converted_layers())
     converted.take_over_from(prepared)
     return converted

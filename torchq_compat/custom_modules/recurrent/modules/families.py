@@ -160,7 +160,7 @@ FAMILIES = (
 
 
 def family_of(module: object) -> RecurrentFamily | None:
-    """The family of a float module; None if it is not recurrent."""
+    """Return the family of a float module; None if it is not recurrent."""
     return next((family for family in FAMILIES if isinstance(module, family.float_class)), None)
 
 

@@ -69,7 +69,7 @@ class RecurrentDirection(nn.Module):
         return run_looped_direction(step, inputs, state, backward=backward)
 
     def project_first(self, x: Tensor) -> Tensor:
-        """What the cell gets for ``x``, of all steps."""
+        """Compute the input projection of ``x``, all steps at once."""
         if self.input_projection is None:
             return x
         (projected,) = self.input_projection(x)
@@ -77,29 +77,30 @@ class RecurrentDirection(nn.Module):
         return projected
 
     def project(self, cell: ConvertedCellGraphModule, x: Tensor) -> tuple[Tensor, ...]:
-        """What the steps of a converted cell take of ``x``, of all steps."""
+        """Compute, for all steps of ``x`` at once, what the steps of a converted cell take."""
         return project_as_given(cell.project, x, batch_first=self.batch_first)
 
     def _step_and_inputs(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
-        """The function of one time step, and its inputs of all steps. A cell with hooks is called itself."""
+        """Return the function of one time step, and its inputs of all steps. A cell with hooks is called
+        itself."""
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
             return cell, (x,)
         return cell.repeated_step(), self.project(cell, x)
 
     def graphs(self) -> list[GraphModule]:
-        """The graphs of this direction, in the order of computation."""
+        """Return the graphs of this direction, in the order of computation."""
         return [self.cell] if self.input_projection is None else [self.input_projection, self.cell]
 
     def converted(self) -> RecurrentDirection:
-        """A converted copy: integer weights folded."""
+        """Return a converted copy: integer weights folded."""
         projection = self.input_projection
         if projection is not None:
             projection = ConvertedPartGraphModule.wrap(convert_parts(copy.deepcopy(projection)))
         return RecurrentDirection(reference_cell(copy.deepcopy(self.cell)), projection)
 
     def program(self) -> OwnedProgram | None:
-        """What the cell loop runs for this direction; None if it cannot."""
+        """Return the program that the cell loop runs for this direction; None if it cannot."""
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule):
             return None
@@ -153,9 +154,9 @@ class RecurrentLayer(nn.Module):
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
 
     def output_columns(self, width: int) -> ColumnQParams:
-        """The qparams of the output of converted cells, ``width`` columns for each direction."""
+        """Return the qparams of the output of converted cells, ``width`` columns for each direction."""
         return tuple((width, direction.cell.state_qparams()[0]) for direction in self.directions())
 
     def converted(self) -> RecurrentLayer:
-        """A converted copy."""
+        """Return a converted copy."""
         return RecurrentLayer([direction.converted() for direction in self.directions()])

@@ -50,6 +50,20 @@ def get_individually_observed_parts(
         ConfigError: a group the module does not have, a constructor that is none, or a dtype
             ``backend_config`` does not allow; the message names the part.
         CustomModuleError: no recurrent module, no qconfig, or example inputs that do not fit its sizes.
+
+    Returns:
+        The observed module, called as ``float_module`` is.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig
+        >>> from torchq_compat.profiles import int16_parts
+        >>> from torchq_compat.recurrent_parts import get_individually_observed_parts
+        >>> gru = torch.nn.GRU(4, 8).eval()
+        >>> gru.qconfig = get_default_qconfig("x86")
+        >>> observed = get_individually_observed_parts(gru, **int16_parts(gru))
+        >>> observed(torch.randn(5, 2, 4))[0].shape
+        torch.Size([5, 2, 8])
     """
     family = family_of(float_module)
     if family is None:

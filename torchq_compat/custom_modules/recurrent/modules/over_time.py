@@ -29,8 +29,8 @@ SCAN = torch.ops.higher_order.scan
 def project_as_given(
     project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, *, batch_first: bool
 ) -> tuple[Tensor, ...]:
-    """``project`` of ``x`` (T, B, I) in the layout that was given: (B, T, I) with ``batch_first``. A linear
-    would copy the view, and a backend wants to see no more than a dequantize in front of it."""
+    """Return ``project`` of ``x`` (T, B, I) in the layout that was given: (B, T, I) with ``batch_first``. A
+    linear would copy the view, and a backend wants to see no more than a dequantize in front of it."""
     if not batch_first or x.dim() != 3:
         return project(x)
     return tuple(each.transpose(0, 1) for each in project(x.transpose(0, 1)))
@@ -53,7 +53,7 @@ def masked_step(step: Step, weights: int, states: int) -> Step:
 def run_looped_direction(
     step: Step, inputs: tuple[Tensor, ...], state: State, *, backward: bool
 ) -> tuple[Tensor, State]:
-    """``inputs`` (T, B, width) each, states (B, width) -> (T, B, P) and the last states."""
+    """Return ``inputs`` (T, B, width) each, states (B, width) -> (T, B, P) and the last states."""
     steps = list(zip(*(each.unbind(0) for each in inputs), strict=True))
     outputs = []
     for at_time in reversed(steps) if backward else steps:
@@ -88,8 +88,8 @@ def run_rolled_direction(
 def run_packed_direction(
     step: Step, inputs: tuple[Tensor, ...], state: State, batch_sizes: list[int], *, backward: bool
 ) -> tuple[Tensor, State]:
-    """``inputs`` (sum of batch_sizes, width) each -> (sum of batch_sizes, P) and the last state of every
-    sequence, as torch.nn runs a PackedSequence.
+    """Return ``inputs`` (sum of batch_sizes, width) each -> (sum of batch_sizes, P) and the last state of
+    every sequence, as torch.nn runs a PackedSequence.
 
     Step t holds ``batch_sizes[t]`` rows, the longest sequences first; sizes never grow. Forward, sequences
     leave when they end; backward, they join where they end, each with its own initial state.

@@ -203,13 +203,13 @@ class RecurrentModule(PartOwner):
         return next(index for index, each in enumerate(self.opaque_layouts) if each is layout)
 
     def _device(self) -> torch.device | None:
-        """Where the weights are; None in a capture, which looks at devices itself."""
+        """Return where the weights are; None in a capture, which looks at devices itself."""
         if torch.compiler.is_compiling():
             return None
         return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), None)
 
     def runner(self) -> Runner:
-        """What runs the next call."""
+        """Return the runner of the next call."""
         if torch.compiler.is_exporting():
             return OpaqueRunner() if self._is_opaque_as(shape_in_export()) else TracedRunner()
         if self.is_lowered or (torch.compiler.is_compiling() and self.can_be_lowered):
@@ -252,12 +252,12 @@ class RecurrentModule(PartOwner):
         return copied
 
     def program_problems(self) -> list[str]:
-        """What keeps cells out of the compiled cell loop."""
+        """List the reasons why cells cannot run in the compiled cell loop."""
         directions = [direction for layer in self.contract.layers(self) for direction in layer.directions()]
         return [problem for each in directions if (problem := each.program_problem())]
 
     def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
-        """(path inside the module, cell) of every layer and direction."""
+        """Return (path inside the module, cell) of every layer and direction."""
         return self.contract.cells(self)
 
     def graphs(self) -> Iterator[tuple[str, CellGraphModule]]:
@@ -325,7 +325,7 @@ class ObservedRecurrent(RecurrentModule):
 
     @classmethod
     def observe(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool = False) -> Self:
-        """An observed module with copies of the parameters of the float ``module``."""
+        """Return an observed module with copies of the parameters of the float ``module``."""
         contract = contract_of(module)
         observed = cls(contract, prepared_layers(contract, module, specs, split_gates=split_gates))
         observed.split_gates = split_gates
@@ -408,7 +408,7 @@ def _bind_again(module: RecurrentModule, _incompatible_keys: object) -> None:
 def prepared_layers(
     contract: RecurrentContract, module: nn.Module, specs: PartSpecs, *, split_gates: bool
 ) -> list[RecurrentLayer]:
-    """The prepared cells of ``module``, with copies of its parameters."""
+    """Return the prepared cells of ``module``, with copies of its parameters."""
     hidden = specs.group_dtype(contract.kind.states[0].group)
 
     def direction(layer: int, suffix: str) -> RecurrentDirection:

@@ -116,7 +116,7 @@ class PythonRunner(Runner):
 
 
 class TracedRunner(Runner):
-    """What torch.export sees of converted cells: a ``scan``, or the steps one by one.
+    """Runs converted cells for torch.export to trace: as a ``scan``, or step by step.
 
     Behind the results stand q-dq of their own qparams, which change no value: a backend does not see into the
     loop.

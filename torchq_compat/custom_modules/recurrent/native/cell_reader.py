@@ -50,7 +50,7 @@ class UnsupportedCellError(Exception):
 
 
 def cell_program(*graphs: tuple[str, GraphModule]) -> CellProgram:
-    """The program of a converted cell ``(x, *states) -> (*new states,)``.
+    """Return the program of a converted cell ``(x, *states) -> (*new states,)``.
 
     Args:
         graphs: the cell with its path in the module that has the weights; before it, if the cell takes
@@ -70,7 +70,7 @@ def cell_program(*graphs: tuple[str, GraphModule]) -> CellProgram:
 
 
 def program_or_problem(*graphs: tuple[str, GraphModule]) -> CellProgram | str:
-    """``cell_program``, or what is in its way."""
+    """Return ``cell_program``, or what is in its way."""
     try:
         return cell_program(*graphs)
     except UnsupportedCellError as problem:
@@ -212,8 +212,8 @@ class _Reader:
         )
 
     def _quantized(self, node: Node) -> _Value:
-        """``node``'s input with its qparams: by the instruction that computes it, if nothing else reads
-        it."""
+        """Return ``node``'s input with its qparams: by the instruction that computes it, if nothing else
+        reads it."""
         source, qparams = _arguments(node)[0], PerTensorQParams.of_node(node)
         value = self.values[source]
         last = self.instructions[-1] if self.instructions else None
@@ -257,7 +257,7 @@ class _Reader:
         return _Value(len(self.widths) - 1, 0, width)
 
     def _whole(self, value: _Value) -> _Value:
-        """``value`` as a slot of its own."""
+        """Return ``value`` as a slot of its own."""
         if value.offset == 0 and value.width == self.widths[value.slot]:
             return value
         return replace(self._instruct(Op.COPY, (value,), value.width), qparams=value.qparams)
@@ -283,7 +283,7 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 
 
 def _units(instructions: list[Instruction], widths: list[int], aliases: list[tuple[int, int]]) -> list[int]:
-    """How many columns of each slot belong to one gate.
+    """Return how many columns of each slot belong to one gate.
 
     Threads share the columns of a gate, each the same columns in all slots that an elementwise instruction
     ties together; so it is the greatest common divisor of their widths and offsets.
@@ -304,7 +304,7 @@ def _units(instructions: list[Instruction], widths: list[int], aliases: list[tup
 def _eight_bits(
     qparams: PerTensorQParams | DynamicQParams | None,
 ) -> PerTensorQParams | DynamicQParams | None:
-    """``qparams`` if its integers fit eight bits."""
+    """Return ``qparams`` if its integers fit eight bits."""
     if qparams is None or qparams.dtype not in (torch.uint8, torch.int8):
         return None
     return qparams

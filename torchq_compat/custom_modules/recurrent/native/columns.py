@@ -25,7 +25,7 @@ def column_qparams(qparams: QParams | None, width: int, rank: int) -> ColumnQPar
 
 
 def qparams_of_call(layout: CallLayout) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with the qparams of every tensor, or None, in its place."""
+    """Return the arguments of a call, with the qparams of every tensor, or None, in its place."""
     all_qparams = layout.input_qparams or (None,) * layout.inputs.count()
     nested: tuple[tuple[Any, ...], dict[str, Any]] = layout.inputs.put_together(
         all_qparams, itertools.repeat(None)
@@ -34,7 +34,8 @@ def qparams_of_call(layout: CallLayout) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def as_numbers(columns: Sequence[tuple[int, PerTensorQParams | None]]) -> list[float]:
-    """``columns`` as the operator takes them. Where some have no 8-bit qparams, all count as floats."""
+    """Return ``columns`` as the operator takes them. Where some have no 8-bit qparams, all count as
+    floats."""
     if any(qparams is None or qparams.dtype not in KERNEL_DTYPES for _, qparams in columns):
         columns = [(sum(width for width, _ in columns), None)]
     return [number for width, qparams in columns for number in (float(width), *qparams_row(qparams))]

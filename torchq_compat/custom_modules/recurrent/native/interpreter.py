@@ -79,7 +79,7 @@ def _compute(
     slots: dict[int, Tensor],
     dense: dict[int, tuple[Tensor, Tensor | None]],
 ) -> Tensor:
-    """The result of an instruction whose input has ``qparams``."""
+    """Return the result of an instruction whose input has ``qparams``."""
     a = slots[row.a]
     if row.op == Op.LINEAR:
         return F.linear(_with_chosen_qparams(a, qparams) if qparams[0] < 0 else a, *dense[row.weight])
@@ -91,7 +91,7 @@ def _compute(
 def _dequantized(
     weights: Sequence[Tensor | None], index: int, constants: Sequence[float]
 ) -> tuple[Tensor, Tensor | None]:
-    """The float weight and the bias of a linear; nothing for the others."""
+    """Return the float weight and the bias of a linear; nothing for the others."""
     if index < 0:
         return torch.empty(0), None
     values, scales, zero_points, bias = weights[4 * index : 4 * index + 4]

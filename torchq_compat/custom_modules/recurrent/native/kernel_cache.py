@@ -18,7 +18,8 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def cache_directory() -> Path:
-    """``TORCHQ_COMPAT_CACHE_DIR``, or ``torchq_compat`` in the user's cache directory; made if it is missing.
+    """Return ``TORCHQ_COMPAT_CACHE_DIR``, or ``torchq_compat`` in the user's cache directory; made if it is
+    missing.
 
     Raises:
         OSError: it cannot be made, or other users may replace what is in it.

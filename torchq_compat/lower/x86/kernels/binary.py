@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Node
 
-from torchq_compat.lower.x86.kernels.kernel_base import KernelCall, Quantized, Refusal, Rule, Site
+from torchq_compat.lower.x86.kernels.kernel_base import Family, KernelCall, Quantized, Refusal, Rule, Site
 from torchq_compat.lower.x86.qdq_operands import arguments_of, rank_of
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["BINARY"]
+__all__ = ["FAMILY"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 
@@ -53,9 +51,11 @@ def _cat(site: Site) -> KernelCall | Refusal | None:
     return KernelCall(chosen, args, site.covered)
 
 
-BINARY: dict[Any, Rule] = {
-    ATEN.add.Tensor: _rule(KERNELS.add.default, KERNELS.add_relu.default),
-    ATEN.mul.Tensor: _rule(KERNELS.mul.default, KERNELS.mul_relu.default),
-    ATEN.matmul.default: _rule(KERNELS.matmul.default, None),
-    ATEN.cat.default: _cat,
-}
+FAMILY = Family(
+    {
+        ATEN.add.Tensor: _rule(KERNELS.add.default, KERNELS.add_relu.default),
+        ATEN.mul.Tensor: _rule(KERNELS.mul.default, KERNELS.mul_relu.default),
+        ATEN.matmul.default: _rule(KERNELS.matmul.default, None),
+        ATEN.cat.default: _cat,
+    },
+)

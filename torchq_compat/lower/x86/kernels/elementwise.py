@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 
-from torchq_compat.lower.x86.kernels.kernel_base import Constant, KernelCall, Quantized, Refusal, Rule, Site
+from torchq_compat.lower.x86.kernels.kernel_base import (
+    Constant,
+    Family,
+    KernelCall,
+    Quantized,
+    Refusal,
+    Rule,
+    Site,
+)
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["ELEMENTWISE"]
+__all__ = ["FAMILY"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 Arguments = dict[str, Any]
@@ -32,7 +40,7 @@ def _not_quantized(site: Site, input_qparams: PerTensorQParams | None) -> Refusa
 
 
 def _rule(kernel: OpOverload, between: Callable[[Arguments], tuple[Any, ...]] = lambda _: ()) -> Rule:
-    """A kernel of (input, *between, scale, zero point)."""
+    """Return a kernel of (input, *between, scale, zero point)."""
 
     def rule(site: Site) -> KernelCall | Refusal | None:
         arguments = arguments_of(site.op)
@@ -51,7 +59,7 @@ def _rule(kernel: OpOverload, between: Callable[[Arguments], tuple[Any, ...]] = 
 
 
 def _constants(site: Site, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """``values`` with the tensors that graph nodes read; None if one is no constant."""
+    """Return ``values`` with the tensors that graph nodes read; None if one is no constant."""
     found: list[Any] = []
     for value in values:
         if not isinstance(value, torch.fx.Node):
@@ -76,7 +84,7 @@ def _elu(site: Site) -> KernelCall | Refusal | None:
 
 
 def _fixed(kernel: OpOverload, scale: float, zero_point: int) -> Rule:
-    """A kernel whose result has one set of qparams, FX's fixed ones."""
+    """Return a kernel whose result has one set of qparams, FX's fixed ones."""
 
     def rule(site: Site) -> KernelCall | Refusal | None:
         source = arguments_of(site.op)["self"]
@@ -94,15 +102,17 @@ def _fixed(kernel: OpOverload, scale: float, zero_point: int) -> Rule:
     return rule
 
 
-ELEMENTWISE: dict[Any, Rule] = {
-    ATEN.sigmoid.default: _rule(KERNELS.sigmoid.default),
-    ATEN.softmax.int: _rule(KERNELS.softmax.default, lambda a: (a["dim"],)),
-    ATEN.hardswish.default: _rule(KERNELS.hardswish.default),
-    ATEN.leaky_relu.default: _rule(KERNELS.leaky_relu.default, lambda a: (a["negative_slope"], False)),
-    ATEN.layer_norm.default: _rule(
-        KERNELS.layer_norm.default, lambda a: (a["normalized_shape"], a["weight"], a["bias"], a["eps"])
-    ),
-    ATEN.elu.default: _elu,
-    ATEN.tanh.default: _fixed(ATEN.tanh.default, 2 / 256, 128),
-    ATEN.hardsigmoid.default: _fixed(ATEN.hardsigmoid.default, 1 / 256, 0),
-}
+FAMILY = Family(
+    {
+        ATEN.sigmoid.default: _rule(KERNELS.sigmoid.default),
+        ATEN.softmax.int: _rule(KERNELS.softmax.default, lambda a: (a["dim"],)),
+        ATEN.hardswish.default: _rule(KERNELS.hardswish.default),
+        ATEN.leaky_relu.default: _rule(KERNELS.leaky_relu.default, lambda a: (a["negative_slope"], False)),
+        ATEN.layer_norm.default: _rule(
+            KERNELS.layer_norm.default, lambda a: (a["normalized_shape"], a["weight"], a["bias"], a["eps"])
+        ),
+        ATEN.elu.default: _elu,
+        ATEN.tanh.default: _fixed(ATEN.tanh.default, 2 / 256, 128),
+        ATEN.hardsigmoid.default: _fixed(ATEN.hardsigmoid.default, 1 / 256, 0),
+    },
+)

@@ -11,20 +11,27 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Refusal, Rule, Site
+from torchq_compat.lower.x86.kernels.kernel_base import (
+    Constant,
+    Family,
+    Floats,
+    KernelCall,
+    Refusal,
+    Site,
+)
 from torchq_compat.lower.x86.kernels.weighted import pack
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, quantized_weight, rank_of
 from torchq_compat.qspecs.qdq import CONVERT_DTYPE, DEQUANTIZE_DYNAMIC
 from torchq_compat.support.dtypes import dtype_range
 
-__all__ = ["FLOATING"]
+__all__ = ["FAMILY"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 SUM = 0
 
 
 def _rows(site: Site) -> Tensor | Refusal | None:
-    """The weight of an embedding, quantized row by row."""
+    """Return the weight of an embedding, quantized row by row."""
     weight = quantized_weight(site.graph_module, arguments_of(site.op)["weight"])
     if weight is None:
         return None
@@ -85,7 +92,7 @@ def _half_linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def _before_half(node: Any) -> Node | None:
-    """What a node rounded to float16, if it did."""
+    """Return the value that ``node`` rounds to float16; None if it rounds nothing."""
     for dtype in (torch.float32, torch.float16):
         if not isinstance(node, Node) or node.target is not CONVERT_DTYPE or node.args[1] is not dtype:
             return None
@@ -119,8 +126,11 @@ def _dynamic_linear(site: Site) -> KernelCall | Refusal | None:
 
 
 #: Asked before the rules of static quantization.
-FLOATING: dict[Any, Rule] = {
-    ATEN.embedding.default: _embedding,
-    ATEN.embedding_bag.padding_idx: _embedding_bag,
-    ATEN.linear.default: _linear,
-}
+FAMILY = Family(
+    {
+        ATEN.embedding.default: _embedding,
+        ATEN.embedding_bag.padding_idx: _embedding_bag,
+        ATEN.linear.default: _linear,
+    },
+    goes_first=True,
+)

@@ -28,7 +28,8 @@ ENGINE = "onednn"
 
 
 def followed_by(op: Node) -> Node | None:
-    """The one reader of ``op``, where it is an op that a kernel of the engine in use computes with it."""
+    """Return the one reader of ``op``, where it is an op that a kernel of the engine in use computes with
+    it."""
     if op.target not in FOLLOWERS or torch.backends.quantized.engine != ENGINE or len(op.users) != 1:
         return None
     reader = next(iter(op.users))
@@ -38,7 +39,7 @@ def followed_by(op: Node) -> Node | None:
 def follow(
     site: Site, source: Quantized, packed: Constant, qparams: tuple[float, int]
 ) -> KernelCall | Refusal:
-    """The kernel for ``site``, whose follower ``followed_by`` found."""
+    """Return the kernel for ``site``, whose follower ``followed_by`` found."""
     assert site.follower is not None
     if site.follower.target is ATEN.add.Tensor:
         return _add(site, source, packed, qparams)

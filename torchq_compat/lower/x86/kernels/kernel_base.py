@@ -1,8 +1,8 @@
-"""What the families say: a kernel call, or why there is none."""
+"""Answers of the kernel families: a kernel call, or the reason why there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["Constant", "Floats", "KernelCall", "Quantized", "Refusal", "Rule", "Site"]
+__all__ = ["Constant", "Family", "Floats", "KernelCall", "Quantized", "Refusal", "Rule", "Site"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class KernelCall:
         returns_floats: whether the result is floats; else it is a quantized tensor with the qparams of the
             site.
         stands_for: the node whose value a result in floats is; None: the op, or the ReLU behind it.
-        name: for people, where ``kernel`` does not say what computes.
-        note: what people should know besides.
+        name: shown to users in place of ``kernel``, where several kernels compute the result.
+        note: shown to users behind the name.
     """
 
     kernel: OpOverload
@@ -97,3 +97,18 @@ class Site:
 
 #: Looks at an op; None: it says nothing about it.
 Rule = Callable[[Site], KernelCall | Refusal | None]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The rules that one file of this folder declares.
+
+    Attributes:
+        rules: aten op -> the rule that is asked about its calls.
+        goes_first: whether it is asked before the others, which are asked where its rule says nothing.
+        is_asked_always: whether it is asked also where the result stays float, to say why.
+    """
+
+    rules: Mapping[Any, Rule]
+    goes_first: bool = False
+    is_asked_always: bool = False

@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq_compat.lower.x86.kernels.kernel_base import Constant, KernelCall, Quantized, Refusal, Rule, Site
+from torchq_compat.lower.x86.kernels.kernel_base import (
+    Constant,
+    Family,
+    KernelCall,
+    Quantized,
+    Refusal,
+    Site,
+)
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, rank_of
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["NORMALIZATION"]
+__all__ = ["FAMILY"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 #: rank of the input -> the kernels without and with ReLU.
@@ -69,7 +76,9 @@ def _with_affine(constants: list[Tensor | None]) -> list[Tensor | None]:
     ]
 
 
-NORMALIZATION: dict[Any, Rule] = {
-    ATEN.batch_norm.default: _batch_norm,
-    ATEN.instance_norm.default: _instance_norm,
-}
+FAMILY = Family(
+    {
+        ATEN.batch_norm.default: _batch_norm,
+        ATEN.instance_norm.default: _instance_norm,
+    },
+)

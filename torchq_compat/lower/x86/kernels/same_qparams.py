@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Node
 
-from torchq_compat.lower.x86.kernels.kernel_base import KernelCall, Quantized, Refusal, Rule, Site
+from torchq_compat.lower.x86.kernels.kernel_base import Family, KernelCall, Quantized, Refusal, Site
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["ROUNDING"]
+__all__ = ["FAMILY"]
 
 ATEN = torch.ops.aten
 
 
 def _rule(site: Site) -> KernelCall | Refusal | None:
-    """The op itself, where its result is quantized with the qparams of its input."""
+    """Return the op itself, where its result is quantized with the qparams of its input."""
     source = site.op.args[0]
     qparams = site.qparams_of(source)
     if qparams is None or site.qparams is None:
@@ -33,20 +31,22 @@ def _rule(site: Site) -> KernelCall | Refusal | None:
 
 
 #: Their results are rounded to the steps of the input.
-ROUNDING: dict[Any, Rule] = dict.fromkeys(
-    (
-        ATEN.adaptive_avg_pool1d.default,
-        ATEN.adaptive_avg_pool2d.default,
-        ATEN.adaptive_avg_pool3d.default,
-        ATEN.avg_pool1d.default,
-        ATEN.avg_pool2d.default,
-        ATEN.avg_pool3d.default,
-        ATEN.mean.dim,
-        ATEN.hardtanh.default,
-        ATEN.relu6.default,
-        ATEN.clamp.default,
-        ATEN.upsample_nearest2d.vec,
-        ATEN.upsample_bilinear2d.vec,
-    ),
-    _rule,
+FAMILY = Family(
+    dict.fromkeys(
+        (
+            ATEN.adaptive_avg_pool1d.default,
+            ATEN.adaptive_avg_pool2d.default,
+            ATEN.adaptive_avg_pool3d.default,
+            ATEN.avg_pool1d.default,
+            ATEN.avg_pool2d.default,
+            ATEN.avg_pool3d.default,
+            ATEN.mean.dim,
+            ATEN.hardtanh.default,
+            ATEN.relu6.default,
+            ATEN.clamp.default,
+            ATEN.upsample_nearest2d.vec,
+            ATEN.upsample_bilinear2d.vec,
+        ),
+        _rule,
+    )
 )

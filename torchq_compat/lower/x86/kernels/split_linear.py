@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torchq_compat.lower.x86.engines import Engine, packing_for
-from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Refusal, Site
+from torchq_compat.lower.x86.kernels.kernel_base import Constant, Family, Floats, KernelCall, Refusal, Site
 from torchq_compat.lower.x86.qdq_operands import (
     arguments_of,
     constant_of,
@@ -25,7 +25,7 @@ from torchq_compat.lower.x86.qdq_operands import (
 from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
 
-__all__ = ["split_linear"]
+__all__ = ["FAMILY"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 WITH_FLOAT_RESULT = KERNELS.linear_with_input_q_dq_qweight_dq_output_fp32.default
@@ -43,7 +43,7 @@ class _Piece:
     zero_point: int
 
 
-def split_linear(site: Site) -> KernelCall | Refusal | None:
+def _split_linear(site: Site) -> KernelCall | Refusal | None:
     """Linear behind a dequantize with several qparams along its last dimension; None for any other."""
     arguments = arguments_of(site.op)
     source = arguments["input"]
@@ -71,7 +71,7 @@ def split_linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def _pieces(site: Site, dequantize: Node) -> list[_Piece] | None:
-    """The qparams along the last dimension; None for other dimensions and dtypes."""
+    """Return the qparams along the last dimension; None for other dimensions and dtypes."""
     _, scales_node, zero_points_node, axis, _, _, dtype = dequantize.args
     scales, zero_points = (constant_of(site.graph_module, each) for each in (scales_node, zero_points_node))
     rank = rank_of(site.op)
@@ -98,6 +98,9 @@ def _pack(weight: Tensor, piece: _Piece, bias: Tensor | None) -> Any:
 
 
 def _product(source: Node, piece: _Piece, packed: Any) -> KernelCall:
-    """What the columns of ``piece`` add to the result, in floats."""
+    """Call the kernel for the columns of ``piece``; its result in floats is one summand."""
     columns = KernelCall(ATEN.slice.Tensor, (Floats(source), -1, piece.start, piece.stop))
     return KernelCall(WITH_FLOAT_RESULT, (columns, piece.scale, piece.zero_point, Constant(packed)))
+
+
+FAMILY = Family({ATEN.linear.default: _split_linear}, goes_first=True)

@@ -15,7 +15,15 @@ from torch.fx import Node
 from torchq_compat.lower.x86.engines import Engine, packing_for
 from torchq_compat.lower.x86.kernels.endless_convolutions import may_never_return
 from torchq_compat.lower.x86.kernels.followed import follow
-from torchq_compat.lower.x86.kernels.kernel_base import Constant, KernelCall, Quantized, Refusal, Rule, Site
+from torchq_compat.lower.x86.kernels.kernel_base import (
+    Constant,
+    Family,
+    KernelCall,
+    Quantized,
+    Refusal,
+    Rule,
+    Site,
+)
 from torchq_compat.lower.x86.qdq_operands import (
     arguments_of,
     constant_of,
@@ -25,7 +33,7 @@ from torchq_compat.lower.x86.qdq_operands import (
 from torchq_compat.qspecs.qdq import is_dequantize
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["WEIGHTED", "pack"]
+__all__ = ["FAMILY", "pack"]
 
 ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
 CONV = ("stride", "padding", "dilation", "groups")
@@ -38,7 +46,7 @@ Settings = Callable[[Site, Arguments], tuple[Any, ...] | Refusal]
 
 
 def pack(site: Site, prepack: Callable[..., Any], settings: tuple[Any, ...] = ()) -> Any:
-    """The weight and bias of the op at ``site`` packed for the engine in use, or a Refusal."""
+    """Return the weight and bias of the op at ``site`` packed for the engine in use, or a Refusal."""
     arguments = arguments_of(site.op)
     weight = quantized_weight(site.graph_module, arguments["weight"])
     if weight is None or weight.dtype is not torch.qint8:
@@ -110,7 +118,8 @@ def _cannot_take(site: Site, arguments: Arguments, ranks: Callable[[int | None],
 
 
 def _before_what(op: Node) -> str:
-    """The op that reads the result in floats, for people: it is fused with ``op`` in the backend config."""
+    """Return the op that reads the result in floats, for people: it is fused with ``op`` in the backend
+    config."""
     readers = [str(user.target) for user in op.users if user.op == "call_function"]
     return f", but computed on by {readers[0]}" if len(readers) == 1 else ""
 
@@ -141,7 +150,7 @@ def _named(*settings: str) -> Settings:
 
 
 def _padding_by_name(site: Site, arguments: Arguments) -> tuple[Any, ...] | Refusal:
-    """``padding="same"`` and ``"valid"`` as numbers."""
+    """Return ``padding="same"`` and ``"valid"`` as numbers."""
     weight, dilation = quantized_weight(site.graph_module, arguments["weight"]), arguments["dilation"]
     if weight is None:
         return NOT_CONSTANT
@@ -154,21 +163,24 @@ def _padding_by_name(site: Site, arguments: Arguments) -> tuple[Any, ...] | Refu
     return arguments["stride"], padding, dilation, arguments["groups"]
 
 
-WEIGHTED: dict[Any, Rule] = {
-    ATEN.linear.default: _rule(
-        KERNELS.linear_prepack.default,
-        KERNELS.linear.default,
-        KERNELS.linear_relu.default,
-        _named(),
-        lambda rank: rank is not None and rank >= 2,
-    ),
-    ATEN.conv1d.default: _conv("conv1d", "default", 3, _named(*CONV)),
-    ATEN.conv2d.default: _conv("conv2d", "new", 4, _named(*CONV)),
-    ATEN.conv3d.default: _conv("conv3d", "new", 5, _named(*CONV)),
-    ATEN.conv1d.padding: _conv("conv1d", "default", 3, _padding_by_name),
-    ATEN.conv2d.padding: _conv("conv2d", "new", 4, _padding_by_name),
-    ATEN.conv3d.padding: _conv("conv3d", "new", 5, _padding_by_name),
-    ATEN.conv_transpose1d.default: _conv_transpose("conv_transpose1d", 3),
-    ATEN.conv_transpose2d.input: _conv_transpose("conv_transpose2d", 4),
-    ATEN.conv_transpose3d.input: _conv_transpose("conv_transpose3d", 5),
-}
+FAMILY = Family(
+    {
+        ATEN.linear.default: _rule(
+            KERNELS.linear_prepack.default,
+            KERNELS.linear.default,
+            KERNELS.linear_relu.default,
+            _named(),
+            lambda rank: rank is not None and rank >= 2,
+        ),
+        ATEN.conv1d.default: _conv("conv1d", "default", 3, _named(*CONV)),
+        ATEN.conv2d.default: _conv("conv2d", "new", 4, _named(*CONV)),
+        ATEN.conv3d.default: _conv("conv3d", "new", 5, _named(*CONV)),
+        ATEN.conv1d.padding: _conv("conv1d", "default", 3, _padding_by_name),
+        ATEN.conv2d.padding: _conv("conv2d", "new", 4, _padding_by_name),
+        ATEN.conv3d.padding: _conv("conv3d", "new", 5, _padding_by_name),
+        ATEN.conv_transpose1d.default: _conv_transpose("conv_transpose1d", 3),
+        ATEN.conv_transpose2d.input: _conv_transpose("conv_transpose2d", 4),
+        ATEN.conv_transpose3d.input: _conv_transpose("conv_transpose3d", 5),
+    },
+    is_asked_always=True,
+)

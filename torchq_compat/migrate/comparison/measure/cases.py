@@ -56,7 +56,7 @@ class Case:
 
 
 def read_case(what: str, value: Any) -> Case:
-    """``value``, a dict or any object with the attributes of a Case, as a checked one.
+    """Return ``value``, a dict or any object with the attributes of a Case, as a checked one.
 
     Raises:
         CaseError: something is missing or unknown.

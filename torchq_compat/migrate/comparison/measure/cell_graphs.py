@@ -18,7 +18,7 @@ CELL_INPUT = "input of the cell"
 
 
 def cell_graphs(converted: GraphModule) -> Iterator[CellGraph]:
-    """Every cell of every custom module in ``converted``."""
+    """Yield every cell of every custom module in ``converted``."""
     for path in dict.fromkeys(str(call.target) for call in opaque_call_nodes(converted)):
         opaque = converted.get_submodule(path)
         for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
@@ -38,7 +38,7 @@ def _cell_nodes(cell: GraphModule) -> Iterator[CellNode]:
 
 
 def _named_source(node: Node, names: Mapping[Node, str]) -> str | None:
-    """The part or input whose value reaches ``node`` through quantizes, dequantizes and slices; None:
+    """Return the part or input whose value reaches ``node`` through quantizes, dequantizes and slices; None:
     weights."""
     while node not in names:
         if not node.all_input_nodes:

@@ -77,7 +77,7 @@ def observe_places(
 def _nodes(
     prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
 ) -> Iterator[tuple[GraphModule, dict[Key, Node]]]:
-    """Every graph with the keys it answers and the nodes that hold the values."""
+    """Yield every graph with the keys it answers and the nodes that hold the values."""
     yield reference, {key: node for key, node in _op_nodes(prepared, reference).items() if key in places}
     for cell_path, parts in _parts_by_cell(places).items():
         cell = _submodule(reference, cell_path)
@@ -117,7 +117,7 @@ def _end_of_chain(node: Node, quantized: set[str]) -> Node:
 
 
 def _function_name(node: Node) -> str | None:
-    """The function an op node calls, empty for a module; None for what is no op of the model."""
+    """Return the function an op node calls, empty for a module; None for what is no op of the model."""
     if node.op == "call_module":
         return ""
     if node.op == "call_method" and node.target != "dequantize":
@@ -132,7 +132,7 @@ def _function_name(node: Node) -> str | None:
 
 
 def _value_node(node: Node) -> Node:
-    """The quantize behind ``node``; ``node`` itself where there is none."""
+    """Return the quantize behind ``node``; ``node`` itself where there is none."""
     return next((user for user in node.users if user.target is torch.quantize_per_tensor), node)
 
 
@@ -145,7 +145,7 @@ def _parts_by_cell(places: Mapping[Key, Place]) -> dict[str, list[tuple[PartKey,
 
 
 def _part_nodes(cell: GraphModule, parts: list[tuple[PartKey, PartKind]]) -> Iterator[tuple[Key, Node]]:
-    """The parts of a cell that FX traced: modules by name, functions in the order of computation."""
+    """Yield the parts of a cell that FX traced: modules by name, functions in the order of computation."""
     modules = {str(node.target): node for node in cell.graph.nodes if node.op == "call_module"}
     functions = {
         kind: iter([node for node in cell.graph.nodes if node.target is function])
@@ -190,7 +190,7 @@ class _LastCalls(TorchFunctionMode):
         return result
 
     def taps(self, reference: nn.Module, places: Mapping[Key, Place]) -> dict[Key, Tap]:
-        """A tap for each such part, filled whenever its cell has computed."""
+        """Return a tap for each such part, filled whenever its cell has computed."""
         taps: dict[Key, Tap] = {}
         for cell_path, parts in _parts_by_cell(places).items():
             cell = _submodule(reference, cell_path)

@@ -127,7 +127,7 @@ def _qparams(exact: Tensor, qparams: QParams) -> tuple[Tensor, Tensor]:
 
 
 def _outside(exact: Tensor, qparams: QParams) -> Tensor:
-    """Where ``exact`` lies more than half a step beyond the range."""
+    """Return where ``exact`` lies more than half a step beyond the range."""
     scale, zero_point = _qparams(exact, qparams)
     q = exact / scale + zero_point
     return (q < qparams.quant_min - 0.5) | (q > qparams.quant_max + 0.5)
@@ -190,7 +190,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def milliseconds(calls: list[Callable[[], Any] | None]) -> list[float | None]:
-    """The median time of each call in ms. The calls take turns, so that what else runs slows all alike."""
+    """Return the median time of each call in ms. The calls take turns, so that what else runs slows all
+    alike."""
     times: list[list[float]] = [[] for _ in calls]
     with torch.no_grad():
         for _ in range(LATENCY_RUNS + 1):

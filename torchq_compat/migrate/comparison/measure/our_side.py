@@ -148,7 +148,7 @@ def _name(key: OpKey) -> str:
 
 
 def _op_keys(decisions: tuple[Decision, ...]) -> Iterator[tuple[OpKey, Decision]]:
-    """The decisions about nodes. Where a function is called is in the path, up to the last slash."""
+    """Yield the decisions about nodes. Where a function is called is in the path, up to the last slash."""
     seen: Counter[tuple[str, str]] = Counter()
     for decision in decisions:
         if not decision.node:
@@ -161,7 +161,7 @@ def _op_keys(decisions: tuple[Decision, ...]) -> Iterator[tuple[OpKey, Decision]
 
 
 def _nodes(graph_module: GraphModule, decisions: tuple[Decision, ...]) -> dict[Key, tuple[GraphModule, Node]]:
-    """Every key with the graph and the node that computes it, in graph order."""
+    """Return every key with the graph and the node that computes it, in graph order."""
     found: dict[Key, tuple[GraphModule, Node]] = {}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     keys: dict[str, OpKey] = {decision.node: key for key, decision in _op_keys(decisions)}
@@ -188,7 +188,8 @@ def _of_opaque_call(
 
 
 def _names_of_observed(prepared: GraphModule) -> frozenset[str]:
-    """The nodes whose output is quantized as theirs. Behind another one a quantize is its consumer's."""
+    """Return the nodes whose output is quantized as theirs. Behind another one a quantize is its
+    consumer's."""
     return frozenset(
         node.name
         for node in prepared.graph.nodes
@@ -239,7 +240,7 @@ def _joined(passes: list[Tensor]) -> Tensor:
 
 
 def _integers_of(node: Node) -> tuple[Node, QParams | None]:
-    """The node that holds the integers of ``node`` and their qparams; ``node`` itself where it stays
+    """Return the node that holds the integers of ``node`` and their qparams; ``node`` itself where it stays
     float."""
     qparams = qparams_of_integers(node)
     if qparams is not None:

@@ -83,7 +83,7 @@ class ScriptRecorder:
             handle.remove()
 
     def cases(self, script: str) -> tuple[Case, ...]:
-        """A case for every model that was prepared, calibrated and converted.
+        """Return a case for every model that was prepared, calibrated and converted.
 
         Raises:
             CaseError: there is none.
@@ -163,7 +163,7 @@ def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _kept(values: Any) -> Any:
-    """``values`` with copies of their tensors: a script may fill the same buffers again."""
+    """Return ``values`` with copies of their tensors: a script may fill the same buffers again."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), values)
 
 

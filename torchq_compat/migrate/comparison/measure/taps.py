@@ -31,7 +31,8 @@ class Tap(nn.Module):
 
 
 def tap_nodes(graph_module: GraphModule, nodes: Iterable[Node]) -> Mapping[Node, Tap]:
-    """A tap behind each of ``nodes``, which are nodes of ``graph_module``. Changes it: hand in a copy."""
+    """Return a tap behind each of ``nodes``, which are nodes of ``graph_module``. Changes it: hand in a
+    copy."""
     taps: dict[Node, Tap] = {}
     for node in dict.fromkeys(nodes):
         taps[node] = Tap()
@@ -46,7 +47,7 @@ def tap_nodes(graph_module: GraphModule, nodes: Iterable[Node]) -> Mapping[Node,
 
 
 def tap_module(module: nn.Module) -> Tap:
-    """A tap of what ``module`` returns."""
+    """Return a tap of what ``module`` returns."""
     tap = Tap()
 
     def keep(_: nn.Module, args: Any, result: Any) -> None:

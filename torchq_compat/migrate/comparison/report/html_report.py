@@ -61,7 +61,7 @@ def write_page(comparisons: Sequence[ComparedModel], path: Path) -> None:
 
 
 def page(comparisons: Sequence[ComparedModel]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

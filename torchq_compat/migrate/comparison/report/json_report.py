@@ -47,7 +47,7 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` without the infinities JSON has no word for."""
+    """Return ``value`` without the infinities JSON has no word for."""
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     if isinstance(value, dict):

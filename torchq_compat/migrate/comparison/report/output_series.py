@@ -15,7 +15,7 @@ SHORT = 4
 
 
 def output_series(name: str, axis: int, exact: Tensor, ours: Tensor, fx: Tensor | None) -> Series | None:
-    """The values along time, where either side is farthest from float. None: nothing to draw.
+    """Return the values along time, where either side is farthest from float. None: nothing to draw.
 
     Time is ``axis`` of a tensor of three dimensions. Where that is short, a last state, or where there are
     fewer dimensions, it is the longest one.

@@ -97,7 +97,7 @@ def histogram_groups(capture: Capture) -> Iterator[tuple[str, list[Point]]]:
 
 
 def histograms(points: Sequence[Point]) -> str:
-    """The float values at each place, and the qparams of both sides."""
+    """Return the float values at each place, and the qparams of both sides."""
     rows = max(1, math.ceil(len(points) / COLUMNS_OF_HISTOGRAMS))
     figure = Figure(figsize=(WIDTH, 0.4 + 2.1 * rows), layout="constrained")
     all_axes = figure.subplots(rows, COLUMNS_OF_HISTOGRAMS, squeeze=False).flatten()
@@ -153,7 +153,7 @@ def _mark_qparams(
 
 
 def cell_chain(cell: CellGraph, capture: Capture) -> str:
-    """The parts of a cell from left to right, with their q-dq."""
+    """Return the parts of a cell from left to right, with their q-dq."""
     return _data_uri(draw_cell(cell, {point.name: point for point in capture.points}))
 
 

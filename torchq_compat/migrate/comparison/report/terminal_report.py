@@ -27,7 +27,7 @@ def print_report(comparisons: Iterable[ComparedModel], console: Console) -> None
 
 
 def as_text(comparisons: Iterable[ComparedModel]) -> str:
-    """The tables without colour, each row one line."""
+    """Return the tables without colour, each row one line."""
     console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
     print_report(comparisons, console)
     assert isinstance(console.file, io.StringIO)
@@ -60,7 +60,7 @@ def _points_table(points: Iterable[Point]) -> Table:
 
 
 def point_row(point: Point) -> tuple[str, ...]:
-    """The cells of ``COLUMNS``."""
+    """Return the cells of ``COLUMNS``."""
     ours, fx, steps = point.ours, point.fx, point.steps
     same = (
         fx is not None
@@ -95,7 +95,7 @@ def _saturated(side: Side) -> str:
 
 
 def cost_rows(costs: Costs) -> Iterator[tuple[str, str, str, str, str]]:
-    """(side, bytes of state, of float's, ms per call, of float's)."""
+    """Yield (side, bytes of state, of float's, ms per call, of float's)."""
     for side, size, time in (
         ("float", costs.float_bytes, costs.float_ms),
         ("here", costs.our_bytes, costs.our_ms),

@@ -1,4 +1,4 @@
-"""What the modules of a package declare: one file each, found by being there."""
+"""Collect what the modules of a package declare, one file each, found by being there."""
 
 from __future__ import annotations
 
