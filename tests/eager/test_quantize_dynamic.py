@@ -44,7 +44,11 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], torch.dtype]] = {
     "rnn cell": (lambda: nn.RNNCell(8, 16, nonlinearity="relu"), (state(3, 8),), torch.qint8),
     "linear": (lambda: nn.Linear(8, 16), (state(3, 5, 8),), torch.qint8),
     "embedding": (lambda: nn.Embedding(10, 16), (torch.arange(5),), torch.quint8),
-    "bag": (lambda: nn.EmbeddingBag(10, 16), (torch.arange(6), torch.tensor([0, 2])), torch.quint8),
+    "bag": (
+        lambda: nn.EmbeddingBag(10, 16, mode="sum"),
+        (torch.arange(6), torch.tensor([0, 2])),
+        torch.quint8,
+    ),
 }
 
 
@@ -65,6 +69,23 @@ def test_numbers_of_torch_ao(name: str) -> None:
         # A too good one would be float.
         low, high = (60, 90) if dtype is torch.float16 else (30, 60)
         assert low < sqnr(float_result, our_result) < high
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"mode": "mean"}, "mode"),
+        ({"mode": "sum", "padding_idx": 1}, "padding_idx"),
+        ({"max_norm": 1.0}, "max_norm"),
+    ],
+)
+def test_a_bag_that_torch_ao_would_sum_up_stays_float(settings: dict[str, Any], word: str) -> None:
+    torch.manual_seed(0)
+    model, args = Around(nn.EmbeddingBag(10, 16, **settings)).eval(), CASES["bag"][1]
+    with pytest.warns(UserWarning, match=f"EmbeddingBag at 'inner' stays float.*{word}"):
+        ours = tc.quantize_dynamic(model, dtype=torch.quint8)
+    assert type(ours.inner) is nn.EmbeddingBag
+    assert torch.equal(ours(*args), model(*args))
 
 
 class LanguageModel(nn.Module):

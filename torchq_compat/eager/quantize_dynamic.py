@@ -116,10 +116,9 @@ def _quantized(
         return leaf if isinstance(lowered, str) else lowered
     if quantized_class is None:
         return None
-    if isinstance(module, EMBEDDINGS) and qconfig.weight().qscheme != torch.per_channel_affine_float_qparams:
-        warn_user(
-            f"{kind.__name__} at {path!r} stays float: its qconfig is not float_qparams_weight_only_qconfig."
-        )
+    obstacle = _obstacle(module, qconfig) if isinstance(module, EMBEDDINGS) else None
+    if obstacle is not None:
+        warn_user(f"{kind.__name__} at {path!r} stays float: {obstacle}.")
         return None
     if not hasattr(quantized_class, "from_float"):
         raise ConfigError(
@@ -131,6 +130,18 @@ def _quantized(
     vars(float_module)["qconfig"] = qconfig
     made: nn.Module = quantized_class.from_float(float_module)
     return made.eval()
+
+
+def _obstacle(module: nn.Module, qconfig: QConfig) -> str | None:
+    """Why torch.ao's quantized class would refuse an embedding or compute something else: it keeps the weight
+    and the sizes alone, and sums up what is in a bag."""
+    if qconfig.weight().qscheme != torch.per_channel_affine_float_qparams:
+        return "its qconfig is not float_qparams_weight_only_qconfig"
+    if module.max_norm is not None:
+        return "torch.ao's quantized class knows no max_norm"
+    if isinstance(module, nn.EmbeddingBag) and (module.mode != "sum" or module.padding_idx is not None):
+        return "torch.ao's quantized class only knows mode='sum' without padding_idx"
+    return None
 
 
 def _with_hooks_of(module: nn.Module, made: nn.Module) -> nn.Module:
