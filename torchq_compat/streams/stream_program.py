@@ -24,7 +24,8 @@ class StreamProgram(nn.Module):
 
     def __init__(self, graph: nn.Module, model: nn.Module, streams: Streams, args: tuple[Any, ...]) -> None:
         super().__init__()
-        self.graph = graph
+        # No GraphModule can hold a submodule of the name ``graph``, and the exported program is one.
+        self.computation = graph
         first = Streams(streams.kept)
         with torch.no_grad(), first.active():
             model(*args)
@@ -39,4 +40,4 @@ class StreamProgram(nn.Module):
             key: tuple(getattr(self, name) for name in names) for key, names in self._names.items()
         }
         with Streams(frozenset(states), states, buffers=True).active():
-            return self.graph(*args)
+            return self.computation(*args)

@@ -162,6 +162,9 @@ class RecurrentModule(PartOwner):
             self._direct[key] = call
         if not call.is_possible or (self.training and self.contract.has_dropout):
             return None
+        streams = active_streams()
+        if streams is not None and (self.module_path, opaque_layout) in streams.kept:
+            return None
         bound = self.bound()
         if bound is None:
             return None
@@ -188,7 +191,8 @@ class RecurrentModule(PartOwner):
         arguments = self.contract.arguments_of(self.module_path, args, kwargs)
         check_devices(self.contract.kind, self.module_path, arguments, self._device())
         qparams = self.contract.input_of(self.module_path, *qparams_of_call(layout))
-        streams = active_streams()
+        # Dynamo cannot read a ContextVar; a streaming model does not let it in here.
+        streams = None if torch.compiler.is_dynamo_compiling() else active_streams()
         key = None if streams is None else (self.module_path, self._index_of(layout))
         if streams is None or key not in streams.kept:
             return self.contract.call(self, self.runner(), args, kwargs, qparams)
