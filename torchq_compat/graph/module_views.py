@@ -86,6 +86,7 @@ def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> N
             # The very parameters and buffers that the graph reads there.
             kept = {key: value for key, value in vars(standing).items() if key != "_view"}
             vars(view).update(kept)
+        view.training = converted.training
         parent._modules[name] = view
 
 

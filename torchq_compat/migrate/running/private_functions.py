@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from torchq_compat import quantize_fx
 
-__all__ = ["convert_fx", "fuse_fx", "prepare_fx"]
+__all__ = ["convert_fx", "convert_to_reference_fx", "fuse_fx", "prepare_fx"]
 
 
 def prepare_fx(
@@ -49,6 +49,28 @@ def convert_fx(
     to_reference = is_reference or is_decomposed
     convert = quantize_fx.convert_to_reference_fx if to_reference else quantize_fx.convert_fx
     return convert(graph_module, convert_custom_config, _remove_qconfig, qconfig_mapping, backend_config)
+
+
+def convert_to_reference_fx(
+    graph_module: GraphModule,
+    is_reference: bool = False,
+    convert_custom_config: Any = None,
+    is_standalone_module: bool = False,
+    _remove_qconfig: bool = True,
+    qconfig_mapping: Any = None,
+    backend_config: Any = None,
+    is_decomposed: bool = False,
+    keep_original_weights: bool = False,
+) -> GraphModule:
+    """As ``convert_fx``, always to a reference model: what ``torchq-compat run --reference`` puts there."""
+    return convert_fx(
+        graph_module,
+        True,
+        convert_custom_config,
+        _remove_qconfig=_remove_qconfig,
+        qconfig_mapping=qconfig_mapping,
+        backend_config=backend_config,
+    )
 
 
 def fuse_fx(

@@ -45,11 +45,11 @@ PRIVATE_FUNCTIONS = (
 REDIRECTIONS = (*MOVED_FUNCTIONS, *EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NORM_SWITCHES)
 
 
-def redirect(wrap: Callable[[Function], Function], instead: Mapping[str, str] | None = None) -> None:
+def redirect(wrap: Callable[[Function, Function], Function], instead: Mapping[str, str] | None = None) -> None:
     """Put the replacements, each after ``wrap``, wherever this process already holds a legacy function.
 
     Args:
-        wrap: what is put in place of each function of ours.
+        wrap: (function of ours, the legacy function it replaces) -> what is put in its place.
         instead: function of ours -> the one to take in its place.
     """
     instead = instead or {}
@@ -64,7 +64,7 @@ def redirect(wrap: Callable[[Function], Function], instead: Mapping[str, str] | 
             # The old namespace re-exports the functions of the new one, and not all of them.
             if original is not None:
                 function = getattr(ours, instead.get(new_name, new_name))
-                replacements.setdefault(id(original), wrap(_with_parameters_of(original, function)))
+                replacements.setdefault(id(original), wrap(_with_parameters_of(original, function), original))
     replace_everywhere(replacements)
 
 

@@ -57,7 +57,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
         from torchq_compat.migrate.running.removed_imports import redirect_removed_imports
 
         recorder = Recorder(strict=options.strict)
-        redirect(lambda function: recorder.wrap(remembering_prepared(function)), options.replacements)
+        redirect(lambda function, _: recorder.wrap(remembering_prepared(function)), options.replacements)
         refuse_numeric_suite()
         redirect_removed_imports()
         accept_checkpoints()

@@ -62,7 +62,6 @@ class ScriptRecorder:
     def __init__(self) -> None:
         self.trained: list[str] = []
         self._recordings: list[Recording] = []
-        self._originals: dict[str, Function] = {}
         self._is_recording = False
 
     @contextmanager
@@ -71,9 +70,9 @@ class ScriptRecorder:
 
         The functions of this package are noted too: a script that was ported is compared as well.
         """
-        self._originals = _legacy_functions()
+        replaced = _replaced_functions()
         redirect(self._wrap)
-        replace_everywhere({id(function): self._wrap(function) for function in _our_functions()})
+        replace_everywhere({id(function): self._wrap(function, legacy) for function, legacy in replaced})
         handle = register_module_forward_pre_hook(_note_call)
         self._is_recording = True
         try:
@@ -98,8 +97,7 @@ class ScriptRecorder:
             )
         return tuple(_case(recording) for recording in converted)
 
-    def _wrap(self, function: Function) -> Function:
-        original = self._originals.get(function.__name__, function)
+    def _wrap(self, function: Function, original: Function) -> Function:
         record = getattr(self, f"_{function.__name__}", None)
 
         @functools.wraps(function)
@@ -135,24 +133,23 @@ class ScriptRecorder:
     _convert_to_reference_fx = _convert_fx
 
 
-def _legacy_functions() -> dict[str, Function]:
-    """Name of our function -> the legacy function it replaces."""
-    found: dict[str, Function] = {}
-    for moved in REDIRECTIONS:
-        try:
-            legacy = importlib.import_module(moved.legacy)
-        except ModuleNotFoundError:
-            continue
-        for name, new_name in moved.names.items():
-            if hasattr(legacy, name):
-                found.setdefault(new_name, getattr(legacy, name))
-    return found
+def _replaced_functions() -> list[tuple[Function, Function]]:
+    """Each function of ours, with the legacy function it replaces; before they are redirected.
 
-
-def _our_functions() -> Iterator[Function]:
+    Names do not tell them apart: a private function of FX and a public one are replaced by namesakes.
+    """
+    found: dict[int, tuple[Function, Function]] = {}
     for moved in REDIRECTIONS:
         ours = importlib.import_module(moved.replacement)
-        yield from (getattr(ours, name) for name in moved.names.values())
+        try:
+            legacy: Any = importlib.import_module(moved.legacy)
+        except ModuleNotFoundError:
+            legacy = None
+        for name, new_name in moved.names.items():
+            function = getattr(ours, new_name)
+            if hasattr(legacy, name):
+                found.setdefault(id(function), (function, getattr(legacy, name)))
+    return list(found.values())
 
 
 def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
