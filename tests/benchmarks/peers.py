@@ -104,7 +104,7 @@ def onnx_model(case: Case) -> Any:
         helper.make_tensor_value_info(name, TensorProto.FLOAT, list(value.shape))
         for name, value in zip(names, case.inputs, strict=True)
     ]
-    result = helper.make_tensor_value_info(x, TensorProto.FLOAT, None)
+    result = helper.make_tensor_value_info(x, TensorProto.FLOAT, ["steps", "batch", "width"])
     graph = helper.make_graph(nodes, "recurrent", values, [result], constants)
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.checker.check_model(made)

@@ -85,6 +85,10 @@ def test_contenders_that_need_nothing_extra_are_measured(results: dict[str, Any]
         "ours, ExecuTorch portable",
         "ours, ExecuTorch XNNPACK",
         "ours, ONNX Runtime",
+        "ONNX Runtime, float",
+        "ONNX Runtime, dynamic int8",
+        "OpenVINO, float",
+        "OpenVINO, int8",
     }
     measured = [row for row in rows if "unavailable" not in row]
     assert {row["verdict"] for row in measured if row["contender"] == "float"} == {"float"}

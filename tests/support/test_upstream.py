@@ -155,6 +155,45 @@ def test_decomposed_operators_are_registered() -> None:
     assert names == ["input", "scale", "zero_point", "quant_min", "quant_max", "dtype"]
 
 
+def packed_by_hand() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    padded = torch.arange(6.0).reshape(3, 2, 1)
+    rows, batch_sizes = upstream.pack_padded_sequence(padded, torch.tensor([3, 1]), False)
+    return padded, rows, batch_sizes
+
+
+def test_packing_is_a_function_of_padded_values_and_lengths() -> None:
+    padded, rows, batch_sizes = packed_by_hand()
+    packed = nn.utils.rnn.pack_padded_sequence(padded, torch.tensor([3, 1]))
+    assert rows.flatten().tolist() == [0, 1, 2, 4] == packed.data.flatten().tolist()
+    assert batch_sizes.tolist() == [2, 1, 1] == packed.batch_sizes.tolist()
+
+
+def test_gradient_of_packing_is_zero_where_padding_stood() -> None:
+    padded, rows, batch_sizes = packed_by_hand()
+    gradient = upstream.pack_padded_sequence_backward(torch.ones_like(rows), padded.shape, batch_sizes, False)
+    assert gradient.flatten().tolist() == [1, 1, 1, 0, 1, 0]
+
+
+def test_padding_takes_the_value_and_the_number_of_steps() -> None:
+    _, rows, batch_sizes = packed_by_hand()
+    padded, lengths = upstream.pad_packed(rows, batch_sizes, False, -1.0, 4)
+    assert padded.flatten().tolist() == [0, 1, 2, -1, 4, -1, -1, -1]
+    assert lengths.tolist() == [3, 1]
+
+
+def test_what_is_assumed_of_a_size_that_is_data_lets_export_go_on() -> None:
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+            rows = count.item()
+            upstream.assume(rows >= 2)
+            return x.new_ones(rows) if rows > 1 else x
+
+    program = torch.export.export(Rows(), (torch.ones(4), torch.tensor(3)))
+    assert program.module()(torch.ones(4), torch.tensor(2)).shape == (2,)
+    with pytest.raises(RuntimeError):
+        program.module()(torch.ones(4), torch.tensor(1))
+
+
 def test_every_name_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_name_is_tested_here))  # type: ignore[arg-type]
     assert [name for name in upstream.__all__ if f"upstream.{name}" not in text] == []

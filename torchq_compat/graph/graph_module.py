@@ -48,6 +48,7 @@ from torchq_compat.qspecs.loaded_qparams import adopt_loaded_qparams
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.torchscript_stage import scripted_graph
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def is_asked_by_torch_jit(frame: FrameType) -> bool:
 
 def is_traced_by_jit() -> bool:
     """Whether torch.jit.trace is looking, which would fix every size: it gets the scripted graph."""
-    return bool(torch._C._is_tracing()) and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and bool(torch._C._is_tracing())
 
 
 class QuantizationGraphModule(GraphModule):
@@ -240,10 +241,8 @@ class QuantizationGraphModule(GraphModule):
         return self._scripted().module()
 
     def _scripted(self) -> ScriptedGraph:
-        # The last stage of all, which only torch.jit asks for.
-        from torchq_compat.lower.torchscript.scripted import scripted_graph
-
-        return scripted_graph(self)
+        scripted: ScriptedGraph = scripted_graph(self)
+        return scripted
 
     def _has_structure(self, args: tuple[Any, ...]) -> bool:
         """Whether ``args`` are tensors, in tuples and lists of the sizes that the example had."""

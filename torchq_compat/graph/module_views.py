@@ -19,16 +19,12 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.errors import ModuleAttributeError
+from torchq_compat.qspecs.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, DEQUANTIZES, QUANTIZE
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
 from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
 
 __all__ = ["ModuleFacts", "ModuleView", "describe_modules", "install_views"]
 
-OPS = torch.ops.quantized_decomposed
-PER_TENSOR = OPS.dequantize_per_tensor.default
-PER_CHANNEL = OPS.dequantize_per_channel.default
-DEQUANTIZES = (PER_TENSOR, PER_CHANNEL)
-QUANTIZE = OPS.quantize_per_tensor.default
 RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
 LEGACY_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8, torch.int32: torch.qint32}
 #: Values of a float module that are settings: no tensors, and nothing that could hold one.
@@ -143,7 +139,7 @@ class ModuleView(nn.Module):
         weight = _weight_node(owner(), path)
         if weight is not None:
             shown += [f"weight={str(_weight_attribute(owner(), weight).dtype).removeprefix('torch.')}"]
-            shown += ["per channel" if weight.target is PER_CHANNEL else "per tensor"]
+            shown += ["per channel" if weight.target is DEQUANTIZE_PER_CHANNEL else "per tensor"]
         return ", ".join(shown)
 
 
@@ -226,7 +222,7 @@ def _reads_attribute(node: Node) -> bool:
 
 def _is_dynamic(nodes: list[Node]) -> bool:
     sources = [source for node in nodes for source in node.all_input_nodes]
-    return any(source.target is OPS.dequantize_per_tensor.tensor for source in sources)
+    return any(source.target is DEQUANTIZE_DYNAMIC for source in sources)
 
 
 def _weight_node(owner: GraphModule, path: str) -> Node | None:
@@ -252,7 +248,7 @@ def _weight(owner: GraphModule, path: str) -> Any:
         integers, *qparams = values
         if integers.dtype not in LEGACY_DTYPES:
             return Tensor(integers)
-        if node.target is PER_CHANNEL:
+        if node.target is DEQUANTIZE_PER_CHANNEL:
             scales, zero_points, axis = qparams[:3]
             made = make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
         else:

@@ -54,7 +54,7 @@ def export(
     Raises:
         ExportError: not a converted model, one in training mode, an unknown ``recurrent``, or
             ``dynamic_shapes`` that torch.export refuses.
-        InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
+        InputError: ``example_inputs`` missing, no inputs, or not fitting the model.
 
     Example:
         >>> import torch

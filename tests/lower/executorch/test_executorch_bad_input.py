@@ -59,7 +59,9 @@ def test_arguments_of_to_executorch(linear: GraphModule) -> None:
     with pytest.raises(ExecutorchError, match=r"'coreml'.*\nHint: choose one of 'portable', 'xnnpack'"):
         to_executorch(linear, (rows(),), backend="coreml")
     with pytest.raises(InputError, match="must be a tuple"):
-        to_executorch(linear, rows())
+        to_executorch(linear, "rows")  # type: ignore[arg-type]
+    with pytest.warns(QuantizationWarning, match="is a single Tensor, taken as the only argument"):
+        assert to_executorch(linear, rows())(rows(3)).shape == (3, 4)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="example_inputs is missing"):
         to_executorch(linear)
     with pytest.raises(ExportError, match="Linear"):

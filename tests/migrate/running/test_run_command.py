@@ -252,10 +252,10 @@ warnings.warn("of the script")
 
 
 def test_an_error_of_ours_in_the_script_is_an_ordinary_traceback(script: Script) -> None:
-    result = python(*RUN, script(MODEL + "prepare_fx(Model(), mapping, x)\n"))
+    result = python(*RUN, script(MODEL + "prepare_fx(Model(), mapping, None)\n"))
     assert result.returncode == 1
     assert "Traceback (most recent call last):" in result.stderr
-    assert "prepare_fx(Model(), mapping, x)" in result.stderr
+    assert "prepare_fx(Model(), mapping, None)" in result.stderr
     assert re.search(r"^torchq_compat\.errors\.InputError: .*\nHint: ", result.stderr, re.MULTILINE)
     assert "migrate/running/script_process.py" not in result.stderr
 

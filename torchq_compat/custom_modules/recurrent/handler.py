@@ -21,6 +21,7 @@ from torchq_compat.custom_modules.parts.part import Part
 from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.fx_names import wanted_by_dynamic, wanted_by_observed
 from torchq_compat.custom_modules.recurrent.hidden_never_seen import has_seen_no_hidden_state
+from torchq_compat.custom_modules.recurrent.modules.contracts import SequenceContract
 from torchq_compat.custom_modules.recurrent.modules.dynamic import (
     DynamicRecurrent,
     convert_dynamic,
@@ -159,8 +160,12 @@ class RecurrentHandler(PartOwnerHandler):
 
 
 def _warn_of_single_steps(request: ConvertRequest) -> None:
-    if isinstance(request.observed, ObservedRecurrent) and has_seen_no_hidden_state(
-        cell for _, cell in request.observed.cells()
+    """Not of a cell: who never gives it a state in calibration has no steps that follow another."""
+    observed = request.observed
+    if (
+        isinstance(observed, ObservedRecurrent)
+        and isinstance(observed.contract, SequenceContract)
+        and has_seen_no_hidden_state(cell for _, cell in observed.cells())
     ):
         warn_user(
             f"the recurrent module at {request.path!r} was calibrated with single steps alone, from states "

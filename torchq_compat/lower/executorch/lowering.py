@@ -63,7 +63,7 @@ def to_executorch(
         ExecutorchError: the extra ``executorch`` is not installed; an unknown backend; a size without bound;
             an operator for which ExecuTorch has no kernel.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
-        InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
+        InputError: ``example_inputs`` missing, no inputs, or not fitting the model.
         OSError: the file cannot be written.
 
     Example:

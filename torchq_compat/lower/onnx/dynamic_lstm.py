@@ -25,7 +25,6 @@ from torchq_compat.custom_modules.recurrent.exported_op.graph_text import graph_
 __all__ = ["DOMAIN", "quantized_recurrent"]
 
 DOMAIN = "com.microsoft"
-OPS = torch.ops.quantized_decomposed
 LINEAR = torch.ops.aten.linear.default
 #: Places of torch's stacked gates (input, forget, cell, output) in ONNX's order.
 GATE_ORDER = (0, 3, 1, 2)

@@ -10,10 +10,11 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
+from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
+
 __all__ = ["look_up_integers"]
 
 ATEN = torch.ops.aten
-DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
 def look_up_integers(program: ExportedProgram) -> None:
@@ -29,7 +30,7 @@ def look_up_integers(program: ExportedProgram) -> None:
 def _look_up(graph: Graph, embedding: Node) -> None:
     table, indices = embedding.args[:2]
     assert isinstance(table, Node)
-    if table.target is not DEQUANTIZE or table.kwargs or table.args[3] != 0:
+    if table.target is not DEQUANTIZE_PER_CHANNEL or table.kwargs or table.args[3] != 0:
         return
     integers, scales, zero_points = table.args[:3]
     with graph.inserting_before(embedding):

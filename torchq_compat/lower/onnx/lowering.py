@@ -66,7 +66,7 @@ def to_onnx(
         OnnxError: the extra ``onnx`` is not installed, an opset that is too old or unknown, or an operator
         that has no form in ONNX.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
-        InputError: ``example_inputs`` missing, no tuple, or not fitting the model.
+        InputError: ``example_inputs`` missing, no inputs, or not fitting the model.
         OSError: the file cannot be written.
 
     Example:
@@ -86,7 +86,7 @@ def to_onnx(
             f"here "
             "have; ONNX Runtime has it since 1.18.",
         )
-    if dynamic_lstm not in DYNAMIC_LSTMS:
+    if dynamic_lstm not in list(DYNAMIC_LSTMS):
         raise OnnxError(
             f"to_onnx: dynamic_lstm={dynamic_lstm!r} is not known.",
             hint=f"choose one of {', '.join(map(repr, DYNAMIC_LSTMS))}.",

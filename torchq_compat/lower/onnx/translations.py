@@ -22,10 +22,10 @@ from onnxscript.onnx_types import TensorType
 
 from torchq_compat.custom_modules.recurrent.exported_op.recurrent_op import QUANTIZED_RECURRENT
 from torchq_compat.lower.onnx.dynamic_lstm import quantized_recurrent
+from torchq_compat.qspecs import qdq
 
 __all__ = ["TRANSLATIONS"]
 
-OPS = torch.ops.quantized_decomposed
 #: Range of the dtypes that QuantizeLinear has.
 RANGES = {
     ir.DataType.UINT8: (0, 255),
@@ -189,14 +189,14 @@ def _is_float(value: Any) -> bool:
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    OPS.quantize_per_tensor.default: quantize_per_tensor,
-    OPS.dequantize_per_tensor.default: dequantize_per_tensor,
-    OPS.quantize_per_tensor.tensor: quantize_by_tensors,
-    OPS.dequantize_per_tensor.tensor: dequantize_by_tensors,
-    OPS.choose_qparams.tensor: choose_qparams,
-    OPS.quantize_per_channel.default: quantize_per_channel,
-    OPS.dequantize_per_channel.default: dequantize_per_channel,
-    OPS.convert_element_type.no_fuse: convert_element_type,
+    qdq.QUANTIZE: quantize_per_tensor,
+    qdq.DEQUANTIZE: dequantize_per_tensor,
+    qdq.QUANTIZE_DYNAMIC: quantize_by_tensors,
+    qdq.DEQUANTIZE_DYNAMIC: dequantize_by_tensors,
+    qdq.CHOOSE_QPARAMS: choose_qparams,
+    qdq.QUANTIZE_PER_CHANNEL: quantize_per_channel,
+    qdq.DEQUANTIZE_PER_CHANNEL: dequantize_per_channel,
+    qdq.CONVERT_DTYPE: convert_element_type,
     torch.ops.aten.linear.default: linear,
     QUANTIZED_RECURRENT: quantized_recurrent,
 }

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq_compat.qspecs import qdq
+
 __all__ = ["FUNCTIONS", "HELPERS", "INT_FLOAT", "TEMPLATES"]
 
 ATEN = torch.ops.aten
-QDQ = torch.ops.quantized_decomposed
 
 #: Function of the graph -> an expression of its arguments.
 TEMPLATES: Mapping[Any, str] = {
@@ -91,11 +92,11 @@ def convert_element_type(x: Tensor, dtype: int) -> Tensor:
 
 #: Operator -> the function above that computes its bits.
 FUNCTIONS: Mapping[Any, str] = {
-    QDQ.quantize_per_tensor.default: "quantize_per_tensor",
-    QDQ.dequantize_per_tensor.default: "dequantize_per_tensor",
-    QDQ.quantize_per_channel.default: "quantize_per_channel",
-    QDQ.dequantize_per_channel.default: "dequantize_per_channel",
-    QDQ.convert_element_type.no_fuse: "convert_element_type",
+    qdq.QUANTIZE: "quantize_per_tensor",
+    qdq.DEQUANTIZE: "dequantize_per_tensor",
+    qdq.QUANTIZE_PER_CHANNEL: "quantize_per_channel",
+    qdq.DEQUANTIZE_PER_CHANNEL: "dequantize_per_channel",
+    qdq.CONVERT_DTYPE: "convert_element_type",
 }
 HELPERS: Mapping[str, Any] = {
     function.__name__: function

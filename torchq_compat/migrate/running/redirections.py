@@ -45,7 +45,9 @@ PRIVATE_FUNCTIONS = (
 REDIRECTIONS = (*MOVED_FUNCTIONS, *EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NORM_SWITCHES)
 
 
-def redirect(wrap: Callable[[Function, Function], Function], instead: Mapping[str, str] | None = None) -> None:
+def redirect(
+    wrap: Callable[[Function, Function], Function], instead: Mapping[str, str] | None = None
+) -> None:
     """Put the replacements, each after ``wrap``, wherever this process already holds a legacy function.
 
     Args:

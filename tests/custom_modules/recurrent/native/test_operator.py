@@ -43,6 +43,14 @@ class Decoder(nn.Module):
         return self.head(output), state
 
 
+class WithoutTuples(Decoder):
+    """FX observes every argument, and its observers take no tuple."""
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        output, (h, c) = super().forward(x, (h, c))
+        return output, h, c
+
+
 def arguments(steps: int = 3, batch: int = 2, layers: int = 1) -> tuple[Tensor, State]:
     return uniform(2.0, steps, batch, 16), (uniform(0.5, layers, batch, 24), uniform(0.7, layers, batch, 24))
 
@@ -65,8 +73,9 @@ def test_no_more_conversions_than_in_the_graph_that_fx_lowers() -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        legacy = fx.prepare_fx(Decoder().eval(), get_default_qconfig_mapping(), arguments(), MAP_LSTM)
-        legacy(*arguments())
+        x, state = arguments()
+        legacy = fx.prepare_fx(WithoutTuples().eval(), get_default_qconfig_mapping(), (x, *state), MAP_LSTM)
+        legacy(x, *state)
         by_fx = fx.convert_fx(legacy, CONVERT_LSTM).graph
     ours = tc.convert_fx(prepared()).graph
     assert (conversions(by_fx, "quantize_per_tensor"), conversions(by_fx, "dequantize")) == (3, 3)

@@ -28,6 +28,7 @@ from torchq_compat.custom_modules.recurrent.modules.contracts import RecurrentCo
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.modules.recurrent_module import RecurrentModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.torchscript_stage import scripted_recurrent
 
 __all__ = ["DynamicRecurrent", "convert_dynamic", "prepare_dynamic", "quantize_recurrent"]
 
@@ -87,9 +88,6 @@ class DynamicRecurrent(RecurrentModule):
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by torch.jit.script."""
-        # The last stage of all, which only torch.jit asks for.
-        from torchq_compat.lower.torchscript.recurrent import scripted_recurrent
-
         return scripted_recurrent(self, self.contract)
 
     def _get_name(self) -> str:

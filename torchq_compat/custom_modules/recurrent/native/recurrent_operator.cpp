@@ -55,9 +55,10 @@ StableIValue call(const char* name, const Tensor& tensor) {
   return stack[0];
 }
 
-// How a tensor is recognised: where its numbers are, and how often they were written in place.
+// How a tensor is recognised: where its numbers are, how many, and how often they were written in place.
 struct Key {
   const void* data;
+  int64_t count;
   bool counts_versions;  // inference tensors do not
   int64_t version;
 
@@ -66,10 +67,10 @@ struct Key {
   }
   static Key of(const Tensor& tensor) {
     const bool counts = !torch::stable::detail::to<bool>(call("aten::is_inference", tensor));
-    return {tensor.const_data_ptr(), counts, counts ? version_of(tensor) : 0};
+    return {tensor.const_data_ptr(), tensor.numel(), counts, counts ? version_of(tensor) : 0};
   }
   bool fits(const Tensor& tensor, bool asks_version) const {
-    return tensor.const_data_ptr() == data &&
+    return tensor.const_data_ptr() == data && tensor.numel() == count &&
            (!asks_version || !counts_versions || version_of(tensor) == version);
   }
 };
@@ -401,7 +402,8 @@ class Cache {
     if (has_owner && old.keys.size() != module.keys.size()) return true;
     bool is_same = old.keys.size() == module.keys.size();
     for (size_t k = 0; k < std::min(old.keys.size(), module.keys.size()); ++k) {
-      const bool same_storage = old.keys[k].data == module.keys[k].data;
+      const bool same_storage =
+          old.keys[k].data == module.keys[k].data && old.keys[k].count == module.keys[k].count;
       if (same_storage && old.keys[k].version != module.keys[k].version) return true;
       if (has_owner && k >= 1 && !same_storage) return true;
       is_same = is_same && same_storage;
