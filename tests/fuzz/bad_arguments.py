@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, default_qconfig
+from torch.ao.quantization import QConfigMapping, default_qconfig, quantize_fx
 from torch.fx import GraphModule, symbolic_trace
 from torchao.quantization.pt2e.quantizer import Quantizer
 
@@ -140,6 +140,15 @@ def exported_lstm() -> Any:
 
 
 @cache
+def recurrent() -> GraphModule:
+    torch.manual_seed(0)
+    model, example = nn.Sequential(nn.GRU(SIZE, SIZE)).eval(), (torch.ones(3, 2, SIZE),)
+    prepared = tc.prepare_fx(model, MAPPING, example, tc.get_default_prepare_custom_config())
+    prepared(*example)
+    return tc.convert_fx(prepared)
+
+
+@cache
 def decomposed_lstm() -> GraphModule:
     return decompose_lstm(exported_lstm())
 
@@ -169,6 +178,12 @@ def checkpoint() -> Path:
     return path
 
 
+def fx_state() -> dict[str, Any]:
+    model = quantize_fx.prepare_fx(Model().eval(), MAPPING, inputs())
+    model(*inputs())
+    return model.state_dict()
+
+
 def prepare_arguments() -> dict[str, Any]:
     return {"model": Model(), "qconfig_mapping": MAPPING, "example_inputs": inputs()}
 
@@ -190,6 +205,7 @@ Arguments = Callable[[], dict[str, Any]]
 GOOD: dict[str, Arguments] = {
     "annotate_outputs": node_arguments,
     "decompose_lstm": lambda: {"program": exported_lstm()},
+    "decompose_recurrent": lambda: {"program": exported_lstm()},
     "check_annotations": lambda: {"model": exported_splits()},
     "check_sharing": lambda: {"model": exported_splits()},
     "compare": compare_arguments,
@@ -210,18 +226,22 @@ GOOD: dict[str, Arguments] = {
     "int8_parts": lambda: {"module": lstm()},
     "int8_with_int16_cell": lambda: {"module": lstm()},
     "int16_parts": lambda: {"module": lstm()},
+    "load_fx_state": lambda: {"prepared": prepared(), "state_dict": fx_state()},
     "load_checkpoint": lambda: {"path": checkpoint(), "model": copy.deepcopy(prepared())},
     "Output": lambda: {"node": chunk_node(), "index": 0},
     "prepare_fx": prepare_arguments,
     "prepare_decomposed_lstm": lambda: {"model": decomposed_lstm(), "quantizer": whole_op_lstm_quantizer()},
     "prepare_qat_fx": prepare_arguments,
     "quantize_dynamic": lambda: {"model": nn.Sequential(nn.Linear(4, 4)).eval()},
+    "streaming": lambda: {"converted": recurrent()},
     "suggest": lambda: {key: value for key, value in compare_arguments().items() if key != "fx"},
     "quantizer_from": lambda: {"qconfig_mapping": MAPPING},
     "reroute_tuples": lambda: {"graph": symbolic_trace(Splits()).graph},
     "save_checkpoint": lambda: {"state": prepared(), "path": temporary("new.pt")},
     "to_executorch": lambda: {"converted": converted(), "example_inputs": inputs()},
+    "to_onnx": lambda: {"converted": converted(), "example_inputs": inputs()},
     "whole_op_lstm_quantizer": dict,
+    "whole_op_recurrent_quantizer": dict,
 }
 
 
