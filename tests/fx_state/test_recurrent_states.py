@@ -188,7 +188,7 @@ def test_parts_of_their_own_dtypes() -> None:
 def test_a_file_with_packed_objects_names_them(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        eager = quantize_dynamic(Dynamic(whole=False).eval(), {nn.LSTM, nn.GRU, nn.LSTMCell, nn.Linear})
+        eager = quantize_dynamic(Dynamic(whole=True).eval(), {nn.LSTM, nn.GRU, nn.LSTMCell, nn.Linear})
         torch.save(eager.state_dict(), tmp_path / "dynamic.pt")
     with pytest.raises(CheckpointError, match=r"(?s)lstm\._all_weight_values\.0\.param, .*_only=False"):
         load_checkpoint(tmp_path / "dynamic.pt")

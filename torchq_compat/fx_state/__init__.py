@@ -1,5 +1,6 @@
 """State dicts that FX saved, read into models prepared here.
 
-Read from the state (``given``), asked for by names that FX gives (``graph_names``, and the handlers of custom
-modules), matched and carried out (``loading``). No model of FX is needed, nor its engine.
+Read from the state (``given``), asked for by names that FX gives (``pipeline/fx_graph_names.py``, and the
+handlers of custom modules), matched and carried out (``pipeline/load_fx_state.py``). No model of FX is
+needed, nor its engine.
 """

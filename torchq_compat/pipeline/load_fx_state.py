@@ -15,12 +15,12 @@ from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.errors import CheckpointError
 from torchq_compat.fx_state.given import SCALE_NAME, Entry, FxState
-from torchq_compat.fx_state.graph_names import wanted_by_graph
 from torchq_compat.fx_state.packed import FxWeight
 from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.pipeline.fx_graph_names import wanted_by_graph
 from torchq_compat.qspecs.loaded_qparams import hold_qparams, release_qparams
 from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS
 from torchq_compat.qspecs.weight_observers import WeightObserver
