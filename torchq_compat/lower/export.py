@@ -79,6 +79,8 @@ def export(
             program = export_with_free_sizes(checked, args, dynamic_shapes)
         except Exception as cause:
             raise _error(model, args, shape, dynamic_shapes, cause) from cause
+    if dynamic_shapes is None:
+        _drop_guards_of_layout(program)
     _freeze(program)
     clean_up(program)
     _warn_of_float_modules(model)
@@ -147,6 +149,16 @@ def _error(
 ) -> TorchQCompatError:
     error = explain_failure(model, args, cause)
     return _export_refused(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
+
+
+def _drop_guards_of_layout(program: ExportedProgram) -> None:
+    """Let sizes be 1: where an operator reads a view, torch asks whether they are, to know its strides.
+
+    What the model itself asked of its sizes ``check_sizes`` asks in the program.
+    """
+    guards = getattr(program, "_guards_code", None)  # not in every torch
+    if guards:
+        guards[:] = [guard for guard in guards if not guard.endswith("!= 1")]
 
 
 def _freeze(program: ExportedProgram) -> None:
