@@ -257,7 +257,7 @@ def together(results: list[Any]) -> list[Tensor]:
 
 @contextmanager
 def single_steps_are_meant(point: Point) -> Iterator[None]:
-    """What is calibrated with single steps from zeros is measured on those as well; users are warned of it."""
+    """What is calibrated with single steps from zeros is measured on those, too; users are warned of it."""
     with warnings.catch_warnings():
         if point.other_steps == 1:
             warnings.filterwarnings("ignore", "the recurrent module at .* was calibrated with single steps")

@@ -71,7 +71,7 @@ if not hasattr(OPS, "recurrent"):
 torch.library.impl(NAME, "default")(_before_the_kernel)
 torch.library.register_fake(NAME)(_shapes)
 # Integers have no gradients; else every result would ask for some, because biases are parameters.
-WITHOUT_GRADIENTS = torch.library.Library("torchq_compat_native", "IMPL")
+WITHOUT_GRADIENTS = torch.library.Library("torchq_compat_native", "IMPL")  # type: ignore[no-untyped-call]
 WITHOUT_GRADIENTS.impl(  # type: ignore[no-untyped-call]
     "recurrent", torch.library.fallthrough_kernel, "Autograd"
 )
