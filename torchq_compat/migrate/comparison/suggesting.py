@@ -21,7 +21,13 @@ from torch.fx import GraphModule
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from torchq_compat.capture.checked.same_results import sqnr
-from torchq_compat.errors import ArgumentError, ConfigError, QuantizationWarning, TorchQCompatError
+from torchq_compat.errors import (
+    ArgumentError,
+    ConfigError,
+    InputError,
+    QuantizationWarning,
+    TorchQCompatError,
+)
 from torchq_compat.migrate.comparison.measure.cases import Batch, Case
 from torchq_compat.pipeline.explanation import explain
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
@@ -108,6 +114,7 @@ def suggest(
 
     Raises:
         ArgumentError: ``n`` below 1.
+        InputError: a batch of ``evaluation_data`` that the model does not take.
         ConfigError: ``qconfig_mapping`` is neither a QConfigMapping nor its dict form.
         TorchQCompatError: the model cannot be prepared; see ``prepare_fx``.
 
@@ -135,6 +142,7 @@ def suggest(
     with torch.no_grad():
         for batch in case.calibration_data:
             prepared(*batch)
+    _check_batches(model, case.evaluation_data)
     trial = _Trial(model, prepared, mapping, convert_custom_config, case.evaluation_data)
     before = trial.sqnr(())
     found = sorted(_sensitivities(model, prepared, trial), key=lambda each: each.sqnr)
@@ -144,6 +152,20 @@ def suggest(
             "suggest: leaving out these modules makes the model no better; the mapping is the one given."
         )
     return _suggested(mapping, tuple(found), chosen, before, after, instead)
+
+
+def _check_batches(model: nn.Module, batches: list[Batch]) -> None:
+    for index, batch in enumerate(batches):
+        try:
+            with torch.no_grad():
+                model(*batch)
+        except Exception as cause:
+            first_line = str(cause).strip().split("\n", 1)[0]
+            raise InputError(
+                f"suggest: the model does not take batch {index} of evaluation_data: "
+                f"{type(cause).__name__}: {first_line}",
+                hint="give batches as calibration_data has them: tuples of the model's positional arguments.",
+            ) from cause
 
 
 @dataclass(frozen=True)
