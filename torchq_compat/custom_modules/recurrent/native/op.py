@@ -6,6 +6,7 @@ other devices, torch's operators run the same program.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,9 +120,15 @@ def recurrent(
 
 
 def forget(owner: int) -> None:
-    """Drop what is packed for ``owner``."""
+    """Drop what is packed for ``owner``.
+
+    Garbage may be collected while a graph is traced, which would record the call: a thread of its own has none
+    of the modes of the caller.
+    """
     if kernel_build.cache_info().currsize and kernel_build().is_loaded:
-        OPS.forget.default(owner)
+        thread = threading.Thread(target=OPS.forget.default, args=(owner,))
+        thread.start()
+        thread.join()
 
 
 def cell_loop(
