@@ -122,8 +122,8 @@ def recurrent(
 def forget(owner: int) -> None:
     """Drop what is packed for ``owner``.
 
-    Garbage may be collected while a graph is traced, which would record the call: a thread of its own has none
-    of the modes of the caller.
+    Garbage may be collected while a graph is traced, which would record the call: a thread of its own has
+    none of the modes of the caller.
     """
     if kernel_build.cache_info().currsize and kernel_build().is_loaded:
         thread = threading.Thread(target=OPS.forget.default, args=(owner,))
