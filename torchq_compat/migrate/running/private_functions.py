@@ -52,25 +52,10 @@ def convert_fx(
 
 
 def convert_to_reference_fx(
-    graph_module: GraphModule,
-    is_reference: bool = False,
-    convert_custom_config: Any = None,
-    is_standalone_module: bool = False,
-    _remove_qconfig: bool = True,
-    qconfig_mapping: Any = None,
-    backend_config: Any = None,
-    is_decomposed: bool = False,
-    keep_original_weights: bool = False,
+    graph_module: GraphModule, is_reference: bool = False, *args: Any, **kwargs: Any
 ) -> GraphModule:
     """As ``convert_fx``, always to a reference model: what ``torchq-compat run --reference`` puts there."""
-    return convert_fx(
-        graph_module,
-        True,
-        convert_custom_config,
-        _remove_qconfig=_remove_qconfig,
-        qconfig_mapping=qconfig_mapping,
-        backend_config=backend_config,
-    )
+    return convert_fx(graph_module, True, *args, **kwargs)
 
 
 def fuse_fx(
