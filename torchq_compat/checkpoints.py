@@ -95,7 +95,9 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
         prepared: what ``prepare_fx`` or ``prepare_qat_fx`` of this package returned for the same float model
         and configuration; changed in place.
         state_dict: the state, with the names and values FX gave it. Packed objects among them, of functions
-        and of dynamic modules, are read if torch.load was allowed to load them.
+        and of dynamic modules, are read if torch.load was allowed to load them. The state of a converted
+        model with embeddings is only valid as long as that model lives, since torch leaves the scales
+        in the packed weight: load it, or save it to a file, before the model is dropped.
 
     Raises:
         CheckpointError: half a state, a state of another model, entries that have no place here, NaN, or

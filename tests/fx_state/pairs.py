@@ -47,6 +47,8 @@ class Saved:
         float_model: what it was made of, with other weights: all have to come from the state.
         mapping: makes the QConfigMapping.
         reference: FX's converted reference model.
+        lowered: FX's converted model, kept because its state does not own the scales of its embeddings:
+            torch.ops.quantized.embedding_bag_unpack leaves them in the memory of the packed weight.
         states: by the form of the model that gave it.
     """
 
@@ -55,6 +57,7 @@ class Saved:
     batches: list[tuple[Any, ...]]
     is_qat: bool
     reference: GraphModule
+    lowered: GraphModule
     states: Mapping[str, Mapping[str, Any]]
 
     def prepared(self) -> GraphModule:
@@ -96,7 +99,7 @@ def saved_by_fx(pair: str) -> Saved:
     }
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    return Saved(model, make_mapping, batches, is_qat, reference, states)
+    return Saved(model, make_mapping, batches, is_qat, reference, lowered, states)
 
 
 def differences_of(saved: Saved, form: str) -> set[str]:

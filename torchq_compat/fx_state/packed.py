@@ -43,7 +43,9 @@ def weight_of_tensor(tensor: Tensor) -> FxWeight:
         return FxWeight(tensor.detach().float())
     values = tensor.dequantize().float()
     if tensor.qscheme() in PER_CHANNEL:
-        return FxWeight(values, tensor.q_per_channel_scales().float(), tensor.q_per_channel_zero_points())
+        # embedding_bag_unpack gives a tensor whose scales lie in the memory of the packed object.
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return FxWeight(values, scales.float().clone(), zero_points.clone())
     return FxWeight(values, torch.tensor([tensor.q_scale()]), torch.tensor([tensor.q_zero_point()]))
 
 
