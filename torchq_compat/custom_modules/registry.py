@@ -55,7 +55,8 @@ class ObserveRequest:
 
     Attributes:
         standalone: the configuration of a standalone module.
-        prepare_inside: prepares the module as a model of its own, where it is standalone.
+        prepare_inside: prepares the module as a model of its own, where it is standalone or holds one.
+        example_inputs: of the model that the module holds.
     """
 
     module: nn.Module
@@ -65,6 +66,7 @@ class ObserveRequest:
     specs: OpSpecs
     standalone: StandaloneSettings | None = None
     prepare_inside: Callable[[ObserveRequest], GraphModule] | None = None
+    example_inputs: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class CustomModuleHandler(ABC):
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
         """Return whether this handler quantizes ``module`` although no mapping is about it, as FX's backends
         do."""
+        return False
+
+    def holds_model(self, module: nn.Module) -> bool:
+        """Return whether a float ``module`` holds a model that is prepared on its own, by the rules of the
+        model around it, whatever they say of ``module``."""
         return False
 
     @abstractmethod

@@ -58,10 +58,16 @@ class CapturedModel:
         return self.case.runs.stubs
 
 
-def try_model(working: nn.Module, swaps: Sequence[Swap], request: PrepareRequest) -> TriedModel:
-    """Run a copy of ``working`` on the example inputs."""
+def try_model(
+    working: nn.Module, swaps: Sequence[Swap], request: PrepareRequest, *, is_rolled: bool = False
+) -> TriedModel:
+    """Run a copy of ``working`` on the example inputs.
+
+    Args:
+        is_rolled: whether the swaps are of a model whose loops were rolled: the calls are others then.
+    """
     runs = Runs(trial_copy(working), StubRegistry(), {swap.paths[0]: swap.module for swap in swaps})
-    recorded = [] if request.is_qat else [swap.paths[0] for swap in swaps]
+    recorded = [] if request.is_qat or is_rolled else [swap.paths[0] for swap in swaps]
     return TriedModel(runs, runs.of_float_model(request.example_inputs, recorded=recorded))
 
 

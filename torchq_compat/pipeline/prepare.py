@@ -34,6 +34,7 @@ from torchq_compat.pipeline.observe_modules import (
     place_modules,
 )
 from torchq_compat.pipeline.prepare_request import PrepareRequest
+from torchq_compat.pipeline.roll_loops import with_rolled_loops
 from torchq_compat.pipeline.share_modules import share_modules
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.model_copies import copied_model
@@ -65,15 +66,19 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     signature = signature_of(working, request.example_inputs)
 
     modules_of = describe_modules(working)
+    as_written = working
+    with slow_stage(f"looking for loops in {name}"):
+        with_loops = with_rolled_loops(working, signature, request)
+    working = with_loops.model
 
     # Select what is a custom module, and tell what is left behind.
     swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
-    leftovers = _decide_leftovers(model, working, request)
+    leftovers = () if request.is_step else _decide_leftovers(model, as_written, request)
 
     # Try, and capture what was tried.
-    in_evaluation = flags_in_evaluation(working, request.example_inputs) if is_qat else {}
+    in_evaluation = flags_in_evaluation(as_written, request.example_inputs) if is_qat else {}
     with slow_stage(f"capturing {name}"):
-        tried = try_model(working, swaps, request)
+        tried = try_model(as_written, swaps, request, is_rolled=with_loops.is_rolled)
         captured = capture_model(working, model, tried, signature, swaps, request)
     graph_module = captured.found.graph_module
     fix_modes(graph_module, working, in_evaluation, is_qat=is_qat)
@@ -98,6 +103,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     decisions.extend(decision for decision in decided if decision.path not in named)
     decisions.extend(decide_blocks(captured.found, is_qat=is_qat))
     decisions.extend(decide_sizes(captured.case, captured.found))
+    decisions.extend(with_loops.decisions)
     record = ModelRecord(
         Stage.PREPARED,
         signature.with_sizes(captured.found.sizes),
@@ -106,10 +112,10 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
         request.rules if request.quantizer is None else None,
         interface,
         request.backend if request.quantizer is None else None,
-        is_custom_module=type(working) is not type(model),
+        is_custom_module=type(as_written) is not type(model),
         modules=modules_of,
     )
-    made = QuantizationGraphModule.wrap(prepared, record, _preserved(working, request))
+    made = QuantizationGraphModule.wrap(prepared, record, _preserved(as_written, request))
     with slow_stage(f"checking {name}"):
         users_own = tuple(swap.paths[0] for swap in swaps if maps_to_users_class(swap))
         lost = tuple(swap.paths[0] for swap in swaps if loses_forward(swap))

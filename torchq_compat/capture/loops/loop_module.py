@@ -1,0 +1,146 @@
+"""A loop over time as a module: its step is a model of its own, called once for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Interpreter
+from torch.fx.traceback import preserve_node_meta
+
+__all__ = ["GraphModel", "Loop", "LoopForm", "run_steps"]
+
+
+class GraphModel(nn.Module):
+    """A graph over a tree of modules, whose classes and paths are those of the user's model.
+
+    Nodes that torch.export makes of it keep the origins that its own nodes have.
+    """
+
+    def __init__(self, tree: nn.Module, graph: Graph) -> None:
+        super().__init__()
+        vars(self)["_modules"] = dict(tree._modules)
+        vars(self)["_parameters"] = dict(tree._parameters)
+        vars(self)["_buffers"] = dict(tree._buffers)
+        vars(self)["_non_persistent_buffers_set"] = set(tree._non_persistent_buffers_set)
+        for name, value in vars(tree).items():
+            # Tensors that are plain attributes.
+            if isinstance(value, Tensor) and name not in vars(self):
+                vars(self)[name] = value
+        self.training = tree.training
+        self.step_graph = graph
+
+    def forward(self, *args: Any) -> Any:
+        with preserve_node_meta():
+            return Interpreter(self, graph=self.step_graph).run(*args)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of which every step has a part.
+
+    Attributes:
+        dim: the dimension of the steps.
+        keeps: whether the part has that dimension, of size 1.
+        backward: whether the last part is that of the first step.
+    """
+
+    dim: int
+    keeps: bool = False
+    backward: bool = False
+
+    def of_steps(self, whole: Tensor) -> Sequence[Tensor]:
+        parts = whole.split(1, self.dim) if self.keeps else whole.unbind(self.dim)
+        return parts[::-1] if self.backward else parts
+
+    def of_first(self, whole: Tensor) -> Tensor:
+        """The shape of a part; there may be none."""
+        shape = [*whole.shape]
+        shape[self.dim : self.dim + 1] = [1] if self.keeps else []
+        return whole.new_empty(shape)
+
+
+@dataclass(frozen=True)
+class LoopForm:
+    """What goes round and what comes out.
+
+    Attributes:
+        states: how many tensors one step hands on to the next.
+        parts: of the tensors that are read step by step.
+        stacked: along which dimension the values of all steps are put together.
+        counted: whether a last tensor of that kind only says how many steps there are.
+    """
+
+    states: int
+    parts: tuple[Part, ...]
+    stacked: tuple[int, ...]
+    counted: bool = False
+
+
+def run_steps(
+    form: LoopForm,
+    step: Callable[..., Sequence[Tensor]],
+    states: Sequence[Tensor],
+    wholes: Sequence[Tensor],
+    same: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Call ``step(*states, *parts, *same)`` for each step; it returns the new states, and values.
+
+    Args:
+        states: before the first step.
+        wholes: what is read step by step.
+        same: what every step reads.
+
+    Returns:
+        The last states, and the values of all steps, stacked.
+    """
+    parts = list(zip(*(part.of_steps(whole) for part, whole in zip(form.parts, wholes, strict=True)), strict=True))
+    used = len(wholes) - form.counted
+    values: list[list[Tensor]] = [[] for _ in form.stacked]
+    for at_step in parts:
+        results = step(*states, *at_step[:used], *same)
+        states = results[: form.states]
+        for each, value in zip(values, results[form.states :], strict=True):
+            each.append(value)
+    stacked = [torch.stack(each, dim) for each, dim in zip(values, form.stacked, strict=True)]
+    return (*states, *stacked)
+
+
+class Loop(nn.Module):
+    """A float loop.
+
+    Args:
+        step: (*states, *parts, *same) -> (*new states, *values).
+    """
+
+    def __init__(self, form: LoopForm, step: GraphModel) -> None:
+        super().__init__()
+        self.form = form
+        # No submodule: the modules in it are found as those of a model of its own.
+        vars(self)["step"] = step
+        self.training = step.training
+        #: What the step was called with in the example, for the capture of the step.
+        self.example: tuple[Tensor, ...] = ()
+
+    def forward(
+        self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        return run_steps(self.form, self._step, list(states), list(wholes), list(same))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Loop:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        vars(self)["step"]._apply(fn, recurse)
+        return self
+
+    def train(self, mode: bool = True) -> Loop:
+        super().train(mode)
+        vars(self)["step"].train(mode)
+        return self
+
+    def _step(self, *args: Tensor) -> Sequence[Tensor]:
+        self.example = args
+        results: Sequence[Tensor] = vars(self)["step"](*args)
+        return results

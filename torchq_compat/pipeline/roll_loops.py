@@ -1,0 +1,61 @@
+"""Loops over time that the model writes in Python, before capture: rolled, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchq_compat.capture.call_signature import CallSignature
+from torchq_compat.capture.checked.trial_runs import Runs, trial_copy
+from torchq_compat.capture.loops.roll import find_looped_sizes, roll_loops
+from torchq_compat.capture.loops.step_flow import NotALoopError
+from torchq_compat.custom_modules.swap import apply_swaps, decide_swaps
+from torchq_compat.opaque_calls.capture_stub import StubRegistry
+from torchq_compat.pipeline.prepare_request import PrepareRequest
+from torchq_compat.support.decisions import Action, Decision
+
+__all__ = ["WithLoops", "with_rolled_loops"]
+
+
+@dataclass(frozen=True)
+class WithLoops:
+    """A float model whose loops are modules, where they can be.
+
+    Attributes:
+        model: what is captured.
+        is_rolled: whether it is another one than was given.
+        decisions: about the loops.
+    """
+
+    model: nn.Module
+    is_rolled: bool = False
+    decisions: tuple[Decision, ...] = ()
+
+
+def with_rolled_loops(working: nn.Module, signature: CallSignature, request: PrepareRequest) -> WithLoops:
+    """Return ``working`` with its loops over time as modules."""
+    if request.is_step or request.dynamic_shapes is not None:
+        return WithLoops(working)
+    args = request.example_inputs
+    inputs: Mapping[str, Any] = signature.labelled(args)
+    runs = Runs(trial_copy(working), StubRegistry(), {})
+    looped = find_looped_sizes(runs, args, inputs)
+    if looped is None:
+        return WithLoops(working)
+    swaps, _ = decide_swaps(working, request.rules, request.settings, request.backend)
+
+    def put_stubs(model: nn.Module, stubs: StubRegistry) -> Mapping[str, nn.Module]:
+        apply_swaps(model, swaps, stubs)
+        return {swap.paths[0]: swap.module for swap in swaps}
+
+    where = ", ".join(f"{label}.size({index})" for group in looped.groups for label, index in group[:1])
+    try:
+        rolled = roll_loops(working, runs, args, inputs, looped, put_stubs)
+    except NotALoopError as reason:
+        told = f"the loop over {where} is written out for the length of the example: {reason}"
+        return WithLoops(working, decisions=(Decision("", "loop over time", Action.FIXED, told),))
+    return WithLoops(rolled.model, True)
+
