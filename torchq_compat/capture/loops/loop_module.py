@@ -14,6 +14,16 @@ from torch.fx.traceback import preserve_node_meta
 __all__ = ["GraphModel", "Loop", "LoopForm", "run_steps"]
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """A graph that nobody changes any more; copies of a model share it."""
+
+    graph: Graph
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return self
+
+
 class GraphModel(nn.Module):
     """A graph over a tree of modules, whose classes and paths are those of the user's model.
 
@@ -31,11 +41,11 @@ class GraphModel(nn.Module):
             if isinstance(value, Tensor) and name not in vars(self):
                 vars(self)[name] = value
         self.training = tree.training
-        self.step_graph = graph
+        self.shared = _Shared(graph)
 
     def forward(self, *args: Any) -> Any:
         with preserve_node_meta():
-            return Interpreter(self, graph=self.step_graph).run(*args)
+            return Interpreter(self, graph=self.shared.graph).run(*args)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def tidy_graph(graph_module: GraphModule) -> None:
     """Make equal steps look equal: sizes are those of inputs, whole slices are gone, and the part of one step
     is read where it is first used."""
     graph = graph_module.graph
+    parts: list[Node] = []
     for node in list(graph.nodes):
         if node.target is ATEN.slice.Tensor and _is_whole(node):
             node.replace_all_uses_with(node.args[0])
@@ -44,12 +45,12 @@ def tidy_graph(graph_module: GraphModule) -> None:
         elif node.target in CHECKS:
             graph.erase_node(node)
         elif node.target in TAKEN_APART:
-            _read_one_by_one(node)
+            parts.extend(_read_one_by_one(node))
     graph.eliminate_dead_code()
     _take_sizes_of_inputs(graph_module)
-    for node in reversed(list(graph.nodes)):
-        if node.target in INDEX_ARGUMENTS and node.users and not _is_written(node.args[0]):
-            order = {each: index for index, each in enumerate(graph.nodes)}
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in parts:
+        if node in order and not _is_written(node.args[0]):
             min(node.users, key=order.__getitem__).prepend(node)
     graph.lint()
 
@@ -69,8 +70,8 @@ def _is_whole(node: Node) -> bool:
     return not node.kwargs and (not rest or rest[0] in (0, None)) and (len(rest) < 2 or rest[1] in (LAST, None))
 
 
-def _read_one_by_one(node: Node) -> None:
-    """Replace the results of an op that takes a tensor apart by a select or slice for each."""
+def _read_one_by_one(node: Node) -> Iterator[Node]:
+    """Replace the results of an op that takes a tensor apart by a select or slice for each, and yield them."""
     source, *rest = node.args
     value: Any = node.meta.get("val")
     dim = node.kwargs.get("dim", rest[-1] if _has_dim(node, rest) else 0)
@@ -86,6 +87,7 @@ def _read_one_by_one(node: Node) -> None:
         made.meta = dict(user.meta)
         user.replace_all_uses_with(made)
         node.graph.erase_node(user)
+        yield made
 
 
 def _has_dim(node: Node, rest: Sequence[Any]) -> bool:

@@ -223,6 +223,8 @@ def _takes_part(
     slope = known[1] - known[0]
     if slope not in (1, -1) or any(b - a != slope for a, b in zip(known, known[1:], strict=False)):
         return False
+    if len(known) < len(starts):
+        raise NotALoopError("the last step does not read its part")
     start = known[0] if known[0] >= 0 else known[0] + int(value.shape[int(dim)])
     flow.taken[position] = Taken(source, int(dim) % value.dim(), start, slope, keeps)
     return True
