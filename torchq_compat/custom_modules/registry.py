@@ -115,6 +115,11 @@ class CustomModuleHandler(ABC):
         model around it, whatever they say of ``module``."""
         return False
 
+    def give_states(self, module: nn.Module) -> None:
+        """Let a float ``module``, called without the states it starts from, be called with them: then the
+        first step of a loop is like the others."""
+        return
+
     @abstractmethod
     def is_opaque(self, module: nn.Module) -> bool:
         """Return whether a float ``module`` left as it is must stay one call, because torch.export would

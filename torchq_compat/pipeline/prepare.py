@@ -78,7 +78,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     # Try, and capture what was tried.
     in_evaluation = flags_in_evaluation(as_written, request.example_inputs) if is_qat else {}
     with slow_stage(f"capturing {name}"):
-        tried = try_model(as_written, swaps, request, is_rolled=with_loops.is_rolled)
+        tried = try_model(as_written, swaps, request, is_rolled=bool(with_loops.steps))
         captured = capture_model(working, model, tried, signature, swaps, request)
     graph_module = captured.found.graph_module
     fix_modes(graph_module, working, in_evaluation, is_qat=is_qat)
@@ -114,6 +114,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
         request.backend if request.quantizer is None else None,
         is_custom_module=type(as_written) is not type(model),
         modules=modules_of,
+        steps=with_loops.steps,
     )
     made = QuantizationGraphModule.wrap(prepared, record, _preserved(as_written, request))
     with slow_stage(f"checking {name}"):

@@ -38,7 +38,10 @@ class PrepareRequest:
         """Return what to prepare a standalone module, or the step of a loop, by."""
         if inner.example_inputs is not None:
             settings = replace(
-                self.settings, input_quantized_indexes=(), output_quantized_indexes=(), preserved_attributes=()
+                self.settings,
+                input_quantized_indexes=(),
+                output_quantized_indexes=(),
+                preserved_attributes=(),
             )
             return replace(
                 self,

@@ -26,12 +26,12 @@ class WithLoops:
 
     Attributes:
         model: what is captured.
-        is_rolled: whether it is another one than was given.
+        steps: paths of the models of one step; of another model than was given.
         decisions: about the loops.
     """
 
     model: nn.Module
-    is_rolled: bool = False
+    steps: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
 
@@ -49,13 +49,15 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
 
     def put_stubs(model: nn.Module, stubs: StubRegistry) -> Mapping[str, nn.Module]:
         apply_swaps(model, swaps, stubs)
+        for swap in swaps:
+            if swap.paths[0] in looped.repeated:
+                swap.handler.give_states(model.get_submodule(swap.paths[0]))
         return {swap.paths[0]: swap.module for swap in swaps}
 
     where = ", ".join(f"{label}.size({index})" for group in looped.groups for label, index in group[:1])
     try:
-        rolled = roll_loops(working, runs, args, inputs, looped, put_stubs)
+        rolled = roll_loops(working, runs, args, inputs, looped, put_stubs, is_trained=request.is_qat)
     except NotALoopError as reason:
         told = f"the loop over {where} is written out for the length of the example: {reason}"
         return WithLoops(working, decisions=(Decision("", "loop over time", Action.FIXED, told),))
-    return WithLoops(rolled.model, True)
-
+    return WithLoops(rolled.model, tuple(f"{path}.step" for path in rolled.loops))

@@ -35,6 +35,8 @@ class StreamingModel(nn.Module):
         # No part of any state_dict: a state belongs to the sequences that are fed.
         self.streams = streams
 
+    # Dynamo cannot read a ContextVar, and would leave out the states.
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model on the next chunk of every stream.
 

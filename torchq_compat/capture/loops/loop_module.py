@@ -107,9 +107,20 @@ def run_steps(
     Returns:
         The last states, and the values of all steps, stacked.
     """
-    parts = list(zip(*(part.of_steps(whole) for part, whole in zip(form.parts, wholes, strict=True)), strict=True))
+    parts = list(
+        zip(*(part.of_steps(whole) for part, whole in zip(form.parts, wholes, strict=True)), strict=True)
+    )
     used = len(wholes) - form.counted
     values: list[list[Tensor]] = [[] for _ in form.stacked]
+    if not parts:
+        # A loop behind a first step that is like no other: what it has to stack is empty, and of a shape that
+        # the step alone knows.
+        firsts = [part.of_first(whole).zero_() for part, whole in zip(form.parts, wholes, strict=True)]
+        shapes = step(*states, *firsts[:used], *same)[form.states :]
+        empty = [
+            value.new_empty(_stacked(value, dim, 0)) for value, dim in zip(shapes, form.stacked, strict=True)
+        ]
+        return (*states, *empty)
     for at_step in parts:
         results = step(*states, *at_step[:used], *same)
         states = results[: form.states]
@@ -117,6 +128,10 @@ def run_steps(
             each.append(value)
     stacked = [torch.stack(each, dim) for each, dim in zip(values, form.stacked, strict=True)]
     return (*states, *stacked)
+
+
+def _stacked(value: Tensor, dim: int, steps: int) -> list[int]:
+    return [*value.shape[:dim], steps, *value.shape[dim:]]
 
 
 class Loop(nn.Module):

@@ -33,6 +33,7 @@ from torchq_compat.capture.torch_export import capture, copied_inputs
 from torchq_compat.capture.wrapped_functions import marked_functions
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.opaque_calls.insert_calls import insert_calls
+from torchq_compat.support.graph_nodes import attribute_of
 
 __all__ = ["LoopedSizes", "RolledModel", "find_looped_sizes", "roll_loops"]
 
@@ -46,9 +47,15 @@ PutStubs = Callable[[nn.Module, StubRegistry], Mapping[str, nn.Module]]
 
 @dataclass(frozen=True)
 class LoopedSizes:
-    """The input dimensions that say how often a module is called, those together that have to be equal."""
+    """The input dimensions that say how often a module is called.
+
+    Attributes:
+        groups: those together that have to be equal.
+        repeated: the paths of the modules that are called more than once.
+    """
 
     groups: tuple[tuple[Place, ...], ...]
+    repeated: frozenset[str]
 
     def sizes(self, each: Sequence[int]) -> dict[Place, int]:
         return {place: size for group, size in zip(self.groups, each, strict=True) for place in group}
@@ -103,7 +110,8 @@ def find_looped_sizes(runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, An
             if other != counts:
                 groups.append(group)
             break
-    return LoopedSizes(tuple(groups)) if groups else None
+    repeated = frozenset(path for path, count in counts.items() if count > 1)
+    return LoopedSizes(tuple(groups), repeated) if groups else None
 
 
 def _count_calls(runs: Runs, args: tuple[Any, ...]) -> Counter[str] | None:
@@ -114,7 +122,8 @@ def _count_calls(runs: Runs, args: tuple[Any, ...]) -> Counter[str] | None:
 
     with ExitStack() as stack:
         for path, module in runs.model.named_modules():
-            if path:
+            # A ReLU may well be called again and again without a loop.
+            if path and next(module.parameters(recurse=False), None) is not None:
                 hook = module.register_forward_pre_hook(count(path))
                 stack.callback(hook.remove)
         run = runs.of_float_model(args)
@@ -128,8 +137,13 @@ def roll_loops(
     inputs: Mapping[str, Any],
     looped: LoopedSizes,
     put_stubs: PutStubs,
+    *,
+    is_trained: bool,
 ) -> RolledModel:
     """Return ``working`` with its loops over ``looped`` rolled.
+
+    Args:
+        is_trained: whether what comes out will be trained.
 
     Raises:
         NotALoopError: it cannot be told to compute the same at every length.
@@ -144,12 +158,16 @@ def roll_loops(
         for group, *pair in zip(looped.groups, shorts, grown, strict=True)
     ]
     names = _free_names(working)
-    rolled, captured = _capture_rolled(working, with_sizes(args, inputs, looped.sizes(shorts)), put_stubs, names)
+    rolled, captured = _capture_rolled(
+        working, with_sizes(args, inputs, looped.sizes(shorts)), put_stubs, names
+    )
     other, _ = _capture_rolled(working, with_sizes(args, inputs, looped.sizes(longs)), put_stubs, names)
     if not rolled.loops:
         raise NotALoopError(next(iter(rolled.reasons), "no ops repeat"))
     follow_lengths(rolled, other, lengths)
     made = _build(working, rolled, captured)
+    if is_trained:
+        _refuse_parted_parameters(made)
     _check(made, runs, args, inputs, looped)
     _keep_examples(made, args)
     return made
@@ -183,7 +201,9 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
     }
     in_steps = {name: _paths_in(graph) for name, graph in steps.items()}
     loops = {
-        loop.name: Loop(loop.form, GraphModel(_pruned(working, in_steps[loop.name].__contains__), steps[loop.name]))
+        loop.name: Loop(
+            loop.form, GraphModel(_pruned(working, in_steps[loop.name].__contains__), steps[loop.name])
+        )
         for loop in rolled.loops
     }
     outer = GraphModel(working, rolled.graph_module.graph)
@@ -222,8 +242,23 @@ def _paths_in(graph: Graph) -> set[str]:
     return found
 
 
+def _refuse_parted_parameters(made: RolledModel) -> None:
+    """Refuse loops that share parameters with what is around them: each is copied when it is prepared."""
+    known: set[int] = set()
+    for model in (made.model, *(vars(loop)["step"] for loop in made.loops.values())):
+        read = set[int]()
+        for node in model.shared.graph.nodes:
+            if node.op == "call_module":
+                read.update(map(id, model.get_submodule(str(node.target)).parameters()))
+            elif node.op == "get_attr":
+                read.add(id(attribute_of(model, node)))
+        if read & known:
+            raise NotALoopError("parameters are read inside of it and outside, and training would part them")
+        known |= read
+
+
 def _pruned(module: nn.Module, keeps: Callable[[str], bool], prefix: str = "") -> nn.Module:
-    """Return ``module`` with those of its submodules that ``keeps`` accepts by path: itself, if that are all."""
+    """Return ``module`` with the submodules that ``keeps`` accepts by path: itself, if that are all."""
     children = {}
     for name, child in module._modules.items():
         if child is not None and keeps(f"{prefix}{name}"):
@@ -265,7 +300,7 @@ def _check(
     example = [int(inputs[group[0][0]].shape[group[0][1]]) for group in looped.groups]
     tried = [example]
     for index in range(len(example)):
-        for size in (SHORT + 4, 3 if example[index] != 3 else 4):
+        for size in (SHORT + 4, 3, 1):
             tried.append([size if other == index else known for other, known in enumerate(example)])
     ran = 0
     for sizes in reversed(tried):

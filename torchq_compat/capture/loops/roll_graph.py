@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.capture.loops.loop_module import GraphModel, Loop, LoopForm, Part
-from torchq_compat.capture.loops.segments import Steps, candidates, leaves_of, tidy_graph
+from torchq_compat.capture.loops.loop_module import LoopForm, Part
+from torchq_compat.capture.loops.segments import candidates, tidy_graph
 from torchq_compat.capture.loops.step_flow import Carried, Flow, Inside, NotALoopError, Read, Taken, flow_of
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.support.upstream import pytree
@@ -72,7 +72,7 @@ def roll_graph(graph_module: GraphModule, stubs: StubRegistry, names: Sequence[s
 
 
 def _first_loop(graph_module: GraphModule, stubs: StubRegistry, rolled: RolledGraph) -> Flow | None:
-    best: tuple[tuple[int, int], Flow] | None = None
+    flows: list[Flow] = []
     for steps in candidates(graph_module, stubs):
         try:
             flow = flow_of(steps)
@@ -80,11 +80,17 @@ def _first_loop(graph_module: GraphModule, stubs: StubRegistry, rolled: RolledGr
         except NotALoopError as reason:
             rolled.reasons.append(str(reason))
             continue
-        covered = sum(node is not None for step in steps for node in step)
-        rank = (covered, -len(flow.carried))
-        if flow.body and (best is None or rank > best[0]):
-            best = rank, flow
-    return None if best is None else best[1]
+        if flow.body:
+            flows.append(flow)
+    # Of those that overlap the one that explains most; of others the first, whatever the lengths are.
+    order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
+    chosen: list[tuple[int, int, Flow]] = []
+    for flow in sorted(flows, key=lambda flow: (-flow.covered, len(flow.carried))):
+        places = [order[node] for step in flow.steps for node in step if node is not None]
+        start, end = min(places), max(places)
+        if all(end < other or start > last for other, last, _ in chosen):
+            chosen.append((start, end, flow))
+    return min(chosen, key=lambda each: each[0])[2] if chosen else None
 
 
 def _check_results(flow: Flow) -> None:
@@ -114,7 +120,9 @@ class _Roller:
 
     def __post_init__(self) -> None:
         self.steps = self.flow.steps
-        self.where = {n: (k, j) for k, step in enumerate(self.steps) for j, n in enumerate(step) if n is not None}
+        self.where = {
+            n: (k, j) for k, step in enumerate(self.steps) for j, n in enumerate(step) if n is not None
+        }
         self.order = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
         self.states = self.flow.carried
 
@@ -124,7 +132,9 @@ class _Roller:
         replaced = list(self._plan_uses())
         taken = self._taken()
         same = self._same()
-        last = max((node for step in self.steps for node in step if node is not None), key=self.order.__getitem__)
+        last = max(
+            (node for step in self.steps for node in step if node is not None), key=self.order.__getitem__
+        )
         with graph.inserting_after(last):
             anchor = graph.call_function(operator.add, (0, 0))
         with graph.inserting_before(anchor):
@@ -133,7 +143,10 @@ class _Roller:
                 wholes = [self.call(ATEN.arange.default, len(self.steps))]
             self.graph_module.add_module(self.name, nn.Identity())
             call = graph.call_module(self.name, ([s.first for s in self.states], wholes, list(same)))
-            values = [*(state.first.meta["val"] for state in self.states), *map(self._stacked_value, self.stacked)]
+            values = [
+                *(state.first.meta["val"] for state in self.states),
+                *map(self._stacked_value, self.stacked),
+            ]
             results = []
             for index, value in enumerate(values):
                 results.append(graph.call_function(operator.getitem, (call, index)))
@@ -199,7 +212,7 @@ class _Roller:
             self.value(written.value, written.place.dim)
 
     def _write_results(self, results: Sequence[Node]) -> None:
-        graph, count = self.graph_module.graph, len(self.steps)
+        _graph, count = self.graph_module.graph, len(self.steps)
         for written in self.flow.written.values():
             place = written.place
             whole = results[self.value(written.value, place.dim)]
@@ -282,7 +295,7 @@ class _Roller:
             copied.meta = _origin(node)
             made[Inside(position)] = copied
         news = [made[Inside(state.position)] for state in self.states]
-        graph.output(tuple([*news, *(value(read) for read, _ in self.stacked)]))
+        graph.output((*news, *(value(read) for read, _ in self.stacked)))
         return graph
 
     def _erase(self) -> None:
@@ -316,15 +329,22 @@ class _SingleUse(_Use):
     def plan(cls, roller: _Roller, user: Node) -> _SingleUse:
         reads = {}
         for source in user.all_input_nodes:
-            if source not in roller.where or roller.where[source][1] in {*roller.flow.invariant, *roller.flow.taken}:
+            if source not in roller.where or roller.where[source][1] in {
+                *roller.flow.invariant,
+                *roller.flow.taken,
+            }:
                 continue
             k, j = roller.where[source]
             count = len(roller.steps)
             state = next((i for i, s in enumerate(roller.states) if s.position == j), None)
-            if k == count - 1 and state is not None:
+            only_last = k == count - 1 and not any(
+                _outside(roller.flow, earlier)
+                for step in roller.steps[:-1]
+                if (earlier := step[j]) is not None
+            )
+            if only_last and state is not None:
                 reads[source] = (state, -1, -1)
             else:
-                only_last = k == count - 1 and not any(_outside(roller.flow, step[j]) for step in roller.steps[:-1])  # type: ignore[arg-type]
                 reads[source] = (roller.value(Inside(j), 0), 0, -1 if only_last else k)
         return cls(user, reads)
 
@@ -407,5 +427,8 @@ def _part(taken: Taken) -> Part:
 
 def _origin(node: Node) -> dict[str, Any]:
     """The metadata of ``node`` that say where it came from."""
-    return {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta", "unbacked_bindings")}
-
+    return {
+        key: value
+        for key, value in node.meta.items()
+        if key not in ("val", "tensor_meta", "unbacked_bindings")
+    }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
@@ -20,6 +21,9 @@ ATEN = torch.ops.aten
 INDEX_ARGUMENTS = {ATEN.select.int: (2,), ATEN.slice.Tensor: (2, 3)}
 #: Ops whose results torch.export reads one by one, each the part of one step.
 TAKEN_APART = (ATEN.unbind.int, ATEN.split.Tensor, ATEN.chunk.default)
+#: Constants of a shape; and those with the dtype and device of their first argument.
+CONSTANTS = (ATEN.zeros.default, ATEN.ones.default, ATEN.full.default)
+CONSTANTS_LIKE = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_full.default)
 #: Checks that torch.export writes again.
 CHECKS = (ATEN._assert_tensor_metadata.default, ATEN._assert_scalar.default, ATEN.sym_constrain_range.default)
 LAST = 2**63 - 1
@@ -48,6 +52,7 @@ def tidy_graph(graph_module: GraphModule) -> None:
             parts.extend(_read_one_by_one(node))
     graph.eliminate_dead_code()
     _take_sizes_of_inputs(graph_module)
+    _make_constants_once(graph_module)
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in parts:
         if node in order and not _is_written(node.args[0]):
@@ -57,7 +62,9 @@ def tidy_graph(graph_module: GraphModule) -> None:
 
 def _is_written(source: Any) -> bool:
     """Return whether a part of ``source`` is written in place: no reader of it may move."""
-    parts = [user for user in source.users if user.target in INDEX_ARGUMENTS] if isinstance(source, Node) else []
+    parts = (
+        [user for user in source.users if user.target in INDEX_ARGUMENTS] if isinstance(source, Node) else []
+    )
     return any(writes_in_place(user) for part in parts for user in part.users)
 
 
@@ -67,11 +74,13 @@ def writes_in_place(node: Node) -> bool:
 
 def _is_whole(node: Node) -> bool:
     rest = node.args[2:]
-    return not node.kwargs and (not rest or rest[0] in (0, None)) and (len(rest) < 2 or rest[1] in (LAST, None))
+    return (
+        not node.kwargs and (not rest or rest[0] in (0, None)) and (len(rest) < 2 or rest[1] in (LAST, None))
+    )
 
 
 def _read_one_by_one(node: Node) -> Iterator[Node]:
-    """Replace the results of an op that takes a tensor apart by a select or slice for each, and yield them."""
+    """Replace and yield the results of an op that takes a tensor apart: a select or slice for each."""
     source, *rest = node.args
     value: Any = node.meta.get("val")
     dim = node.kwargs.get("dim", rest[-1] if _has_dim(node, rest) else 0)
@@ -118,6 +127,39 @@ def _take_sizes_of_inputs(graph_module: GraphModule) -> None:
         node.replace_all_uses_with(known[name])
         if node is first:
             first = node.next
+        graph.erase_node(node)
+
+
+def _make_constants_once(graph_module: GraphModule) -> None:
+    """Make equal constants, like the zeros that a first step makes itself, once and before all steps.
+
+    What ``x.new_zeros`` takes of ``x`` is dtype and device: those of an input do as well.
+    """
+    graph, known = graph_module.graph, dict[str, Node]()
+    inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
+    sizes = {node for node in graph.nodes if node.target is ATEN.sym_size.int and node.args[0] in inputs}
+    for node in list(graph.nodes):
+        if node.target not in (*CONSTANTS, *CONSTANTS_LIKE) or _is_written(node) or not inputs:
+            continue
+        if any(writes_in_place(user) for user in node.users):
+            continue
+        args, kwargs = node.args, dict(node.kwargs)
+        if node.target in CONSTANTS_LIKE:
+            args = (inputs[0], *args[1:])
+            kwargs["dtype"] = node.meta["val"].dtype
+        if any(
+            isinstance(leaf, Node) and leaf not in {*sizes, inputs[0]} for leaf in pytree.tree_leaves(args)
+        ):
+            continue
+        key = repr((node.target, args, kwargs))
+        if key not in known:
+            reads = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Node)]
+            order = {each: index for index, each in enumerate(graph.nodes)}
+            after = max([*reads, inputs[-1]], key=order.__getitem__)
+            with graph.inserting_after(after):
+                known[key] = graph.call_function(node.target, args, kwargs)
+            known[key].meta = dict(node.meta)
+        node.replace_all_uses_with(known[key])
         graph.erase_node(node)
 
 

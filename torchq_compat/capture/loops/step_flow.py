@@ -6,6 +6,7 @@ and its own part of a tensor. It hands on the state, a value of each step, or wr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,11 @@ class Flow:
     def template(self) -> list[Node]:
         """The nodes of the first step."""
         return [node for node in self.steps[0] if node is not None]
+
+    @property
+    def covered(self) -> int:
+        """How many nodes its steps have."""
+        return sum(node is not None for step in self.steps for node in step)
 
     @property
     def carried(self) -> list[Carried]:
@@ -221,7 +227,7 @@ def _takes_part(
     if not isinstance(source, Node) or not isinstance(value, Tensor):
         return False
     slope = known[1] - known[0]
-    if slope not in (1, -1) or any(b - a != slope for a, b in zip(known, known[1:], strict=False)):
+    if slope not in (1, -1) or any(b - a != slope for a, b in itertools.pairwise(known)):
         return False
     if len(known) < len(starts):
         raise NotALoopError("the last step does not read its part")
@@ -241,7 +247,11 @@ def _write(flow: Flow, position: int, reads: list[Read], nodes: list[Node | None
     node = nodes[0]
     assert node is not None
     view, value = reads[0], reads[1]
-    if node.target is not ATEN.copy_.default or not isinstance(view, Inside) or view.position not in flow.taken:
+    if (
+        node.target is not ATEN.copy_.default
+        or not isinstance(view, Inside)
+        or view.position not in flow.taken
+    ):
         raise NotALoopError(f"{node} writes into a tensor")
     viewed = flow.steps[0][view.position]
     assert viewed is not None

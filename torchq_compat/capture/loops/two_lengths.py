@@ -121,4 +121,3 @@ def _with_length(
             made = graph.call_function(operator.neg, (made,))
         offset = one - slope * length.short
         return graph.call_function(operator.add, (made, offset)) if offset else made
-

@@ -1,7 +1,7 @@
 """Loops over time: the handler the stages call.
 
-Legacy: none. FX traced a loop over time step by step, for one length. Here its step is prepared, converted and
-lowered as a model of its own, by the rules of the model around it; floats go round.
+Legacy: none. FX traced a loop over time step by step, for one length. Here its step is prepared, converted
+and lowered as a model of its own, by the rules of the model around it; floats go round.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ def _lower_model(path: str, opaque: Any, lower_inside: LowerInside) -> LoweredOp
 def _lower_loop(path: str, loop: OpaqueLoop, lower_inside: LowerInside) -> LoweredOpaqueModule:
     assert isinstance(loop.step, ConvertedGraphModule)
     step, inside = lower_inside(loop.step)
-    decision = Decision(f"{path}/lowering", "loop over time", Action.LOWERED, "its step is lowered as a model")
+    decision = Decision(
+        f"{path}/lowering", "loop over time", Action.LOWERED, "its step is lowered as a model"
+    )
     return LoweredOpaqueModule(path, loop.with_step(step), (decision, *inside))
 
 
