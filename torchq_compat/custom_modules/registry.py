@@ -57,6 +57,7 @@ class ObserveRequest:
         standalone: the configuration of a standalone module.
         prepare_inside: prepares the module as a model of its own, where it is standalone or holds one.
         example_inputs: of the model that the module holds.
+        ones: (argument, dimension) of that model whose size is always 1.
     """
 
     module: nn.Module
@@ -67,6 +68,7 @@ class ObserveRequest:
     standalone: StandaloneSettings | None = None
     prepare_inside: Callable[[ObserveRequest], GraphModule] | None = None
     example_inputs: tuple[Any, ...] | None = None
+    ones: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,10 @@ def capture_model(
     apply_swaps(working, swaps, stubs)
     show_identities(working)
     watching = stubs.results.watch(working)
-    case = CaptureCase(
-        working, args, signature.labelled(args), request.dynamic_shapes, tried.runs, tried.example
-    )
+    inputs = signature.labelled(args)
+    labels = list(inputs)
+    ones = tuple((labels[argument], dimension) for argument, dimension in request.ones)
+    case = CaptureCase(working, args, inputs, request.dynamic_shapes, tried.runs, tried.example, ones=ones)
     try:
         found = capture_checked(case)
     except Exception as cause:

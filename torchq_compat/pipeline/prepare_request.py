@@ -22,6 +22,7 @@ class PrepareRequest:
     Attributes:
         rules: the QConfigMapping; the default one, for custom modules alone, where ``quantizer`` is given.
         is_step: whether what is prepared is the step of a loop, by the rules of the model around it.
+        ones: (argument, dimension) whose size is always 1.
         quantizer: annotates all that is no custom module, in place of ``rules`` and ``backend``.
     """
 
@@ -33,6 +34,7 @@ class PrepareRequest:
     dynamic_shapes: Any
     is_qat: bool
     is_step: bool = False
+    ones: tuple[tuple[int, int], ...] = ()
 
     def inside(self, inner: ObserveRequest) -> PrepareRequest:
         """Return what to prepare a standalone module, or the step of a loop, by."""
@@ -49,6 +51,7 @@ class PrepareRequest:
                 settings=settings,
                 dynamic_shapes=None,
                 is_step=True,
+                ones=inner.ones,
             )
         standalone = inner.standalone
         assert standalone is not None

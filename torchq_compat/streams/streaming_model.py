@@ -36,7 +36,7 @@ class StreamingModel(nn.Module):
         self.streams = streams
 
     # Dynamo cannot read a ContextVar, and would leave out the states.
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model on the next chunk of every stream.
 

@@ -54,23 +54,19 @@ class Part:
 
     Attributes:
         dim: the dimension of the steps.
-        keeps: whether the part has that dimension, of size 1.
         backward: whether the last part is that of the first step.
     """
 
     dim: int
-    keeps: bool = False
     backward: bool = False
 
     def of_steps(self, whole: Tensor) -> Sequence[Tensor]:
-        parts = whole.split(1, self.dim) if self.keeps else whole.unbind(self.dim)
+        parts = whole.unbind(self.dim)
         return parts[::-1] if self.backward else parts
 
     def of_first(self, whole: Tensor) -> Tensor:
         """The shape of a part; there may be none."""
-        shape = [*whole.shape]
-        shape[self.dim : self.dim + 1] = [1] if self.keeps else []
-        return whole.new_empty(shape)
+        return whole.new_empty([*whole.shape[: self.dim], *whole.shape[self.dim + 1 :]])
 
 
 @dataclass(frozen=True)
@@ -139,11 +135,12 @@ class Loop(nn.Module):
 
     Args:
         step: (*states, *parts, *same) -> (*new states, *values).
+        ones: (argument, dimension) of ``step`` whose size is 1 whatever the inputs are.
     """
 
-    def __init__(self, form: LoopForm, step: GraphModel) -> None:
+    def __init__(self, form: LoopForm, step: GraphModel, ones: tuple[tuple[int, int], ...]) -> None:
         super().__init__()
-        self.form = form
+        self.form, self.ones = form, ones
         # No submodule: the modules in it are found as those of a model of its own.
         vars(self)["step"] = step
         self.training = step.training

@@ -202,7 +202,9 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
     in_steps = {name: _paths_in(graph) for name, graph in steps.items()}
     loops = {
         loop.name: Loop(
-            loop.form, GraphModel(_pruned(working, in_steps[loop.name].__contains__), steps[loop.name])
+            loop.form,
+            GraphModel(_pruned(working, in_steps[loop.name].__contains__), steps[loop.name]),
+            loop.ones,
         )
         for loop in rolled.loops
     }

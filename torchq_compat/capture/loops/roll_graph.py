@@ -32,12 +32,14 @@ class RolledLoop:
         name: of its call.
         graph: of one step.
         count: how many steps there were.
+        ones: (argument, dimension) of the step whose size is 1 whatever the inputs are.
     """
 
     name: str
     graph: Graph
     form: LoopForm
     count: int
+    ones: tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -162,9 +164,9 @@ class _Roller:
             tuple(dim for _, dim in self.stacked),
             counted=not taken,
         )
-        body = self._body(taken, same)
+        body, ones = self._body(taken, same), tuple(self._ones(taken, same))
         self._erase()
-        return RolledLoop(self.name, body, form, len(self.steps))
+        return RolledLoop(self.name, body, form, len(self.steps), ones)
 
     def call(self, target: Any, *args: Any) -> Node:
         """Write a call of ``target`` where the graph is being written."""
@@ -175,8 +177,8 @@ class _Roller:
 
     def _stacked_value(self, key: tuple[Read, int]) -> Tensor:
         read, dim = key
-        node = self.steps[0][read.position]
-        assert node is not None
+        assert isinstance(read, (Inside, Carried))
+        node = self.flow.template[read.position]
         return torch.stack([node.meta["val"]] * len(self.steps), dim)
 
     def _keep_invariants(self) -> None:
@@ -270,6 +272,10 @@ class _Roller:
             made[Inside(position)] = graph.placeholder(f"part_{index}")
         for index, node in enumerate(same):
             made[node] = graph.placeholder(f"same_{index}")
+        for position in taken:
+            place, part = self.flow.taken[position], made[Inside(position)]
+            if place.keeps:
+                made[Inside(position)] = graph.call_function(ATEN.unsqueeze.default, (part, place.dim))
 
         def value(read: Read) -> Any:
             outer = self._outer(read)
@@ -297,6 +303,18 @@ class _Roller:
         news = [made[Inside(state.position)] for state in self.states]
         graph.output((*news, *(value(read) for read, _ in self.stacked)))
         return graph
+
+    def _ones(self, taken: list[int], same: Mapping[Node, None]) -> Iterator[tuple[int, int]]:
+        shapes = [state.first.meta["val"].shape for state in self.states]
+        for position in taken:
+            shape = self.flow.template[position].meta["val"].shape
+            place = self.flow.taken[position]
+            shapes.append((*shape[: place.dim], *shape[place.dim + 1 :]) if place.keeps else shape)
+        shapes += [node.meta["val"].shape for node in same]
+        for index, shape in enumerate(shapes):
+            for dim, size in enumerate(shape):
+                if isinstance(size, int) and size == 1:
+                    yield index, dim
 
     def _erase(self) -> None:
         graph = self.graph_module.graph
@@ -422,7 +440,7 @@ def _bounds(taken: Taken, count: int) -> tuple[int, int]:
 
 
 def _part(taken: Taken) -> Part:
-    return Part(taken.dim, taken.keeps, taken.slope < 0)
+    return Part(taken.dim, taken.slope < 0)
 
 
 def _origin(node: Node) -> dict[str, Any]:

@@ -18,7 +18,7 @@ __all__ = ["INDEX_ARGUMENTS", "Leaf", "Steps", "candidates", "leaves_of", "tidy_
 
 ATEN = torch.ops.aten
 #: Arguments that say which step is read or written.
-INDEX_ARGUMENTS = {ATEN.select.int: (2,), ATEN.slice.Tensor: (2, 3)}
+INDEX_ARGUMENTS: dict[Any, tuple[int, ...]] = {ATEN.select.int: (2,), ATEN.slice.Tensor: (2, 3)}
 #: Ops whose results torch.export reads one by one, each the part of one step.
 TAKEN_APART = (ATEN.unbind.int, ATEN.split.Tensor, ATEN.chunk.default)
 #: Constants of a shape; and those with the dtype and device of their first argument.
@@ -240,7 +240,7 @@ def _partial_step(
 def _token(node: Node, stubs: StubRegistry) -> Hashable:
     if node.op == "call_module":
         return node  # A loop that was found before.
-    wild = INDEX_ARGUMENTS.get(node.target, ())  # type: ignore[arg-type]
+    wild = INDEX_ARGUMENTS.get(node.target, ())
     args: Any = tuple("#" if index in wild else arg for index, arg in enumerate(node.args))
     if node.target is OPAQUE_OP:
         tensors, sizes, handle, layout = node.args

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ def _leaves_by_step(nodes: list[Node | None]) -> Iterator[list[Leaf]]:
 
 
 def _wild_leaves(node: Node) -> tuple[int, ...]:
-    return INDEX_ARGUMENTS.get(node.target, ()) if len(leaves_of(node)) == len(node.args) else ()  # type: ignore[arg-type]
+    return INDEX_ARGUMENTS.get(node.target, ()) if len(leaves_of(node)) == len(node.args) else ()
 
 
 def _read(column: tuple[Leaf, ...], where: dict[Node, tuple[int, int]]) -> Read:
@@ -212,7 +212,7 @@ def _takes_part(
     flow: Flow, position: int, nodes: list[Node | None], reads: list[Read], wild: tuple[int, ...]
 ) -> bool:
     """Note that the node at ``position`` reads the part of the step, if it does."""
-    source, dim, starts = reads[0], reads[1], reads[wild[0]]
+    source, dim, starts = reads[0], reads[1], cast("list[Any]", reads[wild[0]])
     node = nodes[0]
     assert node is not None
     value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
@@ -220,7 +220,7 @@ def _takes_part(
     if not all(isinstance(start, int) for start in known) or len(set(known)) < 2:
         return False
     keeps = node.target is ATEN.slice.Tensor
-    if keeps and (len(reads) < 4 or any(e != s + 1 for s, e in _pairs(starts, reads[3]))):
+    if keeps and (len(reads) < 4 or any(e != s + 1 for s, e in _pairs(starts, cast("list[Any]", reads[3])))):
         return False
     if isinstance(source, Inside) and source.position in flow.invariant:
         source = flow.steps[0][source.position]
@@ -231,8 +231,8 @@ def _takes_part(
         return False
     if len(known) < len(starts):
         raise NotALoopError("the last step does not read its part")
-    start = known[0] if known[0] >= 0 else known[0] + int(value.shape[int(dim)])
-    flow.taken[position] = Taken(source, int(dim) % value.dim(), start, slope, keeps)
+    start = known[0] if known[0] >= 0 else known[0] + int(value.shape[int(cast(int, dim))])
+    flow.taken[position] = Taken(source, int(cast(int, dim)) % value.dim(), start, slope, keeps)
     return True
 
 

@@ -68,7 +68,7 @@ class LoopHandler(CustomModuleHandler):
         loop = request.module
         assert isinstance(loop, Loop)
         assert request.prepare_inside is not None
-        step = replace(request, module=vars(loop)["step"], example_inputs=loop.example)
+        step = replace(request, module=vars(loop)["step"], example_inputs=loop.example, ones=loop.ones)
         prepared = request.prepare_inside(step)
         assert isinstance(prepared, QuantizationGraphModule)
         # torchao asks every module of the graph around it whether it is a standalone module of its own.

@@ -64,12 +64,8 @@ def _scan(
         now, rest = flat[:count], flat[count:]
         parts, rest = rest[: len(wholes)], rest[len(wholes) :]
         given, rest = rest[: len(same)], rest[len(same) :]
-        shaped = [
-            each.unsqueeze(part.dim) if part.keeps else each
-            for part, each in zip(form.parts, parts, strict=True)
-        ]
         values = dict(zip(weights, rest, strict=True))
-        results = functional_call(step, values, (*now, *shaped[:read], *given))
+        results = functional_call(step, values, (*now, *parts[:read], *given))
         # scan refuses a result that is another one, or an argument.
         return [each.clone() for each in results]
 
