@@ -166,6 +166,23 @@ def test_its_state_is_saved_and_loaded() -> None:
     assert all(name.startswith("loop.step.") for name in weights)
 
 
+def test_it_computes_what_its_step_does_in_a_plain_loop() -> None:
+    case = LOOPS["over_columns"]
+    prepared = prepared_model(case, case.model())
+    calibrate(prepared, [case.inputs(9)])
+    reference = tc.convert_to_reference_fx(prepared)
+    (x,) = case.inputs(17, 3)
+    h, outputs = torch.zeros(3, 8), []
+    for t in range(17):
+        h, output = reference.loop.step(h, x[:, t])
+        outputs.append(output)
+    found = reference(x)
+    assert torch.equal(found[0], torch.stack(outputs, 1))
+    assert torch.equal(found[1], h)
+    # What is inside is reachable by the paths of the user's model.
+    assert reference.get_submodule("cell") is reference.loop.step.cell
+
+
 @pytest.mark.slow
 def test_it_is_trained() -> None:
     case = LOOPS["over_columns"]

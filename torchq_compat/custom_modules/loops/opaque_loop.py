@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -45,7 +45,22 @@ class OpaqueLoop(OpaqueModule):
         """See ``run_steps``; in an exported program a ``scan``, unless its steps are asked for one by one."""
         if torch.compiler.is_exporting() and shape_in_export() is not LoopShape.UNROLLED:
             return _scan(self.form, self.step, states, wholes, same)
-        return run_steps(self.form, self.step, states, wholes, same)
+        return run_steps(self.form, self._calls_of_step(), states, wholes, same)
+
+    def _calls_of_step(self) -> Callable[..., Any]:
+        """The first call checks its arguments and that packed weights are current; all have the same."""
+        step, called = self.step, False
+        if step._forward_hooks or step._forward_pre_hooks or torch.compiler.is_compiling():
+            return step
+
+        def call(*args: Tensor) -> Any:
+            nonlocal called
+            if called:
+                return step.forward(*args)
+            called = True
+            return step(*args)
+
+        return call
 
 
 def _scan(
