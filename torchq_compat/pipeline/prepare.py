@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torchq_compat import batch_norm
+from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.checked.checked_prepare import check_prepared
 from torchq_compat.capture.checked.size_decisions import decide_blocks, decide_sizes
 from torchq_compat.capture.leftovers import decide_leftovers
@@ -21,7 +24,7 @@ from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.root import with_parent
 from torchq_compat.custom_modules.swap import decide_swaps
 from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule, Stage
-from torchq_compat.graph.module_views import describe_modules
+from torchq_compat.graph.module_views import ModuleFacts, describe_modules
 from torchq_compat.graph.quantized_interface import QuantizedInterface
 from torchq_compat.pipeline.capture_model import CapturedModel, capture_model, try_model
 from torchq_compat.pipeline.float_model import check_float_model, signature_of
@@ -34,7 +37,7 @@ from torchq_compat.pipeline.observe_modules import (
     place_modules,
 )
 from torchq_compat.pipeline.prepare_request import PrepareRequest
-from torchq_compat.pipeline.roll_loops import with_rolled_loops
+from torchq_compat.pipeline.roll_loops import WithLoops, with_rolled_loops
 from torchq_compat.pipeline.share_modules import share_modules
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.model_copies import copied_model
@@ -53,7 +56,14 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     check_float_model(model)
     # torchao's prepare for QAT makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        return _prepare(model, request)
+        try:
+            return _prepare(model, request)
+        except _RolledModelFailedError as failed:
+            return _prepare(model, replace(request, unrolled_because=str(failed)))
+
+
+class _RolledModelFailedError(Exception):
+    """A model whose loops were rolled cannot be prepared; it may be as it was written."""
 
 
 def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
@@ -66,9 +76,37 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     signature = signature_of(working, request.example_inputs)
 
     modules_of = describe_modules(working)
-    as_written = working
     with slow_stage(f"looking for loops in {name}"):
         with_loops = with_rolled_loops(working, signature, request)
+    copied = _Copied(working, with_loops, signature, modules_of, cumulative)
+    if not with_loops.steps:
+        return _prepare_copied(model, copied, request)
+    try:
+        return _prepare_copied(model, copied, request)
+    except Exception as cause:
+        first_line = (str(cause).strip().splitlines() or [""])[0]
+        raise _RolledModelFailedError(f"{type(cause).__name__}: {first_line}") from cause
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A copy of the float model.
+
+    Attributes:
+        as_written: with the loops that the model's own code runs.
+        with_loops: with loops that are modules.
+    """
+
+    as_written: nn.Module
+    with_loops: WithLoops
+    signature: CallSignature
+    modules: Mapping[str, ModuleFacts]
+    cumulative: Collection[str]
+
+
+def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) -> QuantizationGraphModule:
+    name, is_qat = type(model).__name__, request.is_qat
+    as_written, with_loops, signature = copied.as_written, copied.with_loops, copied.signature
     working = with_loops.model
 
     # Select what is a custom module, and tell what is left behind.
@@ -95,7 +133,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     interface = _read_interface(captured, request)
     with slow_stage(f"observing {name}"):
         prepared, decided = _insert_observers(
-            Captured(graph_module, working, boundaries, interface, cumulative), request
+            Captured(graph_module, working, boundaries, interface, copied.cumulative), request
         )
 
     # Wrap, and check.
@@ -113,7 +151,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
         interface,
         request.backend if request.quantizer is None else None,
         is_custom_module=type(as_written) is not type(model),
-        modules=modules_of,
+        modules=copied.modules,
         steps=with_loops.steps,
     )
     made = QuantizationGraphModule.wrap(prepared, record, _preserved(as_written, request))

@@ -22,6 +22,7 @@ class PrepareRequest:
     Attributes:
         rules: the QConfigMapping; the default one, for custom modules alone, where ``quantizer`` is given.
         is_step: whether what is prepared is the step of a loop, by the rules of the model around it.
+        unrolled_because: why loops over time stay as they are written.
         ones: (argument, dimension) whose size is always 1.
         quantizer: annotates all that is no custom module, in place of ``rules`` and ``backend``.
     """
@@ -34,6 +35,7 @@ class PrepareRequest:
     dynamic_shapes: Any
     is_qat: bool
     is_step: bool = False
+    unrolled_because: str = ""
     ones: tuple[tuple[int, int], ...] = ()
 
     def inside(self, inner: ObserveRequest) -> PrepareRequest:

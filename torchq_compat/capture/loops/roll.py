@@ -260,15 +260,16 @@ def _refuse_parted_parameters(made: RolledModel) -> None:
 
 
 def _pruned(module: nn.Module, keeps: Callable[[str], bool], prefix: str = "") -> nn.Module:
-    """Return ``module`` with the submodules that ``keeps`` accepts by path: itself, if that are all."""
-    children = {}
-    for name, child in module._modules.items():
-        if child is not None and keeps(f"{prefix}{name}"):
-            children[name] = _pruned(child, keeps, f"{prefix}{name}.")
-    if list(children.values()) == list(module._modules.values()):
+    """Return ``module`` with the submodules that ``keeps`` accepts by path, in containers of its own: what is
+    put into the place of one is seen nowhere else."""
+    if not module._modules:
         return module
     fewer = copy.copy(module)
-    vars(fewer)["_modules"] = children
+    vars(fewer)["_modules"] = {
+        name: child if child is None else _pruned(child, keeps, f"{prefix}{name}.")
+        for name, child in module._modules.items()
+        if child is None or keeps(f"{prefix}{name}")
+    }
     return fewer
 
 
