@@ -199,7 +199,9 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.
             "to_pandas needs pandas, which is not installed.",
             hint="install the extra: pip install torchq-compat[notebook]; to_dict() needs nothing.",
         ) from missing
-    return pd.DataFrame(list(rows), columns=list(columns))
+    # Missing integers stay integers with pandas' own dtype; else they would all be shown as floats.
+    integers = {name: "Int64" for name in columns if name.endswith(("zero_point", "channels"))}
+    return pd.DataFrame(list(rows), columns=list(columns)).astype(integers)
 
 
 def _rows(decisions: tuple[Decision, ...]) -> Iterator[Row]:

@@ -99,8 +99,11 @@ def test_explain_as_json(tmp_path: Path) -> None:
 def test_explain_as_text(tmp_path: Path) -> None:
     assert run(tmp_path, "--explain", "why.txt").returncode == 0
     text = (tmp_path / "why.txt").read_text()
-    assert text.startswith("Model, converted\n\npath ")
-    assert "dtype=uint8, scale=" in text
+    title, summary, header, head = re.split(r"\n+", text)[:4]
+    assert title == "Model, converted"
+    assert re.match(r"\d+ quantized, .*0 float", summary)
+    assert header.split()[:5] == ["where", "what", "as", "scale", "zero"]
+    assert re.match(r"\S+ +\S.* uint8 +\d\.\d+", head)
 
 
 @pytest.mark.parametrize("place", [".", "missing/why.json"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torchq_compat.migrate.comparison.report.made_by import made_by
 from torchq_compat.migrate.comparison.report.page_tables import bars, page_table
 from torchq_compat.migrate.comparison.report.summary_sentence import grade, summary_sentence, worst_places
 from torchq_compat.migrate.comparison.report.terminal_report import cost_rows
-from torchq_compat.migrate.comparison.results import ComparedModel, FxOutcome
+from torchq_compat.migrate.comparison.results import ComparedModel, FxOutcome, Point
 from torchq_compat.support.atomic_files import write_whole
 
 __all__ = ["check_page", "page", "write_page"]
@@ -130,7 +130,10 @@ def _plots(comparison: ComparedModel) -> Iterator[Plots]:
                 "The float model's values, and shaded what the integers cover, from dashed end to dashed "
                 "end; ticks are their steps (at most 64 drawn).",
                 "several",
-                tuple(Picture(point.name, plots.histogram(point)) for point in points),
+                tuple(
+                    Picture(", ".join(point.name for point in alike), plots.histogram(alike))
+                    for alike in _alike(points)
+                ),
             )
     for cell in capture.cells:
         yield Plots(
@@ -141,6 +144,15 @@ def _plots(comparison: ComparedModel) -> Iterator[Plots]:
             "scrolled",
             (Picture("", plots.cell_chain(cell, capture)),),
         )
+
+
+def _alike(points: Iterable[Point]) -> Iterable[list[Point]]:
+    """Return the points in groups of which one picture tells all."""
+    groups: dict[object, list[Point]] = {}
+    for point in points:
+        fx = point.fx.qparams if point.fx else None
+        groups.setdefault((point.histogram, point.ours.qparams, fx), []).append(point)
+    return groups.values()
 
 
 def _no_place(path: str, problem: str) -> ReportError:

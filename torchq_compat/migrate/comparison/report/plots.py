@@ -66,11 +66,14 @@ def histogram_groups(capture: Capture) -> Iterator[tuple[str, list[Point]]]:
         yield cell.path, [point for point in parts if point.histogram]
 
 
-def histogram(point: Point) -> str:
-    """Return the float values at a place, and the qparams of both sides."""
+def histogram(alike: Sequence[Point]) -> str:
+    """Return the float values at places that have the same ones, and the qparams of both sides."""
     figure = Figure(figsize=SMALL, layout="constrained")
-    _histogram(figure.subplots(), point)
-    return _svg(figure, point.name)
+    axes = figure.subplots()
+    _histogram(axes, alike[0])
+    names = [point.name.rpartition(".cell.")[2] for point in alike]
+    axes.set_title(_shortened(", ".join(names), 34), fontsize=9)
+    return _svg(figure, alike[0].name)
 
 
 def _histogram(axes: Axes, point: Point) -> None:
@@ -88,7 +91,6 @@ def _histogram(axes: Axes, point: Point) -> None:
     if fx is not None and (ours is None or not fx.same_qparams(ours)):
         _mark_qparams(axes, fx, FX, view, TICK)
     axes.set_xlim(view)
-    axes.set_title(_shortened(point.name.rpartition(".cell.")[2], 34), fontsize=9)
     axes.tick_params(labelsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(5))
 
