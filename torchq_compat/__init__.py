@@ -140,8 +140,8 @@ def __dir__() -> list[str]:
 class _Package(ModuleType):
     """The package as ``help`` sees it: pydoc would list every folder, where users import ten modules."""
 
-    @property  # type: ignore[override]
-    def __path__(self) -> Any:
+    @property
+    def __path__(self) -> Any:  # type: ignore[override]
         asked_by = sys._getframe(1).f_globals.get("__name__")
         if asked_by == "pydoc":
             raise AttributeError("__path__")

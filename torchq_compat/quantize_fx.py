@@ -345,9 +345,6 @@ def _prepare(
             hint=f"the order is {name}(model, qconfig_mapping, example_inputs).",
         )
     rules = read_qconfig_mapping(qconfig_mapping)
-    told = misfit(rules.qconfigs, is_qat=is_qat)
-    if told:
-        warn_user(told)
     request = PrepareRequest(
         rules=rules,
         quantizer=quantizer,
@@ -357,7 +354,11 @@ def _prepare(
         dynamic_shapes=dynamic_shapes,
         is_qat=is_qat,
     )
-    return prepare(model, request)
+    prepared = prepare(model, request)
+    told = misfit(rules.qconfigs, is_qat=is_qat) if quantizer is None else ""
+    if told:
+        warn_user(told)
+    return prepared
 
 
 def _asks_for_something(equalization_config: Any) -> bool:
