@@ -139,6 +139,8 @@ def _reasons(point: Point, capture: Capture) -> Iterator[str]:
         yield f"The noise comes in: {before.name}, before it, has {before.ours.sqnr:.1f} dB."
     elif len(qparams.scales) == 1:
         yield f"The noise is its own: one step is {qparams.scales[0]:.3g}."
+    else:
+        yield f"It has {len(qparams.scales)} sets of qparams; the parts that they are of carry the noise."
 
 
 def _width(qparams: QParamsView) -> float:
