@@ -32,8 +32,8 @@ HEADERS = tuple(
     for name in ("cell_loop", "cell_program", "cell_kernels", "instruction_sets", "tile_kernels", "threads")
 )
 OPERATOR = SOURCE.with_name("recurrent_operator.cpp")
-# No contraction: a fused multiply-add would round otherwise than the q-dq graph. The instruction set is chosen
-# while it runs, by the CPU.
+# No contraction: a fused multiply-add would round otherwise than the q-dq graph. The instruction set is
+# chosen while it runs, by the CPU.
 FLAGS = (
     *("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fopenmp", "-shared", "-fPIC"),

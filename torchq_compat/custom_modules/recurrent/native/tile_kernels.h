@@ -89,17 +89,16 @@ struct Rounder {
   }
 };
 
-// e^x within 2 units in the last place: 2^n times a polynomial in r, |r| <= ln(2) / 2. Of NaN: NaN.
+// e^x within 3 units in the last place: 2^n times a polynomial in r, |r| <= ln(2) / 2, that is 1.1e-7 off at
+// most. Of NaN: NaN.
 INLINE F exponential(F x) {
   x = least(all(88.0f), greatest(all(-87.0f), x));
   const F shifted = x * all(1.44269504f) + all(kRounder);
   const F n = shifted - all(kRounder);
   const F r = (x - n * all(0.693359375f)) + n * all(2.12194440e-4f);
-  F series = r * all(1.0f / 5040) + all(1.0f / 720);
-  series = series * r + all(1.0f / 120);
-  series = series * r + all(1.0f / 24);
-  series = series * r + all(1.0f / 6);
-  series = series * r + all(0.5f);
+  F series = r * all(0.0083125f) + all(0.04189033f);
+  series = series * r + all(0.16667115f);
+  series = series * r + all(0.4999923f);
   series = series * r + all(1.0f);
   series = series * r + all(1.0f);
   return series * reinterpret_cast<F>((bits(shifted) << 23) + all(int32_t{127 << 23}));
