@@ -6,9 +6,13 @@
 
 #include "cell_kernels.h"
 
-#if defined(__x86_64__)
+// With TORCHQ_COMPAT_PLAIN there is plain C++ alone, which compiles sooner.
+#if defined(TORCHQ_COMPAT_PLAIN)
+#elif defined(__x86_64__)
+#define TORCHQ_COMPAT_X86 1
 #include <immintrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
+#define TORCHQ_COMPAT_ARM 1
 #include <arm_neon.h>
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -16,7 +20,7 @@
 
 namespace {
 
-#if defined(__x86_64__)
+#if TORCHQ_COMPAT_X86
 
 #pragma GCC push_options
 #pragma GCC target("avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
@@ -48,7 +52,7 @@ namespace {
 #define TARGET_SSE2 1
 #include "tile_kernels.h"
 
-#elif defined(__aarch64__) && defined(__linux__)
+#elif TORCHQ_COMPAT_ARM
 
 #pragma GCC push_options
 #pragma GCC target("arch=armv8.2-a+dotprod")
@@ -72,7 +76,7 @@ struct InstructionSet {
 
 // The best first; the last runs anywhere.
 inline const InstructionSet* instruction_sets(int64_t* count) {
-#if defined(__x86_64__)
+#if TORCHQ_COMPAT_X86
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2");
   static const InstructionSet kSets[] = {
@@ -82,7 +86,7 @@ inline const InstructionSet* instruction_sets(int64_t* count) {
       {&avx2::kKernels, has_avx2},
       {&sse2::kKernels, true},
       {&plain::kKernels, true}};
-#elif defined(__aarch64__) && defined(__linux__)
+#elif TORCHQ_COMPAT_ARM
   static const InstructionSet kSets[] = {
       {&neon_dotprod::kKernels, (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0}, {&plain::kKernels, true}};
 #else
