@@ -8,7 +8,6 @@ says which of them follow the mode.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.training_modes import fix_mode, training_flag
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.model_copies import copied_model
 
 __all__ = ["EvaluationRun", "decide_evaluation", "fix_modes", "run_in_evaluation"]
 
@@ -66,7 +66,7 @@ class EvaluationRun:
 
 def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRun:
     """Run a copy of ``working`` in evaluation."""
-    model = copy.deepcopy(working).eval()
+    model = copied_model(working).eval()
     recorder = _Recorder()
     try:
         with _following(model, recorder), recorder, torch.no_grad(), torch.random.fork_rng(devices=[]):
