@@ -215,3 +215,19 @@ def test_codegen_of_a_captured_model_asks_for_bindings_and_output() -> None:
     assert type(codegen) is upstream.PyTreeCodeGen
     assert codegen.gen_var_bindings(["x", "pair"], ["x", "a", "b"], False).count("tree_flatten_spec") == 1
     assert "tree_unflatten" in codegen.generate_output(("a", "b"))
+
+
+def test_guards_of_a_program_are_those_its_module_checks() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.size(1) != 5
+            return x + x
+
+    free = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+    program = torch.export.export(Twice(), (torch.ones(4, 2),), dynamic_shapes=free)
+    guards = upstream.guards_of(program)
+    assert guards == ["L['x'].size()[1] != 5"]
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program.module()(torch.ones(4, 5))
+    guards.clear()
+    assert program.module()(torch.ones(4, 5)).shape == (4, 5)

@@ -109,20 +109,16 @@ def export_with_free_sizes(
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``args`` with a copy of each tensor that is there twice, say as h0 and c0: torch.export would
-    take both for one input, and the captured model would read one of its arguments for both. And of each that
-    is a view: making it again from its base, torch.export asks whether its sizes are 1, and guards on it."""
-    seen: set[int] = set()
+    """Return ``args`` with each tensor copied. One that is there twice, say as h0 and c0, torch.export would
+    take for one input, and the captured model would read one of its arguments for both; of one that is a view
+    it would ask whether the sizes are 1, to make it again from its base, and guard on the answer."""
 
-    def once(leaf: Any) -> Any:
+    def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) in seen or leaf._is_view():
-            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        seen.add(id(leaf))
-        return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-    distinct: tuple[Any, ...] = pytree.tree_map(once, args)
+    distinct: tuple[Any, ...] = pytree.tree_map(copied, args)
     return distinct
 
 

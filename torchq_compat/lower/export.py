@@ -16,6 +16,7 @@ from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
 from torchq_compat.graph.graph_module import ConvertedGraphModule
 from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.cleanup_passes import clean_up
+from torchq_compat.lower.guards_of_ones import drop_guards_of_ones
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
 from torchq_compat.packed_sequences.as_padded import with_padded_packs
 from torchq_compat.streams.stream_program import StreamProgram
@@ -83,7 +84,7 @@ def export(
             found = _error(model, args, shape, dynamic_shapes, cause)
             raise found from without_frames_of_torch(cause)
     if dynamic_shapes is None:
-        _drop_guards_of_layout(program)
+        drop_guards_of_ones(program, model, args)
     _freeze(program)
     clean_up(program)
     _warn_of_float_modules(model)
@@ -152,16 +153,6 @@ def _error(
 ) -> TorchQCompatError:
     error = explain_failure(model, args, cause)
     return _export_refused(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
-
-
-def _drop_guards_of_layout(program: ExportedProgram) -> None:
-    """Let sizes be 1: where an operator reads a view, torch asks whether they are, to know its strides.
-
-    What the model itself asked of its sizes ``check_sizes`` asks in the program.
-    """
-    guards = getattr(program, "_guards_code", None)  # not in every torch
-    if guards:
-        guards[:] = [guard for guard in guards if not guard.endswith("!= 1")]
 
 
 def _freeze(program: ExportedProgram) -> None:

@@ -22,9 +22,10 @@ from torchq_compat.migrate.rewrites import REWRITES
 from torchq_compat.migrate.rewrites.declaration import Rewrite
 from torchq_compat.migrate.scanning.rewriter import InvalidResultError, Origin, rewrite_text
 from torchq_compat.migrate.scanning.scanner import Finding, Scan, scan_paths
-from torchq_compat.migrate.scanning.terminal import print_problems, progress, stopping_cleanly
+from torchq_compat.migrate.scanning.terminal import print_problems, progress
 from torchq_compat.migrate.source.documents import Document
 from torchq_compat.migrate.source.source_files import Problem, UnreadableError, replace_file
+from torchq_compat.migrate.stopping import stopping_cleanly
 from torchq_compat.showing.rows import counted
 
 __all__ = ["add_parser", "rewrite_command"]

@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.ao.quantization.qconfig_mapping import (
     _FIXED_QPARAMS_OP_TO_OBSERVER as FIXED_QPARAMS_OP_TO_OBSERVER,
 )
+from torch.export import ExportedProgram
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as USER_PRESERVED_ATTRIBUTES_KEY
@@ -49,6 +50,7 @@ __all__ = [
     "detect_fake_mode",
     "disable_current_modes",
     "get_node_name_to_scope",
+    "guards_of",
     "has_kernel",
     "is_activation_post_process",
     "make_per_channel_quantized_tensor",
@@ -79,6 +81,13 @@ DEVICE_CACHES = (
     (torchao.utils, "_assert_and_get_unique_device"),
     (torch.ao.quantization.fx.utils, "assert_and_get_unique_device"),
 )
+
+
+def guards_of(program: ExportedProgram) -> list[str]:
+    """Return the guards that ``program.module()`` checks, as Python code; a program keeps what is taken out
+    of the list."""
+    guards: list[str] = getattr(program, "_guards_code", [])  # not in every torch
+    return guards
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torchq_compat.opaque_calls.recorded_calls import RecordedCalls
 from torchq_compat.support.model_copies import copied_model, copied_weights
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["FloatRun", "GraphRunner", "Runs", "run_graph", "run_prepared", "trial_copy"]
+__all__ = ["FloatRun", "GraphRunner", "Runs", "kept_buffers", "run_graph", "run_prepared", "trial_copy"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def run_graph(
     runner: type[GraphRunner] | None = None,
 ) -> Any:
     """Run a captured graph with ``modules``, by handle, behind the opaque calls of ``stubs``."""
-    with _no_trace(), _kept_buffers(graph_module):
+    with _no_trace(), kept_buffers(graph_module):
         return (runner or GraphRunner)(graph_module, stubs, modules).run(*copied_inputs(args))
 
 
@@ -105,7 +105,7 @@ def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callab
     try:
         for module in off:
             vars(module)["forward"] = _hand_on
-        with _no_trace(), _kept_buffers(prepared):
+        with _no_trace(), kept_buffers(prepared):
             return prepared(*copied_inputs(args))
     finally:
         for module in off:
@@ -166,7 +166,8 @@ def _no_trace() -> Iterator[None]:
 
 
 @contextmanager
-def _kept_buffers(module: nn.Module) -> Iterator[None]:
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Put the buffers of ``module`` back afterwards."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield

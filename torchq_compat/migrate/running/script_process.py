@@ -11,6 +11,7 @@ import atexit
 import builtins
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
@@ -19,6 +20,7 @@ from types import TracebackType
 
 from torchq_compat.migrate.running.import_noise import import_noise_held_back
 from torchq_compat.migrate.running.run_options import RunOptions
+from torchq_compat.migrate.stopping import stopping_cleanly
 
 __all__ = ["execute_script", "main", "show_script_error"]
 
@@ -70,7 +72,8 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
 
     def report(script: str) -> str:
         if options.explain:
-            write_explanation(recorder.models, Path(options.explain))
+            with stopping_cleanly():
+                write_explanation(recorder.models, Path(options.explain))
         return recorder.summary(script)
 
     return report
@@ -113,5 +116,8 @@ def _finish(report: Callable[[str], str], script: str) -> None:
         sys.stdout.flush()
     try:
         print(report(script), file=sys.stderr)
+    except SystemExit:
+        # Python would print what is raised at interpreter exit, and exit with the script's code.
+        os.kill(os.getpid(), signal.SIGTERM)
     except OSError as error:
         print(f"torchq-compat: problem: the explanation was not written: {error}", file=sys.stderr)

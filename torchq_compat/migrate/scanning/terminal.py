@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from rich.console import Console
@@ -16,7 +13,7 @@ from rich.text import Text
 
 from torchq_compat.migrate.source.source_files import Problem
 
-__all__ = ["print_finding", "print_problems", "print_table", "progress", "stopping_cleanly"]
+__all__ = ["print_finding", "print_problems", "print_table", "progress"]
 
 ItemT = TypeVar("ItemT")
 #: Where standard output is no terminal: wide enough that no line is folded.
@@ -27,23 +24,6 @@ def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
     """Return ``items``, with a bar while they are gone through, on a terminal only."""
     console = Console(stderr=True)
     return track(items, description, console=console, transient=True, disable=not console.is_terminal)
-
-
-@contextmanager
-def stopping_cleanly() -> Iterator[None]:
-    """On SIGTERM leave as on an interrupt: temporary files are removed, then the process ends."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Console(Console):
