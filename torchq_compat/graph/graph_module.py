@@ -49,6 +49,7 @@ from torchq_compat.qspecs.loaded_qparams import adopt_loaded_qparams
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.model_copies import copied_weights
 from torchq_compat.support.torchscript_stage import scripted_graph
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
@@ -320,6 +321,7 @@ class QuantizationGraphModule(GraphModule):
         with warnings.catch_warnings():
             # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            memo.update(copied_weights(self))
             return cast("Self", super().__deepcopy__(memo))
 
     def __getattr__(self, name: str) -> Any:

@@ -80,8 +80,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
 
     # Observe the custom modules, and place them.
     modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
-    if request.quantizer is not None:
-        restore_source_functions(graph_module, working)
+    restore_source_functions(graph_module, working)
     writers, decisions = share_modules(captured, swaps, modules, decisions, request.quantizer)
     decisions.extend(place_modules(captured, swaps, modules, writers, is_qat=is_qat))
     boundaries = boundaries_of(graph_module, swaps, tried.runs.calls)

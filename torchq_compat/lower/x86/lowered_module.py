@@ -154,9 +154,12 @@ class LoweredGraphModule(QuantizationGraphModule):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """See ``nn.Module``; what the graph calls is among them."""
+        """See ``nn.Module``; what the graph calls is among them. torch.export sees those of the reference: it
+        would find a parameter under the name of a module that was made from its own."""
         memo = set() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
+        if _is_captured():
+            return
         for name, module in vars(self).get(MADE, _Made({})).made_modules():
             path = ".".join(filter(None, (prefix, MADE, name)))
             yield from module.named_modules(memo, path, remove_duplicate)

@@ -54,12 +54,14 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
         from torchq_compat.migrate.running.recorder import Recorder
         from torchq_compat.migrate.running.redirections import redirect
+        from torchq_compat.migrate.running.removed_captures import restore_removed_captures
         from torchq_compat.migrate.running.removed_imports import redirect_removed_imports
 
         recorder = Recorder(strict=options.strict)
         redirect(lambda function, _: recorder.wrap(remembering_prepared(function)), options.replacements)
         refuse_numeric_suite()
         redirect_removed_imports()
+        restore_removed_captures()
         accept_checkpoints()
 
     def report(script: str) -> str:
