@@ -77,7 +77,7 @@ def test_redirected(tmp_path: Path) -> None:
     assert (
         "Sequential, quantized dynamically: 1 DynamicQuantizedLinear, 1 DynamicQuantizedLSTM" in result.stderr
     )
-<<<<<<< HEAD
+    assert lines[-1] == "[<class 'torch.nn.modules.linear.Linear'>]"
 
 
 def test_the_private_convert_hands_on_every_argument() -> None:
@@ -85,6 +85,3 @@ def test_the_private_convert_hands_on_every_argument() -> None:
     prepared(torch.randn(2, 4))
     with pytest.warns(QuantizationWarning, match="keep_original_weights=True changes nothing"):
         private_functions.convert_fx(prepared, keep_original_weights=True)
-=======
-    assert lines[-1] == "[<class 'torch.nn.modules.linear.Linear'>]"
->>>>>>> main
