@@ -87,6 +87,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
 
     # Annotate, and insert observers.
     interface = _read_interface(captured, request)
+    batch_norms = batch_norm.by_path(graph_module)
     with slow_stage(f"observing {name}"):
         prepared, decided = _insert_observers(
             Captured(graph_module, working, boundaries, interface, cumulative), request
@@ -107,6 +108,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
         request.backend if request.quantizer is None else None,
         is_custom_module=type(working) is not type(model),
         modules=modules_of,
+        batch_norms=batch_norms,
     )
     made = QuantizationGraphModule.wrap(prepared, record, _preserved(working, request))
     with slow_stage(f"checking {name}"):

@@ -18,6 +18,7 @@ from torch.fx.graph import PythonCode
 
 from torchq_compat.graph.graph_module import (
     ConvertedGraphModule,
+    ConvertedModel,
     QuantizationGraphModule,
     preserved_of,
     record_of,
@@ -73,7 +74,7 @@ def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule
     return lowered
 
 
-class LoweredGraphModule(QuantizationGraphModule):
+class LoweredGraphModule(ConvertedModel):
     """A converted model that runs on integer kernels.
 
     The reference graph is the one source of truth: parameters, buffers, submodules and state_dict are its
@@ -198,11 +199,11 @@ class LoweredGraphModule(QuantizationGraphModule):
         return code
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
-        """See ``ConvertedGraphModule``."""
+        """See ``ConvertedModel``."""
         return self.reference.input_qparams()
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
-        """See ``ConvertedGraphModule``."""
+        """See ``ConvertedModel``."""
         return self.reference.output_qparams()
 
     def get_extra_state(self) -> Tensor:
