@@ -7,7 +7,7 @@ import threading
 import traceback
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import FrameType
@@ -33,6 +33,7 @@ from torchq_compat.graph.failed_calls import (
     structure_of,
 )
 from torchq_compat.graph.module_views import ModuleFacts, install_views
+from torchq_compat.graph.numeric_suite import StateOfCaptured, refuse_numeric_suite
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer, refuse_torchao_prepare
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
@@ -271,6 +272,24 @@ class QuantizationGraphModule(GraphModule):
             if place is not None:
                 return _observer_failed(place, cause)
         return explain_failed_call(self.reference, stage.value, args, cause)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As ``nn.Module.named_children``, for all but the Numeric Suite."""
+        refuse_numeric_suite(sys._getframe(1))
+        return super().named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As ``nn.Module.named_modules``, for all but the Numeric Suite."""
+        refuse_numeric_suite(sys._getframe(1))
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return modules
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.state_dict``."""
+        if not args and kwargs.get("destination") is None:
+            kwargs["destination"] = StateOfCaptured()
+            kwargs["destination"]._metadata = OrderedDict()
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -7,9 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat
+from torchq_compat.errors import QuantizationWarning
+from torchq_compat.migrate.running import private_functions
 
+MAPPING = get_default_qconfig_mapping("x86")
 ROOT = Path(torchq_compat.__file__).parents[1]
 SCRIPT = """\
 import copy
@@ -72,3 +78,10 @@ def test_redirected(tmp_path: Path) -> None:
         "Sequential, quantized dynamically: 1 DynamicQuantizedLinear, 1 DynamicQuantizedLSTM" in result.stderr
     )
     assert lines[-1] == "[<class 'torch.nn.modules.linear.Linear'>]"
+
+
+def test_the_private_convert_hands_on_every_argument() -> None:
+    prepared = torchq_compat.prepare_fx(nn.Sequential(nn.Linear(4, 4)).eval(), MAPPING, (torch.randn(2, 4),))
+    prepared(torch.randn(2, 4))
+    with pytest.warns(QuantizationWarning, match="keep_original_weights=True changes nothing"):
+        private_functions.convert_fx(prepared, keep_original_weights=True)

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchq_compat.errors import FxError
 from torchq_compat.graph.graph_module import record_of
+from torchq_compat.graph.numeric_suite import StateOfCaptured, suite_error
 from torchq_compat.migrate.running.redirections import replace_everywhere
 
 __all__ = ["refuse_numeric_suite"]
@@ -39,18 +39,15 @@ def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if any(_is_ours(value) for value in (*args, *kwargs.values())):
-            raise FxError(
-                f"{function.__name__} of the Numeric Suite finds nothing in a model of torchq_compat: its "
-                "graph has no modules of torch.ao.",
-                hint="torchq_compat.compare measures every place against the float model, and "
-                "torchq_compat.suggest returns the mapping that leaves the worst places float.",
-            )
+            raise suite_error(function.__name__)
         return function(*args, **kwargs)
 
     return checked
 
 
 def _is_ours(value: Any) -> bool:
+    if isinstance(value, StateOfCaptured):
+        return True
     if isinstance(value, Mapping):
         return any(isinstance(key, str) and OUR_KEY.fullmatch(key) for key in value)
     return record_of(value) is not None
