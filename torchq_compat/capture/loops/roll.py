@@ -148,10 +148,8 @@ def roll_loops(
     Raises:
         NotALoopError: it cannot be told to compute the same at every length.
     """
-    count = len(looped.groups)
     labels = list(inputs)
-    shorts = [SHORT + index for index in range(count)]
-    grown = [1 + index for index in range(count)]
+    shorts, grown = _choose_lengths(inputs, len(looped.groups))
     longs = [short + more for short, more in zip(shorts, grown, strict=True)]
     lengths = [
         Length(labels.index(group[0][0]), group[0][1], *pair)
@@ -171,6 +169,21 @@ def roll_loops(
     _check(made, runs, args, inputs, looped)
     _keep_examples(made, args)
     return made
+
+
+def _choose_lengths(inputs: Mapping[str, Any], count: int) -> tuple[list[int], list[int]]:
+    """Return short lengths and by how much each grows: sizes that nothing else has, for torch.export takes
+    equal sizes for one."""
+    known = {size for leaf in inputs.values() if isinstance(leaf, Tensor) for size in leaf.shape}
+    shorts: list[int] = []
+    grown: list[int] = []
+    for _ in range(count):
+        short = next(size for size in itertools.count(SHORT) if size not in known)
+        more = next(g for g in itertools.count(1) if g not in grown and short + g not in known)
+        known |= {short, short + more}
+        shorts.append(short)
+        grown.append(more)
+    return shorts, grown
 
 
 def _free_names(working: nn.Module) -> list[str]:
