@@ -37,7 +37,8 @@ def export(
 ) -> ExportedProgram:
     """Export a converted model, with every size free that the captured model left free.
 
-    The program computes the bits of ``convert_to_reference_fx`` at any size, whatever ``recurrent`` says.
+    The program computes the bits of ``convert_to_reference_fx`` at any size; with ``recurrent="opaque"`` its
+    recurrent modules compute those of ``convert_fx`` on x86.
 
     Args:
         converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode; or what
@@ -46,8 +47,8 @@ def export(
             matter, except to an unrolled loop.
         recurrent: how the loop over time of a recurrent module is written. ``"rolled"``: a ``scan`` for each
             layer and direction. ``"unrolled"``: its steps one by one; the program takes sequences as long
-            as the example's. ``"opaque"``: one call of ``torchq_compat::quantized_recurrent`` for the whole
-            module.
+            as the example's. ``"opaque"``: one call of ``torchq_compat_native::recurrent`` for the whole
+            module, which is C++ and what a lowered module calls.
         dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it: what
             it does not name is fixed. Beyond a bound the program raises torch's own error.
 
@@ -133,7 +134,7 @@ def _with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Grap
 
 
 def _read_shape(recurrent: str) -> LoopShape:
-    shapes = [shape for shape in LoopShape if shape is not LoopShape.OPAQUE_DYNAMIC_LSTM]
+    shapes = (LoopShape.ROLLED, LoopShape.UNROLLED, LoopShape.OPAQUE)
     if recurrent not in shapes and not isinstance(recurrent, LoopShape):
         raise ExportError(
             f"export: recurrent={recurrent!r} is not known.",

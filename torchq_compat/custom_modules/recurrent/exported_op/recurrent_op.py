@@ -1,5 +1,6 @@
-"""A converted recurrent module as one operator, ``torchq_compat::quantized_recurrent``.
+"""A converted recurrent module as one operator of readable text, ``torchq_compat::quantized_recurrent``.
 
+For what translates a program to another format, and where a cell has no program for the native operator.
 Opaque to whoever reads the program, and complete: weights are arguments, the cells are a text
 (``graph_text``), from which a backend with a recurrent kernel of its own reads every part and its qparams. It
 computes the bits of the converted module.

@@ -215,21 +215,27 @@ class RecurrentModule(PartOwner):
     def runner(self) -> Runner:
         """Return the runner of the next call."""
         if torch.compiler.is_exporting():
-            return OpaqueRunner() if self._is_opaque_as(shape_in_export()) else TracedRunner()
+            return self._runner_of_export(shape_in_export())
         if self.is_lowered or (torch.compiler.is_compiling() and self.can_be_lowered):
             return NativeRunner(self.bound())
         return PythonRunner()
+
+    def _runner_of_export(self, shape: LoopShape) -> Runner:
+        if shape is LoopShape.OPAQUE:
+            return OpaqueRunner(self.bound() if self.can_be_lowered else None)
+        return OpaqueRunner(None) if self._is_opaque_as(shape) else TracedRunner()
 
     #: Whether its linears choose qparams from what they get, and nothing else is quantized.
     is_dynamic = False
 
     def _is_opaque_as(self, shape: LoopShape) -> bool:
-        if shape is LoopShape.OPAQUE_DYNAMIC_LSTM:
-            contract = self.contract
-            if not self.is_dynamic or not isinstance(contract, SequenceContract):
-                return False
-            return len(contract.kind.states) == 2 and not contract.structure.proj_size
-        return shape is LoopShape.OPAQUE
+        """Whether its cells leave as text."""
+        contract = self.contract
+        if shape is LoopShape.OPAQUE_TEXT:
+            return True
+        if shape is not LoopShape.OPAQUE_DYNAMIC_LSTM or not isinstance(contract, SequenceContract):
+            return False
+        return self.is_dynamic and len(contract.kind.states) == 2 and not contract.structure.proj_size
 
     #: Whether the cells may be converted ones, which the compiled cell loop runs.
     can_be_lowered = False

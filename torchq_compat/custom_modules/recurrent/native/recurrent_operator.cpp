@@ -55,23 +55,45 @@ StableIValue call(const char* name, const Tensor& tensor) {
   return stack[0];
 }
 
+// Some of a tensor's bytes as one number, all of them where they are few. A program that is loaded where
+// another one was has its weights at the same addresses, in storages that do not own them.
+uint64_t sample_of(const Tensor& tensor) {
+  if (!tensor.is_contiguous()) return 0;
+  const ScalarType dtype = tensor.scalar_type();
+  const int64_t size = dtype == ScalarType::Double || dtype == ScalarType::Long ? 8
+                       : dtype == ScalarType::Float                             ? 4
+                                                                                : 1;
+  const int64_t words = tensor.numel() * size / 8, step = words > 512 ? words / 32 : 1;
+  const char* bytes = static_cast<const char*>(tensor.const_data_ptr());
+  uint64_t hash = 14695981039346656037u, word = 0;
+  for (int64_t at = 0; at < words; at += step) {
+    std::memcpy(&word, bytes + 8 * at, 8);
+    hash = (hash ^ word) * 1099511628211u;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
 // How a tensor is recognised: where its numbers are, how many, and how often they were written in place.
 struct Key {
   const void* data;
   int64_t count;
   bool counts_versions;  // inference tensors do not
   int64_t version;
+  uint64_t sample;
 
   static int64_t version_of(const Tensor& tensor) {
     return torch::stable::detail::to<int64_t>(call("aten::_version", tensor));
   }
   static Key of(const Tensor& tensor) {
     const bool counts = !torch::stable::detail::to<bool>(call("aten::is_inference", tensor));
-    return {tensor.const_data_ptr(), tensor.numel(), counts, counts ? version_of(tensor) : 0};
+    return {tensor.const_data_ptr(), tensor.numel(), counts, counts ? version_of(tensor) : 0,
+            sample_of(tensor)};
   }
   bool fits(const Tensor& tensor, bool asks_version) const {
     return tensor.const_data_ptr() == data && tensor.numel() == count &&
-           (!asks_version || !counts_versions || version_of(tensor) == version);
+           (!asks_version ||
+            ((!counts_versions || version_of(tensor) == version) && sample_of(tensor) == sample));
   }
 };
 
@@ -415,6 +437,7 @@ class Cache {
       const bool same_storage =
           old.keys[k].data == module.keys[k].data && old.keys[k].count == module.keys[k].count;
       if (same_storage && old.keys[k].version != module.keys[k].version) return true;
+      if (same_storage && old.keys[k].sample != module.keys[k].sample) return true;
       if (has_owner && k >= 1 && !same_storage) return true;
       is_same = is_same && same_storage;
     }
@@ -547,9 +570,12 @@ Tensor handed_out(const Tensor& result, const std::vector<QParams>& qparams) {
 }
 
 Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights, const Tensor& program,
-                  const std::vector<double>& boundary, const std::vector<int64_t>& batch_sizes,
+                  const std::vector<double>& boundary, const std::vector<int64_t>& given_sizes,
                   int64_t directions, bool batch_first, int64_t owner, int64_t version,
                   int64_t work_per_thread) {
+  // AOTInductor hands nothing over where a list of integers is empty: one 0 says the same.
+  const bool is_empty = given_sizes.size() == 1 && given_sizes[0] == 0;
+  const std::vector<int64_t> batch_sizes = is_empty ? std::vector<int64_t>{} : given_sizes;
   const std::shared_ptr<const Module> module = cache().find(owner, weights, program, boundary, version);
   check(directions == module->directions, "the program has another number of directions");
   check_x(x, *module);
