@@ -6,13 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization import (
-    QConfigMapping,
-    get_default_qat_qconfig_mapping,
-    get_default_qconfig_mapping,
-)
-from torch.ao.quantization.backend_config import BackendConfig
-from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
@@ -32,6 +25,15 @@ from torchq_compat.pipeline.convert import convert_to_reference
 from torchq_compat.pipeline.prepare import prepare
 from torchq_compat.pipeline.prepare_request import PrepareRequest
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
+from torchq_compat.support.torch_ao import (
+    BackendConfig,
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    QConfigMapping,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [

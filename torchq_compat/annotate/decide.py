@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.ao.quantization import HistogramObserver
-from torch.ao.quantization.backend_config import ObservationType
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
@@ -33,6 +31,7 @@ from torchq_compat.qspecs.observers import translate_constructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.torch_ao import HistogramObserver, ObservationType
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
 __all__ = ["GraphDecisions", "decide_graph"]

@@ -8,12 +8,12 @@ the config: quantization range, smallest scale, fixed scale and zero point.
 from __future__ import annotations
 
 import torch
-from torch.ao.quantization.backend_config import DTypeConfig, DTypeWithConstraints
 
 from torchq_compat.config.backend_configs import PatternEntry
 from torchq_compat.qspecs.observers import ObserverConstructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_name, plain_dtype
+from torchq_compat.support.torch_ao import DTypeConfig, DTypeWithConstraints
 
 __all__ = ["find_dtype_config", "is_half_static", "refusal", "takes_weight"]
 

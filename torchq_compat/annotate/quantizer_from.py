@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch.ao.quantization import QConfigMapping
-from torch.ao.quantization.backend_config import BackendConfig
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, QuantizationSpecBase
@@ -28,6 +26,7 @@ from torchq_compat.config.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.qspecs.quantization_specs import make_spec
 from torchq_compat.qspecs.weight_observers import WeightConstructor
 from torchq_compat.support.decisions import Action, Decision, Report
+from torchq_compat.support.torch_ao import BackendConfig, QConfigMapping
 
 __all__ = ["TranslatedQuantizer", "quantizer_from"]
 

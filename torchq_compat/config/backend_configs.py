@@ -13,18 +13,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-# BackendConfig reads a sub-module of its package that the package does not import by itself.
-import torch.ao.quantization.backend_config.backend_config as torch_ao_backend_config
-import torch.ao.quantization.backend_config.utils  # noqa: F401
 from torch import nn
-from torch.ao.quantization.backend_config import (
-    BackendConfig,
-    BackendPatternConfig,
-    DTypeConfig,
-    ObservationType,
-    get_native_backend_config,
-)
-from torch.ao.quantization.utils import MatchAllNode
 
 from torchq_compat.config.legacy_dicts import check_keys, read_dict_form
 from torchq_compat.config.qconfig_mappings import ObjectType
@@ -37,6 +26,15 @@ from torchq_compat.support.argument_checks import (
     mapping_of,
     names_of,
 )
+from torchq_compat.support.torch_ao import (
+    BackendConfig,
+    BackendPatternConfig,
+    DTypeConfig,
+    MatchAllNode,
+    ObservationType,
+    get_native_backend_config,
+)
+from torchq_compat.support.torch_ao import backend_config as torch_ao_backend_config
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["BackendTable", "Join", "PatternEntry", "read_backend_config"]

@@ -8,13 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization.fx.custom_config import (
-    ConvertCustomConfig,
-    FuseCustomConfig,
-    PrepareCustomConfig,
-    StandaloneModuleConfigEntry,
-)
-from torch.ao.quantization.quant_type import QuantType
 
 from torchq_compat.config.backend_configs import BackendTable, read_backend_config
 from torchq_compat.config.legacy_dicts import read_dict_form
@@ -27,6 +20,13 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     mapping_of,
     names_of,
+)
+from torchq_compat.support.torch_ao import (
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    QuantType,
+    StandaloneModuleConfigEntry,
 )
 
 __all__ = [

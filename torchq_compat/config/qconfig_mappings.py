@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch.ao.quantization import QConfig, QConfigMapping
-from torch.ao.quantization.qconfig import qconfig_equals
-
 from torchq_compat.config.legacy_dicts import read_dict_form
 from torchq_compat.errors import ConfigError
 from torchq_compat.support.argument_checks import (
@@ -21,6 +18,7 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     mapping_of,
 )
+from torchq_compat.support.torch_ao import QConfig, QConfigMapping, qconfig_equals
 
 __all__ = [
     "ObjectType",

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.ao.quantization import QConfig
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.call_boundary import OpaqueBoundary
@@ -27,6 +26,7 @@ from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.torch_ao import QConfig
 
 __all__ = [
     "ConvertRequest",

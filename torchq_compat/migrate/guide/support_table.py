@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import torch
 from torch import nn
-from torch.ao.quantization import QConfigMapping
-from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 
 from torchq_compat.config.custom_configs import read_prepare_custom_config
 from torchq_compat.errors import ConfigError
+from torchq_compat.support.torch_ao import PrepareCustomConfig, QConfigMapping, quantizable
 
 __all__ = ["Feature", "Status", "features", "support_page"]
 
@@ -171,7 +169,7 @@ PREPARE_SETTERS: dict[str, Callable[[PrepareCustomConfig], object]] = {
         nn.Sequential, QConfigMapping(), (), None, None
     ),
     "set_float_to_observed_mapping": lambda config: config.set_float_to_observed_mapping(
-        nn.LSTM, torch.ao.nn.quantizable.LSTM
+        nn.LSTM, quantizable.LSTM
     ),
     "set_non_traceable_module_names": lambda config: config.set_non_traceable_module_names(["name"]),
     "set_non_traceable_module_classes": lambda config: config.set_non_traceable_module_classes([nn.GRU]),

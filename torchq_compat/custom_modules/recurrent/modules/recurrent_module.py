@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import NoopObserver, QConfig
 
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.parts.part_specs import FloatPartSpecs, PartSpecs
@@ -51,6 +50,7 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     optional,
 )
+from torchq_compat.support.torch_ao import NoopObserver, QConfig
 
 __all__ = ["ConvertedRecurrent", "ObservedRecurrent", "RecurrentModule"]
 
