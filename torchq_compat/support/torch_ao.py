@@ -63,6 +63,8 @@ from torch.ao.quantization.quant_type import QuantType
 from torch.ao.quantization.quantization_mappings import get_default_dynamic_quant_module_mappings
 from torch.ao.quantization.utils import MatchAllNode
 
+from torchq_compat.support.versions import warn_of_untested_pair
+
 __all__ = [
     "FIXED_QPARAMS_OP_TO_OBSERVER",
     "FX_ENGINE",
@@ -112,6 +114,9 @@ __all__ = [
     "quantized",
     "update_bn_stats",
 ]
+
+# Whatever quantizes imports this module, and only once.
+warn_of_untested_pair()
 
 #: The module of FX's entry points.
 FX_ENGINE = "torch.ao.quantization.quantize_fx"
