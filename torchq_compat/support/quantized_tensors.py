@@ -1,4 +1,4 @@
-"""Tensors of torch.quint8, qint8 and qint32, which carry their qparams: everything this package does with them.
+"""Tensors of torch.quint8, qint8 and qint32, which carry their qparams: what is done with them.
 
 torch deprecates them from 2.13 on (https://github.com/pytorch/pytorch/issues/184982). Here they are at four
 places only, and each has what takes their place when torch drops them: ``REPLACEMENTS``. Nothing that
@@ -7,6 +7,8 @@ places only, and each has what takes their place when torch drops them: ``REPLAC
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,15 +36,16 @@ __all__ = [
     "qparams_of",
     "quantize",
     "quantize_per_channel",
+    "spend_deprecation_warning",
 ]
 
 #: Where quantized tensors are used -> what takes their place.
 REPLACEMENTS = {
-    "x86 integer kernels, `torch.ops.quantized`": "the q-dq graph of `convert_to_reference_fx`, which Inductor "
-    "and torchao's `lower_pt2e_quantized_to_x86` (`torch.ops.onednn`, plain integer tensors) take",
+    "x86 integer kernels, `torch.ops.quantized`": "the q-dq graph of `convert_to_reference_fx`: Inductor "
+    "takes it, and torchao's `lower_pt2e_quantized_to_x86`, whose kernels have plain integer tensors",
     "quantized classes of a user's custom modules": "`takes_floats = True` on the class: it gets floats",
-    "`input_quantized_idxs`, `output_quantized_idxs`": "plain integer tensors, which are taken already; their "
-    "qparams are in the state_dict",
+    "`input_quantized_idxs`, `output_quantized_idxs`": "plain integer tensors, which are taken already; "
+    "their qparams are in the state_dict",
     "`weight()` of a converted module, and states saved by FX": "integers, scales and zero points as three "
     "tensors, as the converted graph has them",
 }
@@ -69,6 +72,7 @@ of_integers_per_channel = make_per_channel_quantized_tensor
 
 def quantize(values: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Tensor:
     """Quantize floats per tensor; ``dtype`` is torch.quint8, qint8 or qint32."""
+    spend_deprecation_warning()
     return torch.quantize_per_tensor(values, scale, zero_point, dtype)
 
 
@@ -76,7 +80,18 @@ def quantize_per_channel(
     values: Tensor, scales: Tensor, zero_points: Tensor, axis: int, dtype: torch.dtype
 ) -> Tensor:
     """Quantize floats per channel; floats as ``zero_points`` are those of an embedding."""
+    spend_deprecation_warning()
     return torch.quantize_per_channel(values, scales, zero_points, axis, dtype)
+
+
+@cache
+def spend_deprecation_warning() -> None:
+    """Take the warning that torch gives once to who makes quantized tensors: users of a model do not make
+    them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
+        torch.quantize_per_channel(torch.zeros(1), torch.ones(1), torch.zeros(1), 0, torch.quint8)
 
 
 def is_quantized(value: object) -> bool:

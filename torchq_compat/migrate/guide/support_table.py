@@ -19,6 +19,7 @@ from torch import nn
 
 from torchq_compat.config.custom_configs import read_prepare_custom_config
 from torchq_compat.errors import ConfigError
+from torchq_compat.support.quantized_tensors import REPLACEMENTS
 from torchq_compat.support.torch_ao import PrepareCustomConfig, QConfigMapping, quantizable
 
 __all__ = ["Feature", "Status", "features", "support_page"]
@@ -212,6 +213,14 @@ refused = {feature.name: feature.note for feature in features() if feature.statu
 assert "prepare_fx: _equalization_config" in refused
 ```
 """
+QUANTIZED_TENSORS_HEAD = """
+## torch's quantized tensors
+
+Deprecated since torch 2.13. One module uses them, `torchq_compat/support/quantized_tensors.py`.
+
+| used for | what takes their place |
+|---|---|
+"""
 DIFFERENCES_HEAD = """
 ## Cases of the parity corpus that differ
 
@@ -232,6 +241,8 @@ def support_page(known_differences: Path) -> str:
             area = feature.area
             lines.append(f"\n## {area}\n\n| FX | | how, or why not |\n|---|---|---|\n")
         lines.append(f"| {feature.name} | {feature.status} | {feature.note} |\n")
+    lines.append(QUANTIZED_TENSORS_HEAD)
+    lines += [f"| {use} | {replacement} |\n" for use, replacement in REPLACEMENTS.items()]
     lines.append(DIFFERENCES_HEAD)
     for entry in tomllib.loads(known_differences.read_text())["difference"]:
         lines.append(f"| `{entry['id']}` | {', '.join(entry['in'])} | {entry['reason']} |\n")
