@@ -181,6 +181,7 @@ def test_a_script_gives_what_the_function_gives(tmp_path: Path) -> None:
     assert found["verdict"] == "same"
 
 
+@pytest.mark.slow
 def test_a_ported_script_is_compared_too(tmp_path: Path) -> None:
     source = (MODEL + PARTS).replace("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx")
     source = source.replace("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils")
@@ -191,6 +192,7 @@ def test_a_ported_script_is_compared_too(tmp_path: Path) -> None:
     assert found["verdict"] in ("same", "similar")
 
 
+@pytest.mark.slow
 def test_every_model_of_a_script_on_one_page(tmp_path: Path) -> None:
     """A second one, whose class calls FX's own helpers: they are FX's again while FX works."""
     source = MODEL + QUANTIZE + PARTS + "sys.exit(0)\n"
@@ -203,12 +205,14 @@ def test_every_model_of_a_script_on_one_page(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name[0] == "."] == []
 
 
+@pytest.mark.slow
 def test_a_function_that_returns_an_object(tmp_path: Path) -> None:
     result = compare(tmp_path, "--json", "cases:Nested.case", cases=MODEL + FUNCTION)
     (found,) = comparisons(result)
     assert (result.returncode, found["model"], found["verdict"]) == (0, "Linear", "same")
 
 
+@pytest.mark.slow
 def test_a_model_fx_cannot_run(tmp_path: Path) -> None:
     result = compare(tmp_path, "cases:twice", cases=MODEL + FUNCTION)
     assert result.returncode == 0
@@ -219,6 +223,7 @@ def test_a_model_fx_cannot_run(tmp_path: Path) -> None:
     assert "FX was not asked" in compare(tmp_path, "--fx", "no", "cases:Nested.case").stdout
 
 
+@pytest.mark.slow
 def test_nothing_quantized_needs_attention(tmp_path: Path) -> None:
     result = compare(tmp_path, "cases:nothing", cases=MODEL + FUNCTION)
     assert result.returncode == 1
@@ -248,6 +253,7 @@ def test_bad_functions(tmp_path: Path, target: str, message: str, monkeypatch: p
     assert error.value.hint
 
 
+@pytest.mark.slow
 def test_a_bad_function_from_the_command_line(tmp_path: Path) -> None:
     assert_error(compare(tmp_path, "cases:raises", cases=FUNCTION), "cases:raises() raised ValueError")
 
@@ -264,12 +270,28 @@ convert_fx(prepared.eval())
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("raise ValueError('late')", "script.py raised ValueError, so there is nothing to compare."),
+        pytest.param(
+            "raise ValueError('late')",
+            "script.py raised ValueError, so there is nothing to compare.",
+            marks=pytest.mark.slow,
+        ),
         ("import sys; sys.exit(3)", "script.py exited with 3, so there is nothing to compare."),
-        ("import sys; sys.exit('bye')", "script.py exited with 'bye', so there is nothing to compare."),
+        pytest.param(
+            "import sys; sys.exit('bye')",
+            "script.py exited with 'bye', so there is nothing to compare.",
+            marks=pytest.mark.slow,
+        ),
         ("import os; os._exit(7)", "the process that compared script.py ended with code 7 and no result."),
-        ("def f(:", "script.py raised SyntaxError, so there is nothing to compare."),
-        ("print('hello')", "script.py ended without preparing and converting a model"),
+        pytest.param(
+            "def f(:",
+            "script.py raised SyntaxError, so there is nothing to compare.",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "print('hello')",
+            "script.py ended without preparing and converting a model",
+            marks=pytest.mark.slow,
+        ),
         (MODEL + QUANTIZE.partition("print(")[0], "script.py ended without preparing and converting a model"),
         (MODEL + QAT, "Linear goes through prepare_qat_fx: two trainings do not end with the same weights."),
     ],
@@ -283,6 +305,7 @@ def test_bad_scripts(tmp_path: Path, source: str, message: str) -> None:
         assert "script.py" in result.stderr.splitlines()[1]
 
 
+@pytest.mark.slow
 def test_a_trained_model_beside_another_is_said(tmp_path: Path) -> None:
     result = compare(tmp_path, "both.py", both=MODEL + QUANTIZE + QAT)
     assert result.returncode == 0
@@ -317,6 +340,7 @@ def ended(folder: Path) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_script_that_hangs_is_stopped_with_all_it_started(tmp_path: Path) -> None:
     start = time.monotonic()
     result = compare(tmp_path, "--timeout", "15", "hangs.py", hangs=HANGS)

@@ -81,7 +81,7 @@ def comments(program: str) -> list[str]:
     return sorted(token.string for token in tokens if token.type == tokenize.COMMENT)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_without_fx_names_nothing_changes(program: str) -> None:
     assert not LEGACY_WORD.search(program.encode())
@@ -89,7 +89,7 @@ def test_without_fx_names_nothing_changes(program: str) -> None:
     assert find_sites(ParsedSource(program)) == []
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(*LEGACY))
 def test_the_result_parses_and_rewriting_it_changes_nothing(program: str) -> None:
     once = rewrite_text(program)
@@ -101,7 +101,7 @@ def test_the_result_parses_and_rewriting_it_changes_nothing(program: str) -> Non
     assert ("\r\n" in once) == ("\r\n" in program) or "\n" not in program
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(*LEGACY))
 def test_what_scan_announces_rewrite_does(program: str) -> None:
     announced = any(site.edits for site in find_sites(ParsedSource(program)))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import torchq_compat
 
 ROOT = Path(torchq_compat.__file__).parents[1]
@@ -39,6 +41,7 @@ for call in (
 """
 
 
+@pytest.mark.slow
 def test_redirected(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torchq_compat", "run", "script.py"]

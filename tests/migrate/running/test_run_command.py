@@ -115,6 +115,7 @@ def test_every_import_style_is_redirected(script: Script) -> None:
     assert result.returncode == 0
 
 
+@pytest.mark.slow
 def test_batch_norm_switches_work_module_by_module(script: Script) -> None:
     """Elsewhere ``model.apply`` knows them; a loop over the modules would do nothing."""
     path = script(
@@ -184,7 +185,12 @@ def test_a_script_sees_what_python_shows_it(script: Script, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [("sys.exit(7)", 7), ("sys.exit('gone')", 1), ("raise ValueError('gone')", 1), ("1 +", 1)],
+    [
+        ("sys.exit(7)", 7),
+        pytest.param("sys.exit('gone')", 1, marks=pytest.mark.slow),
+        ("raise ValueError('gone')", 1),
+        pytest.param("1 +", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_exit_code_and_traceback_are_the_scripts_own(script: Script, ending: str, code: int) -> None:
     path = script(f"import sys\nprint('started')\n{ending}\n")
@@ -196,7 +202,7 @@ def test_exit_code_and_traceback_are_the_scripts_own(script: Script, ending: str
     assert last.startswith("torchq-compat: legacy.py")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_reaches_the_script(script: Script, signum: signal.Signals) -> None:
     path = script(
         """
@@ -221,6 +227,7 @@ def test_a_signal_reaches_the_script(script: Script, signum: signal.Signals) -> 
     assert process.returncode == 3
 
 
+@pytest.mark.slow
 def test_a_script_killed_by_a_signal_exits_as_a_shell_says_it(script: Script) -> None:
     path = script("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     assert python(*RUN, path).returncode == 128 + signal.SIGKILL
@@ -285,6 +292,7 @@ def test_what_is_not_a_script_is_refused_in_one_line(
     assert str(path) in line
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_suffix(script: Script, tmp_path: Path) -> None:
     path = script("print('ran')\n").rename(tmp_path / "legacy")
     assert python(*RUN, path).stdout == "ran\n"
@@ -340,6 +348,7 @@ def test_recording_keeps_no_model_alive() -> None:
     assert wrapped.__name__ == "prepare_fx"
 
 
+@pytest.mark.slow
 def test_char_lm_gives_the_bits_per_character_of_fx() -> None:
     """The legacy script, unmodified, in a short run; the float model is the same in both."""
     args = (CHAR_LM, "--steps", "40", "--hidden", "48", "--eval-chars", "20000", "--seed", "3")

@@ -59,11 +59,12 @@ def run(tmp_path: Path, *options: str, module: str = "nn.Linear(4, 4)") -> subpr
     ("options", "called", "stage"),
     [
         ((), "convert_fx convert_to_reference_fx", "converted"),
-        (("--lower",), "convert_fx convert_fx", "converted"),
-        (
+        pytest.param(("--lower",), "convert_fx convert_fx", "converted", marks=pytest.mark.slow),
+        pytest.param(
             ("--reference",),
             "convert_to_reference_fx convert_to_reference_fx",
             "converted to reference",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -74,6 +75,7 @@ def test_which_conversion(tmp_path: Path, options: tuple[str, ...], called: str,
     assert f"  Model, {stage}: " in result.stderr
 
 
+@pytest.mark.slow
 def test_ops_that_compute_nothing_are_counted_apart(tmp_path: Path) -> None:
     (line,) = [line for line in run(tmp_path).stderr.splitlines() if line.startswith("  Model, ")]
     assert line.startswith("  Model, converted: 3 quantized (")
@@ -81,6 +83,7 @@ def test_ops_that_compute_nothing_are_counted_apart(tmp_path: Path) -> None:
     assert line.endswith(" that only move values")
 
 
+@pytest.mark.slow
 def test_explain_as_json(tmp_path: Path) -> None:
     result = run(tmp_path, "--explain", "why.json", module="nn.GRU(4, 4)")
     assert result.returncode == 0, result.stderr
@@ -120,11 +123,13 @@ def test_strict_refuses_a_module_left_float(tmp_path: Path) -> None:
     assert "Hint: " in result.stderr
 
 
+@pytest.mark.slow
 def test_strict_has_nothing_against_ops_that_compute_nothing(tmp_path: Path) -> None:
     result = run(tmp_path, "--strict")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "done"), result.stderr
 
 
+@pytest.mark.slow
 def test_options_behind_the_script_are_its_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint(sys.argv[1:])\n")

@@ -62,8 +62,8 @@ OUTPUTS = {
     "static_tutorial.py": Expected(EQUAL, (25, 60)),
     "torchscript_helpers.py": Expected(EQUAL, (25, 60)),
 }
-#: As long again for every pair: not in every run.
-SLOW = ("learnable_qat.py", "selective_float.py")
+#: Each pair takes two processes: in every run these three, of different shapes, and all in the slow one.
+DEFAULT = ("lstm_16bit_parts.py", "cnn_torchscript.py", "quantize_dynamic_lm.py")
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
@@ -114,7 +114,7 @@ def test_nothing_is_left_in_the_ported_scripts() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in OUTPUTS]
+    "name", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in OUTPUTS]
 )
 def test_outputs_are_those_of_fx(name: str) -> None:
     expected = OUTPUTS[name]
@@ -129,6 +129,7 @@ def test_outputs_are_those_of_fx(name: str) -> None:
         assert low < sqnr(engine["float"], engine["quantized"]) < high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_are_those_of_the_legacy_script_under_run(name: str) -> None:
     by_run = run("-m", "torchq_compat", "run", LEGACY / name, *SCORES[name])

@@ -52,6 +52,7 @@ def test_a_slice_of_the_tree() -> None:
     check(scan, TORCH, {"ao/quantization/fx/lstm_utils.py", "ao/ns/fx/n_shadows_utils.py"})
 
 
+@pytest.mark.slow
 def test_torchao() -> None:
     scan = scan_paths([TORCHAO])
     assert scan.problems == []
