@@ -210,11 +210,20 @@ def convert_to_reference_fx(
 ) -> GraphModule:
     """Convert to the portable q-dq graph of ``quantized_decomposed`` operators.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``. Arguments and errors are those of
-    ``convert_fx``.
+    Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``.
+
+    Args:
+        graph_module: the prepared, calibrated or trained model; it is copied.
+        convert_custom_config: observed-to-quantized classes and preserved attributes.
+        _remove_qconfig: not read; no module has a qconfig.
+        qconfig_mapping: switches quantization off where it says None, as in ``convert_fx``.
+        backend_config: checked as in ``convert_fx``.
 
     Returns:
         The q-dq graph, for export and for any backend.
+
+    Raises:
+        TorchQCompatError: as ``convert_fx``.
 
     Example:
         >>> import torch

@@ -36,7 +36,14 @@ class StreamingModel(nn.Module):
         self.streams = streams
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model on the next chunk of every stream.
+        """Run the model on the next chunk of every stream.
+
+        Args:
+            *args: as the converted model takes them; every stream is one row of the batch.
+            **kwargs: the same.
+
+        Returns:
+            What the model returns for the chunk.
 
         Raises:
             InputError: another number of streams than before.
