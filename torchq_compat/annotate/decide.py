@@ -256,8 +256,11 @@ class _State:
         return Action.SHARED, "its output shares the observer of its first input"
 
     def _source(self, producer: Node, node: Node) -> tuple[EdgeOrNode | None, torch.dtype | None]:
-        """The observed slot and the quantized dtype of an input, also where float ops have moved its values
-        since. FX goes back through every op without an observer, also where that op computes."""
+        """Return where an input was observed and the dtype it is quantized to, also where float ops have
+        moved its values since.
+
+        FX goes back through every op without an observer, also through one that computes.
+        """
         while True:
             for edge_or_node in ((producer, node), producer):
                 if edge_or_node in self.observed:
@@ -307,6 +310,7 @@ def _is_quantized(dtype: torch.dtype | None) -> bool:
 
 
 def _same_observer(a: QuantizationSpec, b: QuantizationSpec) -> bool:
-    """FX's test for reusing an observer another consumer already has: same class, same dtype."""
+    """Return whether an observer that another consumer has already can be reused, by FX's test: the same
+    class and the same dtype."""
     mine, other = a.observer_or_fake_quant_ctr.settings, b.observer_or_fake_quant_ctr.settings
     return bool(mine == other)

@@ -54,7 +54,7 @@ class FusedPattern:
 
     @property
     def observed_partition(self) -> SourcePartition:
-        """The first op, with the inputs and weights of all of the pattern that are observed."""
+        """Return the first op, with the inputs and weights of all of the pattern that are observed."""
         partition = self.first.with_roles(self.input_type_to_index)
         if not self.observes_inputs:
             return replace(partition, inputs=(), weights=())

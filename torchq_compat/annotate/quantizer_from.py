@@ -113,7 +113,7 @@ def _left_alone(decision: Decision) -> Decision:
 
 
 def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], taken: set[Node]) -> NodeSpecs:
-    """``specs`` of ``node`` where those of the nodes in ``taken`` are not written.
+    """Return the ``specs`` of ``node`` where those of the nodes in ``taken`` are not written.
 
     What ``node`` would have read from their observers it observes itself.
     """
@@ -143,7 +143,7 @@ def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], tak
 
 
 def _spec_of(point: Any) -> QuantizationSpecBase | None:
-    """What is annotated at ``point``."""
+    """Return what is annotated at ``point``."""
     node = point[1] if isinstance(point, tuple) else point
     annotation = node.meta[Q_ANNOTATION_KEY]
     spec: QuantizationSpecBase | None = (

@@ -93,7 +93,7 @@ class PatternEntry:
     is_fused_module: bool
 
     def observation_for(self, tensor_count: int) -> ObservationType:
-        """Return ``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
+        """Return whether ``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
 
         Args:
             tensor_count: how many positional arguments of the op are tensors, repeated ones included.
@@ -110,7 +110,7 @@ class BackendTable:
 
     @cached_property
     def beginnings(self) -> frozenset[Pattern]:
-        """The first two or more ops of every fused pattern, the whole pattern included."""
+        """Return the first two or more ops of every fused pattern, the whole pattern included."""
         chains = [pattern for pattern in self.entries if isinstance(pattern, tuple)]
         return frozenset(chain[:end] for chain in chains for end in range(2, len(chain) + 1))
 

@@ -79,7 +79,7 @@ class QConfigRules:
 
     @classmethod
     def of_global(cls, qconfig: QConfig) -> QConfigRules:
-        """One QConfig for everything."""
+        """Make a mapping with one QConfig for everything."""
         return read_qconfig_mapping(QConfigMapping().set_global(qconfig))
 
 
