@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchq_compat.config.old_keywords import KEYWORDS
-from torchq_compat.migrate.source.moved_names import MOVED, MOVED_CLASSES, MOVED_FUNCTIONS, Moved, unchanged
+from torchq_compat.migrate.source.moved_tables import MOVED, MOVED_CLASSES, MOVED_FUNCTIONS, Moved, unchanged
 
 __all__ = [
     "DICT_GETTERS",

@@ -9,7 +9,7 @@ import libcst as cst
 from torchq_compat.migrate.source.dotted_names import dotted
 from torchq_compat.migrate.source.import_statements import NewImport
 from torchq_compat.migrate.source.imports import is_free
-from torchq_compat.migrate.source.moved_names import MOVED, Moved
+from torchq_compat.migrate.source.moved_tables import MOVED, Moved
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import ImportRequest
 from torchq_compat.migrate.source.text_edits import Edit
