@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -59,7 +60,10 @@ def test_no_block_is_left_in_a_graph(is_qat: bool, monkeypatch: pytest.MonkeyPat
     assert any(node.target in REFUSED for node in exported.graph.nodes)
     mapping = (get_default_qat_qconfig_mapping if is_qat else get_default_qconfig_mapping)("qnnpack")
     prepare = tc.prepare_qat_fx if is_qat else tc.prepare_fx
-    prepared = prepare(model, mapping, (x,), tc.get_default_prepare_custom_config())
+    # In evaluation nobody sees gradients; in training they flow through what was under no_grad, as in FX.
+    told = pytest.warns(tc.QuantizationWarning, match="no_grad") if is_qat else nullcontext()
+    with told:
+        prepared = prepare(model, mapping, (x,), tc.get_default_prepare_custom_config())
     assert len(seen) == 2  # the model, and the cell of the LSTM
     prepared(x)
     quantized = {d.path for d in tc.explain(prepared) if d.action in ("quantized", "shared")}

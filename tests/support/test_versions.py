@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import torchq_compat
+from torchq_compat.errors import QuantizationWarning
+from torchq_compat.support import versions
 from torchq_compat.support.versions import TESTED, untested_pair
 
 ROOT = Path(torchq_compat.__file__).parents[1]
@@ -38,6 +40,13 @@ def test_the_ranges_of_the_package_are_the_tested_versions() -> None:
     assert "torchao>=0.18,<0.19" in dependencies
 
 
+def test_the_warning_is_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions.torchao, "__version__", "0.99.0")
+    with pytest.warns(QuantizationWarning, match=r"torchao 0\.99\.0 is a pair"):
+        versions.warn_of_untested_pair()
+
+
+@pytest.mark.slow
 def test_it_is_said_once_where_the_package_is_imported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

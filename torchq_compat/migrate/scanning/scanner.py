@@ -40,8 +40,10 @@ def _words() -> Iterator[str]:
     yield from KEYWORDS
     yield from ("quantize_fx", "lstm_utils", "_numeric_suite", "_numeric_suite_fx", "quantize_dynamic")
     yield "quantize_pt2e"
-    for declaration in (*REWRITES, *MANUAL_REVIEWS):
-        yield from declaration.words
+    for rewrite in REWRITES:
+        yield from rewrite.words
+    for review in MANUAL_REVIEWS:
+        yield from review.words
 
 
 FX_MODULES = "|".join(re.escape(name.rpartition(".")[2]) for name in ENGINE_INTERNALS if ".fx." in name)
