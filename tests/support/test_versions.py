@@ -23,7 +23,14 @@ def test_nothing_is_said_of_a_tested_pair(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", [("2.12.0", "0.18.0"), ("2.16.0.dev20270101", "0.18.0"), ("2.15.0", "0.19.0"), ("3", "1")]
+    "pair",
+    [
+        ("2.12.0", "0.18.0"),
+        ("2.14.0", "0.18.0"),
+        ("2.16.0.dev20270101", "0.18.0"),
+        ("2.15.0", "0.19.0"),
+        ("3", "1"),
+    ],
 )
 def test_another_pair_is_named(pair: tuple[str, str]) -> None:
     sentence = untested_pair(*pair)
@@ -31,11 +38,10 @@ def test_another_pair_is_named(pair: tuple[str, str]) -> None:
     assert "torch 2.13 with torchao 0.18" in sentence
 
 
-def test_the_ranges_of_the_package_are_the_tested_versions() -> None:
+def test_the_ranges_of_the_package_begin_and_end_with_tested_versions() -> None:
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     minors = [int(torch.split(".")[1]) for torch, _ in TESTED]
     assert f"torch>=2.{minors[0]},<2.{minors[-1] + 1}" in dependencies
-    assert minors == list(range(minors[0], minors[-1] + 1))
     assert {ao for _, ao in TESTED} == {"0.18"}
     assert "torchao>=0.18,<0.19" in dependencies
 
