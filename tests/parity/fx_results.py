@@ -18,12 +18,24 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["CORPUS", "PARTS", "FxOutput", "FxResult", "as_data", "from_data", "stored", "write"]
+__all__ = [
+    "ALL",
+    "CORPUS",
+    "PARTS",
+    "SAMPLES",
+    "FxOutput",
+    "FxResult",
+    "as_data",
+    "from_data",
+    "stored",
+    "write",
+]
 
 CORPUS = Path(__file__).with_name("fx_results.json")
 PARTS = Path(__file__).with_name("fx_parts.json")
-#: Stored elements of an output: evenly spread.
+#: Stored elements of an output, evenly spread; all of one that is listed to differ, in few of them perhaps.
 SAMPLES = 32
+ALL = 10**6
 DIGITS = 7
 
 Op = tuple[str, str]
@@ -50,9 +62,9 @@ class FxOutput:
         values = tuple(tensor.detach().double().flatten().tolist())
         return cls(step, tuple(tensor.shape), float(tensor.double().mean()), values)
 
-    def sampled(self) -> FxOutput:
-        """The part of it that is stored."""
-        stride = max(1, len(self.values) // SAMPLES)
+    def sampled(self, samples: int) -> FxOutput:
+        """The part of it that is stored: at least ``samples`` of its elements, or all."""
+        stride = max(1, len(self.values) // samples)
         return FxOutput(self.step, self.shape, self.mean, self.values[::stride], stride)
 
     def share_within_one_step(self, tensor: Tensor) -> float:
@@ -78,7 +90,7 @@ class FxResult:
     outputs: tuple[FxOutput, ...]
 
 
-def as_data(result: FxResult | None) -> Any:
+def as_data(result: FxResult | None, samples: int = SAMPLES) -> Any:
     """Plain values to store; None where FX refuses."""
     if result is None:
         return None
@@ -93,7 +105,7 @@ def as_data(result: FxResult | None) -> Any:
                 "stride": output.stride,
                 "values": [_short(value) for value in output.values],
             }
-            for output in (output.sampled() for output in result.outputs)
+            for output in (output.sampled(samples) for output in result.outputs)
         ],
     }
 
