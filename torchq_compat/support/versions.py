@@ -19,7 +19,7 @@ EXPORT_MODULE_TAKES_CHECK_GUARDS = (
 
 #: torch and torchao, which imports private names of torch, work in pairs. These went through tests; what else
 #: pyproject.toml allows is tried by the workflows, and told at the import until it is here.
-TESTED = (("2.13", "0.18"), ("2.15", "0.18"))
+TESTED = (("2.13", "0.18"),)
 
 
 def untested_pair(torch_version: str, torchao_version: str) -> str:
