@@ -21,7 +21,7 @@ from torch.fx import Node
 from torchq_compat.capture.wrapped_functions import wrapped_call_of
 from torchq_compat.config.qconfig_mappings import ObjectType
 
-__all__ = ["Origin", "computes_like", "find_origin", "is_fx_leaf"]
+__all__ = ["Origin", "computes_like", "find_origin", "innermost_call", "is_fx_leaf"]
 
 #: Modules whose functions ``torch_fn`` calls "builtin_function_or_method".
 BUILTIN_HOMES = (torch, torch._C._nn)
@@ -73,6 +73,12 @@ def find_origin(node: Node, model: nn.Module | None) -> Origin:
         name, index = wrapped
         return Origin(f"{name}#{index}", path, module_type, (), is_module_call=False, wrapped=name)
     return Origin(node.name, path, module_type, tuple(_function_types(node)), is_module_call=False)
+
+
+def innermost_call(node: Node) -> tuple[str, type[nn.Module]] | None:
+    """Return the call of a module whose code ``node`` is, and its class; None outside of modules."""
+    *_, last = (None, *_module_calls(node))
+    return None if last is None else (last[0], _class_by_name(last[2]))
 
 
 def is_fx_leaf(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ says which of them follow the mode.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.training_modes import fix_mode, training_flag
 from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.model_copies import copied_model
 
 __all__ = ["FlagsInEvaluation", "fix_modes", "flags_in_evaluation"]
 
@@ -52,7 +52,7 @@ TORCH_FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
 
 def flags_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> FlagsInEvaluation:
     """Return the training flags in a run of a copy of ``working`` in evaluation; none if it does not run."""
-    model = copy.deepcopy(working).eval()
+    model = copied_model(working).eval()
     recorder = _Recorder()
     try:
         with _following(model, recorder), recorder, torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchq_compat.capture.call_signature import CallSignature
+from torchq_compat.capture.full_slices import drop_full_slices
 from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.model_copies import copied_model
@@ -56,6 +57,7 @@ def capture(
     graph_module = program.module(**options)
     assert isinstance(graph_module, GraphModule)
     graph_module.graph.eliminate_dead_code()
+    drop_full_slices(graph_module)
     make_out_of_place(graph_module)
     return graph_module
 

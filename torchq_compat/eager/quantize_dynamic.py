@@ -21,6 +21,7 @@ from torchq_compat.eager.dynamic_spec import qconfigs_by_path, read_spec
 from torchq_compat.errors import ConfigError
 from torchq_compat.graph.graph_module import record_of
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
+from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.torch_ao import QConfig, get_default_dynamic_quant_module_mappings
 from torchq_compat.support.user_warnings import warn_user
 
@@ -79,7 +80,7 @@ def quantize_dynamic(
     classes: Mapping[Any, Any] = (
         get_default_dynamic_quant_module_mappings() if mapping is None else dict(mapping)
     )
-    working = model if inplace else copy.deepcopy(model)
+    working = model if inplace else copied_model(model)
     working.eval()
     # All are made before the first is put in place: a failure leaves the model as it was.
     quantized: dict[nn.Module, nn.Module] = {}

@@ -48,6 +48,7 @@ from torchq_compat.qspecs.loaded_qparams import adopt_loaded_qparams
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.model_copies import copied_weights
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.torchscript_stage import scripted_graph
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ROOT",
     "ConvertedGraphModule",
+    "ConvertedModel",
     "ModelRecord",
     "QuantizationGraphModule",
     "Stage",
@@ -94,6 +96,7 @@ class ModelRecord:
         backend: the BackendConfig it was prepared with; None as for ``rules``.
         is_custom_module: whether the float model is a custom module itself; see ``custom_modules.root``.
         modules: what is known of the modules of the float model, by path.
+        batch_norms: path of every batch norm that was captured -> path of the op it follows.
     """
 
     stage: Stage
@@ -105,6 +108,7 @@ class ModelRecord:
     backend: BackendTable | None = None
     is_custom_module: bool = False
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
+    batch_norms: Mapping[str, str] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -302,6 +306,7 @@ class QuantizationGraphModule(GraphModule):
         with warnings.catch_warnings():
             # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            memo.update(copied_weights(self))
             return cast("Self", super().__deepcopy__(memo))
 
     def __getattr__(self, name: str) -> Any:
@@ -341,7 +346,26 @@ class QuantizationGraphModule(GraphModule):
         return super().apply(fn)
 
 
-class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
+class ConvertedModel(QuantizationGraphModule):
+    """What ``convert_fx`` and ``convert_to_reference_fx`` return: a model that is quantized."""
+
+    @property
+    def reference(self) -> ConvertedModel:
+        """The q-dq graph of ``convert_to_reference_fx``: this model itself, unless it runs on kernels."""
+        return self
+
+    def input_qparams(self) -> tuple[QParams | None, ...]:
+        """Return the qparams of the integers each flat input is taken as; None where the input is taken as it
+        is."""
+        raise NotImplementedError
+
+    def output_qparams(self) -> tuple[QParams | None, ...]:
+        """Return the qparams of the integers each flat output is returned as; None where it is returned as it
+        is."""
+        raise NotImplementedError
+
+
+class ConvertedGraphModule(PerTensorQParamsState, ConvertedModel):
     """A q-dq graph: its state_dict carries all qparams. Views stand where the float model's modules stood."""
 
     @classmethod
@@ -357,13 +381,11 @@ class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
         return copied
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
-        """Return the qparams of the integers each flat input is taken as; None where the input is taken as it
-        is."""
+        """See ``ConvertedModel``."""
         return input_qparams(self, self.record.interface)
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
-        """Return the qparams of the integers each flat output is returned as; None where it is returned as it
-        is."""
+        """See ``ConvertedModel``."""
         return output_qparams(self, self.record.interface)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
+from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
+from torchq_compat.capture.short_tracebacks import without_frames_of_torch
 from torchq_compat.capture.torch_export import explain_failure, export_with_free_sizes
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
@@ -25,11 +26,12 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["export"]
 
 
+@asks_for_examples
 def export(
     converted: torch.nn.Module,
-    example_inputs: tuple[Any, ...] = MISSING,
+    example_inputs: tuple[Any, ...],
     *,
-    recurrent: str = "rolled",
+    recurrent: Literal["rolled", "unrolled", "opaque"] = "rolled",
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
     """Export a converted model, with every size free that the captured model left free.
@@ -78,7 +80,8 @@ def export(
                 checked = StreamProgram(checked, model, streams, args)
             program = export_with_free_sizes(checked, args, dynamic_shapes)
         except Exception as cause:
-            raise _error(model, args, shape, dynamic_shapes, cause) from cause
+            found = _error(model, args, shape, dynamic_shapes, cause)
+            raise found from without_frames_of_torch(cause)
     if dynamic_shapes is None:
         _drop_guards_of_layout(program)
     _freeze(program)

@@ -256,7 +256,8 @@ def _aligned(
     """Return FX's name for the node of each site, the names without a site, and the problems.
 
     FX observes some ops that torch.export drops, ``contiguous()`` of what is contiguous, with the observer
-    of what they read: where it has more, runs of equal observers are matched.
+    of what they read: where it has more, runs of equal observers are matched. Of FX's a run may be of several
+    observers that happen to be equal.
     """
     if state.is_converted and not state.is_reference:
         return {}, (), ()
@@ -264,6 +265,7 @@ def _aligned(
         return {site.node: name for site, name in zip(sites, theirs, strict=True)}, (), ()
     own_runs = [list(run) for _, run in groupby(sites, key=lambda site: site.path)]
     their_runs = [list(run) for _, run in groupby(theirs, key=state.fingerprint)]
+    own_runs = _joined(own_runs, [len(run) for run in their_runs])
     if len(theirs) < len(sites) or len(own_runs) != len(their_runs):
         if state.is_converted and not theirs:
             return {}, (), ()
@@ -271,6 +273,35 @@ def _aligned(
         return {}, (), (f"it has {len(theirs)} observers in {where} where this model has {len(sites)}",)
     matched = {site.node: run[0] for own, run in zip(own_runs, their_runs, strict=True) for site in own}
     return matched, tuple(name for run in their_runs for name in run[1:]), ()
+
+
+def _joined(runs: list[list[_Site]], lengths: list[int]) -> list[list[_Site]]:
+    """``runs`` with neighbours joined, so that each is no longer than its length; as they are, unless that
+    can be done in exactly one way."""
+    ways: dict[tuple[int, int], int] = {(len(runs), len(lengths)): 1}
+
+    def ends(start: int, index: int) -> Iterator[int]:
+        total = 0
+        for end in range(start + 1, len(runs) + 1):
+            total += len(runs[end - 1])
+            if total > lengths[index]:
+                return
+            if ways.get((end, index + 1)):
+                yield end
+
+    if len(runs) <= len(lengths):
+        return runs
+    for index in reversed(range(len(lengths))):
+        for start in range(len(runs)):
+            ways[start, index] = sum(ways[end, index + 1] for end in ends(start, index))
+    if ways.get((0, 0)) != 1:
+        return runs
+    joined, start = [], 0
+    for index in range(len(lengths)):
+        (end,) = ends(start, index)
+        joined.append([site for run in runs[start:end] for site in run])
+        start = end
+    return joined
 
 
 def _is_apart(path: str, module: nn.Module) -> bool:
@@ -288,8 +319,9 @@ def _has_output_spec(node: Node) -> bool:
 
 
 def _attribute(node: Node) -> Node | None:
-    """Return the parameter that the observer called by ``node`` observes, perhaps scaled for a batch norm."""
-    source = node.args[0]
+    """Return the parameter that the observer called by ``node`` observes, perhaps scaled for a batch norm;
+    None also where ``node`` calls no observer."""
+    source = node.args[0] if node.op == "call_module" else None
     if isinstance(source, Node) and source.target is ATEN.mul.Tensor:
         scale = source.args[1]
         source = source.args[0] if isinstance(scale, Node) and scale.target is ATEN.reshape.default else None

@@ -186,6 +186,7 @@ class _Planner:
         self, wanted: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         own, name = _names_of(observer), wanted.prefixes[0]
+        learned = dict(getattr(observer, "legacy", observer).named_parameters())
         lacking = sorted(each for each in own - given.keys() if not each.endswith(EPS))
         unknown = sorted(given.keys() - own)
         if lacking or unknown:
@@ -198,7 +199,8 @@ class _Planner:
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN or infinity")
             if key.endswith(("min_val", "max_val")) and bool(value.isnan().any()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN")
-            if key.endswith("scale") and not bool((value > 0).all()):
+            # One that is learned may be anything after a step; the next call clamps it.
+            if key.endswith("scale") and key not in learned and not bool((value > 0).all()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds a scale that is no positive number")
             if key.endswith("histogram") and value.shape != observer.get_buffer(key).shape:
                 raise CheckpointError.other_model(

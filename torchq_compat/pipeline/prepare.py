@@ -80,14 +80,14 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
 
     # Observe the custom modules, and place them.
     modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
-    if request.quantizer is not None:
-        restore_source_functions(graph_module, working)
+    restore_source_functions(graph_module, working)
     writers, decisions = share_modules(captured, swaps, modules, decisions, request.quantizer)
     decisions.extend(place_modules(captured, swaps, modules, writers, is_qat=is_qat))
     boundaries = boundaries_of(graph_module, swaps, tried.runs.calls)
 
     # Annotate, and insert observers.
     interface = _read_interface(captured, request)
+    batch_norms = batch_norm.by_path(graph_module)
     with slow_stage(f"observing {name}"):
         prepared, decided = _insert_observers(
             Captured(graph_module, working, boundaries, interface, cumulative), request
@@ -108,6 +108,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
         request.backend if request.quantizer is None else None,
         is_custom_module=type(working) is not type(model),
         modules=modules_of,
+        batch_norms=batch_norms,
     )
     made = QuantizationGraphModule.wrap(prepared, record, _preserved(working, request))
     with slow_stage(f"checking {name}"):

@@ -38,6 +38,8 @@ for call in (
         print(type(call()).__name__)
     except Exception as error:
         print(error.message)
+captured = torch._export.capture_pre_autograd_graph(linear, (x,))
+print([node.meta["source_fn_stack"][-1][1] for node in captured.graph.nodes if node.op == "call_function"])
 """
 
 
@@ -69,3 +71,4 @@ def test_redirected(tmp_path: Path) -> None:
     assert (
         "Sequential, quantized dynamically: 1 DynamicQuantizedLinear, 1 DynamicQuantizedLSTM" in result.stderr
     )
+    assert lines[-1] == "[<class 'torch.nn.modules.linear.Linear'>]"

@@ -19,6 +19,7 @@ from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.opaque_calls.layouts import Structure
 from torchq_compat.opaque_calls.recorded_calls import RecordedCalls
+from torchq_compat.support.model_copies import copied_model, copied_weights
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["FloatRun", "GraphRunner", "Runs", "run_graph", "run_prepared", "trial_copy"]
@@ -64,7 +65,7 @@ class Runs:
         model = trial_copy(self.model)
         recording = self.calls.recording({path: model.get_submodule(path) for path in recorded})
         if double:
-            model, args = copy.deepcopy(model).double(), _in_double(args)
+            model, args = copied_model(model).double(), _in_double(args)
         try:
             with _no_trace(), recording:
                 return FloatRun(args, model(*copied_inputs(args)))
@@ -76,14 +77,14 @@ class Runs:
         modules = {handle: trial_copy(module) for handle, module in self.modules.items()}
         if double:
             graph_module, args = copy.deepcopy(graph_module).double(), _in_double(args)
-            modules = {handle: copy.deepcopy(module).double() for handle, module in modules.items()}
+            modules = {handle: copied_model(module).double() for handle, module in modules.items()}
         return run_graph(graph_module, args, self.stubs, modules)
 
 
 def trial_copy(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` with state of its own and the same parameters."""
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    return copy.deepcopy(model, dict(shared))
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, shared | copied_weights(model))
 
 
 def run_graph(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
 
-from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
+from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.errors import ExecutorchError
 from torchq_compat.lower.executorch.delegation import DelegationReport, read_delegation
 from torchq_compat.lower.executorch.executorch_program import ExecutorchProgram
@@ -29,12 +29,13 @@ __all__ = ["to_executorch"]
 BACKENDS = ("portable", "xnnpack")
 
 
+@asks_for_examples
 @checked_arguments(path=optional(PATH))
 def to_executorch(
     converted: torch.nn.Module,
-    example_inputs: tuple[Any, ...] = MISSING,
+    example_inputs: tuple[Any, ...],
     *,
-    backend: str = "portable",
+    backend: Literal["portable", "xnnpack"] = "portable",
     dynamic_shapes: Any = None,
     path: str | os.PathLike[str] | None = None,
 ) -> ExecutorchProgram:

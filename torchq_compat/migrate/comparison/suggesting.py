@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -96,7 +96,7 @@ def suggest(
     calibration_data: Any,
     *,
     n: int = 3,
-    instead: str = FLOAT,
+    instead: Literal["float", "16-bit"] = "float",
     prepare_custom_config: Any = None,
     convert_custom_config: Any = None,
     backend_config: Any = None,

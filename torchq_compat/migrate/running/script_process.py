@@ -35,7 +35,11 @@ def main() -> int:
     try:
         execute_script(script, args)
     except Exception as error:
-        show_script_error(error)
+        if type(error).__name__ == "LeftFloatError":
+            # What --strict asked for: the script is not at fault.
+            print(f"torchq-compat: {_script_line(error)}{' '.join(str(error).splitlines())}", file=sys.stderr)
+        else:
+            show_script_error(error)
         return SCRIPT_RAISED
     return 0
 
@@ -54,12 +58,14 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
         from torchq_compat.migrate.running.recorder import Recorder
         from torchq_compat.migrate.running.redirections import redirect
+        from torchq_compat.migrate.running.removed_captures import restore_removed_captures
         from torchq_compat.migrate.running.removed_imports import redirect_removed_imports
 
         recorder = Recorder(strict=options.strict)
         redirect(lambda function, _: recorder.wrap(remembering_prepared(function)), options.replacements)
         refuse_numeric_suite()
         redirect_removed_imports()
+        restore_removed_captures()
         accept_checkpoints()
 
     def report(script: str) -> str:
@@ -87,6 +93,12 @@ def execute_script(script: str, args: list[str]) -> None:
         __doc__=None,
     )
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), namespace)
+
+
+def _script_line(error: Exception) -> str:
+    """Where the script called what raised, as ``file:line: ``."""
+    traceback = _from_script_on(error.__traceback__)
+    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}: " if traceback else ""
 
 
 def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:

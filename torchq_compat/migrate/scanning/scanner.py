@@ -96,6 +96,15 @@ class Finding:
             return self.site.refusal
         return "" if self.site.edits else "settled where it is imported"
 
+    @property
+    def line(self) -> str:
+        """One line: place, code, what it becomes, and why people have to."""
+        construct = self.construct
+        told = f"{self.path}:{self.place}: {construct.code} {self.site.what} -> {construct.becomes}"
+        if self.site.refusal:
+            return f"{told} [by hand: {self.site.refusal}]"
+        return f"{told} [{self.remark}]" if self.remark else told
+
 
 @dataclass
 class Scan:
@@ -202,4 +211,7 @@ def _sites(document: Document, origin: Origin, problems: list[Problem]) -> list[
     except TOO_DEEP:
         problems.append(Problem(document.path, "is nested too deeply"))
         return []
-    return [Finding(document.path, document.place(source.line(site.offset)), site) for site in sites]
+    return [
+        Finding(document.path, document.place(source.line(site.offset), source.column(site.offset)), site)
+        for site in sites
+    ]

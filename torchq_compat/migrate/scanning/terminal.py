@@ -12,10 +12,11 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from torchq_compat.migrate.source.source_files import Problem
 
-__all__ = ["print_problems", "print_table", "progress", "stopping_cleanly"]
+__all__ = ["print_finding", "print_problems", "print_table", "progress", "stopping_cleanly"]
 
 ItemT = TypeVar("ItemT")
 #: Where standard output is no terminal: wide enough that no line is folded.
@@ -53,6 +54,16 @@ class _Console(Console):
 
 def print_table(table: Table) -> None:
     _Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=False).print(table)
+
+
+def print_finding(line: str) -> None:
+    """Print ``line`` as one line, whatever the width; on a terminal with its code in bold."""
+    if not sys.stdout.isatty():
+        print(line)
+        return
+    text = Text(line)
+    text.highlight_regex(r"\bTQ\d{3}\b", "bold")
+    _Console(highlight=False).print(text, soft_wrap=True)
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
