@@ -6,13 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization import (
-    QConfigMapping,
-    get_default_qat_qconfig_mapping,
-    get_default_qconfig_mapping,
-)
-from torch.ao.quantization.backend_config import BackendConfig
-from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
@@ -34,6 +27,15 @@ from torchq_compat.pipeline.prepare import prepare
 from torchq_compat.pipeline.prepare_request import PrepareRequest
 from torchq_compat.qspecs.training_mode_fit import misfit
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, shown
+from torchq_compat.support.torch_ao import (
+    BackendConfig,
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    QConfigMapping,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
@@ -210,11 +212,20 @@ def convert_to_reference_fx(
 ) -> ConvertedModel:
     """Convert to the portable q-dq graph of ``quantized_decomposed`` operators.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``. Arguments and errors are those of
-    ``convert_fx``.
+    Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``.
+
+    Args:
+        graph_module: the prepared, calibrated or trained model; it is copied.
+        convert_custom_config: observed-to-quantized classes and preserved attributes.
+        _remove_qconfig: not read; no module has a qconfig.
+        qconfig_mapping: switches quantization off where it says None, as in ``convert_fx``.
+        backend_config: checked as in ``convert_fx``.
 
     Returns:
         The q-dq graph, for export and for any backend.
+
+    Raises:
+        TorchQCompatError: as ``convert_fx``.
 
     Example:
         >>> import torch

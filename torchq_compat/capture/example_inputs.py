@@ -9,14 +9,18 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.ao.quantization import QConfigMapping
-from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from torchq_compat.config.custom_configs import PREPARE_KEYS
 from torchq_compat.errors import InputError
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.torch_ao import (
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    QConfigMapping,
+)
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 

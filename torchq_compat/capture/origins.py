@@ -106,7 +106,7 @@ def _class_in(model: nn.Module, path: str) -> type[nn.Module] | None:
 
 
 def _class_by_name(name: str) -> type[nn.Module]:
-    """nn.Module itself for a class inside a function, which cannot be found."""
+    """Return nn.Module itself for a class inside a function, which cannot be found."""
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
@@ -132,7 +132,7 @@ def _function_types(node: Node) -> Iterator[ObjectType]:
 
 
 def computes_like(found: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Whether ``found`` is ``base``, a class of torch.nn, or one that has its forward from it."""
+    """Return whether ``found`` is ``base``, a class of torch.nn, or one that has its forward from it."""
     if found is base:
         return True
     return (

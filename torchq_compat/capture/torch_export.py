@@ -167,7 +167,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _user_line(cause: BaseException) -> str | None:
-    """File and line of the last frame that is neither torch's nor ours."""
+    """Return file and line of the last frame that is neither torch's nor ours."""
     for frame in reversed(traceback.extract_tb(cause.__traceback__)):
         path = Path(frame.filename)
         if path.exists() and not any(path.is_relative_to(root) for root in LIBRARY_ROOTS):

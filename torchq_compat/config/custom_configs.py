@@ -8,14 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization.fx.custom_config import (
-    ConvertCustomConfig,
-    FuseCustomConfig,
-    PrepareCustomConfig,
-    StandaloneModuleConfigEntry,
-)
-from torch.ao.quantization.qconfig_mapping import QConfigMapping
-from torch.ao.quantization.quant_type import QuantType
 
 from torchq_compat.config.backend_configs import BackendTable, read_backend_config
 from torchq_compat.config.legacy_dicts import read_dict_form
@@ -28,6 +20,14 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     mapping_of,
     names_of,
+)
+from torchq_compat.support.torch_ao import (
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    QConfigMapping,
+    QuantType,
+    StandaloneModuleConfigEntry,
 )
 from torchq_compat.support.user_warnings import warn_user
 

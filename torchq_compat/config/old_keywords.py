@@ -76,7 +76,7 @@ def _renamed(function: str, parameters: Mapping[str, Any], kwargs: dict[str, Any
 def _without_flag(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """The arguments without ``is_reference``, given by keyword or as the second argument."""
+    """Return the arguments without ``is_reference``, given by keyword or as the second argument."""
     flag = kwargs.get(IS_REFERENCE)
     if flag is None and len(args) > 1 and isinstance(args[1], bool):
         flag, args = args[1], (args[0], *args[2:])

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.ao.quantization import QConfig, QConfigMapping
-from torch.ao.quantization.qconfig import qconfig_equals
 
 from torchq_compat.config.legacy_dicts import read_dict_form
 from torchq_compat.errors import ConfigError
@@ -23,6 +21,7 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     mapping_of,
 )
+from torchq_compat.support.torch_ao import QConfig, QConfigMapping, qconfig_equals
 
 __all__ = [
     "ObjectType",
@@ -83,7 +82,7 @@ class QConfigRules:
 
     @classmethod
     def of_global(cls, qconfig: QConfig) -> QConfigRules:
-        """One QConfig for everything."""
+        """Make a mapping with one QConfig for everything."""
         return read_qconfig_mapping(QConfigMapping().set_global(qconfig))
 
     @property

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.ao.quantization import QConfig
-from torch.ao.quantization.quantization_mappings import get_default_dynamic_quant_module_mappings
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from torchq_compat.custom_modules.recurrent.modules.dynamic import quantize_recurrent
@@ -24,6 +22,7 @@ from torchq_compat.errors import ConfigError
 from torchq_compat.graph.graph_module import record_of
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
 from torchq_compat.support.model_copies import copied_model
+from torchq_compat.support.torch_ao import QConfig, get_default_dynamic_quant_module_mappings
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["quantize_dynamic"]

@@ -50,6 +50,7 @@ from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.model_copies import copied_weights
+from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.torchscript_stage import scripted_graph
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
@@ -76,8 +77,8 @@ is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defin
 STRUCTURE = "_torchq_compat_structure"
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
-    torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
-    torch.ao.nn.intrinsic.qat.update_bn_stats: False,
+    freeze_bn_stats: True,
+    update_bn_stats: False,
 }
 
 

@@ -11,18 +11,17 @@ import sys
 from types import FrameType
 from typing import Any
 
-from torch.ao.quantization.fx.tracer import QuantizationTracer
 from torch.fx import GraphModule, Tracer
 
 from torchq_compat.errors import ConvertError
 from torchq_compat.graph.numeric_suite import refuse_numeric_suite
+from torchq_compat.support.torch_ao import FX_ENGINE, QuantizationTracer
 from torchq_compat.support.upstream import get_node_name_to_scope
 
 __all__ = ["OBSERVED_KEY", "guard", "refuse_fx_tracer", "refuse_torchao_prepare", "unguard"]
 
 #: What torch.ao's and torchao's prepare leave in ``GraphModule.meta``, and their convert reads first.
 OBSERVED_KEY = "_observed_graph_module_attrs"
-FX_ENGINE = "torch.ao.quantization.quantize_fx"
 CALLERS_OF_TRACE = 4
 
 

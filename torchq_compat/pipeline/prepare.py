@@ -172,7 +172,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
 
 
 def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
-    """Decisions about what is no module of the graph: flags, attributes, hooks, rules."""
+    """Return the decisions about what is no module of the graph: flags, attributes, hooks, rules."""
     return (
         *decide_training_flags(model, is_qat=request.is_qat),
         *decide_leftovers(working, request.settings.preserved_attributes),

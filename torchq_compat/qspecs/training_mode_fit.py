@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch.ao.quantization.fake_quantize as legacy_fake_quantize
 import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
-from torch.ao.quantization import QConfig
-from torch.ao.quantization.observer import NoopObserver, PlaceholderObserver
+
+from torchq_compat.support.torch_ao import NoopObserver, PlaceholderObserver, QConfig
+from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 
 __all__ = ["misfit"]
 

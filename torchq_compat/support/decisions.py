@@ -136,12 +136,17 @@ class Report:
         return len(self.decisions)
 
     def find(self, path: str) -> tuple[Decision, ...]:
-        """Return the decisions about ``path`` and everything below it."""
+        """Return the decisions about ``path`` and everything below it.
+
+        Args:
+            path: of a module, as ``named_modules`` has it, or of an op: ``"module/op"``.
+        """
         return tuple(
             d for d in self.decisions if d.path == path or d.path.startswith((f"{path}.", f"{path}/"))
         )
 
     def left_float(self) -> tuple[Decision, ...]:
+        """Return the decisions about what stays float."""
         return tuple(d for d in self.decisions if d.action is Action.FLOAT)
 
     @property
@@ -171,9 +176,11 @@ class Report:
         return report_text(self.rows, width or fitted_width())
 
     def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the decisions as plain values, one dict each; dtypes are torch's."""
         return [asdict(decision) for decision in self.decisions]
 
     def to_json(self) -> str:
+        """Return ``as_dicts`` as indented JSON, dtypes by their names."""
         return json.dumps(self.as_dicts(), indent=2, default=str)
 
     def __str__(self) -> str:

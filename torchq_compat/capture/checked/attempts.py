@@ -88,7 +88,7 @@ class Attempt:
 
     @property
     def is_right(self) -> bool:
-        """At the example and at every other size that was tried."""
+        """Whether graph and float model agree at the example and at every other size that was tried."""
         return self.problem is None and all(trial.problem is None for trial in self.trials)
 
 

@@ -144,7 +144,7 @@ def _in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def _no_trace() -> Iterator[None]:
-    """Without gradients and warnings, from the same state of every generator, which is put back."""
+    """Run without gradients and warnings, from the same state of every generator, which is put back."""
     python, numpy = random.getstate(), sys.modules.get("numpy.random")
     numpy_state: Any = numpy.get_state() if numpy is not None else None
     try:

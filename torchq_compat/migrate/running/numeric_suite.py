@@ -7,7 +7,6 @@ and says nothing.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from torchq_compat.graph.graph_module import record_of
 from torchq_compat.graph.numeric_suite import StateOfCaptured, suite_error
 from torchq_compat.migrate.running.redirections import replace_everywhere
+from torchq_compat.migrate.running.stand_ins import legacy_module
 
 __all__ = ["refuse_numeric_suite"]
 
@@ -28,8 +28,9 @@ def refuse_numeric_suite() -> None:
     """Let the functions of the suite raise an FxError where they are given a model of ours, or its state."""
     replacements: dict[int, Callable[..., Any]] = {}
     for name in MODULES:
-        module = importlib.import_module(name)
-        for function in vars(module).values():
+        # The FX suite goes with the engine.
+        module = legacy_module(name)
+        for function in vars(module).values() if module else ():
             if inspect.isfunction(function) and function.__module__ == name:
                 replacements[id(function)] = _refusing(function)
     replace_everywhere(replacements)

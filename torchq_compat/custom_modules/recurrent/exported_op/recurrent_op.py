@@ -21,7 +21,7 @@ from torch.fx import Graph
 
 from torchq_compat.custom_modules.recurrent.cell.input_projection import CellFunctions, Function, call_on
 from torchq_compat.custom_modules.recurrent.exported_op.graph_text import graph_from_data
-from torchq_compat.custom_modules.recurrent.modules.over_time import project_as_given, run_looped_direction
+from torchq_compat.custom_modules.recurrent.over_time import project_as_given, run_looped_direction
 
 __all__ = ["QUANTIZED_RECURRENT"]
 

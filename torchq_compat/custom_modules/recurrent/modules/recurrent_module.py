@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import NoopObserver, QConfig
 
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.parts.part_specs import FloatPartSpecs, PartSpecs
@@ -51,6 +50,8 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     optional,
 )
+from torchq_compat.support.quantized_tensors import as_float, is_quantized
+from torchq_compat.support.torch_ao import NoopObserver, QConfig
 
 __all__ = ["ConvertedRecurrent", "ObservedRecurrent", "RecurrentModule"]
 
@@ -144,8 +145,8 @@ class RecurrentModule(PartOwner):
         )
 
     def _as_floats(self, tensor: Tensor, qparams: QParams | None) -> Tensor:
-        if tensor.is_quantized:
-            return tensor.dequantize()
+        if is_quantized(tensor):
+            return as_float(tensor)
         if qparams is None or not (self.is_lowered and tensor.is_floating_point()):
             return super()._as_floats(tensor, qparams)
         return qparams.dequantize(qparams.quantize(tensor), tensor.dtype)

@@ -18,15 +18,15 @@ from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModu
 from torchq_compat.custom_modules.recurrent.exported_op.op_calls import OpaqueDirection, call_opaque
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, shape_in_export
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
-from torchq_compat.custom_modules.recurrent.modules.over_time import (
+from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule, OwnedProgram
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
+from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
+from torchq_compat.custom_modules.recurrent.over_time import (
     State,
     masked_step,
     run_looped_direction,
     run_rolled_direction,
 )
-from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule, OwnedProgram
-from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
-from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
 from torchq_compat.errors import ExportError
 from torchq_compat.qspecs.qparams import q_dq
 
