@@ -56,9 +56,9 @@ def guide(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The API reference, into build/api."""
+    """The guide and the API reference as a site, into build/site."""
     install(session, "docs")
-    session.run("python", ".ci/api_reference.py", "build/api")
+    session.run("python", ".ci/site.py")
 
 
 @nox.session

@@ -7,14 +7,26 @@ errors, which need no torch, are all here, too.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchq_compat import errors
 from torchq_compat.errors import *  # noqa: F403 - listed once, there
 
 if TYPE_CHECKING:
+    from torchq_compat import checkpoints as checkpoints
+    from torchq_compat import custom_config as custom_config
+    from torchq_compat import custom_modules as custom_modules
+    from torchq_compat import lstm_utils as lstm_utils
+    from torchq_compat import nn as nn
+    from torchq_compat import operators as operators
+    from torchq_compat import profiles as profiles
+    from torchq_compat import quantize_fx as quantize_fx
+    from torchq_compat import recurrent_parts as recurrent_parts
     from torchq_compat.annotate.quantizer_from import quantizer_from
     from torchq_compat.eager.quantize_dynamic import quantize_dynamic
+    from torchq_compat.graph.graph_module import ConvertedModel, QuantizationGraphModule
     from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
     from torchq_compat.lower.onnx import to_onnx
@@ -36,8 +48,12 @@ if TYPE_CHECKING:
     )
     from torchq_compat.streams.streaming_model import streaming
 
+    __version__: str
+
 __all__ = [
+    "ConvertedModel",
     "Output",
+    "QuantizationGraphModule",
     "annotate_outputs",
     "check_annotations",
     "check_sharing",
@@ -63,6 +79,8 @@ __all__ += errors.__all__
 
 #: Where a name lives that is not in quantize_fx.
 _HOMES = {
+    "ConvertedModel": "torchq_compat.graph.graph_module",
+    "QuantizationGraphModule": "torchq_compat.graph.graph_module",
     "Output": "torchq_compat.multi_output",
     "annotate_outputs": "torchq_compat.multi_output",
     "check_annotations": "torchq_compat.multi_output",
@@ -84,16 +102,50 @@ _HOMES = {
 _LEGACY_NAMES = {"_reroute_tuple_getitem_pattern": "reroute_tuples"}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LEGACY_NAMES:
-        return getattr(importlib.import_module(__name__), _LEGACY_NAMES[name])
-    if name not in __all__:
-        raise AttributeError(f"module 'torchq_compat' has no attribute {name!r}")
-    home = importlib.import_module(_HOMES.get(name, "torchq_compat.quantize_fx"))
-    value = getattr(home, name)
-    globals()[name] = value
-    return value
+#: The modules that users import; every other one is internal.
+_MODULES = (
+    "checkpoints",
+    "custom_config",
+    "custom_modules",
+    "errors",
+    "lstm_utils",
+    "nn",
+    "operators",
+    "profiles",
+    "quantize_fx",
+    "recurrent_parts",
+)
+
+if not TYPE_CHECKING:  # To a type checker a name that is not above is an error.
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name == "__version__":
+            return importlib.import_module("torchq_compat.migrate.project").package_version()
+        if name in _LEGACY_NAMES:
+            return getattr(sys.modules[__name__], _LEGACY_NAMES[name])
+        if name not in __all__:
+            raise AttributeError(f"module 'torchq_compat' has no attribute {name!r}")
+        home = importlib.import_module(_HOMES.get(name, "torchq_compat.quantize_fx"))
+        value = getattr(home, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_MODULES, "__version__"})
+
+
+class _Package(ModuleType):
+    """The package as ``help`` sees it: pydoc would list every folder, where users import ten modules."""
+
+    @property
+    def __path__(self) -> Any:  # type: ignore[override]
+        asked_by = sys._getframe(1).f_globals.get("__name__")
+        if asked_by == "pydoc":
+            raise AttributeError("__path__")
+        return vars(self)["__path__"]
+
+
+sys.modules[__name__].__class__ = _Package

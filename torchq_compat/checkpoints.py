@@ -48,6 +48,10 @@ def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLik
 
     The file is written beside ``path`` and moved over it when it is complete and on disk.
 
+    Args:
+        state: a module, its state_dict, or a mapping of names to such and to plain values.
+        path: the file; one that is there is replaced.
+
     Raises:
         CheckpointError: a value that cannot be saved.
         OSError: the file cannot be written; one that was there is left.
@@ -64,7 +68,15 @@ def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLik
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None) -> dict[str, Any]:
     """Read what ``save_checkpoint`` wrote, tensors and plain values only; load it into ``model`` if given.
 
+    Args:
+        path: the file.
+        model: loads the state with ``strict=True``; None to read only.
+
+    Returns:
+        What was saved.
+
     Raises:
+        FileNotFoundError: there is no such file.
         CheckpointError: the file is no whole checkpoint, or does not fit ``model``, which then is unchanged.
     """
     try:

@@ -3,7 +3,7 @@
 A config object is data; torch.ao's own class is read as it is, so a script's objects keep working.
 """
 
-from torch.ao.quantization.fx.custom_config import (
+from torchq_compat.support.torch_ao import (
     ConvertCustomConfig,
     FuseCustomConfig,
     PrepareCustomConfig,

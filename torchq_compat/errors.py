@@ -17,6 +17,7 @@ __all__ = [
     "CaptureError",
     "CaseError",
     "CheckpointError",
+    "CodeError",
     "ConfigError",
     "ConvertError",
     "CustomModuleError",
@@ -256,6 +257,10 @@ class ReportError(TorchQCompatError):
 
 class PathError(TorchQCompatError):
     """A path of the command line that is not there, or that must not be replaced."""
+
+
+class CodeError(TorchQCompatError):
+    """A code of a finding that there is not."""
 
 
 class RewriteUsageError(TorchQCompatError):

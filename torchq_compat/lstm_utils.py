@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
-from torch.ao.quantization.backend_config import BackendConfig
 
 from torchq_compat.config.backend_configs import read_backend_config
 from torchq_compat.custom_modules.recurrent.modules.families import ConvertedLSTM, ObservedLSTM
@@ -27,6 +25,7 @@ from torchq_compat.errors import CustomModuleError
 from torchq_compat.exported_lstm import convert_decomposed_lstm, decompose_lstm, prepare_decomposed_lstm
 from torchq_compat.exported_lstm.whole_op import whole_op_lstm_quantizer
 from torchq_compat.support.argument_checks import FLAG, checked_arguments
+from torchq_compat.support.torch_ao import BackendConfig, quantizable
 
 __all__ = [
     "convert_decomposed_lstm",
@@ -127,7 +126,7 @@ def get_lstm_with_individually_observed_parts(
 
 
 def get_reference_quantized_lstm_module(
-    observed_lstm: torch.ao.nn.quantizable.LSTM,
+    observed_lstm: quantizable.LSTM,
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> ConvertedLSTM:
     """Return the q-dq form of an observed LSTM, which is not changed.

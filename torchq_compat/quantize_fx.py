@@ -6,13 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization import (
-    QConfigMapping,
-    get_default_qat_qconfig_mapping,
-    get_default_qconfig_mapping,
-)
-from torch.ao.quantization.backend_config import BackendConfig
-from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
@@ -26,12 +19,23 @@ from torchq_compat.config.custom_configs import (
 from torchq_compat.config.old_keywords import takes_old_keywords
 from torchq_compat.config.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.eager.fuse import fuse
-from torchq_compat.errors import ConfigError
+from torchq_compat.errors import ArgumentError, ConfigError
+from torchq_compat.graph.graph_module import ConvertedModel, QuantizationGraphModule
 from torchq_compat.lower.x86.entry_point import lower_or_warn
 from torchq_compat.pipeline.convert import convert_to_reference
 from torchq_compat.pipeline.prepare import prepare
 from torchq_compat.pipeline.prepare_request import PrepareRequest
-from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
+from torchq_compat.qspecs.training_mode_fit import misfit
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, shown
+from torchq_compat.support.torch_ao import (
+    BackendConfig,
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    QConfigMapping,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
@@ -45,17 +49,17 @@ __all__ = [
 ]
 
 
-@takes_old_keywords()
+@takes_old_keywords(missing=MISSING)
 def prepare_fx(
     model: nn.Module,
     qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
-    example_inputs: tuple[Any, ...] = MISSING,
+    example_inputs: tuple[Any, ...],
     prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
     _equalization_config: QConfigMapping | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
-) -> GraphModule:
+) -> QuantizationGraphModule:
     """Prepare a model for post-training quantization.
 
     Legacy: ``torch.ao.quantization.quantize_fx.prepare_fx``. The returned model observes in evaluation mode;
@@ -104,17 +108,17 @@ def prepare_fx(
     )
 
 
-@takes_old_keywords()
+@takes_old_keywords(missing=MISSING)
 def prepare_qat_fx(
     model: nn.Module,
     qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
-    example_inputs: tuple[Any, ...] = MISSING,
+    example_inputs: tuple[Any, ...],
     prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
     *,
     _equalization_config: QConfigMapping | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
-) -> GraphModule:
+) -> QuantizationGraphModule:
     """Prepare a model for quantization-aware training.
 
     Legacy: ``torch.ao.quantization.quantize_fx.prepare_qat_fx``, which takes no ``_equalization_config``; so
@@ -155,7 +159,7 @@ def convert_fx(
     qconfig_mapping: QConfigMapping | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
     keep_original_weights: bool = False,
-) -> GraphModule:
+) -> ConvertedModel:
     """Convert a calibrated or trained model.
 
     Legacy: ``torch.ao.quantization.quantize_fx.convert_fx``. On an x86 CPU, with
@@ -205,14 +209,23 @@ def convert_to_reference_fx(
     _remove_qconfig: bool = True,
     qconfig_mapping: QConfigMapping | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
-) -> GraphModule:
+) -> ConvertedModel:
     """Convert to the portable q-dq graph of ``quantized_decomposed`` operators.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``. Arguments and errors are those of
-    ``convert_fx``.
+    Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``.
+
+    Args:
+        graph_module: the prepared, calibrated or trained model; it is copied.
+        convert_custom_config: observed-to-quantized classes and preserved attributes.
+        _remove_qconfig: not read; no module has a qconfig.
+        qconfig_mapping: switches quantization off where it says None, as in ``convert_fx``.
+        backend_config: checked as in ``convert_fx``.
 
     Returns:
         The q-dq graph, for export and for any backend.
+
+    Raises:
+        TorchQCompatError: as ``convert_fx``.
 
     Example:
         >>> import torch
@@ -269,7 +282,7 @@ def fuse_fx(
     return fuse(model, preserved)
 
 
-def _reference() -> Callable[..., GraphModule]:
+def _reference() -> Callable[..., ConvertedModel]:
     return convert_to_reference_fx
 
 
@@ -320,7 +333,7 @@ def _prepare(
     dynamic_shapes: Any,
     *,
     is_qat: bool,
-) -> GraphModule:
+) -> QuantizationGraphModule:
     if equalization_config is not None and _asks_for_something(equalization_config):
         raise ConfigError.not_supported(
             "_equalization_config",
@@ -336,8 +349,15 @@ def _prepare(
                 "leave backend_config out, or give a QConfigMapping.",
             )
         qconfig_mapping = get_default_qat_qconfig_mapping() if is_qat else get_default_qconfig_mapping()
+    if not isinstance(model, nn.Module) and isinstance(qconfig_mapping, nn.Module):
+        name = "prepare_qat_fx" if is_qat else "prepare_fx"
+        raise ArgumentError(
+            f"{name}: model must be an nn.Module, got {shown(model)}; the module stands second.",
+            hint=f"the order is {name}(model, qconfig_mapping, example_inputs).",
+        )
+    rules = read_qconfig_mapping(qconfig_mapping)
     request = PrepareRequest(
-        rules=read_qconfig_mapping(qconfig_mapping),
+        rules=rules,
         quantizer=quantizer,
         example_inputs=read_example_inputs(example_inputs, model),
         settings=read_prepare_custom_config(prepare_custom_config),
@@ -345,7 +365,11 @@ def _prepare(
         dynamic_shapes=dynamic_shapes,
         is_qat=is_qat,
     )
-    return prepare(model, request)
+    prepared = prepare(model, request)
+    told = misfit(rules.qconfigs, is_qat=is_qat) if quantizer is None else ""
+    if told:
+        warn_user(told)
+    return prepared
 
 
 def _asks_for_something(equalization_config: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.ao.quantization import (
 )
 from torch.fx import GraphModule
 from torchao.quantization.pt2e import HistogramObserver, PerChannelMinMaxObserver
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_qat_pt2e
 from torchao.quantization.pt2e.quantizer import (
     ComposableQuantizer,
     QuantizationAnnotation,
@@ -40,15 +40,13 @@ from tests.helpers.oracle import (
     quantize_nodes,
     sqnr,
 )
+from tests.helpers.quantizers import prepared_by_torchao
 from tests.parity.models import MODELS
 from torchq_compat.errors import ConfigError
 
 
 def converted_by_torchao(model: nn.Module, quantizer: Quantizer, batches: list[Any]) -> GraphModule:
-    exported = torch.export.export(model, batches[0]).module()
-    prepared = prepare_pt2e(exported, quantizer)
-    calibrate(prepared, batches)
-    return convert_pt2e(prepared)
+    return convert_pt2e(prepared_by_torchao(model, quantizer, batches))
 
 
 @pytest.mark.parametrize("name", ["resnet", "transformer", "inplace_arithmetic", "linear_bn_leaky_relu"])

@@ -12,7 +12,12 @@ import torch.ao.quantization as legacy
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize
-from torchao.quantization.pt2e.observer import MinMaxObserver, PlaceholderObserver
+from torchao.quantization.pt2e.observer import (
+    MinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+)
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 from torchao.quantization.pt2e.quantizer import (
     ComposableQuantizer,
@@ -400,3 +405,98 @@ def test_a_quantizer_that_rewrites_the_operator_has_the_module() -> None:
 
 def run_gru(*args: Any) -> Tensor:
     return ATEN.gru.input(*args)[0]
+
+
+class Sliced(nn.Module):
+    """Slices as written: with sizes that are free, torch.export makes two of ``x[:, 1:3]``."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        whole = x[:]
+        whole += 1
+        return torch.relu(x[:, 1:3]), x[..., :2], whole
+
+
+def test_a_slice_is_one_operator() -> None:
+    def write(node: Node) -> None:
+        if node.target is ATEN.slice.Tensor:
+            annotate(node, output=INT8)
+
+    prepared = tc.prepare_fx(Sliced(), ByHand(write), (X.clone(),))
+    prepared(X.clone())
+    converted = tc.convert_to_reference_fx(prepared)
+    assert len(quantize_nodes(converted)) == 2
+    expected, found = (leaves(each(X.clone())) for each in (Sliced(), converted))
+    assert torch.equal(expected[2], found[2])
+    assert all(20 < sqnr(a, b) < 60 for a, b in zip(expected[:2], found[:2], strict=True))
+
+
+class Computing(nn.Module):
+    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return list(self.compute(x))
+
+
+@pytest.mark.parametrize(
+    ("compute", "floats"),
+    [
+        (lambda x: torch.var_mean(x, dim=1, correction=0), 2),
+        pytest.param(lambda x: torch.native_layer_norm(x, [8], None, None, 1e-5), 3, marks=pytest.mark.slow),
+        pytest.param(lambda x: torch.linalg.qr(x), 2, marks=pytest.mark.slow),
+        pytest.param(lambda x: torch.frexp(x), 1, marks=pytest.mark.slow),
+        pytest.param(lambda x: x.tensor_split(3, 1), 3, marks=pytest.mark.slow),
+        pytest.param(lambda x: torch.std_mean(x, 0, keepdim=True), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_one_spec_for_every_float_output(compute: Any, floats: int) -> None:
+    """Of operators that no table names: their example values tell which outputs are floats."""
+
+    def write(node: Node) -> None:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), (tuple, list)):
+            annotate(node, output=INT8)
+
+    static = torch.export.Dim.STATIC
+    model = Computing(compute)
+    prepared = tc.prepare_fx(model, ByHand(write), (X,), dynamic_shapes=([static, static],))
+    prepared(X)
+    converted = tc.convert_to_reference_fx(prepared)
+    assert len(quantize_nodes(converted)) == floats
+    for expected, found in zip(model(X), converted(X), strict=True):
+        assert expected.dtype is found.dtype
+        assert 35 < sqnr(expected, found) < 70 or not expected.is_floating_point()
+
+
+def of_weights(constructor: Any) -> Quantizer:
+    weight = QuantizationSpec(torch.int8, constructor, -127, 127, torch.per_channel_symmetric, ch_axis=0)
+    return at(ATEN.linear.default, lambda n: annotate(n, {n.args[0]: INT8, n.args[1]: weight}, INT8))
+
+
+PER_CHANNEL = legacy.MovingAveragePerChannelMinMaxObserver
+
+
+@pytest.mark.parametrize(
+    ("constructor", "reference", "is_qat"),
+    [
+        (legacy.default_per_channel_weight_observer, PerChannelMinMaxObserver, False),
+        (
+            legacy.FakeQuantize.with_args(observer=PER_CHANNEL),
+            FakeQuantize.with_args(observer=MovingAveragePerChannelMinMaxObserver),
+            True,
+        ),
+    ],
+)
+def test_observers_of_torch_ao_by_channel(constructor: Any, reference: Any, is_qat: bool) -> None:
+    torch.manual_seed(0)
+    model, found = nn.Sequential(nn.Linear(8, 5)), []
+    for each in (constructor, reference):
+        prepared = (tc.prepare_qat_fx if is_qat else tc.prepare_fx)(
+            model.train(is_qat), of_weights(each), (X,)
+        )
+        prepared(X)
+        found.append(tc.convert_to_reference_fx(prepared.eval()))
+    ours, theirs = found
+    assert sum("dequantize_per_channel" in str(node.target) for node in ours.graph.nodes) == 1
+    assert torch.equal(ours(X), theirs(X))
+    assert 25 < sqnr(model(X), ours(X)) < 60

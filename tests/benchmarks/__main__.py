@@ -1,11 +1,12 @@
 """FX, plain PT2E, dynamic quantization and this package, side by side in one run.
 
-    python -m tests.benchmarks [--only a|b|c] [--quick] [--threads N] [--output DIR] [--page [FILE]]
+    python -m tests.benchmarks [--only a|b|c] [--quick] [--threads N [N ...]] [--output DIR] [--page [FILE]]
 
 Parts: (a) time and peak memory of prepare, calibrate and convert at several sequence lengths; (b) latency,
-size and accuracy of converted LSTMs; (c) the same of a Linear model and a CNN. Prints tables, writes
-benchmarks.json and benchmarks.svg into DIR and, with --page, the results into FILE and both beside it. Only
-the ratios mean anything: contenders are measured in turns, on whatever machine this is.
+size and accuracy of converted recurrent modules, at one and at two threads, and of loops in Python around
+them; (c) the same of a Linear model and a CNN. Prints tables, writes benchmarks.json and benchmarks.svg into
+DIR and, with --page, the results into FILE and both beside it. Only the ratios mean anything: contenders are
+measured in turns, on whatever machine this is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from typing import Any
 from rich.console import Console
 
 from tests.benchmarks import cases
-from tests.benchmarks.contenders import FEEDFORWARD_CONTENDERS, RECURRENT_CONTENDERS
+from tests.benchmarks.contenders import (
+    FEEDFORWARD_CONTENDERS,
+    LOOP_CONTENDERS,
+    RECURRENT_CONTENDERS,
+    Contender,
+)
 from tests.benchmarks.environment import environment
 from tests.benchmarks.latency import Effort, measure_latency
 from tests.benchmarks.page import PAGE, prose_around, write_page
@@ -52,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The parts that are asked for."""
     tell = Console(stderr=True, highlight=False).print
-    results: dict[str, Any] = {"format": 1, "environment": environment(options.threads)}
+    results: dict[str, Any] = {"format": 1, "environment": environment(max(options.threads))}
     quick, parts = options.quick, options.only or "abc"
     if "a" in parts:
         lengths, rounds, repeats = ((2,), 1, 1) if quick else ((8, 128, 2048), 3, 2)
@@ -60,14 +66,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             lengths, rounds=rounds, repeats=repeats, limit=options.limit, tell=tell
         )
     rounds, turn_seconds = (2, 0.001) if quick else (9, 0.05)
-    effort = Effort(rounds, turn_seconds, options.limit, options.threads)
+    asked: dict[str, list[tuple[Sequence[cases.Recipe], Sequence[Contender]]]] = {}
     if "b" in parts:
-        recipes = cases.QUICK_RECURRENT if quick else cases.RECURRENT
-        results["recurrent"] = measure_latency(recipes, RECURRENT_CONTENDERS, effort, tell)
+        recipes, loops = (
+            (cases.QUICK_RECURRENT, cases.QUICK_LOOPS) if quick else (cases.RECURRENT, cases.LOOPS)
+        )
+        asked["recurrent"] = [(recipes, RECURRENT_CONTENDERS), (loops, LOOP_CONTENDERS)]
     if "c" in parts:
         recipes = cases.QUICK_FEEDFORWARD if quick else cases.FEEDFORWARD
-        results["feedforward"] = measure_latency(recipes, FEEDFORWARD_CONTENDERS, effort, tell)
+        asked["feedforward"] = [(recipes, FEEDFORWARD_CONTENDERS)]
+    for name, groups in asked.items():
+        results[name] = []
+        for threads in options.threads:
+            effort = Effort(rounds, turn_seconds, options.limit, threads)
+            for of_group, contenders in groups:
+                rows = measure_latency(of_group, contenders, effort, tell)
+                results[name] += rows if len(options.threads) == 1 else [_at(threads, row) for row in rows]
     return results
+
+
+def _at(threads: int, row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "case": f"{row['case']}, {threads} thread{'s' if threads > 1 else ''}"}
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -95,8 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--threads",
         type=_positive,
-        default=min(2, os.cpu_count() or 1),
-        help="of torch, for latency; set whatever OMP_NUM_THREADS says (default: %(default)s)",
+        nargs="+",
+        default=sorted({1, min(2, os.cpu_count() or 1)}),
+        help="of every engine, for latency, one run for each; set whatever OMP_NUM_THREADS says "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--limit",

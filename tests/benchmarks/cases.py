@@ -21,7 +21,9 @@ from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, calibrate
 __all__ = [
     "ENGINE",
     "FEEDFORWARD",
+    "LOOPS",
     "QUICK_FEEDFORWARD",
+    "QUICK_LOOPS",
     "QUICK_RECURRENT",
     "RECURRENT",
     "Case",
@@ -44,8 +46,15 @@ class Case:
 
     threads = 1
 
-    def __init__(self, name: str, model: nn.Module, make_inputs: Callable[[], tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        make_inputs: Callable[[], tuple[Tensor, ...]],
+        prepare_config: Any = MAP_LSTM,
+    ) -> None:
         self.name = name
+        self.prepare_config = prepare_config
         self.model = model.eval()
         self.batches = [make_inputs() for _ in range(CALIBRATION_BATCHES)]
         self.inputs = make_inputs()
@@ -57,7 +66,8 @@ class Case:
 
     @cached_property
     def prepared(self) -> GraphModule:
-        prepared = tc.prepare_fx(self.model, get_default_qconfig_mapping(ENGINE), self.batches[0], MAP_LSTM)
+        mapping = get_default_qconfig_mapping(ENGINE)
+        prepared = tc.prepare_fx(self.model, mapping, self.batches[0], self.prepare_config)
         calibrate(prepared, self.batches)
         return prepared
 
@@ -163,6 +173,70 @@ def _cnn(width: int) -> nn.Module:
     )
 
 
+class CellLoop(nn.Module):
+    """A loop in Python around an LSTMCell, as tutorials have it, and a head for every step."""
+
+    def __init__(self, hidden: int, steps: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(8, hidden)
+        self.head = nn.Linear(hidden, 1)
+        self.steps = steps
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        outputs = []
+        for step in range(self.steps):
+            h, c = self.cell(x[step], (h, c))
+            outputs.append(self.head(h))
+        return torch.stack(outputs)
+
+
+class DecoderStep(nn.Module):
+    """One step of a decoder that looks at an encoder's output."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(hidden, hidden)
+        self.head = nn.Linear(2 * hidden, 40)
+
+    def forward(self, x: Tensor, h: Tensor, encoded: Tensor) -> Tensor:
+        output, _ = self.rnn(x, h)
+        weights = torch.softmax(torch.matmul(output.transpose(0, 1), encoded.permute(1, 2, 0)), -1)
+        context = torch.matmul(weights, encoded.transpose(0, 1)).transpose(0, 1)
+        result: Tensor = self.head(torch.cat([output, context], -1))
+        return result
+
+
+class Seq2Seq(nn.Module):
+    """An encoder, and a cell that is fed what it gave before."""
+
+    def __init__(self, width: int, hidden: int, steps: int) -> None:
+        super().__init__()
+        self.encoder = nn.LSTM(width, hidden)
+        self.decoder = nn.LSTMCell(width, hidden)
+        self.head = nn.Linear(hidden, width)
+        self.steps = steps
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        _, (hidden, cell) = self.encoder(x, (h, c))
+        h, c = hidden[0], cell[0]
+        fed = x[-1]
+        outputs = []
+        for _ in range(self.steps):
+            h, c = self.decoder(fed, (h, c))
+            fed = self.head(h)
+            outputs.append(fed)
+        return torch.stack(outputs)
+
+
+def _loop(name: str, model: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Recipe:
+    def make() -> Case:
+        # Cells are mapped by our own configuration alone: FX has no static ones.
+        config = tc.get_default_prepare_custom_config()
+        return Case(name, model(), lambda: tuple(torch.randn(shape) for shape in shapes), config)
+
+    return Recipe(name, make)
+
+
 #: (input, hidden, layers, T, batch)
 RECURRENT: tuple[Recipe, ...] = (
     recurrent(64, 64, 1, 128, 4),
@@ -182,6 +256,15 @@ RECURRENT: tuple[Recipe, ...] = (
 FEEDFORWARD: tuple[Recipe, ...] = (
     _feedforward("Linear 512-1024-1024-512, batch 32", lambda: _mlp(512), 32, 512),
     _feedforward("CNN 3-32-64-128, 64x64, batch 8", lambda: _cnn(32), 8, 3, 64, 64),
+)
+#: Small calls in Python: at most 1.2 of float's time is expected.
+LOOPS: tuple[Recipe, ...] = (
+    _loop("LSTMCell, 20 steps, hidden 51", lambda: CellLoop(51, 20), (20, 1, 8), (1, 51), (1, 51)),
+    _loop("decoder step, hidden 32", lambda: DecoderStep(32), (1, 1, 32), (1, 1, 32), (10, 1, 32)),
+    _loop("seq2seq, 6 steps, hidden 32", lambda: Seq2Seq(16, 32, 6), (6, 1, 16), (1, 1, 32), (1, 1, 32)),
+)
+QUICK_LOOPS: tuple[Recipe, ...] = (
+    _loop("LSTMCell, 2 steps, hidden 8", lambda: CellLoop(8, 2), (2, 32, 8), (32, 8), (32, 8)),
 )
 QUICK_RECURRENT: tuple[Recipe, ...] = (recurrent(8, 8, 1, 4, 2),)
 QUICK_FEEDFORWARD: tuple[Recipe, ...] = (

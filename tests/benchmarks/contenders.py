@@ -15,7 +15,17 @@ from torch import nn
 from tests.benchmarks import peers
 from tests.benchmarks.cases import Case
 
-__all__ = ["FEEDFORWARD_CONTENDERS", "RECURRENT_CONTENDERS", "Built", "Contender", "UnavailableError"]
+__all__ = [
+    "FEEDFORWARD_CONTENDERS",
+    "LOOP_CONTENDERS",
+    "RECURRENT_CONTENDERS",
+    "Built",
+    "Contender",
+    "UnavailableError",
+]
+
+
+RECURRENT = {nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell}
 
 
 class UnavailableError(Exception):
@@ -44,7 +54,7 @@ def _float(case: Case) -> Built:
 
 
 def _dynamic(case: Case) -> Built:
-    quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(case.model), {nn.LSTM}, torch.qint8)
+    quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(case.model), RECURRENT, torch.qint8)
     return Built(quantized, _saved_size(quantized))
 
 
@@ -133,4 +143,6 @@ PEERS = (
     Contender("OpenVINO, int8", partial(_peer, peers.openvino_int8)),
 )
 RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *PEERS, *OURS, *ON_DEVICE)
+#: FX has no static cells; the exporters of the other engines would unroll what is a loop here.
+LOOP_CONTENDERS = (FLOAT, DYNAMIC, PEERS[0], *OURS)
 FEEDFORWARD_CONTENDERS = (FLOAT, FX, *OURS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,38 @@ __all__ = ["save_plot"]
 CONTENDERS = dict.fromkeys(contender.name for contender in (*RECURRENT_CONTENDERS, *FEEDFORWARD_CONTENDERS))
 #: The same in every panel.
 COLORS = {name: f"C{index}" for index, name in enumerate(CONTENDERS)}
+#: Our model as it runs, and who else there is; what is ours for other places stands in the tables.
+OURS = "ours, lowered"
+SHOWN = (OURS, *(name for name in CONTENDERS if not name.startswith("ours")))
 
 Row = Mapping[str, Any]
 
 
 def save_plot(results: Mapping[str, Any], path: Path) -> None:
     """One panel for each part of ``results`` that was measured; the ending of ``path`` says the format."""
-    panels = [name for name in ("stages", "recurrent", "feedforward") if name in results]
+    drawings: list[Callable[[Axes], None]] = []
+    if "stages" in results:
+        drawings.append(partial(_draw_stages, rows=results["stages"]))
+    for name in ("recurrent", "feedforward"):
+        for title, rows in _by_threads(results.get(name, ())):
+            drawings.append(partial(_draw_latency, rows=rows, title=title))
     figure, axes = plt.subplots(
-        len(panels), 1, figsize=(10, 4.5 * len(panels)), squeeze=False, layout="constrained"
+        len(drawings), 1, figsize=(12, 4.5 * len(drawings)), squeeze=False, layout="constrained"
     )
-    for name, axis in zip(panels, axes[:, 0], strict=True):
-        if name == "stages":
-            _draw_stages(axis, results[name])
-        else:
-            _draw_latency(axis, results[name])
+    for draw, axis in zip(drawings, axes[:, 0], strict=True):
+        draw(axis)
     _save(figure, path)
+
+
+def _by_threads(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """A title and the rows of each count of threads; a case says its own where there are several."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        case, _, threads = row["case"].rpartition(", ")
+        name, short = (threads, case) if "thread" in threads else ("", row["case"])
+        groups.setdefault(name, []).append({**row, "case": short})
+    for name, group in groups.items():
+        yield f"Latency, {name}" if name else "Latency", group
 
 
 def _draw_stages(axis: Axes, rows: Sequence[Row]) -> None:
@@ -52,25 +69,27 @@ def _draw_stages(axis: Axes, rows: Sequence[Row]) -> None:
     axis.legend()
 
 
-def _draw_latency(axis: Axes, rows: Sequence[Row]) -> None:
-    measured = [row for row in rows if "unavailable" not in row]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    contenders = list(dict.fromkeys(row["contender"] for row in measured if row["contender"] != "FX static"))
-    base = {row["case"]: row["median_ms"] for row in measured if row["contender"] == "FX static"}
-    width = 0.8 / len(contenders)
+def _draw_latency(axis: Axes, rows: Sequence[Row], title: str) -> None:
+    """Our lowered model beside each peer, in its own time: below 1 a peer is faster."""
+    measured = {(row["case"], row["contender"]): row for row in rows if "unavailable" not in row}
+    cases = [case for case in dict.fromkeys(row["case"] for row in rows) if (case, OURS) in measured]
+    contenders = [name for name in SHOWN if any((case, name) in measured for case in cases)]
+    width = 0.85 / max(1, len(contenders))
     for index, contender in enumerate(contenders):
-        mine = [row for row in measured if row["contender"] == contender and row["case"] in base]
-        places = [cases.index(row["case"]) + (index - len(contenders) / 2 + 0.5) * width for row in mine]
-        # Up from the line: slower than FX; down: faster.
-        heights = [row["median_ms"] / base[row["case"]] - 1 for row in mine]
-        axis.bar(places, heights, width, bottom=1, label=contender, color=COLORS[contender])
+        pairs = [(at, measured.get((case, contender)), measured[case, OURS]) for at, case in enumerate(cases)]
+        found = [(at, row, ours["median_ms"]) for at, row, ours in pairs if row is not None]
+        places = [at + (index - len(contenders) / 2 + 0.5) * width for at, _, _ in found]
+        heights = [row["median_ms"] / ours for _, row, ours in found]
+        errors = [
+            [(row["median_ms"] - row["low_ms"]) / ours for _, row, ours in found],
+            [(row["high_ms"] - row["median_ms"]) / ours for _, row, ours in found],
+        ]
+        axis.bar(places, heights, width, yerr=errors, label=contender, color=COLORS[contender], ecolor="0.3")
     axis.axhline(1, color="black", linewidth=1)
     axis.set_yscale("log")
-    axis.set_xticks(
-        range(len(cases)), [case.replace(" bidir", "\nbidir") for case in cases], fontsize="small"
-    )
-    axis.set(title="Latency, of FX static (the line at 1)", ylabel="ratio, less is faster")
-    axis.legend(ncols=3, fontsize="small")
+    axis.set_xticks(range(len(cases)), cases, fontsize="small", rotation=20, ha="right")
+    axis.set(title=title, ylabel="time, of ours (lower is better)")
+    axis.legend(ncols=4, fontsize="small")
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import warnings
 from typing import Any
 
@@ -18,8 +19,11 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
+from torchq_compat.capture.checked.attempts import compare_runs
 from torchq_compat.capture.checked.same_results import difference
+from torchq_compat.capture.checked.trial_runs import FloatRun, Runs
 from torchq_compat.errors import CaptureError, InputError, QuantizationWarning
+from torchq_compat.opaque_calls.capture_stub import StubRegistry
 from torchq_compat.support.decisions import Action
 
 assert torchao
@@ -406,3 +410,29 @@ def test_equal_means_equal() -> None:
     assert difference(holes, holes, 80) is None
     assert difference(holes, x, 80) == "NaN or infinity in other places"
     assert "shape" in str(difference(x, x[None], 80))
+
+
+class NotInFloat64(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(4, 4)
+
+
+def test_what_kept_float64_from_deciding_is_said() -> None:
+    """A difference of 40 dB may be rounding: float64 tells, where it runs."""
+    x = torch.randn(8, 4)
+    noisy = x @ torch.ones(4, 4) * (1 + 1e-2)
+    runs = Runs(NotInFloat64(), StubRegistry(), {})
+    problem = compare_runs(runs, runs.of_float_model((x,)), lambda double: noisy, 80)
+    assert problem is not None
+    assert re.fullmatch(r".*40\.0 dB; in float64 the float model fails: RuntimeError: .*dtype.*", problem)
+
+    def fails_in_float64(*, double: bool) -> Tensor:
+        if double:
+            raise KeyError("wide")
+        return noisy.relu()
+
+    runs = Runs(nn.Sequential(nn.ReLU()), StubRegistry(), {})
+    run = FloatRun((x,), (x @ torch.ones(4, 4)).relu())
+    problem = compare_runs(runs, run, fails_in_float64, 80)
+    assert problem is not None
+    assert problem.endswith("40.0 dB; in float64 it fails: KeyError: 'wide'")

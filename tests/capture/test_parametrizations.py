@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +52,23 @@ def test_nothing_is_said_where_it_was_to_stay_float() -> None:
     mapping = get_default_qconfig_mapping("x86").set_module_name("0", None).set_module_name("2", None)
     prepared = tc.prepare_fx(convolutions(), mapping, (torch.randn(2, 3, 8),))
     assert {decision.action.value for decision in tc.explain(prepared).find("0")} == {"float"}
+
+
+@pytest.mark.parametrize("place", [nn.Sequential, lambda lstm: lstm], ids=["nested", "root"])
+@pytest.mark.parametrize("norm", [torch.nn.utils.weight_norm, weight_norm], ids=["hook", "parametrization"])
+@pytest.mark.filterwarnings("ignore::torchq_compat.errors.QuantizationWarning")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_a_recurrent_module_with_computed_weights_is_copied(norm: Any, place: Any) -> None:
+    """They hang on an autograd graph, which torch refuses to copy: in an attribute, and in a list of all."""
+    lstm = nn.LSTM(4, 5)
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        norm(lstm, name)
+    model, x = place(lstm).eval(), torch.randn(6, 2, 4)
+    model(x)
+    prepared = tc.prepare_fx(model, MAPPING, (x,))
+    prepared(x)
+    again = copy.deepcopy(prepared)
+    converted = copy.deepcopy(tc.convert_to_reference_fx(again))
+    decisions = tc.explain(converted).find("0" if place is nn.Sequential else "module")
+    assert "float" in [decision.action for decision in decisions]
+    assert torch.equal(converted(x)[0], model(x)[0])

@@ -140,3 +140,19 @@ def test_norms_mean_what_they_meant(kind: str, is_qat: bool) -> None:
     if not is_qat and kind != "no statistics":  # FX asserts running statistics
         _, oracle = by_fx(model, get_default_qconfig_mapping("x86"), [(x,)] * 2)
         assert abs(found - sqnr(expected, oracle(x))) < 1
+
+
+class OnlyTrains(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            raise ValueError("no running statistics yet")
+        return super().forward(x)
+
+
+def test_a_model_that_does_not_evaluate_is_warned_about_with_its_error() -> None:
+    x, model = torch.randn(16, 8), OnlyTrains(AlwaysDrops()).train()
+    with pytest.warns(tc.errors.QuantizationWarning, match=r"ValueError: no running statistics yet"):
+        prepared = tc.prepare_qat_fx(model, QAT, (x,))
+    (said,) = [d for d in tc.explain(prepared).decisions if d.kind == "evaluation mode of OnlyTrains"]
+    assert (said.action.value, said.path) == ("dropped", "")
+    assert draws(prepared.train(), x)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torchao.quantization.pt2e.observer import MinMaxObserver, PerChannelMinMaxObserver
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_qat_pt2e
 from torchao.quantization.pt2e.quantizer import ComposableQuantizer, QuantizationSpec
 
 from tests.helpers.oracle import leaves, sqnr
+from tests.helpers.quantizers import prepared_by_torchao
 from torchq_compat.lstm_utils import whole_op_lstm_quantizer
 
 OPS = torch.ops.quantized_decomposed
@@ -46,11 +47,7 @@ def batches(**kwargs: Any) -> list[Batch]:
 
 
 def quantize(model: nn.Module, data: list[Any], quantizer: Any) -> GraphModule:
-    prepared = prepare_pt2e(torch.export.export(model, data[0]).module(), quantizer)
-    with torch.no_grad():
-        for batch in data:
-            prepared(*batch)
-    converted: GraphModule = convert_pt2e(prepared)
+    converted: GraphModule = convert_pt2e(prepared_by_torchao(model, quantizer, data))
     return converted
 
 

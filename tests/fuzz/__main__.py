@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 
 import torch
 
 from tests.fuzz import bad_arguments, bad_calls, bad_settings, structures
-from tests.fuzz.outcomes import Case, Outcome, attempt, summary
+from tests.fuzz.outcomes import Case, Outcome, Result, attempt, summary
 
 FINE = (Outcome.OURS, Outcome.WARNED, Outcome.ACCEPTED)
 
 
-def run(name: str, cases: Iterable[Case]) -> bool:
-    results = []
+def run(name: str, cases: Iterable[Case], seconds: float) -> bool:
+    results: list[Result] = []
+    started = time.monotonic()
     for case in cases:
+        if time.monotonic() - started > seconds:
+            print(f"{name}: time is up before {case.name}")
+            break
         results.append(attempt(case))
         if results[-1].outcome not in FINE:
             print(results[-1], flush=True)
@@ -31,6 +37,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--structures", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no case after so long")
     args = parser.parse_args()
     torch.set_num_threads(1)
     fuzzers = {
@@ -40,7 +47,7 @@ def main() -> int:
         "structures": structures.cases(args.structures, args.seed),
     }
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        ran = [run(name, fuzzers[name]) for name in args.names or fuzzers]
+        ran = [run(name, fuzzers[name], args.seconds) for name in args.names or fuzzers]
     return 0 if all(ran) else 1
 
 

@@ -13,7 +13,12 @@ import pytest
 import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torch.ao.quantization import (
+    QConfig,
+    QConfigMapping,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
 from torch.fx import GraphModule
 
 import torchq_compat as tc
@@ -93,6 +98,58 @@ def test_training_goes_on_with_the_next_losses_of_fx() -> None:
     expected = losses(theirs, 5)
     assert losses(ours, 5) == pytest.approx(expected, rel=1e-5)
     assert losses(prepared_here(is_qat=True), 5) != pytest.approx(expected, rel=1e-2)
+
+
+def learned_by_fx() -> tuple[GraphModule, Any]:
+    """A model whose fake-quantizes have learned their scales; one of them is negative until its next call."""
+    from migration.legacy import learnable_qat as legacy
+
+    torch.manual_seed(0)
+    mapping = QConfigMapping().set_global(QConfig(legacy.learnable, legacy.learnable_weight))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = fx.prepare_qat_fx(legacy.Net().train(), mapping, (torch.randn(32, 8),))
+    learnable = legacy.fake_quantizes(prepared)
+    for each in learnable:
+        each.enable_static_estimate()
+    prepared(torch.randn(32, 8))
+    for each in learnable:
+        each.enable_param_learning()
+    learning(prepared, 3)
+    return prepared, mapping
+
+
+def learning(model: nn.Module, steps: int) -> list[float]:
+    generator = torch.Generator().manual_seed(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for _ in range(steps):
+        x, y = torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
+        optimizer.zero_grad()
+        loss = (model(x) - y).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*other quantized tensor creation functions:UserWarning")
+def test_learned_scales() -> None:
+    from migration.legacy import learnable_qat as legacy
+
+    theirs, mapping = learned_by_fx()
+    x = torch.randn(32, 8)
+    ours, converted = (tc.prepare_qat_fx(legacy.Net().train(), mapping, (x,)) for _ in range(2))
+    load_fx_state(ours, copy.deepcopy(theirs.state_dict()))
+    expected = learning(theirs, 5)
+    assert learning(ours, 5) == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0]
+    reference = fx.convert_to_reference_fx(theirs.eval())
+    load_fx_state(converted, reference.state_dict())
+    for model in (ours, converted):
+        found = tc.convert_to_reference_fx(model.eval())
+        assert activation_qparams(found) == fx_activation_qparams(reference)
+        torch.testing.assert_close(found(x), reference(x), rtol=0, atol=1e-6)
 
 
 def test_converted_training_state_makes_the_batch_norm_an_identity() -> None:

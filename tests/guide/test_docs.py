@@ -14,20 +14,48 @@ import pytest
 import torch
 
 from torchq_compat.checkpoints import load_fx_state
+from torchq_compat.migrate.guide.pages import guide_pages
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "migration").glob("*.md")])
+#: The pages of the guide are one text: what a page defines, those behind it use.
+GUIDE = guide_pages(ROOT)
+ALONE = [ROOT / "README.md", *(path for path in (ROOT / "migration").glob("*.md") if path not in GUIDE)]
+TEXTS = {path.relative_to(ROOT).as_posix(): [path] for path in sorted(ALONE)} | {"guide": GUIDE}
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
+ANCHOR = re.compile(r'<a id="([^"]+)">')
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_python_blocks_run(document: Path) -> None:
-    blocks = BLOCK.findall(document.read_text())
-    assert blocks
+@pytest.mark.parametrize("name", TEXTS)
+def test_python_blocks_run(name: str) -> None:
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "documentation"}
-    for block in blocks:
-        exec(compile(block, document.name, "exec"), namespace)
+    ran = 0
+    for document in TEXTS[name]:
+        for block in BLOCK.findall(document.read_text()):
+            exec(compile(block, document.name, "exec"), namespace)
+            ran += 1
+    assert ran
+
+
+def anchors_of(page: Path) -> set[str]:
+    text = page.read_text()
+    headings = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in HEADING.findall(text)}
+    return headings | set(ANCHOR.findall(text))
+
+
+PAGES = sorted({ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *ALONE, *GUIDE})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+        if target.startswith(("http:", "https:")):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors_of(file), f"{page.name}: {target}#{anchor}"
 
 
 PUBLIC = (

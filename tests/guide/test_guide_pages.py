@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,7 +16,9 @@ from torchq_compat.migrate.guide.known_differences import (
     guide_table,
     read_known_differences,
 )
-from torchq_compat.migrate.guide.pages import made_pages, with_block
+from torchq_compat.migrate.guide.pages import guide_pages, made_pages, with_block
+from torchq_compat.migrate.guide.pictures import pictures
+from torchq_compat.migrate.guide.results_table import results_table
 from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
 
 ROOT = Path(torchq_compat.__file__).parents[1]
@@ -23,18 +27,20 @@ DIFFERENCES = read_known_differences(ROOT / "migration" / "known_differences.tom
 
 def test_the_committed_pages_are_the_made_ones() -> None:
     made = dict(made_pages(ROOT))
-    assert {path.name for path in made} == {"README.md", "CHANGELOG.md", "support.md"}
+    named = {path.relative_to(ROOT).as_posix() for path in made}
+    assert named >= {"README.md", "CHANGELOG.md", "migration/support.md", "migration/pictures/cell.svg"}
     stale = [path.name for path, text in made.items() if path.read_text() != text]
     assert stale == [], "python -m torchq_compat.migrate.guide"
 
 
 def test_every_construct_and_difference_is_in_its_pages() -> None:
-    guide, changelog = (ROOT / name for name in ("migration/README.md", "CHANGELOG.md"))
+    guide = "".join(page.read_text() for page in guide_pages(ROOT))
+    changelog = (ROOT / "CHANGELOG.md").read_text()
     for construct in CONSTRUCTS.values():
-        assert construct.guide in guide.read_text()
+        assert construct.guide in guide
     for difference in DIFFERENCES:
-        assert difference.here in guide.read_text()
-        assert difference.here in changelog.read_text()
+        assert difference.here in guide
+        assert difference.here in changelog
 
 
 def test_a_difference_names_a_test_that_is_there() -> None:
@@ -63,8 +69,10 @@ def test_the_command_finds_and_writes_what_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "migration").mkdir()
-    pages = ("CHANGELOG.md", "migration/README.md", "migration/support.md")
-    for name in (*pages, "migration/known_differences.toml"):
+    pages = [path.relative_to(ROOT).as_posix() for path, _ in made_pages(ROOT)]
+    others = [path.relative_to(ROOT).as_posix() for path in guide_pages(ROOT)]
+    for name in {*pages, *others, "migration/known_differences.toml", "migration/benchmarks.json"}:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "migration/support.md").write_text("stale\n")
     monkeypatch.setattr("sys.argv", ["guide", "--check", str(tmp_path)])
@@ -74,3 +82,58 @@ def test_the_command_finds_and_writes_what_is_stale(
     monkeypatch.setattr("sys.argv", ["guide", str(tmp_path)])
     assert main() == 0
     assert all((tmp_path / name).read_text() == (ROOT / name).read_text() for name in pages)
+
+
+def test_a_page_of_contents_gives_the_order(tmp_path: Path) -> None:
+    folder = tmp_path / "migration"
+    folder.mkdir()
+    (folder / "README.md").write_text("[b](guide/b.md) [a](guide/a.md#x) [b](guide/b.md#y) [c](other.md)")
+    assert [path.name for path in guide_pages(tmp_path)] == ["README.md", "b.md", "a.md"]
+
+
+@pytest.mark.parametrize("name", pictures())
+def test_a_picture_is_whole_and_reads_in_both_modes(name: str) -> None:
+    picture = ElementTree.fromstring(pictures()[name])
+    width, height = int(picture.attrib["width"]), int(picture.attrib["height"])
+    boxes = list(picture.iter("{http://www.w3.org/2000/svg}rect"))
+    assert len(boxes) > 5
+    for box in boxes:
+        left, top = float(box.attrib["x"]), float(box.attrib["y"])
+        assert 0 <= left <= width - float(box.attrib["width"])
+        assert 0 <= top <= height - float(box.attrib["height"])
+    assert "prefers-color-scheme: dark" in pictures()[name]
+    assert "href" not in pictures()[name]
+
+
+def test_the_cell_has_every_part_of_an_lstm() -> None:
+    drawn = pictures()["cell.svg"]
+    for part in parts_of_lstm():
+        assert f">{part}<" in drawn
+
+
+def parts_of_lstm() -> list[str]:
+    return [
+        *("igates", "hgates", "gates", "input_gate", "forget_gate", "cell_gate", "output_gate"),
+        *("fgate_cx", "igate_cgate", "fgate_cx_igate_cgate", "tanh_cy", "ogate_cy"),
+    ]
+
+
+def test_results_are_the_measured_numbers(tmp_path: Path) -> None:
+    def row(contender: str, size: int, sqnr: float | None, ms: float) -> dict[str, object]:
+        return {"case": "C", "contender": contender, "size_bytes": size, "sqnr_db": sqnr, "median_ms": ms}
+
+    rows = [
+        row("float", 400, None, 2.0),
+        row("ours, lowered", 100, 30.0, 1.0),
+        row("FX static", 110, 31.0, 0.5),
+    ]
+    data = {
+        "environment": {"versions": {"torch": "9"}, "cores": 2, "architecture": "a", "torch_capability": "b"},
+        "feedforward": rows,
+        "recurrent": [],
+    }
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    table = results_table(tmp_path / "b.json")
+    assert "| C | 30.0 / 31.0 | 0.25 / 0.28 | 0.50 / 0.25 |" in table
+    assert "ONNX Runtime" not in table, "it was not measured"
+    assert "Slower than the fastest of them here: C (FX, 2.0 times as fast)." in table

@@ -14,6 +14,7 @@ import yaml
 import torchq_compat
 from torchq_compat.migrate import project
 from torchq_compat.migrate.cli import main
+from torchq_compat.support.versions import TESTED
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -87,7 +88,9 @@ def test_the_workflows_try_every_python_that_is_promised() -> None:
     assert PYPROJECT["requires-python"] == f">={matrix['python'][0]}"
     pins = (ROOT / "constraints.txt").read_text()
     assert f"torch=={matrix['torch'][0]}." in pins
-    assert f"torch>={matrix['torch'][0]}" in PYPROJECT["dependencies"]
+    assert {torch for torch, _ in TESTED} <= set(matrix["torch"])
+    last = int(matrix["torch"][-1].split(".")[1])
+    assert f"torch>={matrix['torch'][0]},<2.{last + 1}" in PYPROJECT["dependencies"]
 
 
 def test_contributing_names_files_that_are_there() -> None:

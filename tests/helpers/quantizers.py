@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.observer import MinMaxObserver
+from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
+
+from tests.helpers.oracle import calibrate
 
 ATEN = torch.ops.aten
 ARITHMETIC = (
@@ -58,3 +62,14 @@ def of_arithmetic() -> ByHand:
             annotate(node, dict.fromkeys(inputs, int8_spec()), int8_spec())
 
     return ByHand(write)
+
+
+def prepared_by_torchao(
+    model: nn.Module, quantizer: Quantizer, batches: list[Any], *, strict: bool = False
+) -> GraphModule:
+    """``model`` through torch.export and torchao's own prepare, calibrated."""
+    prepared: GraphModule = prepare_pt2e(
+        torch.export.export(model, batches[0], strict=strict).module(), quantizer
+    )
+    calibrate(prepared, batches)
+    return prepared

@@ -1,15 +1,13 @@
-"""One case through FX live and through us, and everything in which they differ."""
+"""One case through this package, and all in which it differs from FX's result; and that result, live."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -18,40 +16,96 @@ from tests.helpers.oracle import activation_qparams, fx_activation_qparams, leav
 from tests.parity.cases import Case
 from tests.parity.configs import BACKENDS, MAPPINGS, QAT_MAPPINGS
 from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
+from tests.parity.fx_results import FxOutput, FxResult
 from tests.parity.models import MODELS
 from torchq_compat.errors import TorchQCompatError
 
-__all__ = ["differences"]
+__all__ = [
+    "converted_outputs",
+    "differences",
+    "differences_of_fx",
+    "fx_result",
+    "same_outputs",
+    "same_qparams",
+    "with_statistics",
+]
 
 BATCHES = 3
 SHARE_WITHIN_ONE_STEP = 0.999
 
+QParams = tuple[float, int]
 
-def differences(case: Case) -> set[str]:
-    """In what the two sides differ: "refusal", "ops", "qparams", "outputs", or nothing."""
+
+def differences(case: Case, theirs: FxResult | None) -> set[str]:
+    """In what we differ from FX's result: "refusal", "ops", "qparams", "outputs", or nothing."""
+    sides = _sides(case, tc, TorchQCompatError)
+    if theirs is None or sides is None:
+        return {"refusal"} if (theirs is None) != (sides is None) else set()
+    prepared, converted, batch = sides
+    found = set()
+    if theirs.ops != quantized_by_us(prepared):
+        found.add("ops")
+    if not same_qparams(theirs.qparams, activation_qparams(converted), _tolerance(case)):
+        found.add("qparams")
+    with torch.no_grad():
+        ours = leaves(converted(*batch))
+    if not same_outputs(theirs.outputs, ours):
+        found.add("outputs")
+    return found
+
+
+def fx_result(case: Case) -> FxResult | None:
+    """What FX makes of ``case``, run live; None where it refuses.
+
+    Raises:
+        ImportError: this torch has no FX engine.
+    """
+    import torch.ao.quantization.quantize_fx as fx
+
+    sides = _sides(case, fx, Exception)
+    if sides is None:
+        return None
+    prepared, converted, batch = sides
+    qparams = tuple(sorted(fx_activation_qparams(converted)))
+    return FxResult(quantized_by_fx(prepared), qparams, converted_outputs(converted, batch))
+
+
+def converted_outputs(converted: GraphModule, batch: tuple[Tensor, ...]) -> tuple[FxOutput, ...]:
+    """What a model that FX converted to its reference form returns for ``batch``."""
+    with torch.no_grad():
+        results = leaves(converted(*batch))
+    steps = _output_steps(converted, results)
+    return tuple(FxOutput.of(result, step) for step, result in zip(steps, results, strict=True))
+
+
+def differences_of_fx(case: Case, live: FxResult | None, before: FxResult | None) -> set[str]:
+    """In what two results of FX for the same case differ: a run, and what was stored."""
+    if live is None or before is None:
+        return set() if live is before else {"refusal"}
+    found = {"ops"} if live.ops != before.ops else set()
+    if not same_qparams(before.qparams, live.qparams, _tolerance(case)):
+        found.add("qparams")
+    tensors = [torch.tensor(output.values).double().reshape(output.shape) for output in live.outputs]
+    if not same_outputs(before.outputs, tensors):
+        found.add("outputs")
+    return found
+
+
+def _sides(
+    case: Case, engine: Any, refusals: type[Exception]
+) -> tuple[GraphModule, GraphModule, tuple[Tensor, ...]] | None:
+    """(prepared, converted, a batch) by ``engine``; None where it refuses. All get the same model."""
     torch.manual_seed(0)
     entry = MODELS[case.model]
     is_qat = case.mapping in QAT_MAPPINGS
     make_mapping = {**MAPPINGS, **QAT_MAPPINGS}[case.mapping]
-    model = _with_statistics(entry.make()).train(is_qat)
+    model = with_statistics(entry.make()).train(is_qat)
     batches = [entry.batch() for _ in range(BATCHES)]
-    sides: dict[str, tuple[GraphModule, GraphModule] | None] = {}
-    for name, engine, refusals in (("fx", fx, Exception), ("ours", tc, TorchQCompatError)):
-        try:
-            sides[name] = _run(engine, model, batches, make_mapping(), BACKENDS[case.backend](), is_qat)
-        except refusals:
-            sides[name] = None
-    theirs, ours = sides["fx"], sides["ours"]
-    if theirs is None or ours is None:
-        return {"refusal"} if theirs is not ours else set()
-    found = set()
-    if quantized_by_fx(theirs[0]) != quantized_by_us(ours[0]):
-        found.add("ops")
-    if not _same_qparams(theirs[1], ours[1], 1e-4 if is_qat else 1e-6):
-        found.add("qparams")
-    if not _same_outputs(theirs[1], ours[1], batches[0]):
-        found.add("outputs")
-    return found
+    try:
+        sides = _run(engine, model, batches, make_mapping(), BACKENDS[case.backend](), is_qat)
+    except refusals:
+        return None
+    return *sides, batches[0]
 
 
 def _run(
@@ -70,7 +124,7 @@ def _run(
         )
 
 
-def _with_statistics(model: nn.Module) -> nn.Module:
+def with_statistics(model: nn.Module) -> nn.Module:
     """Batch norms as after training, so that folding them is no identity."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -81,18 +135,23 @@ def _with_statistics(model: nn.Module) -> nn.Module:
     return model
 
 
-def _same_qparams(theirs: GraphModule, ours: GraphModule, tolerance: float) -> bool:
-    """Equal zero points; scales to ``tolerance``, since training sums in another order."""
-    a, b = sorted(fx_activation_qparams(theirs)), sorted(activation_qparams(ours))
+def _tolerance(case: Case) -> float:
+    """Of scales: training sums in another order."""
+    return 1e-4 if case.mapping in QAT_MAPPINGS else 1e-6
+
+
+def same_qparams(theirs: Iterable[QParams], ours: Iterable[QParams], tolerance: float) -> bool:
+    """Equal zero points; scales to ``tolerance``."""
+    a, b = sorted(theirs), sorted(ours)
     return len(a) == len(b) and all(
         abs(p[0] - q[0]) <= tolerance * p[0] + 1e-9 and p[1] == q[1] for p, q in zip(a, b, strict=True)
     )
 
 
-def _same_outputs(theirs: GraphModule, ours: GraphModule, batch: tuple[Tensor, ...]) -> bool:
-    with torch.no_grad():
-        a, b = leaves(theirs(*batch)), leaves(ours(*batch))
-    shares = itertools.starmap(_share_within, zip(_output_steps(theirs, a), a, b, strict=True))
+def same_outputs(theirs: Sequence[FxOutput], ours: Sequence[Tensor]) -> bool:
+    if len(theirs) != len(ours):
+        return False
+    shares = [a.share_within_one_step(b) for a, b in zip(theirs, ours, strict=True)]
     return all(share >= SHARE_WITHIN_ONE_STEP for share in shares)
 
 
@@ -107,9 +166,3 @@ def _output_steps(converted: GraphModule, results: list[Tensor]) -> Iterator[flo
             yield float(getattr(converted, str(quantize.args[1].target)))
         else:
             yield float(result.max() - result.min()) / 255
-
-
-def _share_within(step: float, theirs: Tensor, ours: Tensor) -> float:
-    if theirs.shape != ours.shape:
-        return 0.0
-    return float(((theirs - ours).abs() <= 1.01 * step).double().mean())

@@ -29,6 +29,7 @@ from torchq_compat.errors import (
     ConvertError,
     CustomModuleError,
     InputError,
+    QuantizationWarning,
     TorchQCompatError,
 )
 
@@ -363,6 +364,20 @@ def test_an_unknown_key_of_convert(convert: Callable[..., Any]) -> None:
     key = "observed_to_quantized"
     with refused(prepared, ConfigError, "convert_custom_config", f"unknown key {key!r}"):
         convert(prepared, {key: {}})
+
+
+@pytest.mark.parametrize("convert", CONVERTS)
+def test_a_qconfig_mapping_in_the_second_place_of_convert(convert: Callable[..., Any]) -> None:
+    """FX's convert reads nothing of a dict there, and fails at an object."""
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    example = torch.randn(2, 4)
+    prepared = tc.prepare_fx(model, MAPPING, (example,))
+    prepared(example)
+    with pytest.warns(QuantizationWarning, match="convert_custom_config is a qconfig dict"):
+        converted = convert(prepared, MAPPING.to_dict())
+    assert torch.equal(converted(example), convert(prepared)(example))
+    with refused(prepared, ConfigError, "convert_custom_config is a QConfigMapping", "qconfig_mapping="):
+        convert(prepared, MAPPING)
 
 
 def test_an_unknown_key_of_fuse() -> None:

@@ -274,12 +274,13 @@ def stages() -> dict[str, nn.Module]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_explain_is_printable(stages: dict[str, nn.Module], stage: str) -> None:
     report = tc.explain(stages[stage])
-    lines = str(report).splitlines()
-    assert lines[0].split() == ["path", "kind", "action", "why"]
-    assert len(lines) == len(report) + 1
-    for line, decision in zip(lines[1:], report, strict=True):
-        assert line.startswith(decision.path)
-        assert decision.reason in line
+    text = report.to_text(200)
+    assert text.startswith(f"{report.summary}\n\nwhere")
+    for decision in report:
+        assert decision.path.rpartition(".")[2] in text
+    assert repr(report) == f"<Report: {report.summary}>"
+    for width in (80, 200):
+        assert max(map(len, report.to_text(width).splitlines()[1:])) <= width
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -288,7 +289,9 @@ def test_explain_is_data(stages: dict[str, nn.Module], stage: str) -> None:
     rows = json.loads(report.to_json())
     assert [row["path"] for row in rows] == [d.path for d in report]
     assert [row["path"] for row in report.as_dicts()] == [d.path for d in report]
-    assert {"path", "kind", "action", "reason", "details", "node", "warn"} == set(rows[0])
+    assert {"path", "kind", "action", "reason", "details", "node", "warn", "values", "is_part"} == set(
+        rows[0]
+    )
     assert "encoder.rnn" in {row["path"] for row in rows}
 
 

@@ -65,6 +65,25 @@ def test_no_circles_between_rooms() -> None:
     TopologicalSorter(rooms).prepare()
 
 
+def test_no_circles_inside_rooms() -> None:
+    """The folders and modules of each folder, drawn as wholes."""
+    drawn = drawing()
+    folders = {name.rpartition(".")[0] for name in drawn} - {"", PACKAGE}
+    assert len(folders) > 30
+    for folder in folders:
+        depth = folder.count(".") + 2
+        inside: dict[str, set[str]] = {}
+        for name, others in drawn.items():
+            if name.startswith(f"{folder}."):
+                node = inside.setdefault(".".join(name.split(".")[:depth]), set())
+                node.update(
+                    ".".join(other.split(".")[:depth]) for other in others if other.startswith(f"{folder}.")
+                )
+        for node_name, others in inside.items():
+            others.discard(node_name)
+        TopologicalSorter(inside).prepare()
+
+
 def test_circles_are_found() -> None:
     drawn = drawing()
     drawn["torchq_compat.errors"] = {"torchq_compat.pipeline.prepare"}

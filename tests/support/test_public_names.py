@@ -8,7 +8,7 @@ import pytest
 
 ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
-    CheckpointError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
+    CheckpointError CodeError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
     InputError LeftFloatError ModuleAttributeError OnnxError PartConfigError PathError QuantizationWarning
     RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError TorchQCompatError
     UserModuleError
@@ -19,8 +19,9 @@ QUANTIZE_FX = """
 """
 PUBLIC = {
     "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
-        Output annotate_outputs check_annotations check_sharing compare explain export quantize_dynamic
-        quantizer_from reroute_tuples streaming suggest to_executorch to_onnx
+        ConvertedModel Output QuantizationGraphModule annotate_outputs check_annotations check_sharing
+        compare explain export quantize_dynamic quantizer_from reroute_tuples streaming suggest
+        to_executorch to_onnx
     """,
     "torchq_compat.errors": ERRORS,
     "torchq_compat.quantize_fx": QUANTIZE_FX,
@@ -36,6 +37,7 @@ PUBLIC = {
     "torchq_compat.nn.intrinsic.qat": "freeze_bn_stats update_bn_stats",
     "torchq_compat.nn.quantizable": "GRU GRUCell LSTM LSTMCell MultiheadAttention RNN RNNCell",
     "torchq_compat.nn.quantized": "GRU GRUCell LSTM LSTMCell MultiheadAttention RNN RNNCell",
+    "torchq_compat.operators": "native_library",
     "torchq_compat.profiles": "int16_parts int8_parts int8_with_int16_cell",
     "torchq_compat.recurrent_parts": """
         convert_decomposed_recurrent decompose_recurrent get_individually_observed_parts

@@ -16,7 +16,8 @@ import torchq_compat
 from torchq_compat.support import upstream
 
 PACKAGE = Path(torchq_compat.__file__).parent
-HOME = PACKAGE / "support" / "upstream.py"
+#: Public and private names of torch.ao have a module of their own.
+HOMES = (PACKAGE / "support" / "upstream.py", PACKAGE / "support" / "torch_ao.py")
 
 
 @torch.fx.wrap
@@ -35,7 +36,7 @@ def test_private_modules_are_imported_in_one_place() -> None:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             private = [name for name in names if name.startswith("torch") and "._" in name]
             private = [name for name in private if not name.startswith("torchq_compat")]
-            found += [(path.relative_to(PACKAGE).as_posix(), name) for name in private if path != HOME]
+            found += [(path.relative_to(PACKAGE).as_posix(), name) for name in private if path not in HOMES]
     assert found == []
 
 
@@ -215,3 +216,19 @@ def test_codegen_of_a_captured_model_asks_for_bindings_and_output() -> None:
     assert type(codegen) is upstream.PyTreeCodeGen
     assert codegen.gen_var_bindings(["x", "pair"], ["x", "a", "b"], False).count("tree_flatten_spec") == 1
     assert "tree_unflatten" in codegen.generate_output(("a", "b"))
+
+
+def test_guards_of_a_program_are_those_its_module_checks() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.size(1) != 5
+            return x + x
+
+    free = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+    program = torch.export.export(Twice(), (torch.ones(4, 2),), dynamic_shapes=free)
+    guards = upstream.guards_of(program)
+    assert guards == ["L['x'].size()[1] != 5"]
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program.module()(torch.ones(4, 5))
+    guards.clear()
+    assert program.module()(torch.ones(4, 5)).shape == (4, 5)

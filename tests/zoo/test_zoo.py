@@ -46,6 +46,18 @@ def test_embedding_bags_as_fx(dlrm: dict[str, Any]) -> None:
     assert dlrm["ours"]["sqnr"]["reference"]["dB"] < 60.0  # something was quantized
 
 
+def test_fx_is_as_the_committed_results_have_it(dlrm: dict[str, Any]) -> None:
+    """They are what is compared where torch has no FX; here FX and our results both."""
+    rows = {row["model"]: row for row in json.loads((GUIDE / "zoo.json").read_text())["rows"]}
+    stored = rows["dlrm"]
+    for form in ("reference", "lowered"):
+        of_fx = stored["fx"]["sqnr"][form]["dB"]
+        assert 15.0 < of_fx < 60.0
+        assert dlrm["fx"]["sqnr"][form]["dB"] == pytest.approx(of_fx, abs=0.1)
+        assert dlrm["ours"]["sqnr"][form]["dB"] == pytest.approx(of_fx, abs=0.5)
+    assert dlrm["ops"]["fx"] == stored["ops"]["fx"]
+
+
 def test_recurrent_model_near_float() -> None:
     row = measure(ZOO["kws_gru"])
     assert is_good(row), verdict(row)

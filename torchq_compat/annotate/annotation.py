@@ -48,4 +48,4 @@ class SpecQuantizer(Quantizer):  # type: ignore[misc]
         return model
 
     def validate(self, model: GraphModule) -> None:
-        """Nothing to check: the decisions were made from this graph."""
+        """Check nothing: the decisions were made from this graph."""

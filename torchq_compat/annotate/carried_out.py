@@ -21,12 +21,12 @@ WATCHING_ONLY = (NoopObserver, RecordingObserver)
 
 
 def name_of(point: EdgeOrNode) -> PointName:
-    """``point`` by names."""
+    """Return ``point`` by names."""
     return tuple(node.name for node in point) if isinstance(point, tuple) else (point.name,)
 
 
 def annotated_points(node: Node) -> list[PointName]:
-    """The points of ``node`` that its annotation has specs for."""
+    """Return the points of ``node`` that its annotation has specs for."""
     annotation = node.meta.get(Q_ANNOTATION_KEY)
     if annotation is None:
         return []
@@ -35,7 +35,7 @@ def annotated_points(node: Node) -> list[PointName]:
 
 
 def quantizes(observer: nn.Module) -> bool:
-    """Whether convert puts q-dq, or a cast to float16, in the place of ``observer``."""
+    """Return whether convert puts q-dq, or a cast to float16, in the place of ``observer``."""
     dtype = getattr(observer, "dtype", None)
     if dtype is None or isinstance(observer, WATCHING_ONLY):
         return False
@@ -45,7 +45,7 @@ def quantizes(observer: nn.Module) -> bool:
 def unobserved_points(
     prepared: GraphModule, observers: Mapping[EdgeOrNode, nn.Module | None]
 ) -> set[PointName]:
-    """Those of the points of ``prepared`` where torchao made an observer and did not put it.
+    """Return those of the points of ``prepared`` where torchao made an observer and did not put it.
 
     torchao does not observe a buffer that its consumer writes into, and says nothing.
     """
@@ -68,7 +68,7 @@ def unobserved_points(
 
 
 def _observed(node: Node, prepared: GraphModule) -> Node:
-    """What the observer called by ``node`` observes, behind other observers of the same value."""
+    """Return what the observer called by ``node`` observes, behind other observers of the same value."""
     source = node.args[0]
     assert isinstance(source, Node)
     while source.op == "call_module" and is_activation_post_process(

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.ao.quantization import HistogramObserver
-from torch.ao.quantization.backend_config import ObservationType
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
@@ -33,6 +31,7 @@ from torchq_compat.qspecs.observers import translate_constructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.torch_ao import HistogramObserver, ObservationType
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
 __all__ = ["GraphDecisions", "decide_graph"]
@@ -257,8 +256,11 @@ class _State:
         return Action.SHARED, "its output shares the observer of its first input"
 
     def _source(self, producer: Node, node: Node) -> tuple[EdgeOrNode | None, torch.dtype | None]:
-        """The observed slot and the quantized dtype of an input, also where float ops have moved its values
-        since. FX goes back through every op without an observer, also where that op computes."""
+        """Return where an input was observed and the dtype it is quantized to, also where float ops have
+        moved its values since.
+
+        FX goes back through every op without an observer, also through one that computes.
+        """
         while True:
             for edge_or_node in ((producer, node), producer):
                 if edge_or_node in self.observed:
@@ -308,6 +310,7 @@ def _is_quantized(dtype: torch.dtype | None) -> bool:
 
 
 def _same_observer(a: QuantizationSpec, b: QuantizationSpec) -> bool:
-    """FX's test for reusing an observer another consumer already has: same class, same dtype."""
+    """Return whether an observer that another consumer has already can be reused, by FX's test: the same
+    class and the same dtype."""
     mine, other = a.observer_or_fake_quant_ctr.settings, b.observer_or_fake_quant_ctr.settings
     return bool(mine == other)

@@ -8,12 +8,12 @@ the config: quantization range, smallest scale, fixed scale and zero point.
 from __future__ import annotations
 
 import torch
-from torch.ao.quantization.backend_config import DTypeConfig, DTypeWithConstraints
 
 from torchq_compat.config.backend_configs import PatternEntry
 from torchq_compat.qspecs.observers import ObserverConstructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_name, plain_dtype
+from torchq_compat.support.torch_ao import DTypeConfig, DTypeWithConstraints
 
 __all__ = ["find_dtype_config", "is_half_static", "refusal", "takes_weight"]
 
@@ -32,7 +32,7 @@ def find_dtype_config(
 
 
 def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool) -> str:
-    """Why ``find_dtype_config`` found nothing, for people."""
+    """Say why ``find_dtype_config`` found nothing, for people."""
     reasons = dict.fromkeys(_violation(c, specs, has_weight, has_bias) for c in entry.dtype_configs)
     return "the backend does not take its qconfig: " + (
         "; ".join(reasons) or "it has no dtype configs for it"

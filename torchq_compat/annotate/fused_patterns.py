@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.ao.quantization.qconfig import qconfig_equals
 from torch.fx import Node
 
 from torchq_compat.annotate.op_records import OpRecord
@@ -21,6 +20,7 @@ from torchq_compat.config.backend_configs import BackendTable, Join, PatternEntr
 from torchq_compat.config.qconfig_mappings import ObjectType, QConfigRules
 from torchq_compat.errors import ConfigError
 from torchq_compat.qspecs.selectors import Selection
+from torchq_compat.support.torch_ao import qconfig_equals
 
 __all__ = ["FusedPattern", "match_fused_patterns"]
 
@@ -54,7 +54,7 @@ class FusedPattern:
 
     @property
     def observed_partition(self) -> SourcePartition:
-        """The first op, with the inputs and weights of all of the pattern that are observed."""
+        """Return the first op, with the inputs and weights of all of the pattern that are observed."""
         partition = self.first.with_roles(self.input_type_to_index)
         if not self.observes_inputs:
             return replace(partition, inputs=(), weights=())

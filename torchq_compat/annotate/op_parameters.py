@@ -46,7 +46,7 @@ def weight_of(node: Node) -> Node | None:
 
 
 def parameters_of(node: Node) -> dict[str, tuple[Node, Node]]:
-    """ "weight" and "bias" -> (parameter, ``node``), as far as ``node`` is given them."""
+    """Map "weight" and "bias" to the edge into ``node``, as far as ``node`` is given them."""
     return {name: edge for name, edge in _edges(node).items() if name in ("weight", "bias")}
 
 
@@ -56,7 +56,7 @@ def parameter_nodes(node: Node) -> set[Node]:
 
 
 def named_parameters_of(node: Node) -> dict[str, Node]:
-    """Role, as "weight" or "running_mean" -> the parameter that ``node`` is given for it."""
+    """Map each role, as "weight" or "running_mean", to the parameter that ``node`` is given for it."""
     return {name: parameter for name, (parameter, _) in _edges(node).items()}
 
 

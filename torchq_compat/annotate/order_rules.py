@@ -13,7 +13,7 @@ __all__ = ["decide_order_rules"]
 
 
 def decide_order_rules(partitions: list[SourcePartition], rules: QConfigRules) -> Iterator[Decision]:
-    """Decisions about the rules whose module never makes a call of that type, or not so many.
+    """Return the decisions about the rules whose module never makes a call of that type, or not so many.
 
     A module class that is not there at all is found where the model is looked at.
     """

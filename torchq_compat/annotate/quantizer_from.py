@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch.ao.quantization import QConfigMapping
-from torch.ao.quantization.backend_config import BackendConfig
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, QuantizationSpecBase
@@ -28,6 +26,7 @@ from torchq_compat.config.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.qspecs.quantization_specs import make_spec
 from torchq_compat.qspecs.weight_observers import WeightConstructor
 from torchq_compat.support.decisions import Action, Decision, Report
+from torchq_compat.support.torch_ao import BackendConfig, QConfigMapping
 
 __all__ = ["TranslatedQuantizer", "quantizer_from"]
 
@@ -114,7 +113,7 @@ def _left_alone(decision: Decision) -> Decision:
 
 
 def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], taken: set[Node]) -> NodeSpecs:
-    """``specs`` of ``node`` where those of the nodes in ``taken`` are not written.
+    """Return the ``specs`` of ``node`` where those of the nodes in ``taken`` are not written.
 
     What ``node`` would have read from their observers it observes itself.
     """
@@ -144,7 +143,7 @@ def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], tak
 
 
 def _spec_of(point: Any) -> QuantizationSpecBase | None:
-    """What is annotated at ``point``."""
+    """Return what is annotated at ``point``."""
     node = point[1] if isinstance(point, tuple) else point
     annotation = node.meta[Q_ANNOTATION_KEY]
     spec: QuantizationSpecBase | None = (

@@ -45,12 +45,12 @@ class SourcePartition:
 
     @property
     def caller(self) -> str:
-        """The path of the module whose code makes the call."""
+        """Return the path of the module whose code makes the call."""
         return _caller(self.origin)
 
     @property
     def label(self) -> str:
-        """Module path for a module, ``scope/node`` for a function."""
+        """Return the module path for a module, ``scope/node`` for a function."""
         if self.origin.is_module_call:
             return self.origin.module_path
         return (

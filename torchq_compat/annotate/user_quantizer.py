@@ -98,7 +98,7 @@ class UserQuantizer(WrappingQuantizer):
             self._observers = dict(observers)
 
     def decisions(self, prepared: GraphModule) -> tuple[Decision, ...]:
-        """What was done with each op of ``prepared``, which torchao made of the outer graph."""
+        """Return what was done with each op of ``prepared``, which torchao made of the outer graph."""
         observers = self._observers or {}
         missing = unobserved_points(prepared, observers)
         idle = {name_of(point) for point, each in observers.items() if each is None or not quantizes(each)}
@@ -109,7 +109,7 @@ class UserQuantizer(WrappingQuantizer):
 
 
 def _points_of(partition: SourcePartition) -> list[PointName]:
-    """Where ``group`` is annotated; the outputs of an operator with several are its getitems'."""
+    """Return where ``group`` is annotated; the outputs of an operator with several are its getitems'."""
     several = [node for node in partition.nodes if has_several(node)]
     nodes = dict.fromkeys([*partition.nodes, *(user for node in several for user in node.users)])
     outside = {node for node in nodes if node not in partition.nodes}

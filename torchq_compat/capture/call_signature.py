@@ -91,7 +91,8 @@ class CallSignature:
         return tuple(given[name] for name in self.names)
 
     def labelled(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """The leaves of ``args`` by label: ``x``, ``state[0]``, ``batch['mask']``, in the graph's order."""
+        """Return the leaves of ``args`` by label, in the graph's order: ``x``, ``state[0]``,
+        ``batch['mask']``."""
         labels = self._labels(len(args))
         if all(isinstance(arg, Tensor) for arg in args):
             return dict(zip(labels, args, strict=True))
@@ -111,7 +112,7 @@ class CallSignature:
 
 
 def _shapes(args: Any) -> tuple[Any, ...] | None:
-    """The shapes of plain tensors in tuples and lists; None if there is anything else."""
+    """Return the shapes of plain tensors in tuples and lists; None if there is anything else."""
     found: list[Any] = []
     for arg in args:
         if type(arg) is Tensor:

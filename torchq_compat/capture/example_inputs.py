@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.ao.quantization import QConfigMapping
-from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from torchq_compat.config.custom_configs import PREPARE_KEYS
 from torchq_compat.errors import InputError
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.torch_ao import (
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    QConfigMapping,
+)
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["MISSING", "read_example_inputs"]
+__all__ = ["MISSING", "asks_for_examples", "read_example_inputs"]
 
 #: Default of an argument that must be given, whose absence deserves words of ours.
 MISSING: Any = object()
@@ -32,11 +37,25 @@ OLD_CONFIG_KEYS = {
     "float_to_observed_custom_module_class",
     "non_traceable_module_name",
 }
+P = ParamSpec("P")
+R = TypeVar("R")
 CONFIGS = (PrepareCustomConfig, ConvertCustomConfig, FuseCustomConfig, QConfigMapping)
 WHERE_FROM = "the first batch of the calibration loader will do, without its targets"
 #: What no model takes as its only argument, and what stands here by mistake.
 NO_ARGUMENT = (str, bytes, int, float, complex, set, frozenset, Iterator, nn.Module, DataLoader)
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def asks_for_examples(function: Callable[P, R]) -> Callable[P, R]:
+    """Give the decorated function ``MISSING`` where its caller leaves the second argument out."""
+
+    @functools.wraps(function)
+    def asked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) < 2:
+            kwargs.setdefault("example_inputs", MISSING)
+        return function(*args, **kwargs)
+
+    return asked
 
 
 def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any, ...]:

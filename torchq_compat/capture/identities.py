@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.nn.quantized import FloatFunctional
 
+from torchq_compat.support.torch_ao import FloatFunctional
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["show_identities"]

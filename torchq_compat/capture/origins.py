@@ -21,7 +21,7 @@ from torch.fx import Node
 from torchq_compat.capture.wrapped_functions import wrapped_call_of
 from torchq_compat.config.qconfig_mappings import ObjectType
 
-__all__ = ["Origin", "computes_like", "find_origin", "is_fx_leaf"]
+__all__ = ["Origin", "computes_like", "find_origin", "innermost_call", "is_fx_leaf"]
 
 #: Modules whose functions ``torch_fn`` calls "builtin_function_or_method".
 BUILTIN_HOMES = (torch, torch._C._nn)
@@ -75,6 +75,12 @@ def find_origin(node: Node, model: nn.Module | None) -> Origin:
     return Origin(node.name, path, module_type, tuple(_function_types(node)), is_module_call=False)
 
 
+def innermost_call(node: Node) -> tuple[str, type[nn.Module]] | None:
+    """Return the call of a module whose code ``node`` is, and its class; None outside of modules."""
+    *_, last = (None, *_module_calls(node))
+    return None if last is None else (last[0], _class_by_name(last[2]))
+
+
 def is_fx_leaf(module: nn.Module) -> bool:
     """Return whether FX's tracer keeps ``module`` as one node: classes of torch.nn, but not Sequential."""
     return is_fx_leaf_class(type(module))
@@ -100,7 +106,7 @@ def _class_in(model: nn.Module, path: str) -> type[nn.Module] | None:
 
 
 def _class_by_name(name: str) -> type[nn.Module]:
-    """nn.Module itself for a class inside a function, which cannot be found."""
+    """Return nn.Module itself for a class inside a function, which cannot be found."""
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
@@ -126,7 +132,7 @@ def _function_types(node: Node) -> Iterator[ObjectType]:
 
 
 def computes_like(found: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Whether ``found`` is ``base``, a class of torch.nn, or one that has its forward from it."""
+    """Return whether ``found`` is ``base``, a class of torch.nn, or one that has its forward from it."""
     if found is base:
         return True
     return (

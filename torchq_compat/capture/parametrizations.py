@@ -21,7 +21,7 @@ WEIGHTED = (
 
 
 def decide_parametrizations(model: nn.Module, rules: QConfigRules) -> Iterator[Decision]:
-    """Decisions about the modules of ``model`` that would be quantized, were their weight no
+    """Return the decisions about the modules of ``model`` that would be quantized, were their weight no
     parametrization's."""
     for path, module in model.named_modules():
         if not isinstance(module, WEIGHTED) or not parametrize.is_parametrized(module, "weight"):

@@ -8,10 +8,10 @@ says which of them follow the mode.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.training_modes import fix_mode, training_flag
+from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.model_copies import copied_model
 
-__all__ = ["FlagsInEvaluation", "fix_modes", "flags_in_evaluation"]
+__all__ = ["EvaluationRun", "decide_evaluation", "fix_modes", "run_in_evaluation"]
 
-#: (module path, op) -> the training flag of each call, in order.
-FlagsInEvaluation = Mapping[tuple[str, str], list[bool]]
+
 #: Python function -> aten operator, and where the function has its flag: name, position, default.
 FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
     "dropout": ("dropout", "training", 2, True),
@@ -50,27 +51,54 @@ TORCH_FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
 }
 
 
-def flags_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> FlagsInEvaluation:
-    """Return the training flags in a run of a copy of ``working`` in evaluation; none if it does not run."""
-    model = copy.deepcopy(working).eval()
+@dataclass(frozen=True)
+class EvaluationRun:
+    """What trains in evaluation, as far as a run says.
+
+    Attributes:
+        flags: (module path, op) -> the training flag of each call, in order.
+        error: why the model does not run in evaluation; nothing is known then.
+    """
+
+    flags: Mapping[tuple[str, str], list[bool]] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRun:
+    """Run a copy of ``working`` in evaluation."""
+    model = copied_model(working).eval()
     recorder = _Recorder()
     try:
         with _following(model, recorder), recorder, torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(*copied_inputs(args))
-    except Exception:
-        return {}
-    return recorder.flags
+    except Exception as cause:
+        return EvaluationRun(error=cause)
+    return EvaluationRun(recorder.flags)
+
+
+def decide_evaluation(working: nn.Module, run: EvaluationRun) -> Iterator[Decision]:
+    """Yield a decision about a model that trains and does not evaluate."""
+    if run.error is not None:
+        first_line = str(run.error).strip().split("\n", 1)[0]
+        yield Decision(
+            "",
+            f"evaluation mode of {type(working).__name__}",
+            Action.DROPPED,
+            f"the float model fails in evaluation ({type(run.error).__name__}: {first_line}): what trains "
+            "there on purpose is not known, and every dropout and batch norm follows train() and eval()",
+            warn=True,
+        )
 
 
 def fix_modes(
-    graph_module: GraphModule, working: nn.Module, in_evaluation: FlagsInEvaluation, *, is_qat: bool
+    graph_module: GraphModule, working: nn.Module, in_evaluation: EvaluationRun, *, is_qat: bool
 ) -> None:
     """Let every op keep its flag that the float model does not switch.
 
     Args:
         graph_module: captured in training mode for QAT, else in evaluation.
         working: what was captured.
-        in_evaluation: its ``flags_in_evaluation``; wanted for QAT only.
+        in_evaluation: its run there; wanted for QAT only.
     """
     first_path = _first_paths(working)
     position: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -80,7 +108,7 @@ def fix_modes(
             continue
         path = _module_path(node)
         call = (first_path.get(path, path), _operator(node))
-        flags = in_evaluation.get(call, [])
+        flags = in_evaluation.flags.get(call, [])
         trains_in_evaluation = position[call] < len(flags) and flags[position[call]]
         position[call] += 1
         if flag is not is_qat or trains_in_evaluation:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchq_compat.capture.call_signature import CallSignature
+from torchq_compat.capture.full_slices import drop_full_slices
 from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.model_copies import copied_model
@@ -56,6 +57,7 @@ def capture(
     graph_module = program.module(**options)
     assert isinstance(graph_module, GraphModule)
     graph_module.graph.eliminate_dead_code()
+    drop_full_slices(graph_module)
     make_out_of_place(graph_module)
     return graph_module
 
@@ -107,20 +109,16 @@ def export_with_free_sizes(
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``args`` with a copy of each tensor that is there twice, say as h0 and c0: torch.export would
-    take both for one input, and the captured model would read one of its arguments for both. And of each that
-    is a view: making it again from its base, torch.export asks whether its sizes are 1, and guards on it."""
-    seen: set[int] = set()
+    """Return ``args`` with each tensor copied. One that is there twice, say as h0 and c0, torch.export would
+    take for one input, and the captured model would read one of its arguments for both; of one that is a view
+    it would ask whether the sizes are 1, to make it again from its base, and guard on the answer."""
 
-    def once(leaf: Any) -> Any:
+    def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) in seen or leaf._is_view():
-            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        seen.add(id(leaf))
-        return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-    distinct: tuple[Any, ...] = pytree.tree_map(once, args)
+    distinct: tuple[Any, ...] = pytree.tree_map(copied, args)
     return distinct
 
 
@@ -169,7 +167,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _user_line(cause: BaseException) -> str | None:
-    """File and line of the last frame that is neither torch's nor ours."""
+    """Return file and line of the last frame that is neither torch's nor ours."""
     for frame in reversed(traceback.extract_tb(cause.__traceback__)):
         path = Path(frame.filename)
         if path.exists() and not any(path.is_relative_to(root) for root in LIBRARY_ROOTS):

@@ -20,7 +20,7 @@ NO_PATH = "no module of the model has such a path"
 
 
 def decide_unmatched_rules(model: nn.Module, rules: QConfigRules) -> Iterator[Decision]:
-    """Decisions about the rules of a QConfigMapping that name nothing in ``model``."""
+    """Return the decisions about the rules of a QConfigMapping that name nothing in ``model``."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in rules.module_names:
         if name not in modules:
@@ -41,8 +41,8 @@ def decide_unmatched_rules(model: nn.Module, rules: QConfigRules) -> Iterator[De
 
 
 def _unmatched_order(rule: OrderRule, modules: dict[str, nn.Module]) -> Iterator[Decision]:
-    """About the module and, if it is one, the module class of ``rule``; its index, and functions, are looked
-    at in the captured graph."""
+    """Decide about the module ``rule`` names, and about the class it names if that is a module class. Its
+    index, and functions, are looked at in the captured graph."""
     name, kind = rule.module_name, type_name(rule.object_type)
     setting = f"module_name_object_type_order ({name!r}, {kind}, {rule.index})"
     if name not in modules:
@@ -55,7 +55,7 @@ def _unmatched_order(rule: OrderRule, modules: dict[str, nn.Module]) -> Iterator
 
 
 def decide_unmatched_settings(model: nn.Module, settings: PrepareSettings) -> Iterator[Decision]:
-    """Decisions about the entries of a PrepareCustomConfig that name nothing in ``model``."""
+    """Return the decisions about the entries of a PrepareCustomConfig that name nothing in ``model``."""
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {
         "non_traceable_module_name": settings.kept_float_names,

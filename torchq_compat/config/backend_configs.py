@@ -13,18 +13,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-# BackendConfig reads a sub-module of its package that the package does not import by itself.
-import torch.ao.quantization.backend_config.backend_config as torch_ao_backend_config
-import torch.ao.quantization.backend_config.utils  # noqa: F401
 from torch import nn
-from torch.ao.quantization.backend_config import (
-    BackendConfig,
-    BackendPatternConfig,
-    DTypeConfig,
-    ObservationType,
-    get_native_backend_config,
-)
-from torch.ao.quantization.utils import MatchAllNode
 
 from torchq_compat.config.legacy_dicts import check_keys, read_dict_form
 from torchq_compat.config.qconfig_mappings import ObjectType
@@ -37,6 +26,15 @@ from torchq_compat.support.argument_checks import (
     mapping_of,
     names_of,
 )
+from torchq_compat.support.torch_ao import (
+    BackendConfig,
+    BackendPatternConfig,
+    DTypeConfig,
+    MatchAllNode,
+    ObservationType,
+    get_native_backend_config,
+)
+from torchq_compat.support.torch_ao import backend_config as torch_ao_backend_config
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["BackendTable", "Join", "PatternEntry", "read_backend_config"]
@@ -95,7 +93,7 @@ class PatternEntry:
     is_fused_module: bool
 
     def observation_for(self, tensor_count: int) -> ObservationType:
-        """Return ``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
+        """Return whether ``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
 
         Args:
             tensor_count: how many positional arguments of the op are tensors, repeated ones included.
@@ -112,7 +110,7 @@ class BackendTable:
 
     @cached_property
     def beginnings(self) -> frozenset[Pattern]:
-        """The first two or more ops of every fused pattern, the whole pattern included."""
+        """Return the first two or more ops of every fused pattern, the whole pattern included."""
         chains = [pattern for pattern in self.entries if isinstance(pattern, tuple)]
         return frozenset(chain[:end] for chain in chains for end in range(2, len(chain) + 1))
 

@@ -8,17 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization.fx.custom_config import (
-    ConvertCustomConfig,
-    FuseCustomConfig,
-    PrepareCustomConfig,
-    StandaloneModuleConfigEntry,
-)
-from torch.ao.quantization.quant_type import QuantType
 
 from torchq_compat.config.backend_configs import BackendTable, read_backend_config
 from torchq_compat.config.legacy_dicts import read_dict_form
-from torchq_compat.config.qconfig_mappings import QConfigRules, read_qconfig_mapping
+from torchq_compat.config.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.errors import ConfigError, CustomModuleError
 from torchq_compat.support.argument_checks import (
     ANYTHING,
@@ -28,6 +21,15 @@ from torchq_compat.support.argument_checks import (
     mapping_of,
     names_of,
 )
+from torchq_compat.support.torch_ao import (
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    QConfigMapping,
+    QuantType,
+    StandaloneModuleConfigEntry,
+)
+from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
     "ConvertSettings",
@@ -141,10 +143,21 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
         ConfigError: wrong type or unknown dict key.
         CustomModuleError: a quantized class without ``from_observed``.
     """
+    if _is_qconfig_dict(value):
+        warn_user(
+            "convert_custom_config is a qconfig dict, of which FX's convert reads nothing either; leave it "
+            "out, or write qconfig_mapping=..."
+        )
+        value = None
     if isinstance(value, dict):
         value = read_dict_form("convert_custom_config", value, CONVERT_KEYS, ConvertCustomConfig)
     if value is None:
         value = ConvertCustomConfig()
+    if isinstance(value, QConfigMapping):
+        raise ConfigError(
+            "convert_custom_config is a QConfigMapping.",
+            hint="leave it out, or write qconfig_mapping=...; the second argument is convert_custom_config.",
+        )
     if not isinstance(value, ConvertCustomConfig):
         raise ConfigError.wrong_type("convert_custom_config", "a ConvertCustomConfig", value)
     check_settings("convert_custom_config", ENTRIES, vars(value))
@@ -155,6 +168,11 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
         observed_to_quantized=mapping,
         preserved_attributes=tuple(value.preserved_attributes),
     )
+
+
+def _is_qconfig_dict(value: Any) -> bool:
+    """What scripts give to ``convert_fx`` that gave it to ``prepare_fx`` before."""
+    return isinstance(value, dict) and bool(value) and set(value) <= set(DICT_KEYS)
 
 
 def read_fuse_custom_config(value: FuseCustomConfig | dict[str, Any] | None) -> tuple[str, ...]:

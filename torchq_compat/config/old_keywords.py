@@ -25,24 +25,29 @@ KEYWORDS: Mapping[str, str] = {
     "equalization_qconfig_dict": "_equalization_config",
 }
 IS_REFERENCE = "is_reference"
+EXAMPLES = "example_inputs"
 
 
 def takes_old_keywords(
-    reference: Callable[[], Callable[..., Any]] | None = None,
+    reference: Callable[[], Callable[..., Any]] | None = None, *, missing: Any = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let the decorated function take the keywords it had before torch 1.13.
 
     Args:
         reference: for ``convert_fx``, which had an ``is_reference`` (then its second parameter): the function
             that does what was asked for with it.
+        missing: what ``example_inputs`` is where the caller gives none, which deserves words of ours.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
+        positions = list(parameters)
 
         @functools.wraps(function)
         def renamed(*args: Any, **kwargs: Any) -> R:
             kwargs = _renamed(function.__name__, parameters, kwargs)
+            if EXAMPLES in positions and len(args) <= positions.index(EXAMPLES):
+                kwargs.setdefault(EXAMPLES, missing)
             if reference is None:
                 return function(*args, **kwargs)
             args, kwargs, is_reference = _without_flag(args, kwargs)
@@ -71,7 +76,7 @@ def _renamed(function: str, parameters: Mapping[str, Any], kwargs: dict[str, Any
 def _without_flag(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """The arguments without ``is_reference``, given by keyword or as the second argument."""
+    """Return the arguments without ``is_reference``, given by keyword or as the second argument."""
     flag = kwargs.get(IS_REFERENCE)
     if flag is None and len(args) > 1 and isinstance(args[1], bool):
         flag, args = args[1], (args[0], *args[2:])

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch.ao.quantization import QConfig, QConfigMapping
-from torch.ao.quantization.qconfig import qconfig_equals
+import torch
+from torch import nn
 
 from torchq_compat.config.legacy_dicts import read_dict_form
 from torchq_compat.errors import ConfigError
@@ -21,6 +21,7 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     mapping_of,
 )
+from torchq_compat.support.torch_ao import QConfig, QConfigMapping, qconfig_equals
 
 __all__ = [
     "ObjectType",
@@ -81,8 +82,16 @@ class QConfigRules:
 
     @classmethod
     def of_global(cls, qconfig: QConfig) -> QConfigRules:
-        """One QConfig for everything."""
+        """Make a mapping with one QConfig for everything."""
         return read_qconfig_mapping(QConfigMapping().set_global(qconfig))
+
+    @property
+    def qconfigs(self) -> tuple[QConfig | None, ...]:
+        """All of them, those of orders last."""
+        levels = (self.object_types.values(), self.module_names.values())
+        regexes = (qconfig for _, qconfig in self.module_name_regexes)
+        orders = (rule.qconfig for rule in self.orders)
+        return (self.global_qconfig, *(each for level in levels for each in level), *regexes, *orders)
 
 
 def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules:
@@ -95,7 +104,7 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
     if isinstance(value, dict):
         value = read_dict_form(SETTING, value, DICT_KEYS, QConfigMapping)
     if not isinstance(value, QConfigMapping):
-        raise ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
+        raise _no_mapping(value)
     check_settings(SETTING, ENTRIES, vars(value))
     rules = QConfigRules(
         global_qconfig=value.global_qconfig,
@@ -110,6 +119,22 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
     )
     _check_values(rules)
     return rules
+
+
+def _no_mapping(value: object) -> ConfigError:
+    """The error about what people give in place of a QConfigMapping."""
+    found = ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
+    if isinstance(value, QConfig):
+        hint = "this is one QConfig: give QConfigMapping().set_global(qconfig), which is for every module."
+    elif isinstance(value, str):
+        hint = f"this is a name: give get_default_qconfig_mapping({value!r}), of torch.ao.quantization."
+    elif isinstance(value, nn.Module):
+        hint = "the arguments are in another order: prepare_fx(model, qconfig_mapping, example_inputs)."
+    elif isinstance(value, (tuple, list, torch.Tensor)):
+        hint = "these look like example_inputs, which come third: prepare_fx(model, qconfig_mapping, (x,))."
+    else:
+        return found
+    return ConfigError(found.message, hint=hint)
 
 
 def same_qconfig(a: QConfig | None, b: QConfig | None) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.ao.quantization import QConfig
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.call_boundary import OpaqueBoundary
@@ -27,6 +26,7 @@ from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.torch_ao import QConfig
 
 __all__ = [
     "ConvertRequest",
@@ -105,7 +105,12 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
-        """Return whether this handler carries out the mapping float_class -> observed_class."""
+        """Return whether this handler carries out the mapping float_class -> observed_class.
+
+        Args:
+            float_class: the key of the mapping, a class of the user's model.
+            observed_class: what the script maps it to.
+        """
 
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
         """Return whether this handler quantizes ``module`` although no mapping is about it, as FX's backends
@@ -128,8 +133,8 @@ class CustomModuleHandler(ABC):
         unroll it or fix its sizes."""
 
     def ops_writer(self, module: nn.Module) -> WriteOps | None:
-        """What writes a float ``module`` that is opaque as ops that a Quantizer can annotate; None if nothing
-        can."""
+        """Return what writes an opaque float ``module`` as ops that a Quantizer can annotate; None if
+        nothing can."""
         return None
 
     @abstractmethod
@@ -141,6 +146,12 @@ class CustomModuleHandler(ABC):
     def observe(self, request: ObserveRequest) -> OpaqueModule:
         """Make the observed module.
 
+        Args:
+            request: the float module, its path, its specs and its calls.
+
+        Returns:
+            The module that takes the place of the float one in the prepared model.
+
         Raises:
             CustomModuleError: the observed class does not do what the mapping promises.
         """
@@ -148,6 +159,11 @@ class CustomModuleHandler(ABC):
     @abstractmethod
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Return the specs around one call of an observed module.
+
+        Args:
+            opaque: what ``observe`` returned.
+            request: the same request.
+            layout: the structure of the call's arguments and results.
 
         Raises:
             CustomModuleError: settings of the module that do not fit the call.
@@ -161,6 +177,12 @@ class CustomModuleHandler(ABC):
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         """Make the converted module.
 
+        Args:
+            request: the calibrated module, the qparams of its calls, and what the script maps it to.
+
+        Returns:
+            The module that takes the place of the observed one in the converted model.
+
         Raises:
             CustomModuleError: the quantized class does not do what the mapping promises.
         """
@@ -171,8 +193,8 @@ class CustomModuleHandler(ABC):
         nothing maps it; None if this kind has nothing to say about it."""
 
     def loses_forward(self, module: nn.Module) -> bool:
-        """Whether ``module`` computes something of its own, in a forward that its observed module does not
-        call."""
+        """Return whether ``module`` computes something of its own, in a forward that its observed module
+        does not call."""
         return False
 
     def quantized_class(
@@ -193,7 +215,6 @@ class CustomModuleHandler(ABC):
             CustomModuleError: the observed module cannot stand in for the float one.
         """
         return None
-        return None
 
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
         """Return a module that computes what the converted ``opaque`` does on integer kernels of an x86 CPU,
@@ -211,8 +232,10 @@ class CustomModuleHandler(ABC):
     def wanted_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
     ) -> Wanted:
-        """What the observed ``opaque`` wants from a state of FX, in which it stands at ``prefix``;
-        ``wanted_by_model`` says it of a model of its own. Default: its entries are called the same."""
+        """Return what the observed ``opaque`` wants from a state of FX, in which it stands at ``prefix``.
+
+        ``wanted_by_model`` tells it of a model inside. Default: its entries have the same names there.
+        """
         return Wanted(tuple(WantedTensor(name, (f"{prefix}.{name}",)) for name in opaque.state_dict()))
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:

@@ -29,6 +29,8 @@ class _Parent(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise  # How a parametrized model is copied is not how its parent is.
             return getattr(super().__getattr__(ROOT), name)
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.ao.quantization import NoopObserver, QConfig
-from torch.ao.quantization.quant_type import QuantType
 
 from torchq_compat.capture.origins import computes_like, is_fx_leaf
 from torchq_compat.config.backend_configs import BackendTable
@@ -22,6 +20,7 @@ from torchq_compat.opaque_calls.capture_stub import StubRegistry
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.qspecs.selectors import Selection, select_for_module
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.torch_ao import NoopObserver, QConfig, QuantType
 
 __all__ = ["Swap", "apply_swaps", "decide_swaps"]
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.ao.quantization import (
+
+from torchq_compat.errors import ConfigError
+from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.torch_ao import (
     QConfig,
     default_dynamic_qconfig,
     float16_dynamic_qconfig,
     float_qparams_weight_only_qconfig,
     float_qparams_weight_only_qconfig_4bit,
 )
-
-from torchq_compat.errors import ConfigError
-from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["ModuleSpec", "qconfigs_by_path", "read_spec"]

@@ -6,17 +6,17 @@ are gone.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
-from torch.ao.quantization.fuse_modules import fuse_known_modules
 from torch.fx import Graph, GraphModule, Node, Tracer
 
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.errors import InputError
+from torchq_compat.support.model_copies import copied_model
+from torchq_compat.support.torch_ao import fuse_known_modules
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 
@@ -51,7 +51,7 @@ def fuse(model: nn.Module, preserved: Iterable[str]) -> nn.Module:
     Raises:
         InputError: a batch norm in training mode behind a convolution or linear.
     """
-    working = copy.deepcopy(model)
+    working = copied_model(model)
     try:
         graph = _ModuleTracer().trace(working)
     except Exception as cause:

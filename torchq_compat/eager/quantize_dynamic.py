@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.ao.quantization import QConfig
-from torch.ao.quantization.quantization_mappings import get_default_dynamic_quant_module_mappings
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from torchq_compat.custom_modules.recurrent.modules.dynamic import quantize_recurrent
@@ -23,6 +21,8 @@ from torchq_compat.eager.dynamic_spec import qconfigs_by_path, read_spec
 from torchq_compat.errors import ConfigError
 from torchq_compat.graph.graph_module import record_of
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
+from torchq_compat.support.model_copies import copied_model
+from torchq_compat.support.torch_ao import QConfig, get_default_dynamic_quant_module_mappings
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["quantize_dynamic"]
@@ -80,7 +80,7 @@ def quantize_dynamic(
     classes: Mapping[Any, Any] = (
         get_default_dynamic_quant_module_mappings() if mapping is None else dict(mapping)
     )
-    working = model if inplace else copy.deepcopy(model)
+    working = model if inplace else copied_model(model)
     working.eval()
     # All are made before the first is put in place: a failure leaves the model as it was.
     quantized: dict[nn.Module, nn.Module] = {}

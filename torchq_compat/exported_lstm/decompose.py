@@ -92,6 +92,9 @@ def decompose_recurrent(
         program: see ``lstm_utils.decompose_lstm``.
         shape: ``"rolled"``, ``"unrolled"`` or ``"opaque"``, as there.
 
+    Returns:
+        A graph module that takes and returns what the program does.
+
     Raises:
         AtenLSTMError: no such operator in the program, and as there.
 

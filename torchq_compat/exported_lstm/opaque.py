@@ -8,8 +8,8 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
-from torchq_compat.custom_modules.recurrent.modules.over_time import State
 from torchq_compat.custom_modules.recurrent.modules.runners import PythonRunner, Sequences
+from torchq_compat.custom_modules.recurrent.over_time import State
 from torchq_compat.exported_lstm.aten_recurrent import AtenRecurrent
 from torchq_compat.exported_lstm.writer import NodeWriter
 from torchq_compat.support.graph_nodes import free_name

@@ -83,7 +83,7 @@ def whole_op_lstm_quantizer(
 def whole_op_recurrent_quantizer(
     activation: QuantizationSpec | None = None, weight: QuantizationSpec | None = None
 ) -> WholeOpRecurrentQuantizer:
-    """A torchao Quantizer that quantizes every LSTM, GRU and RNN of a program as one operator.
+    """Make a torchao Quantizer that quantizes every LSTM, GRU and RNN of a program as one operator.
 
     These are ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``.
     Quantized are x, the states, each weight, the biases and each output, as ``whole_op_lstm_quantizer`` does
@@ -93,6 +93,9 @@ def whole_op_recurrent_quantizer(
         activation: of x and the states; default int8 per tensor, affine, HistogramObserver.
         weight: of all weights, per tensor or per channel on axis 0; default int8 per tensor, symmetric,
             MinMaxObserver.
+
+    Returns:
+        A Quantizer for ``prepare_pt2e``, ``prepare_qat_pt2e``, a ``ComposableQuantizer`` or ``prepare_fx``.
 
     Example:
         >>> import torch

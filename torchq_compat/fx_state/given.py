@@ -16,6 +16,7 @@ from torch import Tensor
 from torchq_compat.errors import CheckpointError
 from torchq_compat.fx_state.packed import FxWeight, is_packed, unpacked_cell, unpacked_pair, weight_of_tensor
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.quantized_tensors import is_quantized, quantize, quantize_per_channel
 
 __all__ = ["SCALE_NAME", "Entry", "FxState", "is_fx_state"]
 
@@ -189,7 +190,7 @@ class _Reader:
             self.entries[name] = Entry(value.detach() if isinstance(value, Tensor) else value, keys)
 
     def _read(self, name: str, value: Any) -> None:
-        if isinstance(value, Tensor) and not value.is_quantized:
+        if isinstance(value, Tensor) and not is_quantized(value):
             self._add(name, value, name)
         elif isinstance(value, Tensor):
             self.is_converted = True
@@ -265,8 +266,8 @@ def _reference_weight(
     if dtype is torch.float16:
         return FxWeight(weight.half().float())
     if scale.numel() == 1 and not zero_point.is_floating_point():
-        return weight_of_tensor(torch.quantize_per_tensor(weight, float(scale), int(zero_point), dtype))
-    return weight_of_tensor(torch.quantize_per_channel(weight, scale, zero_point, axis, dtype))
+        return weight_of_tensor(quantize(weight, float(scale), int(zero_point), dtype))
+    return weight_of_tensor(quantize_per_channel(weight, scale, zero_point, axis, dtype))
 
 
 def _parts(path: str) -> Iterator[str]:

@@ -12,9 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FxWeight", "is_packed", "unpacked_cell", "unpacked_pair", "weight_of_tensor"]
+from torchq_compat.support.quantized_tensors import (
+    KERNELS,
+    as_float,
+    channel_qparams,
+    has_float_qparams,
+    is_per_channel,
+    is_quantized,
+    qparams_of,
+)
 
-PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
+__all__ = ["FxWeight", "is_packed", "unpacked_cell", "unpacked_pair", "weight_of_tensor"]
 
 
 @dataclass(frozen=True)
@@ -39,14 +47,15 @@ def is_packed(value: object) -> bool:
 
 def weight_of_tensor(tensor: Tensor) -> FxWeight:
     """``tensor``, quantized or in half precision, as an FxWeight."""
-    if not tensor.is_quantized:
+    if not is_quantized(tensor):
         return FxWeight(tensor.detach().float())
-    values = tensor.dequantize().float()
-    if tensor.qscheme() in PER_CHANNEL:
+    values = as_float(tensor).float()
+    if is_per_channel(tensor) or has_float_qparams(tensor):
         # embedding_bag_unpack gives a tensor whose scales lie in the memory of the packed object.
-        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        scales, zero_points = channel_qparams(tensor)
         return FxWeight(values, scales.float().clone(), zero_points.clone())
-    return FxWeight(values, torch.tensor([tensor.q_scale()]), torch.tensor([tensor.q_zero_point()]))
+    scale, zero_point = qparams_of(tensor)
+    return FxWeight(values, torch.tensor([scale]), torch.tensor([zero_point]))
 
 
 def unpacked_pair(packed: Any) -> tuple[FxWeight, Tensor | None]:
@@ -57,7 +66,7 @@ def unpacked_pair(packed: Any) -> tuple[FxWeight, Tensor | None]:
     """
     kind = _kind(packed)
     if "Embedding" in kind:
-        return weight_of_tensor(torch.ops.quantized.embedding_bag_unpack(packed)), None
+        return weight_of_tensor(KERNELS.embedding_bag_unpack(packed)), None
     if "Linear" in kind:
         weight, bias = packed.__getstate__()[0]
     elif "Conv" in kind:

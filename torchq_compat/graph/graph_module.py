@@ -7,7 +7,7 @@ import threading
 import traceback
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import FrameType
@@ -33,6 +33,7 @@ from torchq_compat.graph.failed_calls import (
     structure_of,
 )
 from torchq_compat.graph.module_views import ModuleFacts, install_views
+from torchq_compat.graph.numeric_suite import StateOfCaptured, refuse_numeric_suite
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer, refuse_torchao_prepare
 from torchq_compat.graph.qparams_state import PerTensorQParamsState
@@ -48,6 +49,8 @@ from torchq_compat.qspecs.loaded_qparams import adopt_loaded_qparams
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.model_copies import copied_weights
+from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.torchscript_stage import scripted_graph
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ROOT",
     "ConvertedGraphModule",
+    "ConvertedModel",
     "ModelRecord",
     "QuantizationGraphModule",
     "Stage",
@@ -73,8 +77,8 @@ is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defin
 STRUCTURE = "_torchq_compat_structure"
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
-    torch.ao.nn.intrinsic.qat.freeze_bn_stats: True,
-    torch.ao.nn.intrinsic.qat.update_bn_stats: False,
+    freeze_bn_stats: True,
+    update_bn_stats: False,
 }
 
 
@@ -93,6 +97,7 @@ class ModelRecord:
         backend: the BackendConfig it was prepared with; None as for ``rules``.
         is_custom_module: whether the float model is a custom module itself; see ``custom_modules.root``.
         modules: what is known of the modules of the float model, by path.
+        batch_norms: path of every batch norm that was captured -> path of the op it follows.
         steps: paths of the models that are called for each step of a loop: what is in them is reachable
             without these names too.
     """
@@ -106,6 +111,7 @@ class ModelRecord:
     backend: BackendTable | None = None
     is_custom_module: bool = False
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
+    batch_norms: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -268,6 +274,24 @@ class QuantizationGraphModule(GraphModule):
                 return _observer_failed(place, cause)
         return explain_failed_call(self.reference, stage.value, args, cause)
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As ``nn.Module.named_children``, for all but the Numeric Suite."""
+        refuse_numeric_suite(sys._getframe(1))
+        return super().named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As ``nn.Module.named_modules``, for all but the Numeric Suite."""
+        refuse_numeric_suite(sys._getframe(1))
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return modules
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.state_dict``."""
+        if not args and kwargs.get("destination") is None:
+            kwargs["destination"] = StateOfCaptured()
+            kwargs["destination"]._metadata = OrderedDict()
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -304,6 +328,7 @@ class QuantizationGraphModule(GraphModule):
         with warnings.catch_warnings():
             # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            memo.update(copied_weights(self))
             return cast("Self", super().__deepcopy__(memo))
 
     def __getattr__(self, name: str) -> Any:
@@ -347,7 +372,26 @@ class QuantizationGraphModule(GraphModule):
         return super().apply(fn)
 
 
-class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
+class ConvertedModel(QuantizationGraphModule):
+    """What ``convert_fx`` and ``convert_to_reference_fx`` return: a model that is quantized."""
+
+    @property
+    def reference(self) -> ConvertedModel:
+        """The q-dq graph of ``convert_to_reference_fx``: this model itself, unless it runs on kernels."""
+        return self
+
+    def input_qparams(self) -> tuple[QParams | None, ...]:
+        """Return the qparams of the integers each flat input is taken as; None where the input is taken as it
+        is."""
+        raise NotImplementedError
+
+    def output_qparams(self) -> tuple[QParams | None, ...]:
+        """Return the qparams of the integers each flat output is returned as; None where it is returned as it
+        is."""
+        raise NotImplementedError
+
+
+class ConvertedGraphModule(PerTensorQParamsState, ConvertedModel):
     """A q-dq graph: its state_dict carries all qparams. Views stand where the float model's modules stood."""
 
     @classmethod
@@ -363,13 +407,11 @@ class ConvertedGraphModule(PerTensorQParamsState, QuantizationGraphModule):
         return copied
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
-        """Return the qparams of the integers each flat input is taken as; None where the input is taken as it
-        is."""
+        """See ``ConvertedModel``."""
         return input_qparams(self, self.record.interface)
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
-        """Return the qparams of the integers each flat output is returned as; None where it is returned as it
-        is."""
+        """See ``ConvertedModel``."""
         return output_qparams(self, self.record.interface)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.errors import ModuleAttributeError
 from torchq_compat.qspecs.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, DEQUANTIZES, QUANTIZE
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
-from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
+from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
 
 __all__ = ["ModuleFacts", "ModuleView", "describe_modules", "install_views"]
 
@@ -250,9 +250,9 @@ def _weight(owner: GraphModule, path: str) -> Any:
             return Tensor(integers)
         if node.target is DEQUANTIZE_PER_CHANNEL:
             scales, zero_points, axis = qparams[:3]
-            made = make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
+            made = of_integers_per_channel(integers, scales, zero_points, axis)
         else:
-            made = make_per_tensor_quantized_tensor(integers, *qparams[:2])
+            made = of_integers(integers, *qparams[:2])
         assert isinstance(made, Tensor)
         return made
 

@@ -11,17 +11,17 @@ import sys
 from types import FrameType
 from typing import Any
 
-from torch.ao.quantization.fx.tracer import QuantizationTracer
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Tracer
 
 from torchq_compat.errors import ConvertError
+from torchq_compat.graph.numeric_suite import refuse_numeric_suite
+from torchq_compat.support.torch_ao import FX_ENGINE, QuantizationTracer
 from torchq_compat.support.upstream import get_node_name_to_scope
 
 __all__ = ["OBSERVED_KEY", "guard", "refuse_fx_tracer", "refuse_torchao_prepare", "unguard"]
 
 #: What torch.ao's and torchao's prepare leave in ``GraphModule.meta``, and their convert reads first.
 OBSERVED_KEY = "_observed_graph_module_attrs"
-FX_ENGINE = "torch.ao.quantization.quantize_fx"
 CALLERS_OF_TRACE = 4
 
 
@@ -46,8 +46,11 @@ def refuse_fx_tracer(stage: str) -> None:
 
     Raises:
         ConvertError: FX's ``prepare_fx`` or ``fuse_fx`` was given a model of this package.
+        FxError: the Numeric Suite was.
     """
     frame: FrameType | None = sys._getframe(2)
+    if isinstance(frame and frame.f_locals.get("self"), Tracer):
+        refuse_numeric_suite(frame and frame.f_back)
     if frame is not None and isinstance(frame.f_locals.get("self"), QuantizationTracer):
         raise _other_engine(stage)
     # fuse_fx has torch.fx.symbolic_trace between itself and the tracer.

@@ -18,6 +18,7 @@ from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.opaque_calls.quantized_boundary import qparams_of_integers
 from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
+from torchq_compat.support.quantized_tensors import as_float, is_quantized
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
@@ -183,8 +184,8 @@ def _qparams_behind(placeholder: Node) -> QParams | None:
 
 
 def _integers(index: int, value: Any, qparams: QParams) -> Tensor:
-    if isinstance(value, Tensor) and value.is_quantized:
-        return qparams.quantize(value.dequantize())
+    if is_quantized(value):
+        return qparams.quantize(as_float(value))
     if isinstance(value, Tensor) and value.dtype is qparams.dtype:
         return value
     found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

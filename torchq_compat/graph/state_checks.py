@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization.fake_quantize import FakeQuantizeBase as LegacyFakeQuantizeBase
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 
 from torchq_compat.errors import CheckpointError
 from torchq_compat.qspecs.qdq import NAMESPACE
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.torch_ao import FakeQuantizeBase as LegacyFakeQuantizeBase
 
 __all__ = ["check_state"]
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
+from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
+from torchq_compat.capture.short_tracebacks import without_frames_of_torch
 from torchq_compat.capture.torch_export import explain_failure, export_with_free_sizes
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
 from torchq_compat.graph.graph_module import ConvertedGraphModule
 from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.cleanup_passes import clean_up
+from torchq_compat.lower.guards_of_ones import drop_guards_of_ones
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
 from torchq_compat.packed_sequences.as_padded import with_padded_packs
 from torchq_compat.streams.stream_program import StreamProgram
@@ -25,16 +27,18 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["export"]
 
 
+@asks_for_examples
 def export(
     converted: torch.nn.Module,
-    example_inputs: tuple[Any, ...] = MISSING,
+    example_inputs: tuple[Any, ...],
     *,
-    recurrent: str = "rolled",
+    recurrent: Literal["rolled", "unrolled", "opaque"] = "rolled",
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
     """Export a converted model, with every size free that the captured model left free.
 
-    The program computes the bits of ``convert_to_reference_fx`` at any size, whatever ``recurrent`` says.
+    The program computes the bits of ``convert_to_reference_fx`` at any size; with ``recurrent="opaque"`` its
+    recurrent modules compute those of ``convert_fx`` on x86.
 
     Args:
         converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode; or what
@@ -43,8 +47,8 @@ def export(
             matter, except to an unrolled loop.
         recurrent: how the loop over time of a recurrent module is written. ``"rolled"``: a ``scan`` for each
             layer and direction. ``"unrolled"``: its steps one by one; the program takes sequences as long
-            as the example's. ``"opaque"``: one call of ``torchq_compat::quantized_recurrent`` for the whole
-            module.
+            as the example's. ``"opaque"``: one call of ``torchq_compat_native::recurrent`` for the whole
+            module, which is C++ and what a lowered module calls.
         dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it: what
             it does not name is fixed. Beyond a bound the program raises torch's own error.
 
@@ -78,9 +82,10 @@ def export(
                 checked = StreamProgram(checked, model, streams, args)
             program = export_with_free_sizes(checked, args, dynamic_shapes)
         except Exception as cause:
-            raise _error(model, args, shape, dynamic_shapes, cause) from cause
+            found = _error(model, args, shape, dynamic_shapes, cause)
+            raise found from without_frames_of_torch(cause)
     if dynamic_shapes is None:
-        _drop_guards_of_layout(program)
+        drop_guards_of_ones(program, model, args)
     _freeze(program)
     clean_up(program)
     _warn_of_float_modules(model)
@@ -129,7 +134,7 @@ def _with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Grap
 
 
 def _read_shape(recurrent: str) -> LoopShape:
-    shapes = [shape for shape in LoopShape if shape is not LoopShape.OPAQUE_DYNAMIC_LSTM]
+    shapes = (LoopShape.ROLLED, LoopShape.UNROLLED, LoopShape.OPAQUE)
     if recurrent not in shapes and not isinstance(recurrent, LoopShape):
         raise ExportError(
             f"export: recurrent={recurrent!r} is not known.",
@@ -149,16 +154,6 @@ def _error(
 ) -> TorchQCompatError:
     error = explain_failure(model, args, cause)
     return _export_refused(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
-
-
-def _drop_guards_of_layout(program: ExportedProgram) -> None:
-    """Let sizes be 1: where an operator reads a view, torch asks whether they are, to know its strides.
-
-    What the model itself asked of its sizes ``check_sizes`` asks in the program.
-    """
-    guards = getattr(program, "_guards_code", None)  # not in every torch
-    if guards:
-        guards[:] = [guard for guard in guards if not guard.endswith("!= 1")]
 
 
 def _freeze(program: ExportedProgram) -> None:

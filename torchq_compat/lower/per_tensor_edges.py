@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -98,12 +98,25 @@ def _hand_over_floats(graph_module: GraphModule, results: list[_Edge], inputs: l
         for call in opaque_call_nodes(graph_module):
             index = call.kwargs["opaque_layout"]
             if call.target == path and isinstance(index, int):
-                layout = opaque.opaque_layouts[index]
-                opaque.opaque_set_qparams(
+                _set_floats(
+                    opaque,
                     index,
-                    _without(layout.input_qparams, [edge.position for edge in inputs if edge.call is call]),
-                    _without(layout.output_qparams, [edge.position for edge in results if edge.call is call]),
+                    [edge.position for edge in inputs if edge.call is call],
+                    [edge.position for edge in results if edge.call is call],
                 )
+
+
+def _set_floats(opaque: OpaqueModule, index: int, inputs: list[int], outputs: list[int]) -> None:
+    """Tell call ``index`` that there are floats at these positions."""
+    layout = opaque.opaque_layouts[index]
+    opaque.opaque_set_qparams(
+        index, _without(layout.input_qparams, inputs), _without(layout.output_qparams, outputs)
+    )
+    if inputs:
+        lying_on = tuple(
+            each if position in inputs else None for position, each in enumerate(layout.input_qparams)
+        )
+        opaque.opaque_layouts[index] = replace(opaque.opaque_layouts[index], float_qparams=lying_on)
 
 
 def _without(all_qparams: tuple[QParams | None, ...], positions: list[int]) -> tuple[QParams | None, ...]:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from torchq_compat.errors import TorchQCompatError
-from torchq_compat.migrate import compare, rewrite, run, scan, suggest
-from torchq_compat.migrate.project import project_address
+from torchq_compat.migrate import compare, explain, rewrite, run, scan, suggest
+from torchq_compat.migrate.project import package_version, project_address
 
 __all__ = ["main"]
 
@@ -22,7 +22,7 @@ USAGE_ERROR = 2
 #: As a shell says that a signal ended a command.
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
-COMMANDS = (run, scan, rewrite, compare, suggest)
+COMMANDS = (run, scan, explain, rewrite, compare, suggest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Bring FX graph mode quantization scripts to torch.export and torchao.",
         epilog=project_address(),
     )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {package_version()}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)

@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -31,12 +30,12 @@ from torchq_compat.migrate.comparison.report.terminal_report import as_text, pri
 from torchq_compat.migrate.comparison.results import ComparedModel
 from torchq_compat.migrate.run import PACKAGE_PARENT, check_script
 from torchq_compat.migrate.running.script_arguments import add_script_arguments
+from torchq_compat.migrate.stopping import stopping_cleanly
 
 __all__ = ["add_parser", "compare_command"]
 
 FINE, ATTENTION = 0, 1
 STANDARD_ERROR = 2
-SIGNAL_EXIT_BASE = 128
 #: As in ``migrate.run``.
 START_CHILD = """\
 import sys
@@ -104,9 +103,10 @@ def compare_command(args: argparse.Namespace) -> int:
     target = _read_target(args)
     if args.html:
         check_page(Path(args.html))
-    comparisons = _compared(target, args.timeout)
-    if args.html:
-        write_page(comparisons, Path(args.html))
+    with stopping_cleanly():
+        comparisons = _compared(target, args.timeout)
+        if args.html:
+            write_page(comparisons, Path(args.html))
     _show(comparisons, as_json=args.json)
     return ATTENTION if any(comparison.verdict.needs_attention for comparison in comparisons) else FINE
 
@@ -158,7 +158,6 @@ def _run(command: list[str], target: Target, timeout: float | None) -> int:
     # A session of its own, so that processes the script started can be stopped with it. Standard output is
     # for the report.
     child = subprocess.Popen(command, stdout=STANDARD_ERROR, start_new_session=True)
-    previous = signal.signal(signal.SIGTERM, _exit)
     try:
         return child.wait(timeout)
     except subprocess.TimeoutExpired as expired:
@@ -169,12 +168,6 @@ def _run(command: list[str], target: Target, timeout: float | None) -> int:
     finally:
         if child.poll() is None:
             _stop(child)
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _exit(signum: int, frame: FrameType | None) -> None:
-    """End in order, so that the child is stopped too."""
-    sys.exit(SIGNAL_EXIT_BASE + signum)
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

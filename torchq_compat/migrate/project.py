@@ -1,10 +1,10 @@
-"""Where this project lives, as its package metadata say; the address stands in pyproject.toml alone."""
+"""What the package's metadata say: its version, and where the project lives, both from pyproject.toml."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, metadata, version
 
-__all__ = ["project_address"]
+__all__ = ["package_version", "project_address"]
 
 
 def project_address() -> str | None:
@@ -14,3 +14,11 @@ def project_address() -> str | None:
     except PackageNotFoundError:
         return None
     return dict(url.split(", ", 1) for url in urls).get("Homepage")
+
+
+def package_version() -> str:
+    """Return the version; ``unknown`` where the package runs from a source tree without metadata."""
+    try:
+        return version("torchq-compat")
+    except PackageNotFoundError:
+        return "unknown"

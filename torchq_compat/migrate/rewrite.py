@@ -22,9 +22,11 @@ from torchq_compat.migrate.rewrites import REWRITES
 from torchq_compat.migrate.rewrites.declaration import Rewrite
 from torchq_compat.migrate.scanning.rewriter import InvalidResultError, Origin, rewrite_text
 from torchq_compat.migrate.scanning.scanner import Finding, Scan, scan_paths
-from torchq_compat.migrate.scanning.terminal import print_problems, progress, stopping_cleanly
+from torchq_compat.migrate.scanning.terminal import print_problems, progress
 from torchq_compat.migrate.source.documents import Document
 from torchq_compat.migrate.source.source_files import Problem, UnreadableError, replace_file
+from torchq_compat.migrate.stopping import stopping_cleanly
+from torchq_compat.showing.rows import counted
 
 __all__ = ["add_parser", "rewrite_command"]
 
@@ -174,13 +176,12 @@ def _print_summary(changes: list[Change], left: list[Finding], *, written: bool)
     """On standard error, so that standard output holds the differences alone."""
     verb = "rewritten" if written else "to rewrite (--write does it)"
     print(
-        f"torchq-compat: {len(changes)} files {verb}, {len(left)} places left for manual review",
+        f"torchq-compat: {counted(len(changes), 'file')} {verb}, "
+        f"{counted(len(left), 'place')} left for manual review",
         file=sys.stderr,
     )
     for finding in left:
-        construct = finding.construct
-        print(
-            f"  {finding.path}:{finding.place}: {construct.code} {finding.site.what}: {finding.remark}"
-            f" -> {construct.link}",
-            file=sys.stderr,
-        )
+        print(finding.line, file=sys.stderr)
+    if left:
+        codes = sorted({finding.construct.code for finding in left})
+        print(f"  torchq-compat explain {' '.join(codes)}", file=sys.stderr)

@@ -12,12 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from torchq_compat.migrate.scanning.sarif import sarif_log
 from torchq_compat.migrate.scanning.scanner import Finding, Scan, scan_paths
-from torchq_compat.migrate.scanning.terminal import print_problems, print_table, progress
+from torchq_compat.migrate.scanning.terminal import print_finding, print_problems, progress
+from torchq_compat.showing.rows import counted
 
 __all__ = ["add_parser", "exit_code", "scan_command"]
 
@@ -107,23 +105,13 @@ def _finding_data(finding: Finding) -> dict[str, Any]:
 
 
 def print_report(scan: Scan) -> None:
-    if scan.findings:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("where", "code", "found", "becomes", "by", "remark"):
-            table.add_column(column, overflow="fold")
-        for finding in scan.findings:
-            # Text: brackets in source code are no markup.
-            table.add_row(*map(Text, _row(finding)))
-        print_table(table)
-        print()
+    for finding in scan.findings:
+        print_finding(finding.line)
     by = Counter(finding.by for finding in scan.findings)
-    counts = f"{scan.files} files, {by.total()} findings"
+    counts = f"{counted(scan.files, 'file')}, {counted(by.total(), 'finding')}"
     print(f"{counts}: {by['rewrite']} for rewrite, {by['manual review']} for manual review")
-    for link in dict.fromkeys(finding.construct.link for finding in scan.findings):
-        print(f"  {link}")
-
-
-def _row(finding: Finding) -> tuple[str, ...]:
-    construct = finding.construct
-    where = f"{finding.path}:{finding.place}"
-    return where, construct.code, finding.site.what, construct.becomes, finding.by, finding.remark
+    codes = sorted({finding.construct.code for finding in scan.findings})
+    if codes:
+        print(f"  torchq-compat explain {' '.join(codes)}")
+    if by["rewrite"]:
+        print("  torchq-compat rewrite shows what it would change, with --write it does")

@@ -203,12 +203,14 @@ class CallLayout:
         outputs: structure of the result.
         input_qparams: per tensor input, the qparams of the integers it arrives as, or None for floats.
         output_qparams: per tensor output, the qparams of the integers it leaves as, or None for floats.
+        float_qparams: per tensor input that arrives as floats, the qparams they lie on, or None.
     """
 
     inputs: Structure
     outputs: Structure
     input_qparams: tuple[QParams | None, ...] = field(default=())
     output_qparams: tuple[QParams | None, ...] = field(default=())
+    float_qparams: tuple[QParams | None, ...] = field(default=())
 
     def with_qparams(
         self, inputs: tuple[QParams | None, ...], outputs: tuple[QParams | None, ...]

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization.quant_type import QuantType
 
 from torchq_compat.opaque_calls.layouts import CallLayout, Structure
 from torchq_compat.qspecs.qparams import QParams
+from torchq_compat.support.torch_ao import QuantType
 
 __all__ = ["OpaqueModule"]
 

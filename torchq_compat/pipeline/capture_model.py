@@ -12,6 +12,7 @@ from torchq_compat.capture.checked.attempts import Attempt, CaptureCase
 from torchq_compat.capture.checked.checked_capture import capture_checked
 from torchq_compat.capture.checked.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.identities import show_identities
+from torchq_compat.capture.short_tracebacks import without_frames_of_torch
 from torchq_compat.capture.torch_export import explain_failure
 from torchq_compat.custom_modules.swap import Swap, apply_swaps
 from torchq_compat.errors import InputError
@@ -99,7 +100,7 @@ def capture_model(
     try:
         found = capture_checked(case)
     except Exception as cause:
-        raise explain_failure(model, args, cause) from cause
+        raise explain_failure(model, args, cause) from without_frames_of_torch(cause)
     finally:
         watching.remove()
     if tried.problem is not None:

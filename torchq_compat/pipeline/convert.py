@@ -6,7 +6,6 @@ import copy
 from dataclasses import replace
 
 from torch import nn
-from torch.ao.quantization.quant_type import QuantType
 from torch.fx import GraphModule
 
 from torchq_compat.config.backend_configs import BackendTable
@@ -25,6 +24,7 @@ from torchq_compat.opaque_calls.quantized_boundary import quantize_boundaries
 from torchq_compat.pipeline.switch_off import decide_switched_off, remove_observers, with_switched_off
 from torchq_compat.pipeline.unmatched_at_convert import unmatched_at_convert
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.torch_ao import QuantType
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 

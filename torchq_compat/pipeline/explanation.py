@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -12,10 +12,11 @@ from torch.fx import GraphModule, Node
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.graph.graph_module import QuantizationGraphModule, record_of
+from torchq_compat.graph.quantized_values import quantized_values, result_details
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
-from torchq_compat.qspecs.qdq import QUANTIZE
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
-from torchq_compat.support.decisions import Action, Decision, Report
+from torchq_compat.support.decisions import Action, Decision, QuantizedValue, Report
+from torchq_compat.support.graph_nodes import module_path_of
 
 __all__ = ["explain"]
 
@@ -28,7 +29,9 @@ def explain(model: nn.Module) -> Report:
         model: a float, prepared or converted model.
 
     Returns:
-        A printable report; ``report.as_dicts()`` and ``report.to_json()`` give it to machines.
+        A report that prints as a table, in a notebook too. Iterating gives the decisions; ``report.rows`` and
+        ``report.to_pandas()`` have a row for every weight and quantized input besides, ``report.to_dict()``
+        and ``report.to_json()`` are for machines.
 
     Example:
         >>> import torch
@@ -44,16 +47,76 @@ def explain(model: nn.Module) -> Report:
         return Report(tuple(_of_float_model(model)))
     lowering, model = model.lowering, model.reference
     nodes = {node.name: node for node in model.graph.nodes}
-    decisions: list[Decision] = []
+    last = {nodes[each.node] for each in record.decisions if each.node in nodes}
+    quantized = {
+        nodes[each.node]
+        for each in record.decisions
+        if each.node in nodes and each.action is not Action.FLOAT
+    }
     on_integers = {each.node for each in lowering if each.action is Action.LOWERED and each.node}
+    places = _Places(model)
+    told: list[tuple[int, list[Decision]]] = []
+    folded = _folded(model, record.batch_norms)
     for decision in record.decisions:
         if decision.action is Action.FLOAT and decision.node in on_integers:
             continue  # The lowering says what runs, and that the configuration left it float.
         # Behind a float op a consumer's own quantize may follow; that says nothing about the op.
         node = None if decision.action is Action.FLOAT else nodes.get(decision.node)
-        decisions.append(replace(decision, details=_details(model, node)))
-        decisions.extend(_inside(model, decision))
-    return Report((*decisions, *lowering))
+        values: tuple[QuantizedValue, ...] = ()
+        if decision.action in (Action.QUANTIZED, Action.SHARED):
+            ends = [node] if node else places.calls(decision.path)
+            found = (quantized_values(model, end, decision.path, last - {end}, quantized) for end in ends)
+            values = tuple(dict.fromkeys(itertools.chain(*found)))
+        decision = replace(decision, details=result_details(node), values=values)
+        told.append(
+            (places.of(decision), [decision, *folded.pop(decision.path, ()), *_inside(model, decision)])
+        )
+    told.extend((places.of(decision), [decision]) for decision in itertools.chain(*folded.values()))
+    in_order = sorted(told, key=lambda pair: pair[0])
+    return Report((*itertools.chain(*(decisions for _, decisions in in_order)), *lowering))
+
+
+class _Places:
+    """Where in the graph a decision is about: the order of the model."""
+
+    def __init__(self, model: GraphModule) -> None:
+        self._by_name: dict[str, int] = {}
+        self._by_path: dict[str, int] = {}
+        self._calls: dict[str, list[Node]] = {}
+        for index, node in enumerate(model.graph.nodes):
+            if node.op == "get_attr":
+                continue
+            self._by_name[node.name] = index
+            if node.op == "call_module":
+                self._calls.setdefault(str(node.target), []).append(node)
+            self._by_path.setdefault(module_path_of(node), index)
+        self._behind = len(self._by_name) + len(model.graph.nodes)
+
+    def calls(self, path: str) -> list[Node]:
+        """Return the calls of the module at ``path``."""
+        return self._calls.get(path, [])
+
+    def of(self, decision: Decision) -> int:
+        """Return a key to sort by; what is nowhere in the graph comes last, sizes at the very end."""
+        if decision.action in (Action.FREE, Action.FIXED):
+            return self._behind + 1
+        calls = self.calls(decision.path)
+        if decision.node in self._by_name:
+            return self._by_name[decision.node]
+        if calls:
+            return self._by_name[calls[0].name]
+        return self._by_path.get(decision.path, self._behind) if decision.path else self._behind
+
+
+def _folded(model: GraphModule, before: Mapping[str, str]) -> dict[str, list[Decision]]:
+    """Return path of an op -> what became of the batch norms behind it that are in the graph no more."""
+    left = {module_path_of(node) for node in model.graph.nodes}
+    found: dict[str, list[Decision]] = {}
+    for path, producer in before.items():
+        if path not in left:
+            reason = f"it is in the weight of {producer}" if producer else "it is in the weight it follows"
+            found.setdefault(producer, []).append(Decision(path, "BatchNorm", Action.FOLDED, reason))
+    return found
 
 
 def _of_float_model(model: nn.Module) -> Iterator[Decision]:
@@ -69,11 +132,3 @@ def _inside(model: GraphModule, decision: Decision) -> Iterator[Decision]:
     handler = handler_of(opaque)
     if handler is not None and isinstance(opaque, OpaqueModule):
         yield from handler.explain(opaque, decision.path, explain)
-
-
-def _details(model: GraphModule, node: Node | None) -> dict[str, Any]:
-    for user in node.users if node else ():
-        if user.target is QUANTIZE:
-            _, scale, zero_point, _, _, dtype = user.args
-            return {"dtype": dtype, "scale": scale, "zero_point": zero_point}
-    return {}

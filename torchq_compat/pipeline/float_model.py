@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.ao.nn.quantized import FloatFunctional, FXFloatFunctional
-from torch.ao.quantization.fx.graph_module import QuantizedGraphModule
 from torch.fx import GraphModule
 
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.errors import InputError
 from torchq_compat.graph.graph_module import record_of
 from torchq_compat.graph.other_engines import OBSERVED_KEY
+from torchq_compat.support.torch_ao import FloatFunctional, FXFloatFunctional, QuantizedGraphModule
 
 __all__ = ["check_float_model", "signature_of"]
 

@@ -34,7 +34,7 @@ ATEN = torch.ops.aten
 def wanted_by_graph(
     graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
 ) -> Wanted:
-    """What ``graph_module`` wants, apart from the custom modules it calls.
+    """Return what ``graph_module`` wants, apart from the custom modules it calls.
 
     Args:
         rules: the QConfigMapping it was prepared with.
@@ -46,7 +46,7 @@ def wanted_by_graph(
 
 
 def in_sequential(name: str) -> str:
-    """``name`` of a parameter in the first of a fused pair: ``conv.weight`` is ``conv.0.weight``."""
+    """Name a parameter as in the first of a fused pair: ``conv.weight`` is ``conv.0.weight``."""
     path, _, last = name.rpartition(".")
     return f"{path}.0.{last}" if path else name
 
@@ -104,7 +104,7 @@ class _Reader:
     def observers(
         self, state: FxState
     ) -> tuple[tuple[WantedObserver, ...], tuple[str, ...], tuple[str, ...]]:
-        """The observers, what FX has besides, and what keeps the names from being known."""
+        """Return the observers, what FX has besides, and what keeps the names from being known."""
         numbered = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
         prefix_of, more, problems = _aligned(numbered, state.observers_at(self.prefix), state, self.prefix)
         scale_of = self._scale_names(numbered)
@@ -140,7 +140,7 @@ class _Reader:
                 )
 
     def _sites(self) -> Iterator[_Site]:
-        """In the order in which FX makes observers."""
+        """Yield the calls of observers in the order in which FX makes its own."""
         seen: set[Node] = set()
         for node in self.graph_module.graph.nodes:
             if node.op in ("placeholder", "get_attr") or node in self.observer_of:
@@ -158,7 +158,7 @@ class _Reader:
                     yield self._site(user, None)
 
     def _weights_beside_biases(self) -> dict[str, str]:
-        """Of functions: bias -> weight."""
+        """Pair the bias of each function with its weight."""
         found = {}
         for site in self.sites:
             parameters = dict(_parameters(site.reader)) if site.reader is not None else {}
@@ -229,7 +229,7 @@ class _Reader:
         return "" if weight is None else str(weight.target).rpartition(".")[0]
 
     def _names_of_parameters(self) -> dict[str, tuple[str, ...]]:
-        """Our names that differ from FX's, or may: torchao's folding and FX's fused modules rename."""
+        """Return our names that differ from FX's, or may: torchao's folding and FX's fused modules rename."""
         names: dict[str, tuple[str, ...]] = {}
         for node in self.graph_module.graph.nodes:
             record = op_record(node)
@@ -253,10 +253,11 @@ class _Reader:
 def _aligned(
     sites: list[_Site], theirs: list[str], state: FxState, prefix: str
 ) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
-    """Node of a site -> FX's name; names without a site; problems.
+    """Return FX's name for the node of each site, the names without a site, and the problems.
 
     FX observes some ops that torch.export drops, ``contiguous()`` of what is contiguous, with the observer
-    of what they read: where it has more, runs of equal observers are matched.
+    of what they read: where it has more, runs of equal observers are matched. Of FX's a run may be of several
+    observers that happen to be equal.
     """
     if state.is_converted and not state.is_reference:
         return {}, (), ()
@@ -264,6 +265,7 @@ def _aligned(
         return {site.node: name for site, name in zip(sites, theirs, strict=True)}, (), ()
     own_runs = [list(run) for _, run in groupby(sites, key=lambda site: site.path)]
     their_runs = [list(run) for _, run in groupby(theirs, key=state.fingerprint)]
+    own_runs = _joined(own_runs, [len(run) for run in their_runs])
     if len(theirs) < len(sites) or len(own_runs) != len(their_runs):
         if state.is_converted and not theirs:
             return {}, (), ()
@@ -273,12 +275,41 @@ def _aligned(
     return matched, tuple(name for run in their_runs for name in run[1:]), ()
 
 
+def _joined(runs: list[list[_Site]], lengths: list[int]) -> list[list[_Site]]:
+    """``runs`` with neighbours joined, so that each is no longer than its length; as they are, unless that
+    can be done in exactly one way."""
+    ways: dict[tuple[int, int], int] = {(len(runs), len(lengths)): 1}
+
+    def ends(start: int, index: int) -> Iterator[int]:
+        total = 0
+        for end in range(start + 1, len(runs) + 1):
+            total += len(runs[end - 1])
+            if total > lengths[index]:
+                return
+            if ways.get((end, index + 1)):
+                yield end
+
+    if len(runs) <= len(lengths):
+        return runs
+    for index in reversed(range(len(lengths))):
+        for start in range(len(runs)):
+            ways[start, index] = sum(ways[end, index + 1] for end in ends(start, index))
+    if ways.get((0, 0)) != 1:
+        return runs
+    joined, start = [], 0
+    for index in range(len(lengths)):
+        (end,) = ends(start, index)
+        joined.append([site for run in runs[start:end] for site in run])
+        start = end
+    return joined
+
+
 def _is_apart(path: str, module: nn.Module) -> bool:
     return bool(path) and isinstance(module, (OpaqueModule, GraphModule))
 
 
 def _once(path: str) -> str:
-    """A second call of a module has ``@1`` behind its path."""
+    """Return the path of a module without the ``@1`` that a second call of it has behind its path."""
     return path.partition("@")[0]
 
 
@@ -288,8 +319,9 @@ def _has_output_spec(node: Node) -> bool:
 
 
 def _attribute(node: Node) -> Node | None:
-    """The parameter that the observer called by ``node`` observes, perhaps scaled for a batch norm."""
-    source = node.args[0]
+    """Return the parameter that the observer called by ``node`` observes, perhaps scaled for a batch norm;
+    None also where ``node`` calls no observer."""
+    source = node.args[0] if node.op == "call_module" else None
     if isinstance(source, Node) and source.target is ATEN.mul.Tensor:
         scale = source.args[1]
         source = source.args[0] if isinstance(scale, Node) and scale.target is ATEN.reshape.default else None
@@ -297,7 +329,7 @@ def _attribute(node: Node) -> Node | None:
 
 
 def _parameters(op: Node) -> Iterator[tuple[str, Node]]:
-    """(role, get_attr node) of the parameters ``op`` is given."""
+    """Return (role, get_attr node) of the parameters ``op`` is given."""
     for role, node in named_parameters_of(op).items():
         source = node
         while (

@@ -47,7 +47,7 @@ class Captured:
 def observe_by_rules(
     captured: Captured, rules: QConfigRules, backend: BackendTable, *, is_qat: bool
 ) -> Observed:
-    """As a QConfigMapping and a BackendConfig say."""
+    """Annotate and prepare as a QConfigMapping and a BackendConfig say."""
     decisions: list[Decision] = []
 
     def decide(graph_module: GraphModule) -> dict[Node, NodeSpecs]:
@@ -69,7 +69,7 @@ def observe_by_rules(
 
 
 def observe_by_quantizer(captured: Captured, quantizer: Quantizer, *, is_qat: bool) -> Observed:
-    """As ``quantizer`` says of all that is no custom module."""
+    """Annotate and prepare as ``quantizer`` says of all that is no custom module."""
     around = UserQuantizer(quantizer, captured.boundaries, captured.model)
     prepared = prepare_with(captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative)
     return prepared, around.decisions(prepared)

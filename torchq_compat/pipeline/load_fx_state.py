@@ -56,7 +56,7 @@ def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> N
 def wanted_by_model(
     graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
 ) -> Wanted:
-    """What a prepared model wants, with that of the custom modules it calls."""
+    """Return what a prepared model wants, with that of the custom modules it calls."""
     wanted = wanted_by_graph(graph_module, state, rules, prefix)
     for path in dict.fromkeys(str(node.target) for node in opaque_call_nodes(graph_module)):
         leaf = graph_module.get_submodule(path)
@@ -186,6 +186,7 @@ class _Planner:
         self, wanted: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         own, name = _names_of(observer), wanted.prefixes[0]
+        learned = dict(getattr(observer, "legacy", observer).named_parameters())
         lacking = sorted(each for each in own - given.keys() if not each.endswith(EPS))
         unknown = sorted(given.keys() - own)
         if lacking or unknown:
@@ -198,7 +199,8 @@ class _Planner:
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN or infinity")
             if key.endswith(("min_val", "max_val")) and bool(value.isnan().any()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN")
-            if key.endswith("scale") and not bool((value > 0).all()):
+            # One that is learned may be anything after a step; the next call clamps it.
+            if key.endswith("scale") and key not in learned and not bool((value > 0).all()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds a scale that is no positive number")
             if key.endswith("histogram") and value.shape != observer.get_buffer(key).shape:
                 raise CheckpointError.other_model(
@@ -297,8 +299,8 @@ class _Planner:
                 self.state.forgive(name)
 
     def _observes(self, name: str) -> bool:
-        """Whether the weight that a fake-quantize of FX, with an entry called ``name``, is for is quantized
-        here."""
+        """Return whether this model quantizes the weight that belongs to ``name``, an entry of one of FX's
+        fake-quantizes."""
         weight = name.partition("weight_fake_quant.")[0] + "weight"
         return any(weight in tensor.names and tensor.observer is not None for tensor in self.wanted.tensors)
 
@@ -330,7 +332,7 @@ def _is_stand_in(path: str, entries: Mapping[str, Entry]) -> bool:
 
 
 def _names_of(observer: nn.Module) -> set[str]:
-    """The names in the state of ``observer`` that FX's has too."""
+    """Return the names in the state of ``observer`` that FX's has too."""
     target = getattr(observer, "legacy", observer)
     return {
         name
@@ -340,13 +342,13 @@ def _names_of(observer: nn.Module) -> set[str]:
 
 
 def _needs_no_qparams(observer: Any, wanted: WantedObserver) -> bool:
-    """Whether a converted state may be without: FX's kernels know fixed qparams, dynamic activations have
-    none, and a weight that is no integer neither."""
+    """Return whether a converted state may lack the qparams of ``observer``: FX's kernels know fixed ones,
+    and neither dynamic activations nor float weights have any."""
     return _has_fixed_qparams(observer) or not observer.state_dict() or wanted.is_weight
 
 
 def _has_fixed_qparams(observer: nn.Module) -> bool:
-    """FX's eager modules and kernels know them, so that a state may be without."""
+    """Return whether the qparams are fixed: FX's modules and kernels know them, and a state may lack them."""
     return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
 
 
@@ -404,7 +406,7 @@ def _hold(observer: Any, scale: Tensor, zero_point: Tensor) -> None:
 
 
 def _set_range(source: Any, scale: Tensor, zero_point: Tensor) -> None:
-    """Training goes on from the range that the qparams cover."""
+    """Set the observed range to what the qparams cover; training goes on from there."""
     per_tensor = scale.numel() == 1 and not hasattr(source, "ch_axis")
     for name, bound in (("min_val", source.quant_min), ("max_val", source.quant_max)):
         value = (bound - zero_point) * scale

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.opaque_calls.recorded_calls import RecordedCalls
 from torchq_compat.pipeline.capture_model import CapturedModel
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.model_copies import copied_model
 
 __all__ = ["boundaries_of", "loses_forward", "maps_to_users_class", "observe_modules", "place_modules"]
 
@@ -79,7 +79,7 @@ def boundaries_of(
         assert handler is not None
         if path in calls.tensors:
             arguments, expected = example_call(node, opaque, calls.tensors[path][index])
-            handler.check_call(copy.deepcopy(opaque), path, index, arguments, expected)
+            handler.check_call(copied_model(opaque), path, index, arguments, expected)
         boundaries[node] = handler.boundary(opaque, request, opaque.opaque_layouts[index])
     return boundaries
 

@@ -16,7 +16,12 @@ from torchq_compat.capture.checked.checked_prepare import check_prepared
 from torchq_compat.capture.checked.size_decisions import decide_blocks, decide_sizes
 from torchq_compat.capture.leftovers import decide_leftovers
 from torchq_compat.capture.parametrizations import decide_parametrizations
-from torchq_compat.capture.purposeful_training import fix_modes, flags_in_evaluation
+from torchq_compat.capture.purposeful_training import (
+    EvaluationRun,
+    decide_evaluation,
+    fix_modes,
+    run_in_evaluation,
+)
 from torchq_compat.capture.source_functions import restore_source_functions
 from torchq_compat.capture.training_flags import decide_training_flags, set_training_flags
 from torchq_compat.capture.unmatched_rules import decide_unmatched_rules, decide_unmatched_settings
@@ -114,7 +119,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
     leftovers = () if request.is_step else _decide_leftovers(model, as_written, request)
 
     # Try, and capture what was tried.
-    in_evaluation = flags_in_evaluation(as_written, request.example_inputs) if is_qat else {}
+    in_evaluation = run_in_evaluation(as_written, request.example_inputs) if is_qat else EvaluationRun()
     with slow_stage(f"capturing {name}"):
         tried = try_model(as_written, swaps, request, is_rolled=bool(with_loops.steps))
         captured = capture_model(working, model, tried, signature, swaps, request)
@@ -123,14 +128,14 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
 
     # Observe the custom modules, and place them.
     modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
-    if request.quantizer is not None:
-        restore_source_functions(graph_module, working)
+    restore_source_functions(graph_module, working)
     writers, decisions = share_modules(captured, swaps, modules, decisions, request.quantizer)
     decisions.extend(place_modules(captured, swaps, modules, writers, is_qat=is_qat))
     boundaries = boundaries_of(graph_module, swaps, tried.runs.calls)
 
     # Annotate, and insert observers.
     interface = _read_interface(captured, request)
+    batch_norms = batch_norm.by_path(graph_module)
     with slow_stage(f"observing {name}"):
         prepared, decided = _insert_observers(
             Captured(graph_module, working, boundaries, interface, copied.cumulative), request
@@ -139,6 +144,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
     # Wrap, and check.
     named = {decision.path for decision in decisions}
     decisions.extend(decision for decision in decided if decision.path not in named)
+    decisions.extend(decide_evaluation(model, in_evaluation))
     decisions.extend(decide_blocks(captured.found, is_qat=is_qat))
     decisions.extend(decide_sizes(captured.case, captured.found))
     decisions.extend(with_loops.decisions)
@@ -152,6 +158,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
         request.backend if request.quantizer is None else None,
         is_custom_module=type(as_written) is not type(model),
         modules=copied.modules,
+        batch_norms=batch_norms,
         steps=with_loops.steps,
     )
     made = QuantizationGraphModule.wrap(prepared, record, _preserved(as_written, request))
@@ -165,7 +172,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
 
 
 def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
-    """Decisions about what is no module of the graph: flags, attributes, hooks, rules."""
+    """Return the decisions about what is no module of the graph: flags, attributes, hooks, rules."""
     return (
         *decide_training_flags(model, is_qat=request.is_qat),
         *decide_leftovers(working, request.settings.preserved_attributes),

@@ -34,7 +34,7 @@ def share_modules(
     decisions: Sequence[Decision],
     quantizer: Quantizer | None,
 ) -> tuple[Mapping[str, WriteOps], list[Decision]]:
-    """What writes the modules that ``quantizer`` wants as ops, by path, and ``decisions`` as they are
+    """Return what writes the modules that ``quantizer`` wants as ops, by path, and ``decisions`` as they are
     then."""
     candidates = {} if quantizer is None else _candidates(captured, swaps)
     if quantizer is None or not candidates:
@@ -65,7 +65,7 @@ def _wanted(
     candidates: Mapping[str, WriteOps],
     quantizer: Quantizer,
 ) -> tuple[set[str], str]:
-    """The paths of the candidates whose ops ``quantizer`` annotates, and why not those of the others."""
+    """Return the paths of the candidates whose ops ``quantizer`` annotates, and why it leaves the others."""
     name = type(quantizer).__name__
     trial = copy.deepcopy(captured.found.graph_module)
     insert_calls(trial, captured.stubs, modules, candidates)
@@ -87,18 +87,18 @@ def _wanted(
 
 
 def _is_annotated(node: Node) -> bool:
-    """Whether ``node`` is annotated, at an input or at one of its outputs."""
+    """Return whether ``node`` is annotated, at an input or at one of its outputs."""
     return bool(annotated_points(node)) or any(annotated_points(user) for user in node.users)
 
 
 def _is_read(node: Node) -> bool:
-    """Whether an output of ``node`` is used. A dead recurrent operator stays in the graph: it may draw random
-    numbers."""
+    """Return whether an output of ``node`` is used. A recurrent operator that nobody reads stays in the
+    graph, because it may draw random numbers."""
     return any(user.users for user in node.users)
 
 
 def _module_paths(graph_module: GraphModule, accepts: Callable[[Node], bool] = lambda node: True) -> set[str]:
-    """The paths of the modules of the ops with several outputs, of those that are accepted."""
+    """Return the paths of the modules whose ops have several outputs and are accepted."""
     return {
         module_path_of(node).partition("@")[0]
         for node in graph_module.graph.nodes
@@ -107,7 +107,7 @@ def _module_paths(graph_module: GraphModule, accepts: Callable[[Node], bool] = l
 
 
 def _own_copy(quantizer: Quantizer) -> Quantizer:
-    """A copy, so that what the Quantizer remembers of graphs it has seen is not of this one."""
+    """Copy the Quantizer, so that it remembers nothing of the graph it is tried on."""
     try:
         copied: Quantizer = copy.deepcopy(quantizer)
     except Exception:

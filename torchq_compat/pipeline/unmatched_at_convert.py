@@ -20,7 +20,7 @@ __all__ = ["unmatched_at_convert"]
 def unmatched_at_convert(
     prepared: GraphModule, settings: ConvertSettings, before: QConfigRules | None, after: QConfigRules | None
 ) -> Iterator[str]:
-    """What to tell the user: settings of a ConvertCustomConfig and new rules of a QConfigMapping.
+    """Yield what to tell the user about settings of a ConvertCustomConfig and new rules of a QConfigMapping.
 
     Args:
         before: the rules of prepare, which has told about its own.
@@ -45,7 +45,8 @@ def unmatched_at_convert(
 
 
 def _observed_classes(prepared: GraphModule) -> set[type[nn.Module]]:
-    """What a mapping may be keyed on, or on a base class of; see ``CustomModuleHandler.quantized_class``.
+    """Return the classes that a mapping may name, itself or by a base class; see
+    ``CustomModuleHandler.quantized_class``.
 
     A float call is converted by the class it has; see ``convert_float_calls``.
     """
@@ -64,7 +65,7 @@ def _new_rules(paths: set[str], before: QConfigRules, after: QConfigRules) -> It
 
 
 def _module_paths(prepared: GraphModule) -> set[str]:
-    """Of the modules ops belong to, and of those around them."""
+    """Return the paths of the modules that ops belong to, and of the modules around them."""
     paths = {""}
     for node in prepared.graph.nodes:
         record = op_record(node)

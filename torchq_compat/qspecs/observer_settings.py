@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.ao.quantization.observer as legacy_observer
 import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
 import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 from torchq_compat.errors import ConfigError
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.dtypes import plain_dtype
+from torchq_compat.support.torch_ao import observer as legacy_observer
 
 __all__ = ["FIXED_QPARAMS", "ObserverLimits", "ObserverSettings", "read_settings"]
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.ao.quantization.fake_quantize as legacy_fake_quantize
-import torch.ao.quantization.observer as legacy_observer
 import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
 import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
@@ -27,6 +25,8 @@ from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS, read_settings
 from torchq_compat.qspecs.saturation import SaturationCountingObserver
 from torchq_compat.qspecs.torch_ao_subclasses import SUBCLASSES, recognised_by_torch_ao
 from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_range, is_integer, plain_dtype
+from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
+from torchq_compat.support.torch_ao import observer as legacy_observer
 
 __all__ = [
     "LegacyFakeQuantizeAdapter",

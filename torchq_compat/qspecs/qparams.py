@@ -114,8 +114,11 @@ class PerChannelQParams:
 
     def quantize(self, x: Tensor) -> Tensor:
         """Floats to integers of ``dtype``."""
-        arguments = self.arguments("", _itself, x.device)
-        q: Tensor = qdq.QUANTIZE_PER_CHANNEL(as_dtype(x, torch.float32), *arguments)
+        scales, *others = self.arguments("", _itself, x.device)
+        if torch.compiler.is_exporting():
+            # ExecuTorch's kernel stops the process at others. Values that lie on the steps stay as they are.
+            scales = scales.to(torch.float64)
+        q: Tensor = qdq.QUANTIZE_PER_CHANNEL(as_dtype(x, torch.float32), scales, *others)
         return q
 
     def dequantize(self, q: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch.ao.quantization import QConfig
-from torch.ao.quantization.quant_type import QuantType
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.qspecs.contradictions import check_settings
 from torchq_compat.qspecs.observers import ObserverConstructor, translate_constructor
 from torchq_compat.qspecs.weight_observers import WeightConstructor
 from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.torch_ao import QConfig, QuantType
 
 __all__ = ["OpSpecs", "make_spec"]
 

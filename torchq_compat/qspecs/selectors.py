@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
-from torch.ao.quantization import QConfig
 
 from torchq_compat.config.qconfig_mappings import ObjectType, QConfigRules
+from torchq_compat.support.torch_ao import QConfig
 
 __all__ = ["Selection", "select_for_function", "select_for_module"]
 

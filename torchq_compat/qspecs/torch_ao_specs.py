@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-import torch.ao.quantization.fake_quantize as legacy_fake_quantize
-import torch.ao.quantization.observer as legacy_observer
 import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
 import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import nn
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.qspecs.observers import ObserverConstructor
+from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
+from torchq_compat.support.torch_ao import observer as legacy_observer
 
 __all__ = ["SpecObserverConstructor", "with_torchao_observer"]
 

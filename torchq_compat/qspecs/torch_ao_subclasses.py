@@ -8,11 +8,12 @@ act on them, and nothing changes for torchao's own classes.
 
 from __future__ import annotations
 
-import torch.ao.quantization.fake_quantize as legacy_fake_quantize
-import torch.ao.quantization.observer as legacy_observer
 import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
 import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import nn
+
+from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
+from torchq_compat.support.torch_ao import observer as legacy_observer
 
 __all__ = ["SUBCLASSES", "recognised_by_torch_ao"]
 

@@ -20,6 +20,7 @@ from torchq_compat.custom_modules.recurrent.modules.streams import Streams
 from torchq_compat.errors import StreamingError
 from torchq_compat.streams.recurrent_calls import RecurrentCall
 from torchq_compat.support.graph_nodes import module_path_of, user_line_of
+from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["check_causality"]
@@ -176,7 +177,7 @@ def _join(pieces: list[Tensor], axis: int) -> Tensor | None:
 
 
 def _plain(value: Tensor) -> Tensor:
-    return value.dequantize() if value.is_quantized else value
+    return as_float(value)
 
 
 def _equal(whole: Tensor, found: Tensor, least: float) -> bool:

@@ -38,7 +38,14 @@ class StreamingModel(nn.Module):
     # Dynamo cannot read a ContextVar, and would leave out the states.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model on the next chunk of every stream.
+        """Run the model on the next chunk of every stream.
+
+        Args:
+            *args: as the converted model takes them; every stream is one row of the batch.
+            **kwargs: the same.
+
+        Returns:
+            What the model returns for the chunk.
 
         Raises:
             InputError: another number of streams than before.

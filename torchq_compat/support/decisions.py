@@ -6,12 +6,21 @@ A decision is a value. The stage that takes it returns it; the report only colle
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["Action", "Decision", "Report"]
+from torchq_compat.errors import ReportError
+from torchq_compat.showing.report_html import report_html
+from torchq_compat.showing.report_text import report_text
+from torchq_compat.showing.rows import Role, Row, headline
+from torchq_compat.showing.text_table import fitted_width
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Action", "Decision", "QuantizedValue", "Report", "data_frame"]
 
 
 class Action(StrEnum):
@@ -21,12 +30,65 @@ class Action(StrEnum):
     SHARED = "shared"
     FLOAT = "float"
     DROPPED = "dropped"
+    #: A batch norm that is in the weight of what it follows.
+    FOLDED = "folded"
     #: A dimension of an input: any size may follow, or only the one of the example.
     FREE = "free"
     FIXED = "fixed"
     #: What ``convert_fx`` made of it: an integer kernel, or the q-dq of the reference graph.
     LOWERED = "lowered"
     REFERENCE = "reference"
+
+
+#: What is said of an op after conversion, beside the decision about it.
+LOWERINGS = (Action.LOWERED, Action.REFERENCE)
+#: Of an op that is in the kernel of another.
+FUSED = "runs in the kernel of what it follows"
+SHOWN_APART = ("dtype", "scale", "zero_point", "observer")
+
+
+@dataclass(frozen=True)
+class QuantizedValue:
+    """What an op reads as integers, and no other op gives: a weight, or an input that is quantized for it.
+
+    Attributes:
+        path: that of the op, with ``.weight`` or ``.input`` behind it.
+        role: which of the two it is.
+        dtype: of the integers.
+        scale: per tensor; None: per channel, chosen at run time, or not known before conversion.
+        zero_point: the same.
+        channels: how many scales there are; None: one.
+        axis: the dimension that the channels are of.
+        dynamic: whether scale and zero point are chosen at run time.
+    """
+
+    path: str
+    role: Literal["input", "weight"]
+    dtype: Any = None
+    scale: float | None = None
+    zero_point: int | None = None
+    channels: int | None = None
+    axis: int | None = None
+    dynamic: bool = False
+
+    def numbered(self, index: int) -> QuantizedValue:
+        """Return the value as the input ``index`` of several."""
+        return replace(self, path=f"{self.path}[{index}]")
+
+    @property
+    def row(self) -> Row:
+        reason = "scale and zero point chosen at run time" if self.dynamic else ""
+        return Row(
+            self.path,
+            self.role,
+            self.role,
+            Action.QUANTIZED.value,
+            _short(self.dtype),
+            self.scale,
+            self.zero_point,
+            self.channels,
+            reason=reason,
+        )
 
 
 @dataclass(frozen=True)
@@ -41,6 +103,8 @@ class Decision:
         details: dtype, scale and zero point where they are known.
         node: name of the graph node whose output the decision is about; empty for a module.
         warn: whether the user could be misled by not knowing.
+        values: weights, and inputs that are quantized for it.
+        is_part: whether it is about a part inside a custom module.
     """
 
     path: str
@@ -50,11 +114,18 @@ class Decision:
     details: dict[str, Any] = field(default_factory=dict)
     node: str = ""
     warn: bool = False
+    values: tuple[QuantizedValue, ...] = ()
+    is_part: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """Decisions in graph order; ``str()`` is a table, ``as_dicts()`` and ``to_json()`` are data."""
+    """Decisions in the order of the model.
+
+    Iterating, ``find`` and ``as_dicts()`` give the decisions; ``rows``, ``to_dict()`` and ``to_pandas()``
+    give what is shown, with a row for every weight and quantized input. ``str()`` is a table that fits the
+    terminal.
+    """
 
     decisions: tuple[Decision, ...]
 
@@ -65,35 +136,126 @@ class Report:
         return len(self.decisions)
 
     def find(self, path: str) -> tuple[Decision, ...]:
-        """Return the decisions about ``path`` and everything below it."""
+        """Return the decisions about ``path`` and everything below it.
+
+        Args:
+            path: of a module, as ``named_modules`` has it, or of an op: ``"module/op"``.
+        """
         return tuple(
             d for d in self.decisions if d.path == path or d.path.startswith((f"{path}.", f"{path}/"))
         )
 
     def left_float(self) -> tuple[Decision, ...]:
+        """Return the decisions about what stays float."""
         return tuple(d for d in self.decisions if d.action is Action.FLOAT)
 
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """What is shown: one row a decision, with its weights and inputs, and what each op runs as."""
+        return tuple(_rows(self.decisions))
+
+    @property
+    def summary(self) -> str:
+        """What a person asks first, in one line: ``14 quantized, 0 float, 1 batch norm folded``."""
+        return headline(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``{"summary": ..., "rows": [...]}`` of plain values."""
+        return {"summary": self.summary, "rows": [row.as_dict() for row in self.rows]}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a table with one line for each of ``rows``.
+
+        Raises:
+            ReportError: pandas is not installed.
+        """
+        return data_frame([row.as_dict() for row in self.rows], [*Row.__dataclass_fields__])
+
+    def to_text(self, width: int | None = None) -> str:
+        """Return the table in lines of at most ``width`` columns; None: as wide as the terminal, or 100."""
+        return report_text(self.rows, width or fitted_width())
+
     def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the decisions as plain values, one dict each; dtypes are torch's."""
         return [asdict(decision) for decision in self.decisions]
 
     def to_json(self) -> str:
+        """Return ``as_dicts`` as indented JSON, dtypes by their names."""
         return json.dumps(self.as_dicts(), indent=2, default=str)
 
     def __str__(self) -> str:
-        rows = [("path", "kind", "action", "why"), *(_row(decision) for decision in self.decisions)]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
-            "  ".join(
-                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]
-            ).rstrip()
-            for row in rows
-        )
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.summary}>"
+
+    def _repr_html_(self) -> str:
+        return report_html(self.rows)
 
 
-def _row(decision: Decision) -> tuple[str, str, str, str]:
-    details = ", ".join(f"{key}={_short(value)}" for key, value in decision.details.items())
-    why = f"{decision.reason} [{details}]" if details else decision.reason
-    return decision.path or "(model)", decision.kind, decision.action.value, why
+def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """Return ``rows`` as a table of pandas.
+
+    Raises:
+        ReportError: pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as missing:
+        raise ReportError(
+            "to_pandas needs pandas, which is not installed.",
+            hint="install the extra: pip install torchq-compat[notebook]; to_dict() needs nothing.",
+        ) from missing
+    # Missing integers stay integers with pandas' own dtype; else they would all be shown as floats.
+    integers = {name: "Int64" for name in columns if name.endswith(("zero_point", "channels"))}
+    return pd.DataFrame(list(rows), columns=list(columns)).astype(integers)
+
+
+def _rows(decisions: tuple[Decision, ...]) -> Iterator[Row]:
+    known = {decision.path for decision in decisions if decision.action not in LOWERINGS}
+    lowered: dict[str, list[Decision]] = {}
+    alone: list[Decision] = []
+    for decision in decisions:
+        if decision.action in LOWERINGS:
+            owner = decision.path if decision.path in known else decision.path.rpartition("/")[0]
+            if owner in known and owner:
+                lowered.setdefault(owner, []).append(decision)
+            elif decision.reason != FUSED:
+                alone.append(decision)
+    for decision in decisions:
+        if decision.action not in LOWERINGS:
+            yield _row(decision, [each for each in lowered.get(decision.path, ()) if each.reason != FUSED])
+            yield from (value.row for value in decision.values)
+    yield from (_row(decision, ()) for decision in alone)
+
+
+def _row(decision: Decision, lowered: Sequence[Decision]) -> Row:
+    details = decision.details
+    others = [f"{key} {_short(value)}" for key, value in details.items() if key not in SHOWN_APART]
+    return Row(
+        decision.path,
+        _role(decision),
+        decision.kind,
+        decision.action.value,
+        _short(details.get("dtype", "")),
+        details.get("scale"),
+        details.get("zero_point"),
+        runs_as="; ".join(dict.fromkeys(each.reason for each in lowered)),
+        on_integers=all(each.action is Action.LOWERED for each in lowered) if lowered else None,
+        reason=", ".join(filter(None, (decision.reason, *others))),
+    )
+
+
+def _role(decision: Decision) -> Role:
+    if decision.action in (Action.FREE, Action.FIXED):
+        return "size"
+    if decision.action in LOWERINGS:
+        return "lowering"
+    if decision.action is Action.FOLDED:
+        return "batch norm"
+    if decision.action is Action.DROPPED:
+        return "setting"
+    return "part" if decision.is_part else "op"
 
 
 def _short(value: Any) -> str:

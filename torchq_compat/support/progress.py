@@ -14,10 +14,15 @@ __all__ = ["slow_stage"]
 PATIENCE = 5.0
 
 
+def _is_notebook() -> bool:
+    """Whether the standard streams go to the cells of a notebook."""
+    return type(sys.stderr).__module__.startswith("ipykernel.")
+
+
 @contextmanager
 def slow_stage(what: str) -> Iterator[None]:
-    """Say ``what`` is under way where it takes long and somebody looks at the terminal."""
-    if not sys.stderr.isatty():
+    """Say ``what`` is under way where it takes long and somebody looks: at a terminal, or at a notebook."""
+    if not (sys.stderr.isatty() or _is_notebook()):
         yield
         return
     done, start = threading.Event(), time.monotonic()

@@ -12,16 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.ao.quantization.fx._decomposed
-import torch.ao.quantization.fx.utils
 import torch.utils._pytree as pytree
 import torchao.utils
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.ao.quantization.qconfig_mapping import (
-    _FIXED_QPARAMS_OP_TO_OBSERVER as FIXED_QPARAMS_OP_TO_OBSERVER,
-)
+from torch.export import ExportedProgram
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as USER_PRESERVED_ATTRIBUTES_KEY
@@ -31,6 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._sympy.printers import PythonPrinter
 from torchao.quantization.pt2e.observer import _is_activation_post_process as is_activation_post_process
 from torchao.quantization.pt2e.utils import _get_node_name_to_scope as get_node_name_to_scope
+
+from torchq_compat.support.torch_ao import FIXED_QPARAMS_OP_TO_OBSERVER, fx_utils
 
 __all__ = [
     "DEVICE_CACHES",
@@ -49,6 +47,7 @@ __all__ = [
     "detect_fake_mode",
     "disable_current_modes",
     "get_node_name_to_scope",
+    "guards_of",
     "has_kernel",
     "is_activation_post_process",
     "make_per_channel_quantized_tensor",
@@ -77,8 +76,15 @@ symbolic_shapes_config: Any = importlib.import_module("torch.fx.experimental._co
 #: Modules and names of cached functions that keep the models they saw alive.
 DEVICE_CACHES = (
     (torchao.utils, "_assert_and_get_unique_device"),
-    (torch.ao.quantization.fx.utils, "assert_and_get_unique_device"),
+    *([(fx_utils, "assert_and_get_unique_device")] if fx_utils else []),
 )
+
+
+def guards_of(program: ExportedProgram) -> list[str]:
+    """Return the guards that ``program.module()`` checks, as Python code; a program keeps what is taken out
+    of the list."""
+    guards: list[str] = getattr(program, "_guards_code", [])  # not in every torch
+    return guards
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from pathlib import Path
@@ -11,11 +12,14 @@ from torchq_compat.errors import QuantizationWarning
 __all__ = ["warn_user"]
 
 PACKAGE = str(Path(__file__).parents[1])
+#: Frames of an import, which ``warnings`` does not count, and of ``importlib.import_module``, which it does.
+IMPORTING = "<frozen importlib"
+NOT_THE_USERS = (PACKAGE, IMPORTING, str(importlib.__file__))
 
 
 def warn_user(message: str) -> None:
     """Warn with a ``QuantizationWarning`` located at the first caller outside this package."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        level, frame = level + 1, frame.f_back
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        level, frame = level + (not frame.f_code.co_filename.startswith(IMPORTING)), frame.f_back
     warnings.warn(message, QuantizationWarning, stacklevel=level)

@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import torch
+import torchao
 
-__all__ = ["EXPORT_MODULE_TAKES_CHECK_GUARDS"]
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = ["EXPORT_MODULE_TAKES_CHECK_GUARDS", "TESTED", "untested_pair", "warn_of_untested_pair"]
 
 # torch 2.8 added the guards submodule to ExportedProgram.module() and the flag that leaves it out.
 EXPORT_MODULE_TAKES_CHECK_GUARDS = (
     "check_guards" in inspect.signature(torch.export.ExportedProgram.module).parameters
 )
+
+#: torch and torchao, which imports private names of torch, work in pairs. These went through tests; what else
+#: pyproject.toml allows is tried by the workflows, and told at the import until it is here.
+TESTED = (("2.13", "0.18"),)
+
+
+def untested_pair(torch_version: str, torchao_version: str) -> str:
+    """Return the sentence for a pair of versions that nobody tested; empty for a tested one."""
+    pair = (_minor(torch_version), _minor(torchao_version))
+    if pair in TESTED:
+        return ""
+    tested = ", ".join(f"torch {torch_minor} with torchao {ao_minor}" for torch_minor, ao_minor in TESTED)
+    return (
+        f"torch {torch_version} with torchao {torchao_version} is a pair that torchq_compat was not tested "
+        f"with: it was with {tested}."
+    )
+
+
+def warn_of_untested_pair() -> None:
+    """Warn, at the user's line, if nobody tested the installed torch with the installed torchao."""
+    sentence = untested_pair(torch.__version__, torchao.__version__)
+    if sentence:
+        warn_user(sentence)
+
+
+def _minor(version: str) -> str:
+    found = re.match(r"\d+\.\d+", version)
+    return found[0] if found else version

@@ -47,6 +47,9 @@ from tests.helpers.lstm_flow import (
     user_classes,
 )
 from tests.helpers.oracle import calibrate, leaves, sqnr
+from tests.parity.fx_parts import FLOWS, PROJECTIONS, Flow, fx_flow, our_flow
+from tests.parity.fx_results import PARTS as FX_PARTS
+from tests.parity.fx_results import stored
 from torchq_compat import lstm_utils, profiles
 from torchq_compat.custom_modules.parts.part_graph import part_nodes
 
@@ -96,7 +99,6 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "no_bias": {"bias": False},
     "everything": {"num_layers": 2, "bidirectional": True, "batch_first": True, "bias": False},
 }
-FX_RUNS = ("one", "two_layers", "no_bias")
 
 
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES.keys())
@@ -120,33 +122,36 @@ def test_every_part_has_exactly_the_qparams_given(structure: dict[str, Any]) -> 
         assert sum(node.target is QUANTIZE for node in cell.graph.nodes) == len(PARTS)
 
 
-def test_the_projections_are_calibrated_as_in_fx() -> None:
-    model = build(2)
-    batches = batches_of(model)
-    _, ours = run_flow(OURS, model, batches, **documented())
-    fx_prepared, _ = run_flow(FX, model, batches, **documented())
-    for path, cell in cells_of(ours):
-        fx_cell = fx_prepared.get_submodule(path)
-        for part in ("igates", "hgates"):
-            (node,) = [n for n in fx_cell.graph.nodes if n.target == part]
-            (reader,) = node.users
-            scale, zero_point = fx_cell.get_submodule(str(reader.target)).calculate_qparams()
-            found = part_qparams(cell)[part]
-            assert found[0] == pytest.approx(float(scale), rel=1e-6)
-            assert found[1] == int(zero_point)
-
-
-@pytest.mark.parametrize("split_gates", [False, True])
-@pytest.mark.parametrize("structure", FX_RUNS)
-def test_no_less_accurate_than_fx(structure: str, split_gates: bool) -> None:
-    model = build(gain=2.0, **STRUCTURES[structure])
-    batches = batches_of(model)
-    _, ours = run_flow(OURS, model, batches, split_gates=split_gates, **documented())
-    _, theirs = run_flow(FX, model, batches, split_gates=split_gates, **documented())
-    args = model.batch(9, 64)
-    for mine, of_fx in zip(quality(model, ours, args), quality(model, theirs, args), strict=True):
+def assert_as_fx(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """No output less accurate than FX's, and projections calibrated to the same qparams."""
+    for mine, of_fx in zip(ours["sqnr"], theirs["sqnr"], strict=True):
         assert of_fx > 30
         assert of_fx - 0.5 <= mine < 60
+    assert ours["projections"].keys() == theirs["projections"].keys()
+    for path, parts in theirs["projections"].items():
+        assert parts.keys() == ours["projections"][path].keys() == set(PROJECTIONS)
+        for part, (scale, zero_point) in parts.items():
+            assert ours["projections"][path][part] == [pytest.approx(scale, rel=1e-6), zero_point]
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.id)
+def test_as_fx_was(flow: Flow) -> None:
+    assert_as_fx(our_flow(flow), stored(FX_PARTS)[flow.id])
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [pytest.param(flow, marks=[] if flow is FLOWS[2] else [pytest.mark.slow]) for flow in FLOWS],
+    ids=lambda flow: flow.id,
+)
+def test_fx_is_as_it_was(flow: Flow) -> None:
+    """A live run gives what is stored: ``python -m tests.parity``."""
+    live, before = fx_flow(flow), stored(FX_PARTS)[flow.id]
+    assert live["sqnr"] == pytest.approx(before["sqnr"], abs=0.1)
+    assert live["projections"].keys() == before["projections"].keys()
+    for path, parts in live["projections"].items():
+        for part, qparams in parts.items():
+            assert qparams == pytest.approx(before["projections"][path][part], rel=1e-5)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES.keys())

@@ -359,6 +359,35 @@ def test_a_terminated_command_stops_the_script(tmp_path: Path) -> None:
     wait_until(lambda: ended(tmp_path), 10)
 
 
+#: The page of no models, whose write does not end.
+SLOW_PAGE = """
+import os, sys, time
+def slow(descriptor):
+    print("writing", flush=True)
+    time.sleep(60)
+os.fsync = slow
+from torchq_compat.migrate import compare
+from torchq_compat.migrate.cli import main
+compare._compared = lambda target, timeout: ()
+sys.exit(main(["compare", "--html", "page.html", "quantize.py"]))
+"""
+
+
+def test_a_signal_while_the_page_is_written_leaves_the_old_page(tmp_path: Path) -> None:
+    (tmp_path / "quantize.py").write_text("")
+    (tmp_path / "page.html").write_text("old")
+    command = [sys.executable, "-c", SLOW_PAGE]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert (tmp_path / "page.html").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["page.html", "quantize.py"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

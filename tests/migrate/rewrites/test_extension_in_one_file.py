@@ -9,6 +9,7 @@ import pytest
 from torchq_compat.migrate import manual_review, rewrites
 from torchq_compat.migrate.manual_review.review import ManualReview
 from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.scanning import scanner
 from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
 from torchq_compat.migrate.scanning.rewriter import rewrite_text
 from torchq_compat.migrate.source.parsed_source import ParsedSource
@@ -36,6 +37,27 @@ REWRITE = Rewrite(
     summary="prepare_old_fx becomes prepare_fx",
     find=find,
 )
+"""
+MOVED_NAME = """
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.legacy_names import Moved
+from torchq_compat.migrate.legacy_api.moved_names import MovedNames
+from torchq_compat.migrate.rewrites.declaration import Rewrite
+
+ROWS = (Moved("torch.ao.quantization.made_up", "torchq_compat.made_up", {"old_sum": "new_sum"}),)
+REWRITE = Rewrite(
+    name="made-up",
+    construct=Construct("TQ198", "a moved name", "new_sum", "A made-up module.\\n"),
+    summary="old_sum becomes new_sum",
+    find=MovedNames("TQ198", ROWS).find,
+    words=("old_sum", "made_up"),
+)
+"""
+MOVED_USES = """\
+from torch.ao.quantization import made_up as m
+from torch.ao.quantization.made_up import old_sum
+
+print(old_sum(1), m.old_sum(2))
 """
 REVIEW = """
 import libcst as cst
@@ -70,6 +92,22 @@ def test_a_rewrite_is_one_file(package: Path, monkeypatch: pytest.MonkeyPatch) -
     assert rewrite_text("prepare_old_fx(m)\n", (rewrite,)) == "prepare_fx(m)\n"
     assert rewrite.construct.section == "### TQ199 an old name\n\nA made-up name.\n"
     assert rewrite.construct.link.endswith("#tq199-an-old-name")
+
+
+def test_a_rewrite_of_a_name_of_a_module_that_no_table_has(
+    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (package / "moved_name.py").write_text(MOVED_NAME)
+    monkeypatch.setattr(rewrites, "__path__", [*rewrites.__path__, str(package)])
+    (rewrite,) = set(declared(rewrites, Rewrite)) - set(rewrites.REWRITES)
+    assert rewrite_text(MOVED_USES, (rewrite,)) == (
+        "from torchq_compat import made_up as m\n"
+        "from torchq_compat.made_up import new_sum\n\n"
+        "print(new_sum(1), m.new_sum(2))\n"
+    )
+    monkeypatch.setattr(scanner, "REWRITES", (*rewrites.REWRITES, rewrite))
+    assert not scanner.LEGACY_WORD.search(MOVED_USES.encode())
+    assert scanner._legacy_word().search(MOVED_USES.encode())
 
 
 def test_a_finding_is_one_file(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat
+from torchq_compat.errors import QuantizationWarning
+from torchq_compat.migrate.running import private_functions
 
+MAPPING = get_default_qconfig_mapping("x86")
 ROOT = Path(torchq_compat.__file__).parents[1]
 SCRIPT = """\
 import copy
@@ -38,6 +44,8 @@ for call in (
         print(type(call()).__name__)
     except Exception as error:
         print(error.message)
+captured = torch._export.capture_pre_autograd_graph(linear, (x,))
+print([node.meta["source_fn_stack"][-1][1] for node in captured.graph.nodes if node.op == "call_function"])
 """
 
 
@@ -69,3 +77,11 @@ def test_redirected(tmp_path: Path) -> None:
     assert (
         "Sequential, quantized dynamically: 1 DynamicQuantizedLinear, 1 DynamicQuantizedLSTM" in result.stderr
     )
+    assert lines[-1] == "[<class 'torch.nn.modules.linear.Linear'>]"
+
+
+def test_the_private_convert_hands_on_every_argument() -> None:
+    prepared = torchq_compat.prepare_fx(nn.Sequential(nn.Linear(4, 4)).eval(), MAPPING, (torch.randn(2, 4),))
+    prepared(torch.randn(2, 4))
+    with pytest.warns(QuantizationWarning, match="keep_original_weights=True changes nothing"):
+        private_functions.convert_fx(prepared, keep_original_weights=True)

@@ -227,6 +227,33 @@ def test_a_signal_reaches_the_script(script: Script, signum: signal.Signals) -> 
     assert process.returncode == 3
 
 
+def test_a_signal_while_the_explanation_is_written_leaves_the_old_one(script: Script) -> None:
+    path = script(
+        """
+        import os, time
+
+        def slow(descriptor):
+            print("writing", flush=True)
+            time.sleep(60)
+
+        os.fsync = slow
+        """
+    )
+    explained = path.with_name("decisions.json")
+    explained.write_text("old")
+    command = [sys.executable, *RUN, "--explain", str(explained), str(path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.terminate()
+        assert "Traceback" not in process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert explained.read_text() == "old"
+    assert sorted(os.listdir(path.parent)) == ["decisions.json", "legacy.py"]
+
+
 @pytest.mark.slow
 def test_a_script_killed_by_a_signal_exits_as_a_shell_says_it(script: Script) -> None:
     path = script("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")

@@ -38,7 +38,7 @@ def test_it_prints_a_diff_that_patch_takes(script: Path, capsys: Capture, tmp_pa
     assert script.read_text() == "import torch\n" + BEFORE.rstrip("\n")
     assert (
         captured.err
-        == "torchq-compat: 1 files to rewrite (--write does it), 0 places left for manual review\n"
+        == "torchq-compat: 1 file to rewrite (--write does it), 0 places left for manual review\n"
     )
     assert "\x1b" not in captured.out
     copy = tmp_path / "copy.py"
@@ -50,7 +50,7 @@ def test_it_prints_a_diff_that_patch_takes(script: Path, capsys: Capture, tmp_pa
 def test_write_and_again(script: Path, capsys: Capture) -> None:
     assert rewrite(script, "--write") == 0
     assert script.read_text() == AFTER
-    assert capsys.readouterr() == ("", "torchq-compat: 1 files rewritten, 0 places left for manual review\n")
+    assert capsys.readouterr() == ("", "torchq-compat: 1 file rewritten, 0 places left for manual review\n")
     status = script.stat()
     assert rewrite(script, "--write") == 0
     assert (script.stat().st_ino, script.stat().st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
@@ -116,13 +116,12 @@ def test_no_path(capsys: Capture) -> None:
     assert capsys.readouterr().err.startswith("torchq-compat: error: there is no PATH to rewrite. Hint: ")
 
 
-def test_what_is_left_is_listed_with_a_link(script: Path, capsys: Capture) -> None:
+def test_what_is_left_is_listed_with_its_code(script: Path, capsys: Capture) -> None:
     script.write_text(BEFORE + "prepare_fx(m, c)\n")
     assert rewrite(script) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(
-        rf"  {script}:2: TQ201 prepare_fx: .* -> migration/README\.md#tq201-missing-example_inputs", last
-    )
+    finding, last = capsys.readouterr().err.splitlines()[-2:]
+    assert re.fullmatch(rf"{script}:2:1: TQ201 prepare_fx -> .* \[by hand: .*\]", finding)
+    assert last == "  torchq-compat explain TQ201"
 
 
 def test_a_bad_file_does_not_keep_the_others(script: Path, tmp_path: Path, capsys: Capture) -> None:

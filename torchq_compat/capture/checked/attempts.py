@@ -88,7 +88,7 @@ class Attempt:
 
     @property
     def is_right(self) -> bool:
-        """At the example and at every other size that was tried."""
+        """Whether graph and float model agree at the example and at every other size that was tried."""
         return self.problem is None and all(trial.problem is None for trial in self.trials)
 
 
@@ -185,14 +185,18 @@ def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: fl
     try:
         result = other(double=False)
     except Exception as cause:
-        return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause) else ''}"
+        return _told(cause)
     problem = difference(run.value, result, least)
     if problem is None or not problem.endswith("dB") or sqnr(run.value, result) < DOUBTFUL:
         return problem
     wide = runs.of_float_model(run.args, double=True)
     if wide.error is not None:
-        return problem
+        return f"{problem}; in float64 the float model fails: {_told(wide.error)}"
     try:
         return difference(wide.value, other(double=True), least)
-    except Exception:
-        return problem
+    except Exception as cause:
+        return f"{problem}; in float64 it fails: {_told(cause)}"
+
+
+def _told(cause: Exception) -> str:
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause) else ''}"

@@ -53,7 +53,7 @@ class _RowOrderRunner(GraphRunner):
         return result
 
     def _symbols(self) -> Iterator[Any]:
-        """How many rows there are, in every pack, as the graph calls it."""
+        """Yield the number of rows of every pack, as the symbol that the graph has for it."""
         for node in self._nodes:
             if node.target is PACK:
                 yield from (_leading(user) for user in node.users if user.args[1] == 0)
@@ -93,7 +93,7 @@ class _RowOrderRunner(GraphRunner):
         return True
 
     def _part(self, rows: Node, part: slice, node: Node) -> Any:
-        """The value of ``node`` where there are only the rows in ``part``."""
+        """Return the value of ``node`` where there are only the rows in ``part``."""
         value, symbol = self.env[node], _leading(rows)
         if isinstance(value, Tensor):
             return value[part] if _leading(node) == symbol else value
@@ -104,7 +104,7 @@ class _RowOrderRunner(GraphRunner):
 
 
 def _leading(node: Any) -> Any:
-    """The first size of the tensor ``node`` gives, where that is a symbol."""
+    """Return the first size of the tensor ``node`` gives, where that is a symbol."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, Tensor) or value.dim() == 0 or not isinstance(value.shape[0], torch.SymInt):
         return None
@@ -112,7 +112,7 @@ def _leading(node: Any) -> Any:
 
 
 def _are_rows(whole: Any, found: Any, part: slice, count: int) -> bool:
-    """Whether ``found`` are the rows ``part`` of ``whole``."""
+    """Return whether ``found`` are the rows ``part`` of ``whole``."""
     pairs = list(zip(pytree.tree_leaves(whole), pytree.tree_leaves(found), strict=True))
     for each, other in pairs:
         if not isinstance(each, Tensor):

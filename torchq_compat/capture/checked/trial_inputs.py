@@ -32,7 +32,7 @@ def group_of(dimension: Dimension) -> Group:
 
 
 def trial_sizes(sizes: InputSizes) -> Iterator[SizeGroups]:
-    """Two sets of sizes other than the example's that ``sizes`` allows; none where nothing is free."""
+    """Return two sets of sizes other than the example's that ``sizes`` allows; none where nothing is free."""
     known = dict.fromkeys(group_of(d) for d in sizes.symbols.values() if d.example > 0)
     if not known:
         return
@@ -59,7 +59,7 @@ def _second(size: int, *, is_batch: bool) -> list[int]:
 
 
 def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> SizeGroups:
-    """For each group the first candidate that breaks no rule."""
+    """Return, for each group, the first candidate that breaks no rule."""
     chosen: dict[Group, int] = {}
     for group, others in candidates.items():
         for other in others:
@@ -152,9 +152,12 @@ def _as_lengths(
     inputs: Mapping[str, Any],
     wanted: Mapping[tuple[str, int], int],
 ) -> Tensor:
-    """``leaf``, made of ``example``; where that may be the lengths of the sequences in another input, lengths
-    that fit it: none is longer, the longest as long where they are that in the example, and in falling order
-    where they are that."""
+    """Return ``leaf``, or lengths in its place if ``example`` may be the lengths of the sequences in another
+    input.
+
+    The lengths fit that input: none is longer. If the longest sequence of the example fills it, the longest
+    of these does too; if those of the example fall, these do too.
+    """
     if example.dim() != 1 or example.dtype not in (torch.int32, torch.int64) or not example.numel():
         return leaf
     if int(example.min()) < 1:

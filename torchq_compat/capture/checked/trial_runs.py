@@ -19,9 +19,10 @@ from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.opaque_calls.layouts import Structure
 from torchq_compat.opaque_calls.recorded_calls import RecordedCalls
+from torchq_compat.support.model_copies import copied_model, copied_weights
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["FloatRun", "GraphRunner", "Runs", "run_graph", "run_prepared", "trial_copy"]
+__all__ = ["FloatRun", "GraphRunner", "Runs", "kept_buffers", "run_graph", "run_prepared", "trial_copy"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Runs:
         model = trial_copy(self.model)
         recording = self.calls.recording({path: model.get_submodule(path) for path in recorded})
         if double:
-            model, args = copy.deepcopy(model).double(), _in_double(args)
+            model, args = copied_model(model).double(), _in_double(args)
         try:
             with _no_trace(), recording:
                 return FloatRun(args, model(*copied_inputs(args)))
@@ -76,14 +77,14 @@ class Runs:
         modules = {handle: trial_copy(module) for handle, module in self.modules.items()}
         if double:
             graph_module, args = copy.deepcopy(graph_module).double(), _in_double(args)
-            modules = {handle: copy.deepcopy(module).double() for handle, module in modules.items()}
+            modules = {handle: copied_model(module).double() for handle, module in modules.items()}
         return run_graph(graph_module, args, self.stubs, modules)
 
 
 def trial_copy(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` with state of its own and the same parameters."""
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    return copy.deepcopy(model, dict(shared))
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, shared | copied_weights(model))
 
 
 def run_graph(
@@ -94,7 +95,7 @@ def run_graph(
     runner: type[GraphRunner] | None = None,
 ) -> Any:
     """Run a captured graph with ``modules``, by handle, behind the opaque calls of ``stubs``."""
-    with _no_trace(), _kept_buffers(graph_module):
+    with _no_trace(), kept_buffers(graph_module):
         return (runner or GraphRunner)(graph_module, stubs, modules).run(*copied_inputs(args))
 
 
@@ -104,7 +105,7 @@ def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callab
     try:
         for module in off:
             vars(module)["forward"] = _hand_on
-        with _no_trace(), _kept_buffers(prepared):
+        with _no_trace(), kept_buffers(prepared):
             return prepared(*copied_inputs(args))
     finally:
         for module in off:
@@ -143,7 +144,7 @@ def _in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def _no_trace() -> Iterator[None]:
-    """Without gradients and warnings, from the same state of every generator, which is put back."""
+    """Run without gradients and warnings, from the same state of every generator, which is put back."""
     python, numpy = random.getstate(), sys.modules.get("numpy.random")
     numpy_state: Any = numpy.get_state() if numpy is not None else None
     try:
@@ -165,7 +166,8 @@ def _no_trace() -> Iterator[None]:
 
 
 @contextmanager
-def _kept_buffers(module: nn.Module) -> Iterator[None]:
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Put the buffers of ``module`` back afterwards."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield

@@ -74,7 +74,7 @@ class SizeRule:
 
     @property
     def excludes_one(self) -> bool:
-        """Whether any size but 1 will do: what layouts ask, and seldom a result."""
+        """Return whether any size but 1 will do: what layouts ask, and seldom a result."""
         return isinstance(self.condition, sympy.Ne) and 1 in self.condition.args
 
     @cached_property
@@ -128,7 +128,7 @@ class InputSizes:
 
     @property
     def symbols(self) -> dict[str, Dimension]:
-        """The first dimension each free symbol is the size of."""
+        """Return the first dimension each free symbol is the size of."""
         found: dict[str, Dimension] = {}
         for dimension in self.dimensions:
             if dimension.expression.is_Symbol:
@@ -168,7 +168,7 @@ class InputSizes:
         return set()
 
     def were_accepted(self, shapes: tuple[Any, ...]) -> bool:
-        """Whether a call with these shapes, of nothing but tensors, was checked before."""
+        """Return whether a call with these shapes, of nothing but tensors, was checked before."""
         return shapes in self._accepted
 
     def accept(self, shapes: tuple[Any, ...]) -> None:

@@ -31,11 +31,12 @@ from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.opaque_calls.tensor_labels import input_labels
+from torchq_compat.support.torch_ao import quantizable, quantized
 
 __all__ = ["AttentionHandler"]
 
-LEGACY_OBSERVED = torch.ao.nn.quantizable.MultiheadAttention
-LEGACY_CONVERTED = torch.ao.nn.quantized.MultiheadAttention
+LEGACY_OBSERVED = quantizable.MultiheadAttention
+LEGACY_CONVERTED = quantized.MultiheadAttention
 QUANTIZED_INPUTS = ("query", "key", "value")
 
 

@@ -40,6 +40,7 @@ from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.dtypes import as_dtype
+from torchq_compat.support.torch_ao import quantizable, quantized
 
 __all__ = ["AttentionModule", "ConvertedMultiheadAttention", "ObservedMultiheadAttention"]
 
@@ -139,7 +140,7 @@ class AttentionModule(PartOwner):
         return tensor.reshape(length, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
 
 
-class ObservedMultiheadAttention(AttentionModule, torch.ao.nn.quantizable.MultiheadAttention):
+class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention):
     """A MultiheadAttention whose projections are observed, or fake-quantized."""
 
     def _get_name(self) -> str:
@@ -182,7 +183,7 @@ class ObservedMultiheadAttention(AttentionModule, torch.ao.nn.quantizable.Multih
         return cls.observe(other, PartSpecs(OpSpecs(qconfig)))
 
 
-class ConvertedMultiheadAttention(AttentionModule, torch.ao.nn.quantized.MultiheadAttention):
+class ConvertedMultiheadAttention(AttentionModule, quantized.MultiheadAttention):
     """A MultiheadAttention of q-dq projections with folded integer weights."""
 
     def _get_name(self) -> str:

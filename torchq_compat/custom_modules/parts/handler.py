@@ -25,9 +25,9 @@ from torchq_compat.custom_modules.registry import (
     ObserveRequest,
 )
 from torchq_compat.graph.observed_graph import ObserverFault, observer_faults
+from torchq_compat.graph.quantized_values import quantized_values, result_details
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
-from torchq_compat.qspecs.qdq import QUANTIZE
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
 
@@ -76,6 +76,7 @@ class PartOwnerHandler(CustomModuleHandler):
         assert isinstance(opaque, PartOwner)
         for graph_path, graph in opaque.graphs():
             saturated, measured = dict(saturated_parts(graph)), dict(measured_parts(graph))
+            parts = {node for _, node in part_nodes(graph)}
             for name, node in part_nodes(graph):
                 details, reason = _observation(graph, node), "part of the custom module"
                 if name in saturated:
@@ -85,7 +86,8 @@ class PartOwnerHandler(CustomModuleHandler):
                     reason = f"{reason}; {measured[name]:.0f} dB where its parts have {others:.0f}"
                     reason += self.mending_profile(part_of(node))
                 where, formula = f"{path}.{graph_path}.{name}", part_of(node).formula
-                yield Decision(where, formula, Action.QUANTIZED, reason, details)
+                values = quantized_values(graph, node, where, parts - {node}, parts)
+                yield Decision(where, formula, Action.QUANTIZED, reason, details, values=values, is_part=True)
 
     def mending_profile(self, part: Part) -> str:
         """What to do about a ``part`` that 8 bits do not hold, in words; empty if there is nothing."""
@@ -178,7 +180,4 @@ def _observation(graph: GraphModule, node: Node) -> dict[str, Any]:
         if user.op == "call_module":
             observer = graph.get_submodule(str(user.target))
             return {"observer": type(observer).__name__, "dtype": observer.dtype}
-        if user.target is QUANTIZE:
-            _, scale, zero_point, _, _, dtype = user.args
-            return {"dtype": dtype, "scale": scale, "zero_point": zero_point}
-    return {}
+    return result_details(node)

@@ -14,6 +14,7 @@ from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["PartOwner"]
@@ -64,4 +65,4 @@ class PartOwner(OpaqueModule, ABC):
 
 
 def _float_values(tensor: Tensor) -> Tensor:
-    return tensor.dequantize() if tensor.is_quantized else tensor
+    return as_float(tensor)

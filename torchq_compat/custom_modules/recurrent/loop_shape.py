@@ -18,6 +18,8 @@ class LoopShape(StrEnum):
     OPAQUE = "opaque"
     #: Opaque are LSTMs with dynamic qparams, the others rolled: not of ``export``, but of what translates it.
     OPAQUE_DYNAMIC_LSTM = "opaque dynamic lstm"
+    #: Opaque with the cells as text: not of ``export`` either, but of TorchScript.
+    OPAQUE_TEXT = "opaque text"
 
 
 _SHAPE: ContextVar[LoopShape | None] = ContextVar("torchq_compat_loop_shape", default=None)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from torchq_compat.capture.source_functions import SOURCE_FUNCTIONS
 from torchq_compat.custom_modules.recurrent.modules.contract import (
     RecurrentStructure,
     bound_arguments,
@@ -47,7 +48,7 @@ def whole_op_writer(module: nn.Module, float_class: type[nn.Module]) -> WriteOps
         x, state = bound_arguments(path, args, kwargs)
         if not isinstance(x, Node) or "val" not in x.meta:
             return None  # A PackedSequence.
-        return _Writer(graph_module, call, path, recurrent).write(x, state)
+        return _Writer(graph_module, call, path, recurrent, float_class).write(x, state)
 
     return write
 
@@ -55,11 +56,19 @@ def whole_op_writer(module: nn.Module, float_class: type[nn.Module]) -> WriteOps
 class _Writer:
     """Writes the nodes of one call of ``module``, which stands at ``path``, before ``call``."""
 
-    def __init__(self, graph_module: GraphModule, call: Node, path: str, module: nn.RNNBase) -> None:
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        call: Node,
+        path: str,
+        module: nn.RNNBase,
+        float_class: type[nn.Module],
+    ) -> None:
         self.graph = graph_module.graph
         self.call_node = call
         self.path = path
         self.module = module
+        self.float_class = float_class
         self.structure = RecurrentStructure.of(module)
 
     def write(self, x: Node, state: Any) -> list[Node]:
@@ -133,6 +142,7 @@ class _Writer:
         node.meta = {**self.call_node.meta, "val": value}
         name = self.module.mode.lower()
         node.meta["torch_fn"] = (f"{name}_1", f"builtin_function_or_method.{name}")
+        node.meta[SOURCE_FUNCTIONS] = [(self.call_node.name, self.float_class)]
         return node
 
     def _fake_mode(self) -> Any:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.ao.quantization import FakeQuantize, HistogramObserver, MovingAverageMinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.errors import UserModuleError
@@ -25,6 +24,7 @@ from torchq_compat.opaque_calls.tensor_labels import most_specific
 from torchq_compat.qspecs.observers import translate_constructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.support.dtypes import dtype_name, dtype_range, is_integer
+from torchq_compat.support.torch_ao import FakeQuantize, HistogramObserver, MovingAverageMinMaxObserver
 
 __all__ = ["check_keys", "choose_specs"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ from torchq_compat.errors import TorchQCompatError, UserModuleError
 from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import Structure
 from torchq_compat.opaque_calls.tensor_labels import input_labels
+from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import detect_fake_mode
 
 __all__ = ["fake_call_of"]
@@ -31,7 +31,7 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
         CustomModuleError: on the call, if no shapes can be found, or the module writes to an input.
     """
     # While torch.export captures, the module itself has fake parameters, and its calls are written down.
-    real = copy.deepcopy(module)
+    real = copied_model(module)
     faked = _with_fake_calls_inside(real, path)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def _with_fake_calls_inside(module: nn.Module, path: str) -> nn.Module:
     }
     if not known:
         return module
-    copied = copy.deepcopy(module)
+    copied = copied_model(module)
     for name, handler in known.items():
         child = copied.get_submodule(name)
         copied.set_submodule(name, FakeCaller(child, handler.fake_call(child, f"{path}.{name}")))

@@ -18,6 +18,7 @@ from torchq_compat.custom_modules.user.handler import made_by
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qdq import DEQUANTIZE
 from torchq_compat.support.dtypes import LEGACY_DTYPES
+from torchq_compat.support.quantized_tensors import as_float, quantize
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["QuantizedCall", "convert_float_calls"]
@@ -38,8 +39,8 @@ class QuantizedCall(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.qparams is not None:
-            args = (torch.quantize_per_tensor(args[0], *self.qparams), *args[1:])
-        return pytree.tree_map_only(Tensor, _as_float, self.quantized(*args, **kwargs))
+            args = (quantize(args[0], *self.qparams), *args[1:])
+        return pytree.tree_map_only(Tensor, as_float, self.quantized(*args, **kwargs))
 
 
 def convert_float_calls(
@@ -75,7 +76,3 @@ def _qparams(call: Node) -> tuple[float, int, torch.dtype] | None:
     assert isinstance(zero_point, int)
     legacy = LEGACY_DTYPES.get(dtype)  # type: ignore[arg-type]
     return None if legacy is None else (scale, zero_point, legacy)
-
-
-def _as_float(value: Tensor) -> Tensor:
-    return value.dequantize() if value.is_quantized else value

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams, covering
 from torchq_compat.support.dtypes import LEGACY_DTYPES
-from torchq_compat.support.upstream import make_per_tensor_quantized_tensor
+from torchq_compat.support.quantized_tensors import of_integers
 
 __all__ = ["has_legacy_dtype", "legacy_tensor"]
 
@@ -27,5 +27,4 @@ def legacy_tensor(q: Tensor, qparams: QParams) -> Tensor:
     if not isinstance(qparams, PerTensorQParams):
         whole = covering([piece for _, piece in qparams.runs])
         q, qparams = whole.quantize(qparams.dequantize(q)), whole
-    make = make_per_tensor_quantized_tensor
-    return make(q, qparams.scale, qparams.zero_point)
+    return of_integers(q, qparams.scale, qparams.zero_point)

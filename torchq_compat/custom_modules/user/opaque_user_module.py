@@ -18,6 +18,7 @@ from torchq_compat.opaque_calls.layouts import CallLayout, Structure
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.dtypes import dtype_name
+from torchq_compat.support.quantized_tensors import as_float
 
 __all__ = ["OpaqueUserModule", "as_opaque_module", "as_users_module"]
 
@@ -52,7 +53,7 @@ class OpaqueUserModule(OpaqueModule):
         return legacy_tensor(q, qparams)
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
-        return super().opaque_hand_out(result.dequantize() if result.is_quantized else result, qparams)
+        return super().opaque_hand_out(as_float(result), qparams)
 
     def opaque_check_results(self, layout: CallLayout, results: Any) -> None:
         found, _ = Structure.take_apart(results)

@@ -6,7 +6,6 @@ an input that it equalled both times, or a constant.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from torchq_compat.errors import UserModuleError
 from torchq_compat.opaque_calls.layouts import Structure
+from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import disable_current_modes
 
 __all__ = ["probe"]
@@ -68,7 +68,7 @@ class _Run:
         args, kwargs = inputs.put_together(real, [value(size) for size in sizes])
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return cls(*Structure.take_apart(copy.deepcopy(module)(*args, **kwargs)))
+                return cls(*Structure.take_apart(copied_model(module)(*args, **kwargs)))
         except Exception as cause:
             raise _shapes_unknown(path, type(module), cause) from cause
 

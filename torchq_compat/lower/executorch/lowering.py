@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
 
-from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
+from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.errors import ExecutorchError
 from torchq_compat.lower.executorch.delegation import DelegationReport, read_delegation
 from torchq_compat.lower.executorch.executorch_program import ExecutorchProgram
@@ -17,6 +17,7 @@ from torchq_compat.lower.executorch.int8_qparams import dequantize_for_each_read
 from torchq_compat.lower.executorch.loop_invariants import move_loop_invariants
 from torchq_compat.lower.executorch.loop_results import size_loop_results
 from torchq_compat.lower.executorch.quantized_ops import fit_quantized_ops
+from torchq_compat.lower.executorch.recurrent_kernel import load_recurrent_kernel
 from torchq_compat.lower.executorch.runtime import executorch_module, runtime
 from torchq_compat.lower.executorch.whole_linears import restore_linears
 from torchq_compat.lower.executorch.xnnpack import xnnpack_partitioner
@@ -27,14 +28,17 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["to_executorch"]
 
 BACKENDS = ("portable", "xnnpack")
+SHAPES = ("rolled", "opaque")
 
 
+@asks_for_examples
 @checked_arguments(path=optional(PATH))
 def to_executorch(
     converted: torch.nn.Module,
-    example_inputs: tuple[Any, ...] = MISSING,
+    example_inputs: tuple[Any, ...],
     *,
-    backend: str = "portable",
+    backend: Literal["portable", "xnnpack"] = "portable",
+    recurrent: Literal["rolled", "opaque"] = "rolled",
     dynamic_shapes: Any = None,
     path: str | os.PathLike[str] | None = None,
 ) -> ExecutorchProgram:
@@ -52,6 +56,9 @@ def to_executorch(
             be smaller, one that is 1 here stays 1.
         backend: ``"portable"``, or ``"xnnpack"``, which takes what it can and leaves the rest to the
             portable kernels: ``report`` of the result says which. It has no part in the body of loops.
+        recurrent: how recurrent modules run. ``"rolled"``: as loops of portable kernels. ``"opaque"``: each
+            as one kernel of this package, with the numbers of a lowered module and at its speed; it is
+            compiled here at first use, and has to be linked in on the device.
         dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it,
             instead of the rule above. Every Dim needs a ``max``.
         path: where to write the ``.pte`` file, whole or not at all.
@@ -60,8 +67,8 @@ def to_executorch(
         The program: call it to run it here, or ``save`` it.
 
     Raises:
-        ExecutorchError: the extra ``executorch`` is not installed; an unknown backend; a size without bound;
-            an operator for which ExecuTorch has no kernel.
+        ExecutorchError: the extra ``executorch`` is not installed; an unknown ``backend`` or ``recurrent``; a
+            size without bound; an operator for which ExecuTorch has no kernel; no compiler for ours.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
         InputError: ``example_inputs`` missing, no inputs, or not fitting the model.
         OSError: the file cannot be written.
@@ -83,9 +90,16 @@ def to_executorch(
             "torch.export.export to the partitioner of that backend.",
         )
     executorch_module("exir")
+    if recurrent not in SHAPES:
+        raise ExecutorchError(
+            f"recurrent={recurrent!r} is not known.",
+            hint=f"choose one of {', '.join(map(repr, SHAPES))}.",
+        )
+    if recurrent == "opaque":
+        load_recurrent_kernel()
     args = read_example_inputs(example_inputs)
     bounds = bounded_by(args) if dynamic_shapes is None else dynamic_shapes
-    exported = export(converted, args, dynamic_shapes=bounds)
+    exported = export(converted, args, recurrent=recurrent, dynamic_shapes=bounds)
     inputs = read_inputs(exported)
     if dynamic_shapes is None:
         # A lowered model has its q-dq graph under this name.

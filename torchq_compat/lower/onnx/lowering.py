@@ -8,12 +8,12 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
 
-from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
+from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape
 from torchq_compat.errors import OnnxError
 from torchq_compat.lower.export import export
@@ -31,14 +31,15 @@ DYNAMIC_LSTMS = {"loop": LoopShape.ROLLED, "DynamicQuantizeLSTM": LoopShape.OPAQ
 OPSET = Expected("an int", lambda value: isinstance(value, int) and not isinstance(value, bool))
 
 
+@asks_for_examples
 @checked_arguments(path=optional(PATH), opset=OPSET)
 def to_onnx(
     converted: torch.nn.Module,
-    example_inputs: tuple[Any, ...] = MISSING,
+    example_inputs: tuple[Any, ...],
     *,
     path: str | os.PathLike[str] | None = None,
     opset: int = OLDEST_OPSET,
-    dynamic_lstm: str = "loop",
+    dynamic_lstm: Literal["loop", "DynamicQuantizeLSTM"] = "loop",
     dynamic_shapes: Any = None,
 ) -> OnnxModel:
     """Write a converted model as ONNX: quantize and dequantize operators, and weights as their integers.
@@ -99,7 +100,9 @@ def to_onnx(
         )
     translations = onnx_module("torchq_compat.lower.onnx.translations").TRANSLATIONS
     args = read_example_inputs(example_inputs)
-    program = export(converted, args, recurrent=DYNAMIC_LSTMS[dynamic_lstm], dynamic_shapes=dynamic_shapes)
+    # The shape of ONNX Runtime's own operator has no name for users.
+    shape: Any = DYNAMIC_LSTMS[dynamic_lstm]
+    program = export(converted, args, recurrent=shape, dynamic_shapes=dynamic_shapes)
     look_up_integers(program)
     model = read_model(_translate(program, opset, translations), opset)
     if path is not None:

@@ -147,7 +147,7 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
             return self.leaf(*flat, opaque_layout=layout)
 
     try:
-        with exporting_loops_as(LoopShape.OPAQUE), torch.no_grad():
+        with exporting_loops_as(LoopShape.OPAQUE_TEXT), torch.no_grad():
             captured = capture(Called().train(leaf.training), examples)
     except Exception as cause:
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause

@@ -6,15 +6,14 @@ Legacy: ``torch.backends.quantized.engine``, which FX's lowering and its packed 
 from __future__ import annotations
 
 import platform
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from torchq_compat.errors import ConfigError
+from torchq_compat.support.quantized_tensors import spend_deprecation_warning
 
 __all__ = ["Engine", "decide_engine", "packing_for"]
 
@@ -67,19 +66,10 @@ def decide_engine(name: str | None = None, machine: str | None = None) -> Engine
 @contextmanager
 def packing_for(engine: Engine) -> Iterator[None]:
     """Weights packed meanwhile are packed for ``engine``."""
-    _spend_deprecation_warning()
+    spend_deprecation_warning()
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = engine.name
     try:
         yield
     finally:
         torch.backends.quantized.engine = before
-
-
-@cache
-def _spend_deprecation_warning() -> None:
-    """torch warns once, those who make quantized tensors; users of a lowered model do not make them.
-    See https://github.com/pytorch/pytorch/issues/184982."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.quantize_per_tensor", category=UserWarning)
-        torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
+from torchq_compat.graph.graph_module import ConvertedGraphModule, ConvertedModel
 from torchq_compat.lower.x86.engines import Engine, decide_engine
 from torchq_compat.lower.x86.lowered_module import lower
 from torchq_compat.support import metadata
@@ -14,7 +14,7 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["lower_or_warn"]
 
 
-def lower_or_warn(reference: ConvertedGraphModule) -> QuantizationGraphModule:
+def lower_or_warn(reference: ConvertedGraphModule) -> ConvertedModel:
     """Return ``reference`` on the integer kernels of the engine in use, or ``reference`` itself.
 
     Raises:

@@ -18,6 +18,7 @@ from torch.fx.graph import PythonCode
 
 from torchq_compat.graph.graph_module import (
     ConvertedGraphModule,
+    ConvertedModel,
     QuantizationGraphModule,
     preserved_of,
     record_of,
@@ -73,7 +74,7 @@ def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule
     return lowered
 
 
-class LoweredGraphModule(QuantizationGraphModule):
+class LoweredGraphModule(ConvertedModel):
     """A converted model that runs on integer kernels.
 
     The reference graph is the one source of truth: parameters, buffers, submodules and state_dict are its
@@ -154,9 +155,12 @@ class LoweredGraphModule(QuantizationGraphModule):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """See ``nn.Module``; what the graph calls is among them."""
+        """See ``nn.Module``; what the graph calls is among them. torch.export sees those of the reference: it
+        would find a parameter under the name of a module that was made from its own."""
         memo = set() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
+        if _is_captured():
+            return
         for name, module in vars(self).get(MADE, _Made({})).made_modules():
             path = ".".join(filter(None, (prefix, MADE, name)))
             yield from module.named_modules(memo, path, remove_duplicate)
@@ -195,11 +199,11 @@ class LoweredGraphModule(QuantizationGraphModule):
         return code
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
-        """See ``ConvertedGraphModule``."""
+        """See ``ConvertedModel``."""
         return self.reference.input_qparams()
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
-        """See ``ConvertedGraphModule``."""
+        """See ``ConvertedModel``."""
         return self.reference.output_qparams()
 
     def get_extra_state(self) -> Tensor:

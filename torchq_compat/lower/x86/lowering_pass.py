@@ -28,6 +28,7 @@ from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, insert_q
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import LEGACY_DTYPES
+from torchq_compat.support.quantized_tensors import DEQUANTIZE_OP, INTEGERS_OP, OF_INTEGERS_OP, QUANTIZE_OP
 
 __all__ = ["LoweredGraph", "write_lowered_graph"]
 
@@ -185,7 +186,7 @@ class _Writer:
 
     def _quantize(self, floats: Node, qparams: PerTensorQParams) -> Node:
         args = (floats, qparams.scale, qparams.zero_point, LEGACY_DTYPES[qparams.dtype])
-        return self.graph.call_function(ATEN.quantize_per_tensor.default, args)
+        return self.graph.call_function(QUANTIZE_OP, args)
 
     def _saturated(self, quantized: Node, qparams: PerTensorQParams) -> Node:
         """Kernels saturate where the dtype does; training may have narrowed that."""
@@ -210,7 +211,7 @@ class _Writer:
 
     def _floats_or_reference(self, node: Node) -> Node:
         if node not in self.floats and node in self.quantized:
-            self.floats[node] = self.graph.call_function(ATEN.dequantize.self, (self.quantized[node],))
+            self.floats[node] = self.graph.call_function(DEQUANTIZE_OP, (self.quantized[node],))
         return self.floats[node] if node in self.floats else self._as_reference(node)
 
     def _copy(self, node: Node) -> None:
@@ -227,9 +228,7 @@ class _Writer:
         what is no tensor."""
         if not is_integers(node):
             if node not in self.floats:
-                self.floats[node] = self.graph.call_function(
-                    ATEN.dequantize.self, (self._as_quantized(node),)
-                )
+                self.floats[node] = self.graph.call_function(DEQUANTIZE_OP, (self._as_quantized(node),))
             return self.floats[node]
         if node not in self.integers:
             self.integers[node] = self._to_integers(node)
@@ -237,7 +236,7 @@ class _Writer:
 
     def _to_integers(self, node: Node) -> Node:
         if node in self.quantized:
-            return self.graph.call_function(ATEN.int_repr.default, (self.quantized[node],))
+            return self.graph.call_function(INTEGERS_OP, (self.quantized[node],))
         qparams = metadata.INTEGERS.required(node)
         assert qparams is not None
         make = self.lowered.constant
@@ -262,7 +261,7 @@ class _Writer:
         if node not in self.integers:
             return self._quantize(self.floats[node], qparams)
         args = (self.integers[node], qparams.scale, qparams.zero_point)
-        return self.graph.call_function(ATEN._make_per_tensor_quantized_tensor.default, args)
+        return self.graph.call_function(OF_INTEGERS_OP, args)
 
     def _quantized_or_size(self, node: Node) -> Node:
         return self._as_quantized(node) if node in self.plan.qparams_of else self._as_reference(node)

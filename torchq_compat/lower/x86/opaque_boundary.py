@@ -15,12 +15,12 @@ from torch.fx import Graph, Node
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 from torchq_compat.support.dtypes import dtype_range
+from torchq_compat.support.quantized_tensors import DEQUANTIZE_OP as DEQUANTIZE
+from torchq_compat.support.quantized_tensors import QUANTIZE_OP as QUANTIZE
 
 __all__ = ["simplify_boundaries"]
 
 ATEN = torch.ops.aten
-QUANTIZE = ATEN.quantize_per_tensor.default
-DEQUANTIZE = ATEN.dequantize.self
 LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
 
 

@@ -13,10 +13,9 @@ from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, is_dequa
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import KERNEL_DTYPES, dtype_range
+from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
 from torchq_compat.support.upstream import (
     OpOverload,
-    make_per_channel_quantized_tensor,
-    make_per_tensor_quantized_tensor,
 )
 
 __all__ = [
@@ -122,13 +121,13 @@ def quantized_weight(graph_module: GraphModule, node: Any) -> Tensor | None:
     if integers is None or integers.device.type != "cpu" or integers.dtype not in KERNEL_DTYPES:
         return None
     if node.target is DEQUANTIZE:
-        return make_per_tensor_quantized_tensor(integers, *_per_tensor(node.args))
+        return of_integers(integers, *_per_tensor(node.args))
     scales, zero_points = (constant_of(graph_module, arg) for arg in node.args[1:3])
     if scales is None or zero_points is None:
         return None
     if not zero_points.is_floating_point():
         scales = scales.double()
-    return make_per_channel_quantized_tensor(integers, scales, zero_points, _axis(node.args))
+    return of_integers_per_channel(integers, scales, zero_points, _axis(node.args))
 
 
 def _per_tensor(args: Any) -> tuple[float, int]:

@@ -25,6 +25,7 @@ from torchq_compat.lower.x86.trial_sizes import Sizes, trial_sizes
 from torchq_compat.lower.x86.trial_values import fill_floats, fill_indices, fill_integers
 from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support.quantized_tensors import as_float, integers_of, of_integers
 
 __all__ = ["MOST_STEPS", "Trials"]
 
@@ -175,7 +176,7 @@ def _steps_at(
 
 
 def _steps_of_integers(found: Tensor, expected: Tensor, qparams: PerTensorQParams) -> float:
-    integers = found.int_repr().int().clamp(qparams.quant_min, qparams.quant_max)
+    integers = integers_of(found).int().clamp(qparams.quant_min, qparams.quant_max)
     return float((integers - expected.int()).abs().max())
 
 
@@ -186,9 +187,7 @@ def _value(
     if isinstance(source, Quantized):
         qparams = trial.qparams_of[node]
         integers = fill_integers(qparams, trial.ends(node), shape, index, generator)
-        made: Tensor = ATEN._make_per_tensor_quantized_tensor.default(
-            integers, qparams.scale, qparams.zero_point
-        )
+        made: Tensor = of_integers(integers, qparams.scale, qparams.zero_point)
         return made
     if node.target is DEQUANTIZE_PER_CHANNEL:
         low, high, dtype = node.args[4:7]
@@ -201,7 +200,7 @@ def _value(
 
 
 def _dequantized(value: Tensor) -> Tensor:
-    floats: Tensor = value.dequantize() if value.is_quantized else value
+    floats: Tensor = as_float(value)
     return floats
 
 

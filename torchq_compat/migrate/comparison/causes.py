@@ -195,10 +195,10 @@ def _saturation(side: Side) -> str:
 
 
 def qparams_text(qparams: QParamsView | None) -> str:
-    """dtype, scale and zero point in a few characters."""
+    """dtype, s the scale and z the zero point, in a few characters."""
     if qparams is None:
         return "float"
-    pairs = [f"{s:.4g}/{z}" for s, z in zip(qparams.scales, qparams.zero_points, strict=True)]
+    pairs = [f"s={s:.4g} z={z}" for s, z in zip(qparams.scales, qparams.zero_points, strict=True)]
     shown = " | ".join(pairs) if len(pairs) <= 2 else f"{len(pairs)} pairs"
     limits = "" if qparams.is_full_range else f" {qparams.quant_min}..{qparams.quant_max}"
     return f"{qparams.dtype} {shown}{limits}"

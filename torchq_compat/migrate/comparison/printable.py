@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchq_compat.migrate.comparison.report.html_report import write_page
 from torchq_compat.migrate.comparison.report.json_report import as_data
+from torchq_compat.migrate.comparison.report.notebook_report import (
+    PLACE_COLUMNS,
+    comparison_html,
+    place_rows,
+)
+from torchq_compat.migrate.comparison.report.summary_sentence import summary_sentence
 from torchq_compat.migrate.comparison.report.terminal_report import as_text
 from torchq_compat.migrate.comparison.results import ComparedModel
+from torchq_compat.support.decisions import data_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["Comparison"]
 
@@ -19,6 +29,29 @@ class Comparison(ComparedModel):
 
     def __str__(self) -> str:
         return as_text((self,))
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {self.capture.model}: {self.verdict.status}. {summary_sentence(self)}>"
+
+    def _repr_html_(self) -> str:
+        return comparison_html(self)
+
+    @property
+    def summary(self) -> str:
+        """How near to float, how small and how fast, in a sentence."""
+        return summary_sentence(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``as_dict`` returns, under the name that other reports have."""
+        return self.as_dict()
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a table with one line for each output, module, op and part.
+
+        Raises:
+            ReportError: pandas is not installed.
+        """
+        return data_frame(place_rows(self.capture), PLACE_COLUMNS)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as ``torchq-compat compare --json`` prints them for each model."""

@@ -11,12 +11,10 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.ao.quantization import QConfig, QConfigMapping
-from torch.ao.quantization.observer import MinMaxObserver, default_per_channel_weight_observer
 from torch.fx import GraphModule
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -33,6 +31,12 @@ from torchq_compat.pipeline.explanation import explain
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
 from torchq_compat.support.argument_checks import INDEX, checked_arguments, instance_of, one_of
 from torchq_compat.support.decisions import Action
+from torchq_compat.support.torch_ao import (
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_per_channel_weight_observer,
+)
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["Sensitivity", "SuggestedMapping", "suggest"]
@@ -92,7 +96,7 @@ def suggest(
     calibration_data: Any,
     *,
     n: int = 3,
-    instead: str = FLOAT,
+    instead: Literal["float", "16-bit"] = "float",
     prepare_custom_config: Any = None,
     convert_custom_config: Any = None,
     backend_config: Any = None,

@@ -17,12 +17,21 @@ def main() -> int:
     parser.add_argument("checkout", nargs="?", type=Path, default=Path(), help="default: this directory")
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
-    stale = [(path, text) for path, text in made_pages(args.checkout) if path.read_text() != text]
+    stale = [
+        (path, text)
+        for path, text in made_pages(args.checkout)
+        if not path.exists() or path.read_text() != text
+    ]
     for path, text in stale:
         print(f"{path} {'is not as it would be made' if args.check else 'written'}", file=sys.stderr)
         if not args.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
     return int(bool(stale) and args.check)
+
+
+def _text_of(page: Path) -> str:
+    return page.read_text() if page.exists() else ""
 
 
 if __name__ == "__main__":

@@ -11,10 +11,15 @@ from torchq_compat.migrate.guide.known_differences import (
     guide_table,
     read_known_differences,
 )
+from torchq_compat.migrate.guide.pictures import pictures
+from torchq_compat.migrate.guide.results_table import results_table
 from torchq_compat.migrate.guide.support_table import support_page
 from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
 
-__all__ = ["made_pages", "with_block"]
+__all__ = ["guide_pages", "made_pages", "with_block"]
+
+#: A link of the page of contents to a page of the guide.
+PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
 
 
 def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
@@ -26,13 +31,31 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
     Yields:
         The file, and the text it should have.
     """
-    guide, changelog = checkout / "migration" / "README.md", checkout / "CHANGELOG.md"
-    source = checkout / "migration" / "known_differences.toml"
+    changelog, source = checkout / "CHANGELOG.md", checkout / "migration" / "known_differences.toml"
     differences = read_known_differences(source)
-    text = with_block(guide.read_text(), "constructs", _constructs())
-    yield guide, with_block(text, "known differences", guide_table(differences))
+    blocks = {
+        "constructs": _constructs(),
+        "known differences": guide_table(differences),
+        "results": results_table(checkout / "migration" / "benchmarks.json"),
+    }
+    for page in [checkout / "README.md", *guide_pages(checkout)]:
+        text = page.read_text()
+        held = [name for name in blocks if f"<!-- begin: {name}." in text]
+        for name in held:
+            text = with_block(text, name, blocks[name])
+        if held:
+            yield page, text
     yield changelog, with_block(changelog.read_text(), "known differences", changelog_list(differences))
     yield checkout / "migration" / "support.md", support_page(source)
+    for name, picture in pictures().items():
+        yield checkout / "migration" / "pictures" / name, picture
+
+
+def guide_pages(checkout: Path) -> list[Path]:
+    """Return the pages of the guide in the order of reading: that of contents, then those it links to."""
+    contents = checkout / "migration" / "README.md"
+    linked = dict.fromkeys(PAGE.findall(contents.read_text()))
+    return [contents, *(contents.parent / name for name in linked)]
 
 
 def _constructs() -> str:

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import torch
 from torch import nn
-from torch.ao.quantization import QConfigMapping
-from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 
 from torchq_compat.config.custom_configs import read_prepare_custom_config
 from torchq_compat.errors import ConfigError
+from torchq_compat.support.quantized_tensors import REPLACEMENTS
+from torchq_compat.support.torch_ao import PrepareCustomConfig, QConfigMapping, quantizable
 
 __all__ = ["Feature", "Status", "features", "support_page"]
 
@@ -171,7 +170,7 @@ PREPARE_SETTERS: dict[str, Callable[[PrepareCustomConfig], object]] = {
         nn.Sequential, QConfigMapping(), (), None, None
     ),
     "set_float_to_observed_mapping": lambda config: config.set_float_to_observed_mapping(
-        nn.LSTM, torch.ao.nn.quantizable.LSTM
+        nn.LSTM, quantizable.LSTM
     ),
     "set_non_traceable_module_names": lambda config: config.set_non_traceable_module_names(["name"]),
     "set_non_traceable_module_classes": lambda config: config.set_non_traceable_module_classes([nn.GRU]),
@@ -214,6 +213,14 @@ refused = {feature.name: feature.note for feature in features() if feature.statu
 assert "prepare_fx: _equalization_config" in refused
 ```
 """
+QUANTIZED_TENSORS_HEAD = """
+## torch's quantized tensors
+
+Deprecated since torch 2.13. One module uses them, `torchq_compat/support/quantized_tensors.py`.
+
+| used for | what takes their place |
+|---|---|
+"""
 DIFFERENCES_HEAD = """
 ## Cases of the parity corpus that differ
 
@@ -234,6 +241,8 @@ def support_page(known_differences: Path) -> str:
             area = feature.area
             lines.append(f"\n## {area}\n\n| FX | | how, or why not |\n|---|---|---|\n")
         lines.append(f"| {feature.name} | {feature.status} | {feature.note} |\n")
+    lines.append(QUANTIZED_TENSORS_HEAD)
+    lines += [f"| {use} | {replacement} |\n" for use, replacement in REPLACEMENTS.items()]
     lines.append(DIFFERENCES_HEAD)
     for entry in tomllib.loads(known_differences.read_text())["difference"]:
         lines.append(f"| `{entry['id']}` | {', '.join(entry['in'])} | {entry['reason']} |\n")

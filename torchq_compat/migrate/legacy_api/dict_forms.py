@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from torchq_compat.migrate.legacy_api.fx_calls import fx_calls, only_value
+from torchq_compat.migrate.legacy_api.fx_calls import fx_calls, only_value, possible_values
 from torchq_compat.migrate.source.imports import is_free
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import ImportRequest, Site
@@ -69,6 +69,10 @@ class DictForm:
                 bound = only_value(source, value)
                 if bound is not None and _is_dict(bound[1]):
                     found.setdefault(bound[1], self._variable_site(source, value.value, *bound))
+                else:
+                    for each, why in possible_values(source, value):
+                        if _is_dict(each):
+                            found.setdefault(each, self._site(source, each, why))
             elif value is not None and _is_dict(value):
                 found.setdefault(value, self._site(source, value))
         yield from found.values()

@@ -12,7 +12,16 @@ from libcst.metadata import Assignment
 from torchq_compat.migrate.legacy_api.legacy_names import KEYWORDS, MOVED, PARAMETERS
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 
-__all__ = ["FxCall", "canonical_function", "fx_call", "fx_calls", "last_value", "only_value", "uses_fx"]
+__all__ = [
+    "FxCall",
+    "canonical_function",
+    "fx_call",
+    "fx_calls",
+    "last_value",
+    "only_value",
+    "possible_values",
+    "uses_fx",
+]
 
 FUNCTIONS = frozenset(PARAMETERS)
 #: Full name, legacy or new -> function. ``torchq_compat`` itself exports the functions of ``quantize_fx``.
@@ -95,6 +104,50 @@ def only_value(source: ParsedSource, name: cst.Name) -> tuple[Assignment, cst.Ba
         return None
     value = source.assigned_value(assignments[0])
     return (assignments[0], value) if value is not None else None
+
+
+def possible_values(
+    source: ParsedSource, name: cst.Name, seen: frozenset[str] = frozenset()
+) -> Iterator[tuple[cst.BaseExpression, str]]:
+    """Yield what a variable may hold, however it got it, and what else is known of the value: that another
+    name has it too, or that the variable has other values. ``seen`` are the variables that led here."""
+    scope = source.scope(name)
+    assignments = list(scope[name.value]) if scope is not None and name.value in scope else []
+    several = f"{name.value} has several values" if len(assignments) > 1 else ""
+    for assignment in assignments:
+        if not isinstance(assignment, Assignment):
+            continue
+        value, shared = _value_and_names(source, assignment)
+        if isinstance(value, cst.Name):
+            if value.value not in seen:
+                for found, _ in possible_values(source, value, seen | {name.value}):
+                    yield found, f"{name.value} is another name of {value.value}"
+        elif value is not None:
+            yield value, shared or several
+
+
+def _value_and_names(source: ParsedSource, assignment: Assignment) -> tuple[cst.BaseExpression | None, str]:
+    """The value of ``a = b = value`` and of ``a, b = value, other``, and how it is shared."""
+    target = assignment.node
+    parent = source.parent(target) if isinstance(target, cst.Name) else None
+    element = parent if isinstance(parent, cst.Element) else None
+    targets = source.parent(element) if element is not None else None
+    if isinstance(targets, (cst.Tuple, cst.List)):
+        parent = source.parent(targets)
+    statement = source.parent(parent) if isinstance(parent, cst.AssignTarget) else None
+    if not isinstance(statement, cst.Assign):
+        return source.assigned_value(assignment), ""
+    if element is not None and isinstance(targets, (cst.Tuple, cst.List)):
+        values = statement.value.elements if isinstance(statement.value, (cst.Tuple, cst.List)) else ()
+        if len(values) != len(targets.elements):
+            return None, ""
+        return values[
+            list(targets.elements).index(element)
+        ].value, "it is assigned together with another value"
+    if len(statement.targets) > 1:
+        names = " and ".join(source.code(each.target) for each in statement.targets)
+        return statement.value, f"it is assigned to {names}"
+    return statement.value, ""
 
 
 def last_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst.BaseExpression | None:

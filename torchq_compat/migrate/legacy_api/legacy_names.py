@@ -7,9 +7,9 @@ and ``rewrite`` replaces them there. Names only, so that ``scan`` and ``rewrite`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from torchq_compat.config.old_keywords import KEYWORDS
+from torchq_compat.migrate.source.moved_tables import MOVED, MOVED_CLASSES, MOVED_FUNCTIONS, Moved, unchanged
 
 __all__ = [
     "DICT_GETTERS",
@@ -27,36 +27,9 @@ __all__ = [
 ]
 
 
-class Moved(NamedTuple):
-    """Names of a legacy module, each with its name in the module that replaces it here."""
-
-    legacy: str
-    replacement: str
-    names: Mapping[str, str]
-
-
-def _unchanged(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
-FUNCTIONS = _unchanged("prepare_fx", "prepare_qat_fx", "convert_fx", "convert_to_reference_fx", "fuse_fx")
-PART_FUNCTIONS = {
-    "_get_lstm_with_individually_observed_parts": "get_lstm_with_individually_observed_parts",
-    "_get_reference_quantized_lstm_module": "get_reference_quantized_lstm_module",
-}
-CONFIG_CLASSES = _unchanged(
-    "PrepareCustomConfig", "ConvertCustomConfig", "FuseCustomConfig", "StandaloneModuleConfigEntry"
-)
-IMPORTED_BY_QUANTIZE_FX = _unchanged("PrepareCustomConfig", "ConvertCustomConfig", "FuseCustomConfig")
-
-MOVED_FUNCTIONS = (
-    Moved("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
-    Moved("torch.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
-    Moved("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils", PART_FUNCTIONS),
-)
 #: Eager functions: only the name moves, the rest of these modules stays.
 EAGER_FUNCTIONS = tuple(
-    Moved(module, "torchq_compat", _unchanged("quantize_dynamic"))
+    Moved(module, "torchq_compat", unchanged("quantize_dynamic"))
     for module in (
         "torch.ao.quantization",
         "torch.ao.quantization.quantize",
@@ -64,13 +37,6 @@ EAGER_FUNCTIONS = tuple(
         "torch.quantization.quantize",
     )
 )
-#: The classes are the same objects on both sides: only source code has to change.
-MOVED_CLASSES = (
-    Moved("torch.ao.quantization.fx.custom_config", "torchq_compat.custom_config", CONFIG_CLASSES),
-    Moved("torch.ao.quantization.quantize_fx", "torchq_compat.custom_config", IMPORTED_BY_QUANTIZE_FX),
-)
-MOVED = (*MOVED_FUNCTIONS, *MOVED_CLASSES)
-
 #: Positional parameters, in order.
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "prepare_fx": (

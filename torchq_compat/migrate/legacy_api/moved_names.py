@@ -116,6 +116,8 @@ class MovedNames:
             return replace(site, refusal="a comment stands in the middle of the name")
         request = ImportRequest(row.replacement, offset=start)
         if not is_free(source, request):
-            return replace(site, refusal="the name torchq_compat means something else in this file")
+            return replace(
+                site, refusal=f"the name {request.module.partition('.')[0]} means something else in this file"
+            )
         edit = Edit(start, source.end(node), f"{row.replacement}.{new_name}")
         return replace(site, edits=(edit,), imports=(request,))

@@ -44,10 +44,10 @@ CONSTRUCT = Construct(
     becomes="torchq_compat.compare, or torchq_compat.suggest",
     guide="""\
 `compare_weights`, `extract_weights`, loggers and shadows look for torch.ao's modules, by their names in a
-state_dict too: of a captured model they find nothing and say nothing. `torchq_compat.compare`, or
-`torchq-compat compare`, measures every module, part and output against the float model;
-`torchq_compat.suggest` returns the mapping that leaves the worst places float. Under `torchq-compat run` the
-suite, given one of our models or its state_dict, says so.
+state_dict too: of a captured model they find nothing. Given one of our models, or the state_dict of one,
+they raise an error that says so. `torchq_compat.compare`, or `torchq-compat compare`, measures every module,
+part and output against the float model; `torchq_compat.suggest` returns the mapping that leaves the worst
+places float.
 """,
 )
 

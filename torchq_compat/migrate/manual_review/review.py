@@ -19,10 +19,12 @@ class ManualReview:
     Attributes:
         construct: what it is; the guide's section about it is made from here.
         find: all its sites, each with the reason why nothing is rewritten.
+        words: names to look for in files: one that spells none of them, nor any name of FX's, is not parsed.
     """
 
     construct: Construct
     find: Callable[[ParsedSource], Iterator[Site]]
+    words: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:

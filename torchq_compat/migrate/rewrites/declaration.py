@@ -22,6 +22,7 @@ class Rewrite:
         summary: one line, for ``--list``.
         find: all its sites, those it refuses included.
         order: lower ones run first.
+        words: names to look for in files: one that spells none of them, nor any name of FX's, is not parsed.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Rewrite:
     summary: str
     find: Callable[[ParsedSource], Iterator[Site]]
     order: int = 1000
+    words: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:

@@ -11,6 +11,9 @@ from torchq_compat.support.atomic_files import write_whole
 
 __all__ = ["write_explanation"]
 
+#: Of a file, which no terminal wraps: each row is one line.
+WIDTH = 400
+
 
 def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
     """Write ``path`` in one step: JSON if its name ends so, else the tables that ``explain`` prints.
@@ -23,7 +26,7 @@ def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
 
 
 def _as_text(models: Iterable[RecordedModel]) -> str:
-    return "".join(f"{model.title}\n\n{model.report}\n\n" for model in models)
+    return "".join(f"{model.title}\n\n{model.report.to_text(WIDTH)}\n\n" for model in models)
 
 
 def _as_json(models: Iterable[RecordedModel]) -> str:

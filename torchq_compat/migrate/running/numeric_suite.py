@@ -7,15 +7,15 @@ and says nothing.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchq_compat.errors import FxError
 from torchq_compat.graph.graph_module import record_of
+from torchq_compat.graph.numeric_suite import StateOfCaptured, suite_error
 from torchq_compat.migrate.running.redirections import replace_everywhere
+from torchq_compat.migrate.running.stand_ins import legacy_module
 
 __all__ = ["refuse_numeric_suite"]
 
@@ -28,8 +28,9 @@ def refuse_numeric_suite() -> None:
     """Let the functions of the suite raise an FxError where they are given a model of ours, or its state."""
     replacements: dict[int, Callable[..., Any]] = {}
     for name in MODULES:
-        module = importlib.import_module(name)
-        for function in vars(module).values():
+        # The FX suite goes with the engine.
+        module = legacy_module(name)
+        for function in vars(module).values() if module else ():
             if inspect.isfunction(function) and function.__module__ == name:
                 replacements[id(function)] = _refusing(function)
     replace_everywhere(replacements)
@@ -39,18 +40,15 @@ def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if any(_is_ours(value) for value in (*args, *kwargs.values())):
-            raise FxError(
-                f"{function.__name__} of the Numeric Suite finds nothing in a model of torchq_compat: its "
-                "graph has no modules of torch.ao.",
-                hint="torchq_compat.compare measures every place against the float model, and "
-                "torchq_compat.suggest returns the mapping that leaves the worst places float.",
-            )
+            raise suite_error(function.__name__)
         return function(*args, **kwargs)
 
     return checked
 
 
 def _is_ours(value: Any) -> bool:
+    if isinstance(value, StateOfCaptured):
+        return True
     if isinstance(value, Mapping):
         return any(isinstance(key, str) and OUR_KEY.fullmatch(key) for key in value)
     return record_of(value) is not None

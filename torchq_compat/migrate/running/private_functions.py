@@ -47,8 +47,10 @@ def convert_fx(
 ) -> GraphModule:
     """``torch.ao.quantization.quantize_fx._convert_fx``."""
     to_reference = is_reference or is_decomposed
-    convert = quantize_fx.convert_to_reference_fx if to_reference else quantize_fx.convert_fx
-    return convert(graph_module, convert_custom_config, _remove_qconfig, qconfig_mapping, backend_config)
+    arguments = (graph_module, convert_custom_config, _remove_qconfig, qconfig_mapping, backend_config)
+    if to_reference:
+        return quantize_fx.convert_to_reference_fx(*arguments)
+    return quantize_fx.convert_fx(*arguments, keep_original_weights)
 
 
 def convert_to_reference_fx(

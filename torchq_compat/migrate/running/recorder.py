@@ -15,6 +15,7 @@ from torchq_compat import explain
 from torchq_compat.errors import LeftFloatError
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.migrate.running.passthrough_decisions import computes_nothing
+from torchq_compat.showing.rows import counted
 from torchq_compat.support.decisions import Action, Decision, Report
 
 __all__ = ["RecordedModel", "Recorder"]
@@ -135,7 +136,7 @@ def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
         shown = "; ".join(f"{d.kind} {d.path!r}: {d.reason}" for d in left[:MAX_PATHS])
         more = f"; and {len(left) - MAX_PATHS} more" if len(left) > MAX_PATHS else ""
         raise LeftFloatError(
-            f"{len(left)} modules of {type(model).__name__} stay float: {shown}{more}.",
+            f"{counted(len(left), 'module')} of {type(model).__name__} left float: {shown}{more}.",
             hint="quantize them through the configuration, or run without --strict.",
         )
 

@@ -2,21 +2,21 @@
 
 The functions are replaced on the legacy modules themselves, so every way to import them finds the new ones:
 by name, under an alias, through importlib, or as attributes of ``torch.ao.quantization``. The modules stay,
-because torch and torchao use their other contents. ``torch.ao.quantization.fx.custom_config`` needs nothing:
-``torchq_compat.custom_config`` has the same classes.
+because torch and torchao use their other contents; one that torch has removed gets a stand-in.
+``torch.ao.quantization.fx.custom_config`` needs nothing: ``torchq_compat.custom_config`` has its classes.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchq_compat.migrate.legacy_api.legacy_names import EAGER_FUNCTIONS, MOVED_FUNCTIONS, Moved
+from torchq_compat.migrate.running.stand_ins import legacy_module, put_stand_in
 
 __all__ = ["REDIRECTIONS", "redirect", "replace_everywhere"]
 
@@ -51,21 +51,23 @@ def redirect(
     """Put the replacements, each after ``wrap``, wherever this process already holds a legacy function.
 
     Args:
-        wrap: (function of ours, the legacy function it replaces) -> what is put in its place.
+        wrap: (function of ours, the legacy function it replaces) -> what is put in its place. Where torch
+            has removed the legacy function, it is given ours twice.
         instead: function of ours -> the one to take in its place.
     """
     instead = instead or {}
     replacements: dict[int, Function] = {}
     for moved in REDIRECTIONS:
-        if not _exists(moved.legacy):
-            continue
-        legacy = importlib.import_module(moved.legacy)
         ours = importlib.import_module(moved.replacement)
-        for name, new_name in moved.names.items():
+        functions = {name: getattr(ours, instead.get(new, new)) for name, new in moved.names.items()}
+        legacy = legacy_module(moved.legacy)
+        if legacy is None:
+            put_stand_in(moved.legacy, {name: wrap(ours, ours) for name, ours in functions.items()})
+            continue
+        for name, function in functions.items():
             original = getattr(legacy, name, None)
             # The old namespace re-exports the functions of the new one, and not all of them.
             if original is not None:
-                function = getattr(ours, instead.get(new_name, new_name))
                 replacements.setdefault(id(original), wrap(_with_parameters_of(original, function), original))
     replace_everywhere(replacements)
 
@@ -81,13 +83,6 @@ def _with_parameters_of(original: Function, function: Function) -> Function:
         return function(*args, **{key: value for key, value in kwargs.items() if key not in dropped})
 
     return without_dropped
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def replace_everywhere(replacements: dict[int, Function]) -> None:

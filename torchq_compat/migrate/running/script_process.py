@@ -11,6 +11,7 @@ import atexit
 import builtins
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
@@ -19,6 +20,7 @@ from types import TracebackType
 
 from torchq_compat.migrate.running.import_noise import import_noise_held_back
 from torchq_compat.migrate.running.run_options import RunOptions
+from torchq_compat.migrate.stopping import stopping_cleanly
 
 __all__ = ["execute_script", "main", "show_script_error"]
 
@@ -35,7 +37,11 @@ def main() -> int:
     try:
         execute_script(script, args)
     except Exception as error:
-        show_script_error(error)
+        if type(error).__name__ == "LeftFloatError":
+            # What --strict asked for: the script is not at fault.
+            print(f"torchq-compat: {_script_line(error)}{' '.join(str(error).splitlines())}", file=sys.stderr)
+        else:
+            show_script_error(error)
         return SCRIPT_RAISED
     return 0
 
@@ -54,17 +60,20 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
         from torchq_compat.migrate.running.recorder import Recorder
         from torchq_compat.migrate.running.redirections import redirect
+        from torchq_compat.migrate.running.removed_captures import restore_removed_captures
         from torchq_compat.migrate.running.removed_imports import redirect_removed_imports
 
         recorder = Recorder(strict=options.strict)
         redirect(lambda function, _: recorder.wrap(remembering_prepared(function)), options.replacements)
         refuse_numeric_suite()
         redirect_removed_imports()
+        restore_removed_captures()
         accept_checkpoints()
 
     def report(script: str) -> str:
         if options.explain:
-            write_explanation(recorder.models, Path(options.explain))
+            with stopping_cleanly():
+                write_explanation(recorder.models, Path(options.explain))
         return recorder.summary(script)
 
     return report
@@ -89,6 +98,12 @@ def execute_script(script: str, args: list[str]) -> None:
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), namespace)
 
 
+def _script_line(error: Exception) -> str:
+    """Where the script called what raised, as ``file:line: ``."""
+    traceback = _from_script_on(error.__traceback__)
+    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}: " if traceback else ""
+
+
 def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(TOOL):
         traceback = traceback.tb_next
@@ -101,5 +116,8 @@ def _finish(report: Callable[[str], str], script: str) -> None:
         sys.stdout.flush()
     try:
         print(report(script), file=sys.stderr)
+    except SystemExit:
+        # Python would print what is raised at interpreter exit, and exit with the script's code.
+        os.kill(os.getpid(), signal.SIGTERM)
     except OSError as error:
         print(f"torchq-compat: problem: the explanation was not written: {error}", file=sys.stderr)

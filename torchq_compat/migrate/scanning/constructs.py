@@ -8,7 +8,7 @@ from torchq_compat.migrate.legacy_api.construct import Construct
 from torchq_compat.migrate.manual_review import MANUAL_REVIEWS
 from torchq_compat.migrate.rewrites import REWRITES
 
-__all__ = ["CONSTRUCTS"]
+__all__ = ["CONSTRUCTS", "RETIRED"]
 
 
 def _by_code(constructs: Iterable[Construct]) -> dict[str, Construct]:
@@ -22,4 +22,17 @@ def _by_code(constructs: Iterable[Construct]) -> dict[str, Construct]:
 
 CONSTRUCTS = _by_code(
     [*(rewrite.construct for rewrite in REWRITES), *(review.construct for review in MANUAL_REVIEWS)]
+)
+
+#: Codes that no finding has any more; old logs do.
+RETIRED = _by_code(
+    [
+        Construct(
+            "TQ110",
+            "TorchScript",
+            "nothing: it stays as it is",
+            "`torch.jit.script` and `torch.jit.trace` take what `convert_fx` returns, and `torch.jit.save` "
+            "writes it;\n`torch.export` is the way that PyTorch goes on with.",
+        )
+    ]
 )

@@ -17,6 +17,8 @@ import libcst as cst
 
 from torchq_compat.migrate.legacy_api.construct import Construct
 from torchq_compat.migrate.legacy_api.legacy_names import DICT_GETTERS, ENGINE_INTERNALS, KEYWORDS, MOVED
+from torchq_compat.migrate.manual_review import MANUAL_REVIEWS
+from torchq_compat.migrate.rewrites import REWRITES
 from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
 from torchq_compat.migrate.scanning.rewriter import Origin, find_sites
 from torchq_compat.migrate.source.documents import Document, Place, read_document
@@ -38,14 +40,24 @@ def _words() -> Iterator[str]:
     yield from KEYWORDS
     yield from ("quantize_fx", "lstm_utils", "_numeric_suite", "_numeric_suite_fx", "quantize_dynamic")
     yield "quantize_pt2e"
+    for rewrite in REWRITES:
+        yield from rewrite.words
+    for review in MANUAL_REVIEWS:
+        yield from review.words
 
 
 FX_MODULES = "|".join(re.escape(name.rpartition(".")[2]) for name in ENGINE_INTERNALS if ".fx." in name)
-LEGACY_WORD = re.compile(
-    rf"\b(?:{'|'.join(sorted(set(_words())))})\b"
-    rf"|torch\.(?:ao\.)?quantization\.fx(?:\.(?:{FX_MODULES})\b| import\b)|torch\.ao\.ns\b"
-    r"|torch\.ao\.quantization(?:\.| import )(?:quantizer|pt2e)\b".encode()
-)
+
+
+def _legacy_word() -> re.Pattern[bytes]:
+    return re.compile(
+        rf"\b(?:{'|'.join(sorted(set(_words())))})\b"
+        rf"|torch\.(?:ao\.)?quantization\.fx(?:\.(?:{FX_MODULES})\b| import\b)|torch\.ao\.ns\b"
+        r"|torch\.ao\.quantization(?:\.| import )(?:quantizer|pt2e)\b".encode()
+    )
+
+
+LEGACY_WORD = _legacy_word()
 
 ItemT = TypeVar("ItemT")
 
@@ -83,6 +95,15 @@ class Finding:
         if self.site.refusal:
             return self.site.refusal
         return "" if self.site.edits else "settled where it is imported"
+
+    @property
+    def line(self) -> str:
+        """One line: place, code, what it becomes, and why people have to."""
+        construct = self.construct
+        told = f"{self.path}:{self.place}: {construct.code} {self.site.what} -> {construct.becomes}"
+        if self.site.refusal:
+            return f"{told} [by hand: {self.site.refusal}]"
+        return f"{told} [{self.remark}]" if self.remark else told
 
 
 @dataclass
@@ -190,4 +211,7 @@ def _sites(document: Document, origin: Origin, problems: list[Problem]) -> list[
     except TOO_DEEP:
         problems.append(Problem(document.path, "is nested too deeply"))
         return []
-    return [Finding(document.path, document.place(source.line(site.offset)), site) for site in sites]
+    return [
+        Finding(document.path, document.place(source.line(site.offset), source.column(site.offset)), site)
+        for site in sites
+    ]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from torchq_compat.migrate.source.source_files import Problem
 
-__all__ = ["print_problems", "print_table", "progress", "stopping_cleanly"]
+__all__ = ["print_finding", "print_problems", "print_table", "progress"]
 
 ItemT = TypeVar("ItemT")
 #: Where standard output is no terminal: wide enough that no line is folded.
@@ -28,23 +26,6 @@ def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
     return track(items, description, console=console, transient=True, disable=not console.is_terminal)
 
 
-@contextmanager
-def stopping_cleanly() -> Iterator[None]:
-    """On SIGTERM leave as on an interrupt: temporary files are removed, then the process ends."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """rich would exit here; the command line decides about that."""
@@ -53,6 +34,16 @@ class _Console(Console):
 
 def print_table(table: Table) -> None:
     _Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=False).print(table)
+
+
+def print_finding(line: str) -> None:
+    """Print ``line`` as one line, whatever the width; on a terminal with its code in bold."""
+    if not sys.stdout.isatty():
+        print(line)
+        return
+    text = Text(line)
+    text.highlight_regex(r"\bTQ\d{3}\b", "bold")
+    _Console(highlight=False).print(text, soft_wrap=True)
 
 
 def print_problems(problems: Iterable[Problem]) -> None:

@@ -19,13 +19,15 @@ FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 @dataclass(frozen=True)
 class Place:
-    """A line of a Python file, or of a numbered cell of a notebook; all count from 1."""
+    """A line and column of a Python file, or of a numbered cell of a notebook; all count from 1."""
 
     line: int
     cell: int | None = None
+    column: int = 1
 
     def __str__(self) -> str:
-        return str(self.line) if self.cell is None else f"cell {self.cell}, {self.line}"
+        line = f"{self.line}:{self.column}"
+        return line if self.cell is None else f"cell {self.cell}:{line}"
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class Document:
     def path(self) -> Path:
         return self.source.path
 
-    def place(self, line: int) -> Place:
+    def place(self, line: int, column: int = 1) -> Place:
         if self.path.suffix != NOTEBOOK:
-            return Place(line)
+            return Place(line, column=column)
         cell, line_of_cell = cell_of_line(self.text, line)
-        return Place(line_of_cell, cell)
+        return Place(line_of_cell, cell, column)
 
     def bytes_with(self, text: str) -> bytes:
         """Return the file with ``text`` in place of its own.

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from torchq_compat.migrate.legacy_api.legacy_names import MOVED, Moved
 from torchq_compat.migrate.source.dotted_names import dotted
 from torchq_compat.migrate.source.import_statements import NewImport
 from torchq_compat.migrate.source.imports import is_free
+from torchq_compat.migrate.source.moved_tables import MOVED, Moved
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import ImportRequest
 from torchq_compat.migrate.source.text_edits import Edit
@@ -91,7 +91,7 @@ def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved
         if row.legacy not in source.names(node):
             continue
         use = source.parent(node)
-        if not isinstance(use, cst.Attribute) or use.attr.value not in _names_in(row.legacy):
+        if not isinstance(use, cst.Attribute) or use.attr.value not in _names_in(row):
             return replace(plan, refusal=f"{source.code(use)} has no counterpart in {row.replacement}")
         if use.attr.value in row.names:
             uses.append(use)
@@ -108,14 +108,14 @@ def _refuse_uses(row: Moved, local: str, uses: list[cst.Name], source: ParsedSou
         parent = source.parent(use)
         if not isinstance(parent, cst.Attribute):
             return f"the module {local} itself is used at line {source.line(source.start(use))}"
-        if parent.attr.value not in _names_in(row.legacy):
+        if parent.attr.value not in _names_in(row):
             return f"{local}.{parent.attr.value} has no counterpart in {row.replacement}"
     return ""
 
 
-def _names_in(module: str) -> set[str]:
-    """Return the names of a legacy module that have moved, wherever to."""
-    return {name for row in MOVED if row.legacy == module for name in row.names}
+def _names_in(row: Moved) -> set[str]:
+    """Return the names of the legacy module of ``row`` that have moved, wherever to."""
+    return {name for other in (*MOVED, row) if other.legacy == row.legacy for name in other.names}
 
 
 def _is_listed(source: ParsedSource, name: str) -> bool:

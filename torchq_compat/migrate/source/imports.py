@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from torchq_compat.migrate.legacy_api.legacy_names import MOVED
 from torchq_compat.migrate.source.dotted_names import dotted, imported_module
+from torchq_compat.migrate.source.moved_tables import MOVED
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import ImportRequest
 from torchq_compat.migrate.source.text_edits import Edit

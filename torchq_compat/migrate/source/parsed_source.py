@@ -117,6 +117,12 @@ class ParsedSource:
         """Return the line, from 1, of a byte offset."""
         return bisect_right(self._line_ends, offset) + 1
 
+    def column(self, offset: int) -> int:
+        """Return the column, from 1, of a byte offset, counted in characters."""
+        index = bisect_right(self._line_ends, offset)
+        start = self._line_ends[index - 1] if index else 0
+        return len(self.data[start:offset].decode(errors="replace")) + 1
+
     @cached_property
     def _line_ends(self) -> list[int]:
         return [match.end() for match in LINE_END.finditer(self.data)]

@@ -27,6 +27,27 @@ class UnreadableError(Exception):
     """Why a file cannot be read as source code."""
 
 
+#: Words of a reason -> what to do.
+HINTS = {
+    "cannot be read": "look at its permissions, or name the other files",
+    "cannot be listed": "look at its permissions, or name the folders below it",
+    "cannot be decoded": "name its encoding in a coding comment, or save it as UTF-8",
+    "is a link": "remove the link, or name the file it should lead to",
+    "binary file": "a Python file is text; leave it out of the paths",
+    "a device": "name a file",
+    "is larger": "leave it out of the paths",
+    "notebook": "open and save it in Jupyter, or leave it out of the paths",
+    "cell": "open and save it in Jupyter, or leave it out of the paths",
+    "nested too deeply": "split the expression, or leave the file out of the paths",
+    "cannot be written": "make room for it, or make the folder writable, and run rewrite again",
+    "read-only": "make it writable, and run rewrite again",
+    "changed since": "run rewrite again",
+    "another user": "run rewrite as that user",
+    "line ": "python -m py_compile says the same; mend the line, or leave the file out",
+}
+OTHERWISE = "look at the file; the others were dealt with"
+
+
 @dataclass(frozen=True)
 class Problem:
     """A file or folder that could not be dealt with; the rest was."""
@@ -34,8 +55,13 @@ class Problem:
     path: Path
     reason: str
 
+    @property
+    def hint(self) -> str:
+        """What to do about it."""
+        return next((hint for words, hint in HINTS.items() if words in self.reason), OTHERWISE)
+
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+        return f"{self.path}: {self.reason}. Hint: {self.hint}"
 
 
 @dataclass(frozen=True)

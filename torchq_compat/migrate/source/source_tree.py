@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from torchq_compat.migrate.legacy_api.legacy_names import MOVED
+from torchq_compat.migrate.source.moved_tables import MOVED
 
 __all__ = ["ReExport", "Tree"]
 

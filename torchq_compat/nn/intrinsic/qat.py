@@ -23,12 +23,20 @@ LEGACY: dict[bool, Callable[[nn.Module], Any]] = {
 
 
 def freeze_bn_stats(mod: nn.Module) -> None:
-    """Keep the running statistics of every batch norm in a captured ``mod``; another one is torch.ao's."""
+    """Keep the running statistics of every batch norm of ``mod`` as they are.
+
+    Args:
+        mod: a model prepared here; any other module is handed to torch.ao's function.
+    """
     _switch(mod, frozen=True)
 
 
 def update_bn_stats(mod: nn.Module) -> None:
-    """Undo ``freeze_bn_stats``."""
+    """Undo ``freeze_bn_stats``.
+
+    Args:
+        mod: as there.
+    """
     _switch(mod, frozen=False)
 
 

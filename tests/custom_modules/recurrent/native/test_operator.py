@@ -20,6 +20,7 @@ from tests.helpers.cell_loop_shared import X_QPARAMS, on
 from tests.helpers.converted_cells import converted
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, leaves, sqnr
+from torchq_compat.custom_modules.recurrent.native import op
 from torchq_compat.custom_modules.recurrent.native.by_operators import run_by_operators
 from torchq_compat.custom_modules.recurrent.native.module_numbers import Boundary, ModuleNumbers
 from torchq_compat.custom_modules.recurrent.native.program import qparams_row
@@ -106,7 +107,9 @@ def test_arguments_nested_in_another_way_are_refused() -> None:
 
 
 def kept() -> int:
+    """How many modules' weights are packed, as the next module that is bound finds them."""
     gc.collect()
+    op.drop_forgotten()
     count: int = OPS.kept.default()
     return count
 
@@ -221,8 +224,37 @@ def test_the_operator_reads_no_memory_that_is_not_there(wrong: str) -> None:
         "program": [broken[:-1], broken[:40], broken.float(), -broken, broken + 1],
         "boundary": [[], boundary[:-1], [*boundary, 1.0], [1.0, 7.0, *boundary[2:]]],
         "directions": [7],
-        "batch_sizes": [[3, 3], [1, 2], [0]],
+        "batch_sizes": [[3, 3], [1, 2], [0, 3]],
     }
     for value in changes[wrong]:
         with pytest.raises(RuntimeError, match="torchq_compat_native::recurrent"):
             OPS.recurrent.default(*(given | {wrong: value}).values(), False)
+
+
+def test_one_zero_is_no_sizes_and_other_weights_at_the_same_place_are_packed_again() -> None:
+    """AOTInductor hands over no empty list, and its weights lie in memory that no tensor owns."""
+    bound = converted("lstm").lowered().bound()
+    states = [torch.zeros(len(bound.bound), 2, 12)] * 2
+    memory = [bytearray(weight.detach().numpy().tobytes()) for weight in bound.weights()]
+    weights = [
+        torch.frombuffer(bytes_of, dtype=weight.dtype).view(weight.shape)
+        for bytes_of, weight in zip(memory, bound.weights(), strict=True)
+    ]
+    boundary = [1.0, 8.0, *qparams_row(X_QPARAMS), *[0.0] * 5]
+    x = uniform(2.0, 3, 2, 8)
+
+    def run(weights: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        arguments = (x, states, weights, bound.program, boundary, sizes, bound.directions, False)
+        found: list[Tensor] = OPS.recurrent.default(*arguments)
+        return found
+
+    before, expected = run(weights, [0]), run(bound.weights(), [])
+    assert all(map(torch.equal, before, expected))
+    versions = [weight._version for weight in weights]
+    for bytes_of in memory:
+        if len(bytes_of) > 200:
+            bytes_of[:] = bytes_of[::-1]
+    assert [weight._version for weight in weights] == versions
+    after, expected = run(weights, [0]), run([weight.clone() for weight in weights], [0])
+    assert all(map(torch.equal, after, expected))
+    assert not torch.equal(after[0], before[0])

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
 from torchq_compat.custom_modules.recurrent.exported_op.graph_text import graph_to_data
 from torchq_compat.custom_modules.recurrent.exported_op.recurrent_op import QUANTIZED_RECURRENT
-from torchq_compat.custom_modules.recurrent.modules.over_time import State
+from torchq_compat.custom_modules.recurrent.over_time import State
 from torchq_compat.qspecs.qparams import q_dq
 
 __all__ = ["OpaqueDirection", "call_opaque"]

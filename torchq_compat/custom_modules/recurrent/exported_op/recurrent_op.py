@@ -1,5 +1,6 @@
-"""A converted recurrent module as one operator, ``torchq_compat::quantized_recurrent``.
+"""A converted recurrent module as one operator of readable text, ``torchq_compat::quantized_recurrent``.
 
+For what translates a program to another format, and where a cell has no program for the native operator.
 Opaque to whoever reads the program, and complete: weights are arguments, the cells are a text
 (``graph_text``), from which a backend with a recurrent kernel of its own reads every part and its qparams. It
 computes the bits of the converted module.
@@ -20,7 +21,7 @@ from torch.fx import Graph
 
 from torchq_compat.custom_modules.recurrent.cell.input_projection import CellFunctions, Function, call_on
 from torchq_compat.custom_modules.recurrent.exported_op.graph_text import graph_from_data
-from torchq_compat.custom_modules.recurrent.modules.over_time import project_as_given, run_looped_direction
+from torchq_compat.custom_modules.recurrent.over_time import project_as_given, run_looped_direction
 
 __all__ = ["QUANTIZED_RECURRENT"]
 

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import QConfig
 from torch.fx import GraphModule
 
 from torchq_compat.custom_modules.parts.part import PartKind
@@ -28,6 +27,7 @@ from torchq_compat.custom_modules.recurrent.modules.contracts import RecurrentCo
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.modules.recurrent_module import RecurrentModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.torch_ao import QConfig
 from torchq_compat.support.torchscript_stage import scripted_recurrent
 
 __all__ = ["DynamicRecurrent", "convert_dynamic", "prepare_dynamic", "quantize_recurrent"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from torchq_compat.custom_modules.recurrent.modules.contracts import contract_of
@@ -17,6 +16,7 @@ from torchq_compat.custom_modules.recurrent.modules.recurrent_module import (
     ObservedRecurrent,
 )
 from torchq_compat.opaque_calls.capture_stub import FakeCall
+from torchq_compat.support.torch_ao import quantizable, quantized
 
 __all__ = [
     "FAMILIES",
@@ -41,7 +41,7 @@ __all__ = [
 SUFFIX = "_obs_ctr"
 
 
-class ObservedLSTM(ObservedRecurrent, torch.ao.nn.quantizable.LSTM):
+class ObservedLSTM(ObservedRecurrent, quantizable.LSTM):
     """An LSTM whose parts are observed, or fake-quantized, one by one."""
 
     float_class = nn.LSTM
@@ -50,7 +50,7 @@ class ObservedLSTM(ObservedRecurrent, torch.ao.nn.quantizable.LSTM):
         return "QuantizableLSTM"
 
 
-class ConvertedLSTM(ConvertedRecurrent, torch.ao.nn.quantized.LSTM):
+class ConvertedLSTM(ConvertedRecurrent, quantized.LSTM):
     """An LSTM of q-dq cells with folded integer weights."""
 
     observed = ObservedLSTM
@@ -59,7 +59,7 @@ class ConvertedLSTM(ConvertedRecurrent, torch.ao.nn.quantized.LSTM):
         return "QuantizedLSTM"
 
 
-class ObservedLSTMCell(ObservedRecurrent, torch.ao.nn.quantizable.LSTMCell):
+class ObservedLSTMCell(ObservedRecurrent, quantizable.LSTMCell):
     """An LSTMCell whose parts are observed, or fake-quantized, one by one."""
 
     float_class = nn.LSTMCell
@@ -150,10 +150,10 @@ class RecurrentFamily:
 
 
 FAMILIES = (
-    RecurrentFamily(ObservedLSTM, ConvertedLSTM, torch.ao.nn.quantizable.LSTM, torch.ao.nn.quantized.LSTM),
+    RecurrentFamily(ObservedLSTM, ConvertedLSTM, quantizable.LSTM, quantized.LSTM),
     RecurrentFamily(ObservedGRU, ConvertedGRU),
     RecurrentFamily(ObservedRNN, ConvertedRNN),
-    RecurrentFamily(ObservedLSTMCell, ConvertedLSTMCell, torch.ao.nn.quantizable.LSTMCell),
+    RecurrentFamily(ObservedLSTMCell, ConvertedLSTMCell, quantizable.LSTMCell),
     RecurrentFamily(ObservedGRUCell, ConvertedGRUCell),
     RecurrentFamily(ObservedRNNCell, ConvertedRNNCell),
 )

@@ -18,17 +18,17 @@ from torchq_compat.custom_modules.recurrent.cell.cell_graph import (
     ConvertedCellGraphModule,
     reference_cell,
 )
-from torchq_compat.custom_modules.recurrent.modules.over_time import (
+from torchq_compat.custom_modules.recurrent.native.bound_module import BoundDirection, OwnedProgram
+from torchq_compat.custom_modules.recurrent.native.cell_reader import program_or_problem
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
+from torchq_compat.custom_modules.recurrent.native.program import CellProgram
+from torchq_compat.custom_modules.recurrent.over_time import (
     State,
     Step,
     project_as_given,
     run_looped_direction,
     run_packed_direction,
 )
-from torchq_compat.custom_modules.recurrent.native.bound_module import BoundDirection, OwnedProgram
-from torchq_compat.custom_modules.recurrent.native.cell_reader import program_or_problem
-from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
-from torchq_compat.custom_modules.recurrent.native.program import CellProgram
 
 __all__ = ["RecurrentDirection", "RecurrentLayer"]
 

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import NoopObserver, QConfig
 
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.parts.part_specs import FloatPartSpecs, PartSpecs
@@ -51,6 +50,8 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     optional,
 )
+from torchq_compat.support.quantized_tensors import as_float, is_quantized
+from torchq_compat.support.torch_ao import NoopObserver, QConfig
 
 __all__ = ["ConvertedRecurrent", "ObservedRecurrent", "RecurrentModule"]
 
@@ -144,8 +145,8 @@ class RecurrentModule(PartOwner):
         )
 
     def _as_floats(self, tensor: Tensor, qparams: QParams | None) -> Tensor:
-        if tensor.is_quantized:
-            return tensor.dequantize()
+        if is_quantized(tensor):
+            return as_float(tensor)
         if qparams is None or not (self.is_lowered and tensor.is_floating_point()):
             return super()._as_floats(tensor, qparams)
         return qparams.dequantize(qparams.quantize(tensor), tensor.dtype)
@@ -215,21 +216,27 @@ class RecurrentModule(PartOwner):
     def runner(self) -> Runner:
         """Return the runner of the next call."""
         if torch.compiler.is_exporting():
-            return OpaqueRunner() if self._is_opaque_as(shape_in_export()) else TracedRunner()
+            return self._runner_of_export(shape_in_export())
         if self.is_lowered or (torch.compiler.is_compiling() and self.can_be_lowered):
             return NativeRunner(self.bound())
         return PythonRunner()
+
+    def _runner_of_export(self, shape: LoopShape) -> Runner:
+        if shape is LoopShape.OPAQUE:
+            return OpaqueRunner(self.bound() if self.can_be_lowered else None)
+        return OpaqueRunner(None) if self._is_opaque_as(shape) else TracedRunner()
 
     #: Whether its linears choose qparams from what they get, and nothing else is quantized.
     is_dynamic = False
 
     def _is_opaque_as(self, shape: LoopShape) -> bool:
-        if shape is LoopShape.OPAQUE_DYNAMIC_LSTM:
-            contract = self.contract
-            if not self.is_dynamic or not isinstance(contract, SequenceContract):
-                return False
-            return len(contract.kind.states) == 2 and not contract.structure.proj_size
-        return shape is LoopShape.OPAQUE
+        """Whether its cells leave as text."""
+        contract = self.contract
+        if shape is LoopShape.OPAQUE_TEXT:
+            return True
+        if shape is not LoopShape.OPAQUE_DYNAMIC_LSTM or not isinstance(contract, SequenceContract):
+            return False
+        return self.is_dynamic and len(contract.kind.states) == 2 and not contract.structure.proj_size
 
     #: Whether the cells may be converted ones, which the compiled cell loop runs.
     can_be_lowered = False

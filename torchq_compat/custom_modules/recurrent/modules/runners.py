@@ -18,15 +18,15 @@ from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModu
 from torchq_compat.custom_modules.recurrent.exported_op.op_calls import OpaqueDirection, call_opaque
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, shape_in_export
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
-from torchq_compat.custom_modules.recurrent.modules.over_time import (
+from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule, OwnedProgram
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
+from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
+from torchq_compat.custom_modules.recurrent.over_time import (
     State,
     masked_step,
     run_looped_direction,
     run_rolled_direction,
 )
-from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule, OwnedProgram
-from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams
-from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
 from torchq_compat.errors import ExportError
 from torchq_compat.qspecs.qparams import q_dq
 
@@ -142,21 +142,49 @@ class TracedRunner(Runner):
 
 
 class OpaqueRunner(TracedRunner):
-    """One operator for the whole module, in an export that asks for it."""
+    """One operator for the whole module, in an export that asks for it: the native one, with the numbers of a
+    lowered module.
+
+    Behind the results stand q-dq of their own qparams, which change no value.
+
+    Args:
+        bound: the module's arguments of the native operator; None: not every cell has a program, or the cells
+            shall be readable text.
+    """
+
+    reads_columns = True
+
+    def __init__(self, bound: BoundModule | None) -> None:
+        self.bound = bound
 
     def run_layers(
         self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
     ) -> tuple[Tensor, list[State]]:
         if given.mask is not None:
             raise _no_lengths()
-        handed = [[_opaque(direction) for direction in layer.directions()] for layer in layers]
-        return call_opaque(handed, given.x, states)
+        directions = [direction for layer in layers for direction in layer.directions()]
+        if self.bound is None:
+            handed = [[_opaque(direction) for direction in layer.directions()] for layer in layers]
+            return call_opaque(handed, given.x, states)
+        stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
+        columns = given.columns or ((given.x.shape[-1], None),)
+        output, *last = self.bound.run_exported(given.x, stacked, columns)
+        all_qparams = [direction.cell.state_qparams() for direction in directions]
+        count = self.bound.directions
+        parts = output.chunk(count, -1) if count > 1 else (output,)
+        outputs = [q_dq(*pair) for pair in zip(parts, (of[0] for of in all_qparams[-count:]), strict=True)]
+        rows = zip(*(each.unbind(0) for each in last), strict=True)
+        ends = [tuple(map(q_dq, row, of)) for row, of in zip(rows, all_qparams, strict=True)]
+        return (outputs[0] if count == 1 else torch.cat(outputs, -1)), ends
 
     def run_step(
         self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
     ) -> State:
-        _, [new] = call_opaque([[OpaqueDirection(cell)]], x.unsqueeze(0), [state])
-        return new
+        if self.bound is None:
+            _, [new] = call_opaque([[OpaqueDirection(cell)]], x.unsqueeze(0), [state])
+            return new
+        ends = self.bound.run_exported(x, list(state), columns or ((x.shape[-1], None),))
+        return tuple(map(q_dq, ends, cell.state_qparams()))
 
 
 def _no_lengths() -> ExportError:

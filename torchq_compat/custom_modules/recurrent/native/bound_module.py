@@ -18,7 +18,7 @@ from torchq_compat.custom_modules.recurrent.native.module_numbers import (
     floats_around,
     weight_mask,
 )
-from torchq_compat.custom_modules.recurrent.native.op import forget, recurrent
+from torchq_compat.custom_modules.recurrent.native.op import NO_SIZES, drop_forgotten, forget, recurrent
 from torchq_compat.custom_modules.recurrent.native.program import CellProgram
 
 __all__ = ["BoundDirection", "BoundModule", "OwnedProgram"]
@@ -96,6 +96,7 @@ class BoundModule:
         self.places = [_place(each.owner, name) for each in self.bound for name in each.names]
         self.owner = next(OWNERS)
         weakref.finalize(self, forget, self.owner).atexit = False
+        drop_forgotten()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a module binds its own."""
@@ -132,6 +133,18 @@ class BoundModule:
             batch_sizes=batch_sizes,
             directions=self.directions,
             owner=self.owner,
+        )
+
+    def run_exported(self, x: Tensor, states: Sequence[Tensor], columns: ColumnQParams) -> list[Tensor]:
+        """As ``run``, for torch.export to trace: nobody owns the weights of a program."""
+        return recurrent(
+            x,
+            states,
+            self.weights(),
+            self.program,
+            floats_around(as_numbers(columns), self.states),
+            batch_sizes=NO_SIZES,
+            directions=self.directions,
         )
 
 

@@ -26,7 +26,9 @@ def column_qparams(qparams: QParams | None, width: int, rank: int) -> ColumnQPar
 
 def qparams_of_call(layout: CallLayout) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call, with the qparams of every tensor, or None, in its place."""
-    all_qparams = layout.input_qparams or (None,) * layout.inputs.count()
+    none = (None,) * layout.inputs.count()
+    pairs = zip(layout.input_qparams or none, layout.float_qparams or none, strict=True)
+    all_qparams = (arriving or lying_on for arriving, lying_on in pairs)
     nested: tuple[tuple[Any, ...], dict[str, Any]] = layout.inputs.put_together(
         all_qparams, itertools.repeat(None)
     )

@@ -16,7 +16,7 @@ from torchq_compat.custom_modules.recurrent.native.module_numbers import Boundar
 from torchq_compat.custom_modules.recurrent.native.program import qparams_row
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.qspecs.qparams import PerChannelQParams, PerTensorQParams, QParams
-from torchq_compat.support.upstream import make_per_tensor_quantized_tensor
+from torchq_compat.support.quantized_tensors import integers_of, is_quantized, of_integers
 
 __all__ = ["DirectCall", "direct_call", "quantized_on"]
 
@@ -63,16 +63,16 @@ class DirectCall:
             if not isinstance(states, (tuple, list)) or len(states) != self.states:
                 return None
             found = (x, *states)
-        is_quantized = False
+        any_quantized = False
         for tensor in found:
             if type(tensor) is not Tensor or tensor.dim() != self.rank or not tensor.is_cpu:
                 return None
             if tensor.dtype is not torch.float32:
-                if self.layout is None or not tensor.is_quantized:
+                if self.layout is None or not is_quantized(tensor):
                     return None
-                is_quantized = True
-        if is_quantized:
-            found = tuple(each.int_repr() if each.is_quantized else each for each in found)
+                any_quantized = True
+        if any_quantized:
+            found = tuple(integers_of(each) if is_quantized(each) else each for each in found)
         return found if found[0].numel() else None
 
     def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:
@@ -97,9 +97,7 @@ class DirectCall:
         except RuntimeError:
             return None
         for index, qparams in self.quantized:
-            results[index] = make_per_tensor_quantized_tensor(
-                results[index], qparams.scale, qparams.zero_point
-            )
+            results[index] = of_integers(results[index], qparams.scale, qparams.zero_point)
         if self.layout is not None:
             return results
         last = results if self.rank == 2 else results[1:]
@@ -141,7 +139,7 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
 def quantized_on(values: Tensor, qparams: QParams | None) -> Tensor:
     """``values``, which lie with ``qparams``, as one of torch.ao's quantized tensors."""
     assert isinstance(qparams, PerTensorQParams)
-    return make_per_tensor_quantized_tensor(qparams.quantize(values), qparams.scale, qparams.zero_point)
+    return of_integers(qparams.quantize(values), qparams.scale, qparams.zero_point)
 
 
 def _rows_on(qparams: QParams | None) -> tuple[QParamsRow, ...] | None:

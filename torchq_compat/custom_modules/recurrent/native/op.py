@@ -6,7 +6,7 @@ other devices, torch's operators run the same program.
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchq_compat.custom_modules.recurrent.native.module_numbers import (
     weight_mask,
 )
 
-__all__ = ["WORK_PER_THREAD", "cell_loop", "forget", "recurrent"]
+__all__ = ["NO_SIZES", "WORK_PER_THREAD", "cell_loop", "drop_forgotten", "forget", "recurrent"]
 
 NAME = "torchq_compat_native::recurrent"
 SCHEMA = (
@@ -33,6 +33,10 @@ SCHEMA = (
 #: Multiply-adds of a step from which another thread pays for meeting at a barrier.
 WORK_PER_THREAD = 1 << 18
 OPS = torch.ops.torchq_compat_native
+#: Owners whose packed weights nobody needs any more.
+FORGOTTEN: deque[int] = deque()
+#: The ``batch_sizes`` of a call without any, where AOTInductor reads it: it hands over no empty list.
+NO_SIZES = (0,)
 
 
 def _before_the_kernel(*call: Any) -> list[Tensor]:
@@ -40,8 +44,13 @@ def _before_the_kernel(*call: Any) -> list[Tensor]:
     if call[0].device.type == "cpu" and kernel_build().is_loaded:
         results: list[Tensor] = OPS.recurrent.default(*call)
         return results
-    *arguments, _, batch_first = call[:8]
-    return run_by_operators(*arguments, batch_first=batch_first)
+    x, states, weights, program, boundary, batch_sizes, _, batch_first = call[:8]
+    sizes = _sizes(batch_sizes)
+    return run_by_operators(x, states, weights, program, boundary, sizes, batch_first=batch_first)
+
+
+def _sizes(batch_sizes: Sequence[int]) -> Sequence[int]:
+    return () if tuple(batch_sizes) == NO_SIZES else batch_sizes
 
 
 def _shapes(
@@ -59,10 +68,13 @@ def _shapes(
 ) -> list[Tensor]:
     """Of calls with states, which is how programs are captured."""
     last = [torch.empty_like(state) for state in states]
-    if x.dim() == 2 and not batch_sizes:
+    if x.dim() == 2 and not _sizes(batch_sizes):
         return last
     width = directions * states[0].shape[-1]
-    return [x.new_empty(*x.shape[:-1], width), *last]
+    if not batch_first or x.dim() == 2:
+        return [x.new_empty(*x.shape[:-1], width), *last]
+    batch, steps, _ = x.shape
+    return [x.new_empty(steps, batch, width).transpose(0, 1), *last]  # the steps of the kernel, turned
 
 
 # After an import that failed on the way, or where a program without Python loaded the library before, torch
@@ -102,7 +114,8 @@ def recurrent(
             that ``program`` says it has.
         program: ``ModuleNumbers.tensor()``.
         boundary: ``Boundary.numbers()``.
-        batch_sizes: rows of each step of packed sequences, none larger than the one before.
+        batch_sizes: rows of each step of packed sequences, none larger than the one before; none, or
+            ``NO_SIZES``: x is not packed.
         directions: of each layer.
         owner: whose packed weights these are; 0: nobody's, of whom only the last few are kept.
         version: a number that grows whenever a weight is written in place; -1: look at the weights.
@@ -120,15 +133,18 @@ def recurrent(
 
 
 def forget(owner: int) -> None:
-    """Drop what is packed for ``owner``.
+    """Have what is packed for ``owner`` dropped when the next module is bound.
 
-    Garbage may be collected while a graph is traced, which would record the call: a thread of its own has
-    none of the modes of the caller.
+    Not at once: garbage may be collected while a graph is traced, which would record the call.
     """
-    if kernel_build.cache_info().currsize and kernel_build().is_loaded:
-        thread = threading.Thread(target=OPS.forget.default, args=(owner,))
-        thread.start()
-        thread.join()
+    FORGOTTEN.append(owner)
+
+
+def drop_forgotten() -> None:
+    """Drop what is packed for owners that are gone."""
+    if FORGOTTEN and not torch.compiler.is_compiling() and kernel_build().is_loaded:
+        while FORGOTTEN:
+            OPS.forget.default(FORGOTTEN.popleft())
 
 
 def cell_loop(

@@ -7,11 +7,12 @@ from torch.fx import Node
 
 from torchq_compat.lower.x86.kernels.kernel_base import Family, KernelCall, Quantized, Refusal, Rule, Site
 from torchq_compat.lower.x86.qdq_operands import arguments_of, rank_of
+from torchq_compat.support.quantized_tensors import KERNELS
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["FAMILY"]
 
-ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
+ATEN = torch.ops.aten
 
 
 def _rule(kernel: OpOverload, with_relu: OpOverload | None) -> Rule:

@@ -21,11 +21,12 @@ from torchq_compat.lower.x86.kernels.kernel_base import (
 )
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of
 from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support.quantized_tensors import KERNELS
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["FAMILY"]
 
-ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
+ATEN = torch.ops.aten
 Arguments = dict[str, Any]
 
 

@@ -23,10 +23,11 @@ from torchq_compat.lower.x86.kernels.weighted import pack
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, quantized_weight, rank_of
 from torchq_compat.qspecs.qdq import CONVERT_DTYPE, DEQUANTIZE_DYNAMIC
 from torchq_compat.support.dtypes import dtype_range
+from torchq_compat.support.quantized_tensors import KERNELS, has_float_qparams
 
 __all__ = ["FAMILY"]
 
-ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
+ATEN = torch.ops.aten
 SUM = 0
 
 
@@ -35,7 +36,7 @@ def _rows(site: Site) -> Tensor | Refusal | None:
     weight = quantized_weight(site.graph_module, arguments_of(site.op)["weight"])
     if weight is None:
         return None
-    if weight.dtype is not torch.quint8 or weight.qscheme() is not torch.per_channel_affine_float_qparams:
+    if weight.dtype is not torch.quint8 or not has_float_qparams(weight):
         return Refusal("its weight has no float qparams for each row of uint8")
     return weight
 

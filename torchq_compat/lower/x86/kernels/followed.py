@@ -13,11 +13,12 @@ from torch.fx import Node
 
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, KernelCall, Quantized, Refusal, Site
 from torchq_compat.lower.x86.qdq_operands import arguments_of, example_value
+from torchq_compat.support.quantized_tensors import KERNELS
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["follow", "followed_by"]
 
-ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
+ATEN = torch.ops.aten
 CONV2D = (ATEN.conv2d.default, ATEN.conv2d.padding)
 #: First op -> the ops behind it that a kernel computes with it.
 FOLLOWERS: dict[Any, tuple[OpOverload, ...]] = {

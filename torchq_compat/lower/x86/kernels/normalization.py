@@ -19,11 +19,12 @@ from torchq_compat.lower.x86.kernels.kernel_base import (
     Site,
 )
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, rank_of
+from torchq_compat.support.quantized_tensors import KERNELS
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["FAMILY"]
 
-ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
+ATEN = torch.ops.aten
 #: rank of the input -> the kernels without and with ReLU.
 BATCH_NORMS: dict[int | None, tuple[OpOverload, OpOverload]] = {
     4: (KERNELS.batch_norm2d.default, KERNELS.batch_norm2d_relu.default),

@@ -23,11 +23,20 @@ from torchq_compat.lower.x86.qdq_operands import (
     rank_of,
 )
 from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
-from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
+from torchq_compat.support.quantized_tensors import (
+    KERNELS,
+    QUANTIZE_OP,
+    channel_qparams,
+    integers_of,
+    is_per_channel,
+    of_integers,
+    of_integers_per_channel,
+    qparams_of,
+)
 
 __all__ = ["FAMILY"]
 
-ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
+ATEN = torch.ops.aten
 WITH_FLOAT_RESULT = KERNELS.linear_with_input_q_dq_qweight_dq_output_fp32.default
 #: More pieces would cost more than they save.
 MOST_PIECES = 4
@@ -67,7 +76,7 @@ def _split_linear(site: Site) -> KernelCall | Refusal | None:
         total = KernelCall(ATEN.relu.default, (total,))
     args = (total, site.qparams.scale, site.qparams.zero_point, torch.quint8)
     name = f"{len(pieces)} x {WITH_FLOAT_RESULT}"
-    return KernelCall(ATEN.quantize_per_tensor.default, args, site.covered, name=name)
+    return KernelCall(QUANTIZE_OP, args, site.covered, name=name)
 
 
 def _pieces(site: Site, dequantize: Node) -> list[_Piece] | None:
@@ -87,12 +96,11 @@ def _pieces(site: Site, dequantize: Node) -> list[_Piece] | None:
 
 def _pack(weight: Tensor, piece: _Piece, bias: Tensor | None) -> Any:
     """Only fbgemm has the kernel that gives floats."""
-    columns = weight.int_repr()[:, piece.start : piece.stop].contiguous()
-    if weight.qscheme() is torch.per_tensor_affine:
-        quantized = make_per_tensor_quantized_tensor(columns, weight.q_scale(), weight.q_zero_point())
+    columns = integers_of(weight)[:, piece.start : piece.stop].contiguous()
+    if is_per_channel(weight):
+        quantized = of_integers_per_channel(columns, *channel_qparams(weight), 0)
     else:
-        scales, zero_points = weight.q_per_channel_scales(), weight.q_per_channel_zero_points()
-        quantized = make_per_channel_quantized_tensor(columns, scales, zero_points, 0)
+        quantized = of_integers(columns, *qparams_of(weight))
     with packing_for(Engine("fbgemm")):
         return KERNELS.linear_prepack.default(quantized, bias)
 

@@ -31,11 +31,12 @@ from torchq_compat.lower.x86.qdq_operands import (
     rank_of,
 )
 from torchq_compat.qspecs.qdq import is_dequantize
+from torchq_compat.support.quantized_tensors import KERNELS
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["FAMILY", "pack"]
 
-ATEN, KERNELS = torch.ops.aten, torch.ops.quantized
+ATEN = torch.ops.aten
 CONV = ("stride", "padding", "dilation", "groups")
 Arguments = dict[str, Any]
 FBGEMM = Engine("fbgemm")

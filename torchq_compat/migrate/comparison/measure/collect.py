@@ -159,7 +159,7 @@ def _output_point(index: int, measures: PlaceMeasures) -> Point:
 
 
 def _series(
-    exact: list[Tensor], ours: list[Reading], fx: Sequence[Reading | None], time_axis: int
+    exact: list[Tensor], ours: list[Reading], fx: Sequence[Reading | None], time_axis: int | None
 ) -> list[Series]:
     found = [
         output_series(f"output {i}", time_axis, value, our.value, their.value if their else None)
@@ -169,8 +169,10 @@ def _series(
     return [each for each in found if each is not None]
 
 
-def _time_axis(model: nn.Module) -> int:
-    return int(any(getattr(module, "batch_first", False) is True for module in model.modules()))
+def _time_axis(model: nn.Module) -> int | None:
+    """Return the dimension of time in tensors of three; None for a model without recurrent modules."""
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    return int(any(module.batch_first for module in recurrent)) if recurrent else None
 
 
 def _costs(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> Costs:

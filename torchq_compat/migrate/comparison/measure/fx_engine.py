@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.ao.quantization.quantize_fx as fx
 from torch import nn
-from torch.ao.quantization import get_default_custom_config_dict
-from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
 from torch.fx import GraphModule
 
 from torchq_compat.migrate.comparison.measure.cases import Case
@@ -23,6 +20,12 @@ from torchq_compat.migrate.comparison.measure.fx_places import observe_places
 from torchq_compat.migrate.comparison.measure.fx_switch import calling_fx
 from torchq_compat.migrate.comparison.measure.our_side import Place
 from torchq_compat.migrate.comparison.measure.sides import Key, QuantizedModel
+from torchq_compat.support.torch_ao import (
+    ConvertCustomConfig,
+    PrepareCustomConfig,
+    fx_engine,
+    get_default_custom_config_dict,
+)
 
 __all__ = ["first_line", "quantize_by_fx"]
 
@@ -36,8 +39,10 @@ def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
     quantized classes is added where the script gives none.
 
     Raises:
+        ImportError: this torch has no FX engine.
         Exception: whatever FX raises.
     """
+    fx = fx_engine()
     observed, quantized = _custom_configs(case)
     with calling_fx(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,7 +71,7 @@ def _deployed(
 ) -> tuple[nn.Module | None, str]:
     """FX's lowered model, as the script would ship it, or what FX raised."""
     try:
-        deployed = fx.convert_fx(copy.deepcopy(prepared), quantized)
+        deployed = fx_engine().convert_fx(copy.deepcopy(prepared), quantized)
         with torch.no_grad():
             deployed(*case.example_inputs)
     except Exception as cause:

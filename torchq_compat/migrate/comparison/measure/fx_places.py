@@ -18,6 +18,15 @@ from torchq_compat.migrate.comparison.measure.sides import Key, OpKey, PartKey, 
 from torchq_compat.migrate.comparison.measure.taps import Tap, tap_module, tap_nodes
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 from torchq_compat.support.dtypes import dtype_range, plain_dtype
+from torchq_compat.support.quantized_tensors import (
+    QUANTIZE_FUNCTION,
+    QUANTIZE_FUNCTIONS,
+    as_float,
+    has_float_qparams,
+    is_per_channel,
+    is_quantized,
+    qparams_of,
+)
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["observe_places"]
@@ -110,7 +119,7 @@ def _end_of_chain(node: Node, quantized: set[str]) -> Node:
     """Down through a fused chain of functions like add + relu, inside which nothing is quantized."""
     while len(node.users) == 1:
         (user,) = node.users
-        if user.name not in quantized or user.target is torch.quantize_per_tensor:
+        if user.name not in quantized or user.target is QUANTIZE_FUNCTION:
             break
         node = user
     return node
@@ -122,10 +131,7 @@ def _function_name(node: Node) -> str | None:
         return ""
     if node.op == "call_method" and node.target != "dequantize":
         return SYNONYMS.get(str(node.target), str(node.target))
-    if node.op == "call_function" and node.target not in (
-        torch.quantize_per_tensor,
-        torch.quantize_per_channel,
-    ):
+    if node.op == "call_function" and node.target not in QUANTIZE_FUNCTIONS:
         name = str(getattr(node.target, "__name__", node.target))
         return SYNONYMS.get(name, name)
     return None
@@ -133,7 +139,7 @@ def _function_name(node: Node) -> str | None:
 
 def _value_node(node: Node) -> Node:
     """Return the quantize behind ``node``; ``node`` itself where there is none."""
-    return next((user for user in node.users if user.target is torch.quantize_per_tensor), node)
+    return next((user for user in node.users if user.target is QUANTIZE_FUNCTION), node)
 
 
 def _parts_by_cell(places: Mapping[Key, Place]) -> dict[str, list[tuple[PartKey, PartKind]]]:
@@ -245,11 +251,11 @@ def _reading(passes: list[Tensor]) -> Reading:
 
 
 def _dequantized(value: Tensor) -> Tensor:
-    return value.dequantize() if value.is_quantized else value
+    return as_float(value)
 
 
 def _qparams_of(value: Tensor) -> QParams | None:
-    if not value.is_quantized or value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+    if not is_quantized(value) or is_per_channel(value) or has_float_qparams(value):
         return None
     dtype = plain_dtype(value.dtype)
-    return PerTensorQParams(value.q_scale(), value.q_zero_point(), *dtype_range(dtype), dtype)
+    return PerTensorQParams(*qparams_of(value), *dtype_range(dtype), dtype)

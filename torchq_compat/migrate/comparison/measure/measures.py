@@ -15,6 +15,7 @@ from torchq_compat.migrate.comparison.measure.sides import Reading
 from torchq_compat.migrate.comparison.results import Histogram, QParamsView, Side, Steps
 from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 from torchq_compat.support.dtypes import dtype_name
+from torchq_compat.support.quantized_tensors import channel_qparams, is_per_channel, is_quantized
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["PlaceMeasures", "milliseconds", "state_bytes"]
@@ -183,8 +184,8 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 def _bytes(tensor: Tensor) -> int:
     size = tensor.numel() * tensor.element_size()
-    if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_symmetric):
-        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    if is_quantized(tensor) and is_per_channel(tensor):
+        scales, zero_points = channel_qparams(tensor)
         size += scales.numel() * scales.element_size() + zero_points.numel() * zero_points.element_size()
     return size
 

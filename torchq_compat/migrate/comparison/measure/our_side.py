@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.ao.quantization import disable_fake_quant
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
@@ -39,6 +38,7 @@ from torchq_compat.opaque_calls.quantized_boundary import qparams_of_integers
 from torchq_compat.qspecs.qdq import QUANTIZE, is_dequantize
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.torch_ao import disable_fake_quant
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["OurSide", "Place", "quantize_by_us"]

@@ -23,6 +23,7 @@ from torchq_compat.errors import CaseError
 from torchq_compat.migrate.comparison.measure.cases import Case
 from torchq_compat.migrate.comparison.measure.fx_switch import fx_is_called
 from torchq_compat.migrate.running.redirections import REDIRECTIONS, redirect, replace_everywhere
+from torchq_compat.migrate.running.stand_ins import legacy_module
 from torchq_compat.support import metadata
 from torchq_compat.support.upstream import pytree
 
@@ -141,14 +142,11 @@ def _replaced_functions() -> list[tuple[Function, Function]]:
     found: dict[int, tuple[Function, Function]] = {}
     for moved in REDIRECTIONS:
         ours = importlib.import_module(moved.replacement)
-        try:
-            legacy: Any = importlib.import_module(moved.legacy)
-        except ModuleNotFoundError:
-            legacy = None
+        legacy = legacy_module(moved.legacy)
         for name, new_name in moved.names.items():
             function = getattr(ours, new_name)
-            if hasattr(legacy, name):
-                found.setdefault(id(function), (function, getattr(legacy, name)))
+            if legacy is None or hasattr(legacy, name):
+                found.setdefault(id(function), (function, getattr(legacy, name, function)))
     return list(found.values())
 
 

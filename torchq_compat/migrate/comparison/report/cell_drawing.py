@@ -105,7 +105,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
             arrowstyle="-|>",
             mutation_scale=9,
             linewidth=0.9,
-            color="#666666",
+            color="#7f8b97",
             connectionstyle=f"arc3,rad={-_bend(start, end)}",
         )
     )
@@ -154,4 +154,4 @@ def _details(node: CellNode, point: Point | None) -> list[tuple[str, str]]:
 def _chain(qparams: QParamsView | None) -> str:
     if qparams is None:
         return "float"
-    return f"q→dq {qparams.dtype} {qparams.scales[0]:.3g}/{qparams.zero_points[0]}"
+    return f"q→dq {qparams.dtype} s={qparams.scales[0]:.3g} z={qparams.zero_points[0]}"

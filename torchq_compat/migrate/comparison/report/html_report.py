@@ -1,17 +1,20 @@
-"""Comparisons as one HTML page that needs nothing from anywhere: plots are inside it, as data."""
+"""Comparisons as one HTML page that needs nothing from anywhere: pictures are inside it."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchq_compat.errors import ReportError
-from torchq_compat.migrate.comparison.causes import qparams_text
-from torchq_compat.migrate.comparison.report.terminal_report import COLUMNS, cost_rows, point_row
-from torchq_compat.migrate.comparison.results import ComparedModel
+from torchq_compat.migrate.comparison.report.made_by import made_by
+from torchq_compat.migrate.comparison.report.page_tables import bars, page_table
+from torchq_compat.migrate.comparison.report.summary_sentence import grade, summary_sentence, worst_places
+from torchq_compat.migrate.comparison.report.terminal_report import cost_rows
+from torchq_compat.migrate.comparison.results import ComparedModel, FxOutcome, Point
 from torchq_compat.support.atomic_files import write_whole
 
 __all__ = ["check_page", "page", "write_page"]
@@ -22,12 +25,21 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 @dataclass(frozen=True)
-class Plot:
-    """A picture: its heading, what it shows in a sentence, and its data URI."""
+class Picture:
+    """One drawing: what it is of, and its SVG."""
+
+    label: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Plots:
+    """Pictures under one heading; ``layout``: the class of what holds them."""
 
     heading: str
     caption: str
-    image: str
+    layout: str
+    pictures: tuple[Picture, ...]
 
 
 def check_page(path: Path) -> None:
@@ -65,55 +77,82 @@ def page(comparisons: Sequence[ComparedModel]) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["qparams"] = qparams_text
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        columns=COLUMNS,
-        sections=[
-            {
-                "capture": comparison.capture,
-                "verdict": comparison.verdict,
-                "outputs": [point_row(point) for point in comparison.capture.outputs],
-                "points": [point_row(point) for point in comparison.capture.points],
-                "costs": list(cost_rows(comparison.capture.costs)),
-                "plots": list(_plots(comparison)),
-            }
-            for comparison in comparisons
-        ],
-    )
+    environment.filters["grade"] = grade
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(sections=list(map(_section, comparisons)), facts=made_by())
 
 
-def _plots(comparison: ComparedModel) -> Iterator[Plot]:
+def _section(comparison: ComparedModel) -> dict[str, Any]:
+    capture = comparison.capture
+    worst = worst_places(capture)
+    plots = list(_plots(comparison))
+    contents = {
+        "worst": ("Worst places", worst),
+        "differs": ("What differs", comparison.verdict.findings),
+        "error": ("Error", True),
+        "outputs": ("Outputs", capture.outputs),
+        "places": ("All places", capture.points),
+        "costs": ("Size and latency", True),
+        "plots": ("Pictures", plots),
+    }
+    return {
+        "capture": capture,
+        "verdict": comparison.verdict,
+        "sentence": summary_sentence(comparison),
+        "has_fx": any(point.fx is not None for point in (*capture.outputs, *capture.points)),
+        "worst": worst,
+        "bars": bars(capture, [place for place, _ in worst]),
+        "outputs": page_table(capture.outputs),
+        "points": page_table(capture.points),
+        "costs": list(cost_rows(capture.costs)),
+        "plots": plots,
+        "contents": [(anchor, title) for anchor, (title, content) in contents.items() if content],
+    }
+
+
+def _plots(comparison: ComparedModel) -> Iterator[Plots]:
     from torchq_compat.migrate.comparison.report import plots
 
     capture = comparison.capture
-    yield Plot(
-        "Error per layer",
-        "SQNR against the float model at every place, in the order of computation; higher is nearer to "
-        "float.",
-        plots.error_per_place(capture),
-    )
     for series in capture.series:
-        yield Plot(
+        yield Plots(
             f"Float against quantized: {series.output} over {series.axis}",
             f"{series.where}, where the sides are farthest from float."
             if series.where
             else "The whole output.",
-            plots.over_time(series),
+            "one",
+            (Picture("", plots.over_time(series)),),
         )
     for title, points in plots.histogram_groups(capture):
-        yield Plot(
-            f"Values against the qparams: {title}",
-            "The float model's values; shaded is what the qparams cover, dashed their ends, ticks are their "
-            "steps (at most 64 drawn).",
-            plots.histograms(points),
-        )
+        if points:
+            yield Plots(
+                f"Values against the qparams: {title}",
+                "The float model's values, and shaded what the integers cover, from dashed end to dashed "
+                "end; ticks are their steps (at most 64 drawn).",
+                "several",
+                tuple(
+                    Picture(", ".join(point.name for point in alike), plots.histogram(alike))
+                    for alike in _alike(points)
+                ),
+            )
     for cell in capture.cells:
-        yield Plot(
+        yield Plots(
             f"Cell {cell.path}",
-            "Each part with the quantize and dequantize behind it: dtype, scale/zero point here, and in FX "
-            "where it differs. Colours are dtypes.",
-            plots.cell_chain(cell, capture),
+            "Each part with the quantize and dequantize behind it: dtype, s the scale, z the zero point"
+            f"{', and in FX where it differs' if capture.fx.outcome is FxOutcome.RAN else ''}. "
+            "Colours are dtypes.",
+            "scrolled",
+            (Picture("", plots.cell_chain(cell, capture)),),
         )
+
+
+def _alike(points: Iterable[Point]) -> Iterable[list[Point]]:
+    """Return the points in groups of which one picture tells all."""
+    groups: dict[object, list[Point]] = {}
+    for point in points:
+        fx = point.fx.qparams if point.fx else None
+        groups.setdefault((point.histogram, point.ours.qparams, fx), []).append(point)
+    return groups.values()
 
 
 def _no_place(path: str, problem: str) -> ReportError:

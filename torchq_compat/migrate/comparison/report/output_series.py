@@ -14,17 +14,16 @@ MAX_POINTS = 400
 SHORT = 4
 
 
-def output_series(name: str, axis: int, exact: Tensor, ours: Tensor, fx: Tensor | None) -> Series | None:
+def output_series(
+    name: str, axis: int | None, exact: Tensor, ours: Tensor, fx: Tensor | None
+) -> Series | None:
     """Return the values along time, where either side is farthest from float. None: nothing to draw.
 
-    Time is ``axis`` of a tensor of three dimensions. Where that is short, a last state, or where there are
-    fewer dimensions, it is the longest one.
+    Time is ``axis`` of a tensor of three dimensions. What has no time is not drawn: a line over the places of
+    a batch, or over classes, would say nothing.
     """
-    if exact.dim() == 0 or exact.numel() < 2 or not exact.is_floating_point():
+    if axis is None or exact.dim() != 3 or exact.shape[axis] < SHORT or not exact.is_floating_point():
         return None
-    is_sequence = exact.dim() == 3 and exact.shape[axis] >= SHORT
-    if not is_sequence:
-        axis = max(range(exact.dim()), key=lambda i: exact.shape[i])
     error = (ours - exact).abs() if fx is None else torch.maximum((ours - exact).abs(), (fx - exact).abs())
     rows = error.movedim(axis, 0).reshape(error.shape[axis], -1)
     worst = int(rows.amax(0).argmax())
@@ -37,7 +36,7 @@ def output_series(name: str, axis: int, exact: Tensor, ours: Tensor, fx: Tensor 
     where = ", ".join(str(int(number)) for number in index)
     return Series(
         name,
-        "time" if is_sequence else f"dimension {axis}",
+        "time",
         f"At [{where}] of the other dimensions" if where else "",
         along(exact),
         along(ours),

@@ -10,20 +10,24 @@ from rich.table import Table
 from rich.text import Text
 
 from torchq_compat.migrate.comparison.causes import qparams_text
+from torchq_compat.migrate.comparison.report.summary_sentence import summary_sentence
 from torchq_compat.migrate.comparison.results import ComparedModel, Costs, Kind, Point, Side, Status
 from torchq_compat.migrate.comparison.verdict import decibel_text
+from torchq_compat.showing.text_table import folded_prefixes, text_table
 
 __all__ = ["as_text", "cost_rows", "point_row", "print_report", "renderable", "step_text"]
 
 STYLES = {Status.WORSE: "bold red", Status.WITHOUT_FX: "bold yellow"}
 WIDTH = 200
+#: From here on both sides have columns.
+WIDE = 150
 COLUMNS = ("where", "what", "here", "FX", "dB here", "dB FX", "differ", "steps", "saturated", "in FX")
-NONE = "-"
+NONE, UNSATURATED = "-", "0.00%"
 
 
 def print_report(comparisons: Iterable[ComparedModel], console: Console) -> None:
     for comparison in comparisons:
-        console.print(renderable(comparison))
+        console.print(renderable(comparison, console.width))
 
 
 def as_text(comparisons: Iterable[ComparedModel]) -> str:
@@ -34,14 +38,15 @@ def as_text(comparisons: Iterable[ComparedModel]) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def renderable(comparison: ComparedModel) -> RenderableType:
+def renderable(comparison: ComparedModel, width: int = WIDTH) -> RenderableType:
     verdict, capture = comparison.verdict, comparison.capture
     style = STYLES.get(verdict.status, "bold green")
     parts: list[RenderableType] = [
         Text(f"{capture.model}: {verdict.status.value}", style=style),
         Text(verdict.headline),
+        Text(summary_sentence(comparison)),
         Text(),
-        _points_table((*capture.outputs, *capture.points)),
+        _points_table((*capture.outputs, *capture.points), width),
         Text(),
         _costs_table(capture.costs),
     ]
@@ -50,13 +55,39 @@ def renderable(comparison: ComparedModel) -> RenderableType:
     return Group(*parts)
 
 
-def _points_table(points: Iterable[Point]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if index > 3 else "left", overflow="fold")
-    for point in points:
-        table.add_row(*map(Text, point_row(point)))
-    return table
+def _points_table(points: Iterable[Point], width: int) -> Text:
+    rows: list[tuple[str, ...]] = [
+        tuple("" if cell == NONE else cell for cell in point_row(point)) for point in points
+    ]
+    header: tuple[str, ...] = COLUMNS
+    if width < WIDE:
+        header = ("where", "what", "here", "dB", "")
+        rows = [(*row[:2], _one_of_several(row[2]), row[4], _beside(row)) for row in rows]
+    else:
+        header, rows = (*header, ""), [(*row, "") for row in rows]
+    shown: list[tuple[str, ...]] = []
+    for (above, name), row in zip(folded_prefixes([row[0] for row in rows]), rows, strict=True):
+        if above:
+            shown.append((above, *[""] * (len(header) - 1)))
+        shown.append((name, *row[1:]))
+    return Text(text_table(header, shown, width), no_wrap=True)
+
+
+def _one_of_several(qparams: str) -> str:
+    """Several pairs do not fit a narrow column; the other forms of the report have them."""
+    return f"{qparams.split()[0]} {qparams.count('|') + 1} pairs" if "|" in qparams else qparams
+
+
+def _beside(row: tuple[str, ...]) -> str:
+    """What a narrow table says in words: saturation, and FX."""
+    fx, decibels, share, steps, here, there = row[3], row[5], row[6], row[7], row[8], row[9]
+    told = [f"FX {fx}" if fx else "", f"{decibels} dB" if decibels else ""]
+    if share:
+        told.append(f"{share} differ, by {steps} steps at most")
+    if there and there != UNSATURATED:
+        told.append(f"{there} saturated")
+    ours = f"{here} saturated" if here and here != UNSATURATED else ""
+    return "; ".join(filter(None, (ours, ", ".join(filter(None, told)))))
 
 
 def point_row(point: Point) -> tuple[str, ...]:

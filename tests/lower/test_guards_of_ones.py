@@ -1,0 +1,75 @@
+"""Single steps and batches of one in an exported program, where torch guards against them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qconfig_mapping
+
+import torchq_compat as tc
+from tests.helpers.oracle import leaves
+from torchq_compat.errors import QuantizationWarning
+
+
+class BothWays(nn.Module):
+    """In the name of its output's strides torch asks that there be more than one step and one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, batch_first=True, bidirectional=True)
+        self.fc = nn.Linear(12, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        y, (h, _) = self.lstm(batch["x"])
+        return self.fc(y), h
+
+
+class Halves(nn.Module):
+    """A single step has no two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 6, batch_first=True)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        first, second = self.gru(batch["x"])[0].chunk(2, 1)
+        return first[:, :1] + second[:, :1]
+
+
+def exported(model: nn.Module) -> tuple[Any, nn.Module]:
+    """(the reference, its program) for an example of 3 sequences of 5 steps."""
+    torch.manual_seed(0)
+    example = ({"x": torch.randn(3, 6, 4)},)
+    config = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(model.eval(), get_default_qconfig_mapping("x86"), example, config)
+    prepared(*example)
+    reference = tc.convert_to_reference_fx(prepared)
+    return reference, tc.export(reference, example).module()
+
+
+def test_sizes_of_one_give_the_bits_of_the_reference() -> None:
+    reference, program = exported(BothWays())
+    for batch, steps in ((1, 6), (3, 1), (1, 1), (2, 9)):
+        call = {"x": torch.randn(batch, steps, 4)}
+        pairs = list(zip(leaves(reference(call)), leaves(program(call)), strict=True))
+        assert len(pairs) == 2
+        assert all(torch.equal(a, b) for a, b in pairs)
+    with pytest.raises(AssertionError, match=r"Guard failed.*\[2\] == 4"):
+        program({"x": torch.randn(3, 6, 5)})
+
+
+def test_a_size_that_the_model_refuses_the_program_refuses() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QuantizationWarning)
+        reference, program = exported(Halves())
+    call = {"x": torch.randn(1, 8, 4)}
+    assert torch.equal(reference(call), program(call))
+    call = {"x": torch.randn(3, 1, 4)}
+    with pytest.raises(tc.errors.InputError):
+        reference(call)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program(call)

@@ -1,0 +1,25 @@
+"""What scripts read inside converted models: found, and left for a person."""
+
+import torch
+from torch import nn
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+prepared = prepare_fx(model, mapping, (x,))
+quantized = convert_fx(prepared)
+print(quantized.conv1.weight())
+first, scale = getattr(quantized, "conv1"), quantized.state_dict()["conv1.scale"]
+for name, module in quantized.named_modules():
+    if isinstance(module, (torch.ao.nn.quantized.Linear, torch.ao.nn.intrinsic.quantized.ConvReLU2d)):
+        print(name, module.scale)
+for node in quantized.graph.nodes:
+    print(node.op)
+
+# None of these reads inside.
+quantized.eval()
+quantized.load_state_dict(torch.load("q.pth"))
+torch.save(quantized.state_dict(), "q.pth")
+print(quantized, quantized.graph, quantized.code)
+for name, module in prepared.named_modules():
+    print(name, isinstance(module, (nn.Linear, torch.ao.nn.quantized.FloatFunctional)))
+quantized = model
+print(quantized.conv1.weight)

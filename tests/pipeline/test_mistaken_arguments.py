@@ -1,0 +1,76 @@
+"""What people give in place of the right argument: our error says what it is and what to write."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    default_qconfig,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
+
+import torchq_compat as tc
+from torchq_compat.errors import ArgumentError, CaptureError, ConfigError, InputError, QuantizationWarning
+
+X = (torch.randn(3, 4),)
+MAPPING = get_default_qconfig_mapping("x86")
+PREPARES = (tc.prepare_fx, tc.prepare_qat_fx)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+
+
+@pytest.mark.parametrize("prepare", PREPARES)
+@pytest.mark.parametrize(
+    ("mapping", "hint"),
+    [
+        (default_qconfig, r"QConfigMapping\(\)\.set_global\(qconfig\)"),
+        ("x86", r"get_default_qconfig_mapping\('x86'\)"),
+        (X, r"example_inputs, which come third"),
+        (X[0], r"example_inputs, which come third"),
+    ],
+)
+def test_no_mapping(prepare: Callable[..., Any], mapping: object, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"must be a QConfigMapping, got .*\nHint: .*{hint}"):
+        prepare(net(), mapping, X)
+
+
+@pytest.mark.parametrize("prepare", PREPARES)
+def test_the_model_stands_second(prepare: Callable[..., Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"the module stands second\.\nHint: the order is prepare_"):
+        prepare(MAPPING, net(), X)
+
+
+def test_the_examples_are_missing() -> None:
+    with pytest.raises(InputError, match="example_inputs is missing"):
+        tc.prepare_fx(net(), MAPPING)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match="example_inputs is missing"):
+        tc.prepare_qat_fx(net(), get_default_qat_qconfig_mapping("x86"))  # type: ignore[call-arg]
+
+
+def test_observers_in_training_are_told() -> None:
+    with pytest.warns(QuantizationWarning, match="no fake-quantize, so training does not see the rounding"):
+        tc.prepare_qat_fx(net().train(), MAPPING, X)
+    tc.prepare_qat_fx(net().train(), get_default_qat_qconfig_mapping("x86"), X)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def test_no_traceback_of_torch_export_is_printed() -> None:
+    with pytest.raises(CaptureError) as caught:
+        tc.prepare_fx(Branching().eval(), MAPPING, X)
+    printed = "".join(traceback.format_exception(caught.value.__cause__))
+    assert "During handling of the above exception" not in printed
+    assert "site-packages/torch/" not in printed
+    assert "test_mistaken_arguments.py" in str(caught.value)
+    assert len(printed.splitlines()) < 40

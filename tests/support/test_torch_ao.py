@@ -1,0 +1,152 @@
+"""One module imports torch.ao.quantization and torch.ao.nn; the rest works where torch has no FX engine."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchq_compat
+from tests.helpers.hidden_engine import environment_without_engine
+from tests.helpers.oracle import sqnr
+from tests.migrate.running.test_script_pairs import LEGACY, OUTPUTS, outputs
+from torchq_compat.support import torch_ao
+
+PACKAGE = Path(torchq_compat.__file__).parent
+DOOR = "support/torch_ao.py"
+NAMESPACES = (
+    "torch.ao",
+    "torch.quantization",
+    "torch.nn.quantized",
+    "torch.nn.quantizable",
+    "torch.nn.intrinsic",
+)
+#: In the default run: quantize_fx and the LSTM functions are both stand-ins.
+QUICK = "lstm_16bit_parts.py"
+LIBRARY = """\
+import sys
+import torch
+from torch import nn
+from torch.ao.quantization import get_default_qconfig_mapping
+from torchq_compat import compare, convert_fx, errors, fuse_fx, prepare_fx
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU()).eval()
+batch = (torch.randn(2, 4, 8),)
+mapping = get_default_qconfig_mapping("x86")
+prepared = prepare_fx(model, mapping, batch)
+prepared(*batch)
+quantized = convert_fx(prepared)
+print("float", *model(*batch).flatten().tolist())
+print("quantized", *quantized(*batch).flatten().tolist())
+print(type(fuse_fx(model).get_submodule('0')).__name__)
+found = compare(model, mapping, batch, calibration_data=[batch])
+print(found.capture.fx.error)
+try:
+    compare(model, mapping, batch, calibration_data=[batch], fx=True)
+except errors.FxError as error:
+    print(error.message)
+print([name for name in sys.modules if "quantize_fx" in name and name.startswith("torch.")])
+"""
+
+
+def names_of_torch_ao(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found.append(ast.unparse(node))
+    return [name for name in found if f"{name}.".startswith(tuple(f"{space}." for space in NAMESPACES))]
+
+
+def test_one_module_imports_torch_ao() -> None:
+    found = {
+        path.relative_to(PACKAGE).as_posix(): names
+        for path in PACKAGE.rglob("*.py")
+        if (names := names_of_torch_ao(ast.parse(path.read_text())))
+    }
+    assert list(found) == [DOOR]
+    assert len(found[DOOR]) > 30
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.ao.quantization as q",
+        "from torch.ao import quantization",
+        "from torch.quantization import QConfig",
+        "import torch\nkind = torch.ao.nn.quantizable.LSTM",
+    ],
+)
+def test_other_imports_are_found(code: str) -> None:
+    assert names_of_torch_ao(ast.parse(code))
+
+
+def test_every_name_is_one_of_torch_ao() -> None:
+    assert [name for name in torch_ao.__all__ if not hasattr(torch_ao, name)] == []
+    assert torch_ao.QuantizationTracer.__module__ == "torch.ao.quantization.fx.tracer"
+    assert torch_ao.QuantizedGraphModule.__module__ == "torch.ao.quantization.fx.graph_module"
+    assert torch_ao.fx_engine().prepare_fx.__module__ == torch_ao.FX_ENGINE
+
+
+def test_what_the_engine_lacks_matches_nothing() -> None:
+    absent = torch_ao._of_engine("there_is_none", "QuantizationTracer")
+    assert not isinstance(torch.fx.Tracer(), absent)
+
+
+def without_engine(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, *command],
+        env=environment_without_engine(folder),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def numbers(line: str) -> Tensor:
+    return torch.tensor([float(value) for value in line.split()[1:]])
+
+
+def test_library_without_the_engine(tmp_path: Path) -> None:
+    lines = without_engine(tmp_path, "-c", LIBRARY).stdout.splitlines()
+    assert 30 < sqnr(numbers(lines[0]), numbers(lines[1])) < 60
+    assert lines[2] == "ConvReLU1d"
+    assert "No module named 'torch.ao.quantization.quantize_fx'" in lines[3]
+    assert lines[4].startswith("FX cannot run this model: ModuleNotFoundError")
+    assert lines[5] == "[]"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.slow]) for name in OUTPUTS]
+)
+def test_scripts_run_without_the_engine(name: str, tmp_path: Path) -> None:
+    script = str(LEGACY / name)
+    found = outputs(without_engine(tmp_path, "-m", "torchq_compat", "run", script))
+    low, high = OUTPUTS[name].sqnr
+    assert low < sqnr(found["float"], found["quantized"]) < high
+
+
+@pytest.mark.slow
+def test_a_script_that_needs_the_engine_says_what_is_missing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from torch.ao.quantization.quantize_fx import QConfigMapping, prepare_fx, prepare_qat_fx\n"
+        "import torch.ao.quantization.quantize_fx as fx\n"
+        "print(QConfigMapping.__name__, fx.prepare_fx is prepare_fx)\n"
+        "try:\n    fx._swap_ff_with_fxff\nexcept AttributeError as error:\n    print(error)\n"
+    )
+    lines = without_engine(tmp_path, "-m", "torchq_compat", "run", str(script)).stdout.splitlines()
+    assert lines[0] == "QConfigMapping True"
+    assert "'_swap_ff_with_fxff': torch has removed the module" in lines[1]

@@ -1,0 +1,1 @@
+"""The types as a user's checker sees them."""

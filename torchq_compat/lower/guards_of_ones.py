@@ -1,0 +1,102 @@
+"""Sizes of 1 in an exported program: torch guards against them where an operator asks for strides.
+
+What the model itself asks of its sizes ``check_sizes`` asks in the program, in the same words. A guard goes
+where the model takes the sizes it refuses, and the program, run at them, gives the bits of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from torchq_compat.capture.checked.trial_inputs import Group, SizeGroups, group_of, resized, symbol_values
+from torchq_compat.capture.checked.trial_runs import kept_buffers
+from torchq_compat.capture.sizes.input_sizes import Dimension
+from torchq_compat.graph.graph_module import ConvertedGraphModule
+from torchq_compat.support.upstream import guards_of, pytree
+from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
+
+__all__ = ["drop_guards_of_ones"]
+
+#: ``L['x'].size()[0]``, as a guard names a size.
+SIZE = re.compile(r"L(?:\[[^\]]+\]|\.\w+)+\.size\(\)\[\d+\]")
+FACTOR = rf"(?:\d+|{SIZE.pattern})"
+#: A product of sizes and a number, and what it must not be.
+NOT_PRODUCT = re.compile(rf"\(*(?P<product>{FACTOR}(?:\*{FACTOR})*)\)* != (?P<number>\d+)")
+
+
+def drop_guards_of_ones(program: ExportedProgram, model: ConvertedGraphModule, args: tuple[Any, ...]) -> None:
+    """Drop the guards of ``program`` that refuse sizes of 1 alone, where it computes what ``model`` does."""
+    guards = guards_of(program)
+    calls = _calls_refused(guards, model, args)
+    if not calls:
+        return
+    options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
+    module = program.module(**options)
+    right: dict[frozenset[Group], bool] = {}
+    for guard, groups in calls.items():
+        if frozenset(groups) not in right:
+            right[frozenset(groups)] = _is_right(module, model, args, groups)
+        if right[frozenset(groups)]:
+            guards[:] = [other for other in guards if other != guard]
+
+
+def _calls_refused(
+    guards: list[str], model: ConvertedGraphModule, args: tuple[Any, ...]
+) -> dict[str, SizeGroups]:
+    """Return guard -> the sizes of 1 it refuses, where the model takes them."""
+    signature = model.record.signature
+    dimensions = _by_name_in_guards(signature.sizes.dimensions, signature.labelled(args))
+    found = {}
+    for guard in guards:
+        groups = _ones_refused(guard, dimensions)
+        if groups and signature.sizes.broken_rule(symbol_values(signature.sizes, groups)) is None:
+            found[guard] = groups
+    return found
+
+
+def _by_name_in_guards(dimensions: Iterable[Dimension], labels: Iterable[str]) -> dict[str, Dimension]:
+    """A streaming program takes ``*args``: there an argument goes by its position."""
+    positions = list(dict.fromkeys(label.partition("[")[0] for label in labels))
+    found: dict[str, Dimension] = {}
+    for dimension in dimensions:
+        name, bracket, rest = dimension.label.partition("[")
+        for root in (f"['{name}']", f"['args'][{positions.index(name)}]"):
+            found[f"L{root}{bracket}{rest}.size()[{dimension.index}]"] = dimension
+    return found
+
+
+def _ones_refused(guard: str, dimensions: Mapping[str, Dimension]) -> SizeGroups:
+    """Return the sizes of 1 that ``guard`` refuses: a product of sizes is not what it is where all are 1.
+    None of them if it says anything else."""
+    found = NOT_PRODUCT.fullmatch(guard)
+    sizes = SIZE.findall(guard)
+    if found is None or not sizes or not all(size in dimensions for size in sizes):
+        return {}
+    factors = [int(number) for number in SIZE.sub("1", found["product"]).split("*")]
+    if torch.Size(factors).numel() != int(found["number"]):
+        return {}
+    return {group_of(dimensions[size]): 1 for size in sizes}
+
+
+def _is_right(
+    module: torch.nn.Module, model: ConvertedGraphModule, args: tuple[Any, ...], groups: SizeGroups
+) -> bool:
+    signature = model.record.signature
+    call = resized(args, signature.labelled(args), signature.sizes, groups)
+    try:
+        # A streaming program writes its states.
+        with torch.no_grad(), kept_buffers(module):
+            return _same_bits(model(*call), module(*call))
+    except Exception:
+        # A kernel refuses what the guard refused: then it stays, and names the size.
+        return False
+
+
+def _same_bits(expected: Any, found: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(found), strict=True)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))

@@ -1,0 +1,81 @@
+"""``torchq-compat explain CODE...``: what the guide says of a finding, without a network and without torch.
+
+Exit code: 0, or 2 for a code that there is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import textwrap
+
+from torchq_compat.errors import CodeError
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.scanning.constructs import CONSTRUCTS, RETIRED
+
+__all__ = ["add_parser", "explain_command", "explained"]
+
+EXAMPLES = """\
+examples:
+  torchq-compat explain TQ105
+  torchq-compat explain --list
+"""
+#: A page of text is not wider.
+WIDEST = 100
+BLOCK = re.compile(r"(```.*?```)", re.DOTALL)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "explain",
+        help="show what the guide says of a code of scan",
+        description="Show what the guide says of a code that 'scan' prints.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("codes", metavar="CODE", nargs="*", help="TQ101, for example; case does not matter")
+    parser.add_argument("--list", action="store_true", help="list the codes with their titles")
+    parser.set_defaults(command=explain_command)
+
+
+def explain_command(args: argparse.Namespace) -> int:
+    """Print the texts and return the exit code.
+
+    Raises:
+        CodeError: no code is given, or there is none of that name.
+    """
+    if args.list or not args.codes:
+        for construct in CONSTRUCTS.values():
+            print(f"{construct.code}  {construct.title}")
+        return 0
+    width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns) if sys.stdout.isatty() else WIDEST
+    print("\n\n".join(explained(code, width) for code in args.codes))
+    return 0
+
+
+def explained(code: str, width: int) -> str:
+    """Return the text about ``code`` in lines of at most ``width`` columns; code blocks as they are.
+
+    Raises:
+        CodeError: there is no such code.
+    """
+    construct = CONSTRUCTS.get(code.upper()) or RETIRED.get(code.upper())
+    if construct is None:
+        raise CodeError(f"there is no code {code!r}.", hint=f"there are {', '.join(CONSTRUCTS)}.")
+    lines = [f"{construct.code} {construct.title}", "", *textwrap.wrap(_becomes(construct), width)]
+    for index, passage in enumerate(BLOCK.split(construct.guide)):
+        if index % 2:
+            lines += ["", *(f"    {line}".rstrip() for line in passage.splitlines()[1:-1])]
+            continue
+        for paragraph in filter(None, (each.strip() for each in passage.split("\n\n"))):
+            lines += ["", *textwrap.wrap(" ".join(paragraph.replace("`", "").split()), width)]
+    return "\n".join(lines)
+
+
+def _becomes(construct: Construct) -> str:
+    if construct.code in RETIRED:
+        return f"Becomes {construct.becomes}. scan does not list it any more."
+    who = "rewrite" if construct.code < "TQ2" else "Manual review"
+    return f"Becomes {construct.becomes}. {who} settles it."

@@ -1,0 +1,32 @@
+"""Functions that captured a model for PT2E and are gone from torch. Names only, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+__all__ = ["REMOVED_CAPTURES", "RemovedCapture"]
+
+
+class RemovedCapture(NamedTuple):
+    """A function that ``torch.export.export`` stands for now.
+
+    Attributes:
+        module, name: where it was.
+        gave_module: whether it returned the graph module, not the exported program.
+    """
+
+    module: str
+    name: str
+    gave_module: bool
+
+
+#: Full name -> what it was.
+REMOVED_CAPTURES: Mapping[str, RemovedCapture] = {
+    f"{each.module}.{each.name}": each
+    for each in (
+        RemovedCapture("torch._export", "capture_pre_autograd_graph", gave_module=True),
+        RemovedCapture("torch.export", "export_for_training", gave_module=False),
+        RemovedCapture("torch.export._trace", "_export_for_training", gave_module=False),
+    )
+}

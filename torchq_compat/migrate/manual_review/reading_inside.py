@@ -1,0 +1,129 @@
+"""Code that looks inside a converted model, or at the classes FX's converted models are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.migrate.legacy_api.construct import Construct
+from torchq_compat.migrate.legacy_api.fx_calls import fx_call, fx_calls, last_value, only_value
+from torchq_compat.migrate.manual_review.review import ManualReview
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import Site
+
+__all__ = ["REVIEW"]
+
+CODE = "TQ208"
+CONVERTS = ("convert_fx", "convert_to_reference_fx")
+#: What goes through a model's modules or nodes, as methods and attributes of the model itself.
+WALKS = frozenset(
+    {
+        "_modules",
+        "_packed_params",
+        "_weight_bias",
+        "children",
+        "get_submodule",
+        "modules",
+        "named_children",
+        "named_modules",
+    }
+)
+MODULE_NAMES = """
+add_module apply bfloat16 buffers code compile cpu cuda delete_all_unused_submodules double eval extra_repr
+float forward get_buffer get_extra_state get_parameter graph half input_qparams load_state_dict lowering meta
+named_buffers named_parameters output_qparams parameters print_readable qconfig recompile record reference
+register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
+register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook
+register_module register_parameter register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule
+share_memory state_dict to to_empty to_folder train training type xpu zero_grad
+"""
+#: What any module and any GraphModule has, and answers here as it does in FX.
+OF_EVERY_MODULE = frozenset(MODULE_NAMES.split())
+#: Where the classes of FX's converted models are; FloatFunctional is a class of float models.
+QUANTIZED_CLASSES = (
+    "torch.ao.nn.quantized.",
+    "torch.ao.nn.intrinsic.quantized.",
+    "torch.nn.quantized.",
+    "torch.nn.intrinsic.quantized.",
+)
+OF_FLOAT_MODELS = ("FloatFunctional", "FXFloatFunctional", "QFunctional")
+INSIDE = (
+    "a view stands there: it answers weight(), bias(), scale and zero_point; the values are in the graph, "
+    "the state_dict and explain"
+)
+KEYS = "the keys are those of a captured graph; load_state_dict takes FX's, and a view has the weight"
+CLASSES = "the ops of a converted model are in its graph; the modules are views, not of this class"
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    """Attributes of a converted model that only FX's has as such, keys of its state, classes it is tested
+    for."""
+    if not any(call.function in CONVERTS for call in fx_calls(source)):
+        return
+    for attribute in source.nodes(cst.Attribute):
+        if _reads_inside(source, attribute):
+            yield Site(CODE, source.start(attribute), source.code(attribute), refusal=INSIDE)
+    for subscript in source.nodes(cst.Subscript):
+        state = subscript.value.func if isinstance(subscript.value, cst.Call) else None
+        if not isinstance(state, cst.Attribute) or state.attr.value != "state_dict":
+            continue
+        if _is_converted(source, state.value):
+            yield Site(CODE, source.start(subscript), source.code(subscript), refusal=KEYS)
+    for call in source.nodes(cst.Call):
+        if source.code(call.func) in ("isinstance", "issubclass") and len(call.args) == 2:
+            if any(_is_quantized_class(source, each) for each in _classes(call.args[1].value)):
+                yield Site(CODE, source.start(call), source.code(call), refusal=CLASSES)
+        elif source.code(call.func) == "getattr" and call.args and _is_converted(source, call.args[0].value):
+            yield Site(CODE, source.start(call), source.code(call), refusal=INSIDE)
+
+
+def _reads_inside(source: ParsedSource, attribute: cst.Attribute) -> bool:
+    name = attribute.attr.value
+    if (
+        name == "nodes"
+        and isinstance(attribute.value, cst.Attribute)
+        and attribute.value.attr.value == "graph"
+    ):
+        return _is_converted(source, attribute.value.value)
+    is_known = name in OF_EVERY_MODULE or name.startswith("__")
+    return (name in WALKS or not is_known) and _is_converted(source, attribute.value)
+
+
+def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
+    """Return whether ``node`` is a variable that holds a converted model here."""
+    if not isinstance(node, cst.Name):
+        return False
+    value = last_value(source, node, node)
+    if value is None:
+        bound = only_value(source, node)
+        value = bound[1] if bound is not None else None
+    made = fx_call(source, value)
+    return made is not None and made.function in CONVERTS
+
+
+def _classes(node: cst.BaseExpression) -> tuple[cst.BaseExpression, ...]:
+    return tuple(each.value for each in node.elements) if isinstance(node, cst.Tuple) else (node,)
+
+
+def _is_quantized_class(source: ParsedSource, node: cst.BaseExpression) -> bool:
+    names = source.names(node)
+    return bool(names) and all(
+        name.startswith(QUANTIZED_CLASSES) and name.rpartition(".")[2] not in OF_FLOAT_MODELS
+        for name in names
+    )
+
+
+CONSTRUCT = Construct(
+    code=CODE,
+    title="reading inside converted models",
+    becomes="the views at the modules' paths, explain, and the state_dict",
+    guide="""\
+A converted model is one captured graph. Where a module of the float model stood there is a view:
+`q.conv1.weight()`, `q.conv1.scale`, `q.conv1.zero_point` and `print(q)` answer as FX's do. What goes through
+`modules()`, tests for classes of `torch.ao.nn.quantized`, looks for `call_module` nodes, or reads keys of the
+`state_dict` finds something else here; `torchq_compat.explain(q)` says what was quantized, module by module.
+""",
+)
+
+REVIEW = ManualReview(CONSTRUCT, find)

@@ -1,0 +1,66 @@
+"""Modules of the FX engine that this torch no longer has, where a legacy script runs: imports find these.
+
+A stand-in has the functions that scripts are redirected to, and the configuration classes that FX's module
+passes on; another name of it is missing, as it is in torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from torchq_compat.migrate.legacy_api.legacy_names import MOVED_FUNCTIONS
+from torchq_compat.support import torch_ao
+
+__all__ = ["legacy_module", "put_stand_in"]
+
+#: Modules that held nothing but what is redirected.
+ENGINE = frozenset(moved.legacy for moved in MOVED_FUNCTIONS)
+#: What a stand-in is known by.
+STANDS_IN = "_torchq_compat_stands_in"
+
+
+def legacy_module(name: str) -> ModuleType | None:
+    """Import a module of torch by name; None where this torch has none, or a stand-in stands for it."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return None
+    return None if STANDS_IN in vars(module) else module
+
+
+def put_stand_in(name: str, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Let imports of module ``name`` find ``functions``, if it is one of the FX engine.
+
+    Args:
+        name: dotted name of a module that cannot be imported.
+        functions: what it has, by their legacy names; added to those of an earlier call.
+    """
+    if name not in ENGINE:
+        return
+    module = sys.modules.get(name)
+    if module is None:
+        module = _empty_stand_in(name)
+        sys.modules[name] = module
+        parent = legacy_module(name.rpartition(".")[0])
+        if parent is not None:
+            setattr(parent, name.rpartition(".")[2], module)
+    vars(module).update(functions)
+
+
+def _empty_stand_in(name: str) -> ModuleType:
+    module = ModuleType(name, f"Stands for {name}, which this torch does not have.")
+
+    def passed_on(attribute: str) -> Any:
+        if attribute in torch_ao.__all__:
+            return getattr(torch_ao, attribute)
+        raise AttributeError(
+            f"module {name!r} has no attribute {attribute!r}: torch has removed the module, and "
+            "torchq_compat has only what quantizes in its place"
+        )
+
+    vars(module).update({"__getattr__": passed_on, STANDS_IN: True})
+    return module

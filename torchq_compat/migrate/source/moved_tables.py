@@ -1,0 +1,44 @@
+"""FX's functions and configuration classes: where they lived, and where they live now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+__all__ = ["MOVED", "MOVED_CLASSES", "MOVED_FUNCTIONS", "Moved", "unchanged"]
+
+
+class Moved(NamedTuple):
+    """Names of a legacy module, each with its name in the module that replaces it here."""
+
+    legacy: str
+    replacement: str
+    names: Mapping[str, str]
+
+
+def unchanged(*names: str) -> dict[str, str]:
+    """Return names that stay, as ``Moved`` has them."""
+    return {name: name for name in names}
+
+
+FUNCTIONS = unchanged("prepare_fx", "prepare_qat_fx", "convert_fx", "convert_to_reference_fx", "fuse_fx")
+PART_FUNCTIONS = {
+    "_get_lstm_with_individually_observed_parts": "get_lstm_with_individually_observed_parts",
+    "_get_reference_quantized_lstm_module": "get_reference_quantized_lstm_module",
+}
+CONFIG_CLASSES = unchanged(
+    "PrepareCustomConfig", "ConvertCustomConfig", "FuseCustomConfig", "StandaloneModuleConfigEntry"
+)
+IMPORTED_BY_QUANTIZE_FX = unchanged("PrepareCustomConfig", "ConvertCustomConfig", "FuseCustomConfig")
+
+MOVED_FUNCTIONS = (
+    Moved("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
+    Moved("torch.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
+    Moved("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils", PART_FUNCTIONS),
+)
+#: The classes are the same objects on both sides: only source code has to change.
+MOVED_CLASSES = (
+    Moved("torch.ao.quantization.fx.custom_config", "torchq_compat.custom_config", CONFIG_CLASSES),
+    Moved("torch.ao.quantization.quantize_fx", "torchq_compat.custom_config", IMPORTED_BY_QUANTIZE_FX),
+)
+MOVED = (*MOVED_FUNCTIONS, *MOVED_CLASSES)

@@ -1,0 +1,45 @@
+"""Whether QConfigs fit the function they are given to: fake-quantizes train, observers calibrate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
+
+from torchq_compat.support.torch_ao import NoopObserver, PlaceholderObserver, QConfig
+from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
+
+__all__ = ["misfit"]
+
+FAKE_QUANTIZES = (legacy_fake_quantize.FakeQuantizeBase, pt2e_fake_quantize.FakeQuantizeBase)
+WITHOUT_RANGE = (NoopObserver, PlaceholderObserver)
+
+
+def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
+    """Return what a user should know about ``qconfigs`` in this mode; empty if they fit it."""
+    classes = [
+        made
+        for qconfig in qconfigs
+        if isinstance(qconfig, QConfig)
+        for made in map(_class_of, (qconfig.activation, qconfig.weight))
+        if isinstance(made, type) and not issubclass(made, WITHOUT_RANGE)
+    ]
+    fakes = [made for made in classes if issubclass(made, FAKE_QUANTIZES)]
+    if is_qat and classes and not fakes:
+        return (
+            "prepare_qat_fx: the qconfig_mapping has observers and no fake-quantize, so training does not "
+            "see the rounding. Hint: give get_default_qat_qconfig_mapping(...), or call prepare_fx."
+        )
+    return ""
+
+
+def _class_of(constructor: Any) -> Any:
+    """Return the class that ``Class``, ``Class.with_args(...)`` or a partial of it makes."""
+    for _ in range(8):
+        inner = getattr(constructor, "p", constructor)
+        function = getattr(inner, "func", inner)
+        if function is constructor:
+            break
+        constructor = function
+    return constructor

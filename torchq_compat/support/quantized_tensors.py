@@ -1,0 +1,129 @@
+"""Tensors of torch.quint8, qint8 and qint32, which carry their qparams: what is done with them.
+
+torch deprecates them from 2.13 on (https://github.com/pytorch/pytorch/issues/184982). Here they are at four
+places only, and each has what takes their place when torch drops them: ``REPLACEMENTS``. Nothing that
+``convert_to_reference_fx``, ``export``, ``to_executorch`` or ``to_onnx`` returns has one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
+
+__all__ = [
+    "DEQUANTIZE_OP",
+    "INTEGERS_OP",
+    "KERNELS",
+    "OF_INTEGERS_OP",
+    "QUANTIZE_FUNCTION",
+    "QUANTIZE_FUNCTIONS",
+    "QUANTIZE_OP",
+    "REPLACEMENTS",
+    "as_float",
+    "channel_qparams",
+    "has_float_qparams",
+    "integers_of",
+    "is_per_channel",
+    "is_quantized",
+    "of_integers",
+    "of_integers_per_channel",
+    "qparams_of",
+    "quantize",
+    "quantize_per_channel",
+    "spend_deprecation_warning",
+]
+
+#: Where quantized tensors are used -> what takes their place.
+REPLACEMENTS = {
+    "x86 integer kernels, `torch.ops.quantized`": "the q-dq graph of `convert_to_reference_fx`: Inductor "
+    "takes it, and torchao's `lower_pt2e_quantized_to_x86`, whose kernels have plain integer tensors",
+    "quantized classes of a user's custom modules": "`takes_floats = True` on the class: it gets floats",
+    "`input_quantized_idxs`, `output_quantized_idxs`": "plain integer tensors, which are taken already; "
+    "their qparams are in the state_dict",
+    "`weight()` of a converted module, and states saved by FX": "integers, scales and zero points as three "
+    "tensors, as the converted graph has them",
+}
+
+#: Operators on them.
+KERNELS: Any = torch.ops.quantized
+#: As nodes of a lowered graph.
+QUANTIZE_OP = torch.ops.aten.quantize_per_tensor.default
+DEQUANTIZE_OP = torch.ops.aten.dequantize.self
+INTEGERS_OP = torch.ops.aten.int_repr.default
+OF_INTEGERS_OP = torch.ops.aten._make_per_tensor_quantized_tensor.default
+#: What the graphs of FX call.
+QUANTIZE_FUNCTION = torch.quantize_per_tensor
+QUANTIZE_FUNCTIONS = (torch.quantize_per_tensor, torch.quantize_per_channel)
+
+PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric)
+FLOAT_QPARAMS = torch.per_channel_affine_float_qparams
+
+#: (integers, scale, zero point) -> the quantized tensor of these integers.
+of_integers = make_per_tensor_quantized_tensor
+#: (integers, scales, zero points, axis) -> the same per channel.
+of_integers_per_channel = make_per_channel_quantized_tensor
+
+
+def quantize(values: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Tensor:
+    """Quantize floats per tensor; ``dtype`` is torch.quint8, qint8 or qint32."""
+    spend_deprecation_warning()
+    return torch.quantize_per_tensor(values, scale, zero_point, dtype)
+
+
+def quantize_per_channel(
+    values: Tensor, scales: Tensor, zero_points: Tensor, axis: int, dtype: torch.dtype
+) -> Tensor:
+    """Quantize floats per channel; floats as ``zero_points`` are those of an embedding."""
+    spend_deprecation_warning()
+    return torch.quantize_per_channel(values, scales, zero_points, axis, dtype)
+
+
+@cache
+def spend_deprecation_warning() -> None:
+    """Take the warning that torch gives once to who makes quantized tensors: users of a model do not make
+    them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
+        torch.quantize_per_channel(torch.zeros(1), torch.ones(1), torch.zeros(1), 0, torch.quint8)
+
+
+def is_quantized(value: object) -> bool:
+    """Return whether ``value`` is a tensor that carries qparams."""
+    return isinstance(value, Tensor) and value.is_quantized
+
+
+def as_float(value: Tensor) -> Tensor:
+    """Dequantize ``value`` if it is quantized; return any other tensor as it is."""
+    return value.dequantize() if value.is_quantized else value
+
+
+def integers_of(quantized: Tensor) -> Tensor:
+    """Return the stored integers: torch.uint8, int8 or int32."""
+    return quantized.int_repr()
+
+
+def is_per_channel(quantized: Tensor) -> bool:
+    """Return whether ``quantized`` has a scale for each channel, with integers as zero points."""
+    return quantized.qscheme() in PER_CHANNEL
+
+
+def has_float_qparams(quantized: Tensor) -> bool:
+    """Return whether ``quantized`` has a scale for each channel, with floats as zero points."""
+    return quantized.qscheme() is FLOAT_QPARAMS
+
+
+def qparams_of(quantized: Tensor) -> tuple[float, int]:
+    """Return the scale and zero point of a tensor that is quantized per tensor."""
+    return quantized.q_scale(), quantized.q_zero_point()
+
+
+def channel_qparams(quantized: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and zero points, of shape (channels,); they may lie in memory that torch reuses."""
+    return quantized.q_per_channel_scales(), quantized.q_per_channel_zero_points()

@@ -1,0 +1,160 @@
+"""What this package takes of ``torch.ao.quantization`` and ``torch.ao.nn``: imported here and nowhere else.
+
+Both are deprecated. The configuration a legacy script builds (QConfigs, mappings, observers, BackendConfigs,
+custom configs) is data that is read, and it has to be there, as torchao 0.18 reads it too. The FX engine is
+never called, but for ``compare``, which shows FX's results beside ours and goes on without them: what is
+taken of the engine may be absent, and something that matches nothing then stands in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+# BackendConfig reads a module of its package that the package does not import by itself.
+import torch.ao.quantization.backend_config.utils
+import torch.ao.quantization.fx._decomposed  # noqa: F401 - it registers the q-dq operators
+from torch.ao.nn import quantizable, quantized
+from torch.ao.nn.intrinsic.qat import freeze_bn_stats, update_bn_stats
+from torch.ao.nn.quantized import FloatFunctional, FXFloatFunctional
+from torch.ao.quantization import (
+    FakeQuantize,
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    NoopObserver,
+    PlaceholderObserver,
+    QConfig,
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_per_channel_weight_observer,
+    disable_fake_quant,
+    fake_quantize,
+    float16_dynamic_qconfig,
+    float_qparams_weight_only_qconfig,
+    float_qparams_weight_only_qconfig_4bit,
+    get_default_custom_config_dict,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+    observer,
+)
+from torch.ao.quantization.backend_config import (
+    BackendConfig,
+    BackendPatternConfig,
+    DTypeConfig,
+    DTypeWithConstraints,
+    ObservationType,
+    backend_config,
+    get_native_backend_config,
+)
+from torch.ao.quantization.fake_quantize import FakeQuantizeBase
+from torch.ao.quantization.fuse_modules import fuse_known_modules
+from torch.ao.quantization.fx.custom_config import (
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    StandaloneModuleConfigEntry,
+)
+from torch.ao.quantization.qconfig import qconfig_equals
+from torch.ao.quantization.qconfig_mapping import (
+    _FIXED_QPARAMS_OP_TO_OBSERVER as FIXED_QPARAMS_OP_TO_OBSERVER,
+)
+from torch.ao.quantization.quant_type import QuantType
+from torch.ao.quantization.quantization_mappings import get_default_dynamic_quant_module_mappings
+from torch.ao.quantization.utils import MatchAllNode
+
+from torchq_compat.support.versions import warn_of_untested_pair
+
+__all__ = [
+    "FIXED_QPARAMS_OP_TO_OBSERVER",
+    "FX_ENGINE",
+    "BackendConfig",
+    "BackendPatternConfig",
+    "ConvertCustomConfig",
+    "DTypeConfig",
+    "DTypeWithConstraints",
+    "FXFloatFunctional",
+    "FakeQuantize",
+    "FakeQuantizeBase",
+    "FloatFunctional",
+    "FuseCustomConfig",
+    "HistogramObserver",
+    "MatchAllNode",
+    "MinMaxObserver",
+    "MovingAverageMinMaxObserver",
+    "NoopObserver",
+    "ObservationType",
+    "PlaceholderObserver",
+    "PrepareCustomConfig",
+    "QConfig",
+    "QConfigMapping",
+    "QuantType",
+    "QuantizationTracer",
+    "QuantizedGraphModule",
+    "StandaloneModuleConfigEntry",
+    "backend_config",
+    "default_dynamic_qconfig",
+    "default_per_channel_weight_observer",
+    "disable_fake_quant",
+    "fake_quantize",
+    "float16_dynamic_qconfig",
+    "float_qparams_weight_only_qconfig",
+    "float_qparams_weight_only_qconfig_4bit",
+    "freeze_bn_stats",
+    "fuse_known_modules",
+    "fx_engine",
+    "fx_utils",
+    "get_default_custom_config_dict",
+    "get_default_dynamic_quant_module_mappings",
+    "get_default_qat_qconfig_mapping",
+    "get_default_qconfig_mapping",
+    "get_native_backend_config",
+    "observer",
+    "qconfig_equals",
+    "quantizable",
+    "quantized",
+    "update_bn_stats",
+]
+
+# Whatever quantizes imports this module, and only once.
+warn_of_untested_pair()
+
+#: The module of FX's entry points.
+FX_ENGINE = "torch.ao.quantization.quantize_fx"
+
+
+class _Absent:
+    """Stands for a class of the FX engine that this torch no longer has: nothing is an instance of it."""
+
+
+def _of_engine(module: str, name: str) -> Any:
+    return getattr(_engine_module(module), name, _Absent)
+
+
+def _engine_module(module: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"torch.ao.quantization.fx.{module}")
+    except ImportError:
+        return None
+
+
+#: What FX's prepare and fuse trace a model with.
+QuantizationTracer: type = _of_engine("tracer", "QuantizationTracer")
+#: What FX's convert returns.
+QuantizedGraphModule: type = _of_engine("graph_module", "QuantizedGraphModule")
+#: Functions of the engine that torchao calls; one of them keeps models alive in a cache.
+fx_utils: ModuleType | None = _engine_module("utils")
+
+
+def fx_engine() -> ModuleType:
+    """Return the FX engine's module of entry points, for tools that show what FX makes of a model.
+
+    Raises:
+        ImportError: this torch has no FX engine.
+    """
+    module = importlib.import_module(FX_ENGINE)
+    if module.__spec__ is None:
+        # A stand-in: this process runs a legacy script, with our functions in place of FX's.
+        raise ImportError(f"this torch has no {FX_ENGINE}")
+    return module
