@@ -1,4 +1,4 @@
-"""Compile the kernel of recurrent modules for every CPU that a release carries it for.
+"""Compile the kernel of recurrent modules for every architecture that a release carries it for.
 
 To run: ``python .ci/kernel_libraries.py``.
 Needs torch's headers, a g++ for this machine, and one for each other machine (``g++-aarch64-linux-gnu`` or
@@ -38,7 +38,6 @@ def compiler_for(machine: str) -> str:
 def compile_for(target: Target) -> None:
     """The library of ``target``."""
     compiler = compiler_for(target.machine)
-    flags = [flag for flag in FLAGS if not flag.startswith("-march")]
     target.path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         stub = Path(directory) / "libtorch_cpu.so"
@@ -52,7 +51,7 @@ def compile_for(target: Target) -> None:
             "-Wl,--no-as-needed",
             "-ltorch_cpu",
         ]
-        command = [compiler, *flags, *target.flags, TARGET, *sources, "-s", "-o", str(target.path)]
+        command = [compiler, *FLAGS, *target.flags, TARGET, *sources, "-s", "-o", str(target.path)]
         subprocess.run(command, check=True)
     print(f"{target.path.name}: {target.path.stat().st_size >> 10} KiB", flush=True)
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchq_compat.custom_modules.recurrent.native.build import FLAGS, SOURCE, WIDE_VECTORS
+from torchq_compat.custom_modules.recurrent.native.build import FLAGS, SOURCE
 
 __all__ = ["BUILDS", "EMULATED", "SANITIZED", "Build", "compile_replay", "run_replay"]
 
 REPLAY = Path(__file__).with_name("replay.cpp")
-#: As a library has them, but for the instruction set.
-COMMON = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-march=native")]
+#: As a library has them.
+COMMON = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
 STD_THREADS = "-DTORCHQ_COMPAT_STD_THREADS"
 DEBUG = ("-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 
@@ -32,22 +32,20 @@ class Build:
         return all(shutil.which(each) for each in (self.compiler, *self.emulator[:1]))
 
 
+#: Each has the kernels of every instruction set, and runs those that its machine has.
 BUILDS = {
-    "native": Build(("-march=native", WIDE_VECTORS)),
-    "no VNNI": Build(("-march=native", "-mno-avx512vnni")),
-    "AVX2": Build(("-march=x86-64-v3",)),
-    "SSE2": Build(("-march=x86-64",)),
-    "threads of the standard library": Build(("-march=native", STD_THREADS)),
+    "a library's": Build(()),
+    "threads of the standard library": Build((STD_THREADS,)),
+    "for this machine alone": Build(("-march=native",)),
 }
 SANITIZED = {
-    "address and undefined": Build(("-march=native", *DEBUG, "-fsanitize=address,undefined", STD_THREADS)),
-    "address and undefined, plain loops": Build((*DEBUG, "-fsanitize=address,undefined", STD_THREADS)),
-    "threads": Build(("-march=native", *DEBUG, "-fsanitize=thread", STD_THREADS)),
+    "address and undefined": Build((*DEBUG, "-fsanitize=address,undefined", STD_THREADS)),
+    "threads": Build((*DEBUG, "-fsanitize=thread", STD_THREADS)),
 }
 EMULATED = {
-    "aarch64": Build(("-static", STD_THREADS), "aarch64-linux-gnu-g++", ("qemu-aarch64",)),
-    "aarch64 with dot products": Build(
-        ("-static", "-march=armv8.2-a+dotprod", STD_THREADS), "aarch64-linux-gnu-g++", ("qemu-aarch64",)
+    "aarch64": Build(("-static", STD_THREADS), "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")),
+    "aarch64 without dot products": Build(
+        ("-static", STD_THREADS), "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "cortex-a53")
     ),
 }
 

@@ -1,6 +1,7 @@
-// Runs the calls in a file with several numbers of threads: replay CALLS RESULTS THREADS...
+// Runs the calls in a file on every instruction set of this CPU with several numbers of threads:
+// replay CALLS RESULTS THREADS... It prints the names of the instruction sets.
 //
-// The results, which must not depend on the threads, go to a file, to be compared with those of other builds.
+// The results, which must depend on neither, go to a file, to be compared with those of other builds.
 // Every array has an allocation of its own size, so that AddressSanitizer sees what is read beside it.
 
 #include <cmath>
@@ -83,53 +84,59 @@ int main(int count, char** arguments) {
     for (const Block& weight : weights) weight_pointers.push_back(weight.data.get());
     for (const Block& state : states) state_pointers.push_back(state.as<float>());
     const int64_t width = slots.as<int64_t>()[3];
-    std::unique_ptr<TorchqCompatCell, void (*)(TorchqCompatCell*)> cell(
-        torchq_compat_prepare_cell(instructions.as<int64_t>(), constants.as<double>(), size[kInstructions],
-                                   slots.as<int64_t>(), size[kSlots], to_carry.as<int64_t>(), size[kStates],
-                                   weight_pointers.data(), inputs.as<int64_t>(), size[kWeights],
-                                   segments.as<double>(), size[kSegments]),
-        [](TorchqCompatCell* made) { torchq_compat_free_cell(made); });
-    must(cell != nullptr, "the kernel had no memory");
     std::vector<std::vector<float>> first;
-    for (int argument = 3; argument < count; ++argument) {
-      const int64_t threads = std::atoll(arguments[argument]);
-      const auto run = [&] {
-        std::vector<std::vector<float>> found;
-        found.emplace_back(size[kSteps] * size[kBatch] * width);
-        std::vector<float*> last;
-        for (const Block& state : states) {
-          found.emplace_back(state.as<float>(), state.as<float>() + state.bytes / 4);
+    for (int64_t set = 0; const char* name = torchq_compat_instruction_set(set); ++set) {
+      must(torchq_compat_use_instruction_set(name) == 0, "an instruction set is not there");
+      std::unique_ptr<TorchqCompatCell, void (*)(TorchqCompatCell*)> cell(
+          torchq_compat_prepare_cell(instructions.as<int64_t>(), constants.as<double>(), size[kInstructions],
+                                     slots.as<int64_t>(), size[kSlots], to_carry.as<int64_t>(), size[kStates],
+                                     weight_pointers.data(), inputs.as<int64_t>(), size[kWeights],
+                                     segments.as<double>(), size[kSegments]),
+          [](TorchqCompatCell* made) { torchq_compat_free_cell(made); });
+      must(cell != nullptr, "the kernel had no memory");
+      for (int argument = 3; argument < count; ++argument) {
+        const int64_t threads = std::atoll(arguments[argument]);
+        const auto run = [&] {
+          std::vector<std::vector<float>> found;
+          found.emplace_back(size[kSteps] * size[kBatch] * width);
+          std::vector<float*> last;
+          for (const Block& state : states) {
+            found.emplace_back(state.as<float>(), state.as<float>() + state.bytes / 4);
+          }
+          for (size_t s = 1; s < found.size(); ++s) last.push_back(found[s].data());
+          const TorchqCompatCell* one = cell.get();
+          const int64_t problem =
+              torchq_compat_run_layers(&one, &size[kBackward], 1, 1, size[kSteps], size[kBatch], nullptr,
+                                       x.as<float>(), last.data(), found[0].data(), threads, 1);
+          must(problem == 0, "the kernel had no memory");
+          return found;
+        };
+        // Twice at once: callers share a prepared cell.
+        std::vector<std::vector<float>> found, beside;
+        std::thread other([&] { beside = run(); });
+        found = run();
+        other.join();
+        for (std::vector<float>& values : beside) make_alike(values);
+        for (std::vector<float>& values : found) make_alike(values);
+        if (first.empty()) {
+          first = found;
+          for (const std::vector<float>& values : found) write_values(values, results);
         }
-        for (size_t s = 1; s < found.size(); ++s) last.push_back(found[s].data());
-        const TorchqCompatCell* one = cell.get();
-        const int64_t problem =
-            torchq_compat_run_layers(&one, &size[kBackward], 1, 1, size[kSteps], size[kBatch], nullptr,
-                                     x.as<float>(), last.data(), found[0].data(), threads, 1);
-        must(problem == 0, "the kernel had no memory");
-        return found;
-      };
-      // Twice at once: callers share a prepared cell.
-      std::vector<std::vector<float>> found, beside;
-      std::thread other([&] { beside = run(); });
-      found = run();
-      other.join();
-      for (std::vector<float>& values : beside) make_alike(values);
-      for (std::vector<float>& values : found) make_alike(values);
-      if (first.empty()) {
-        first = found;
-        for (const std::vector<float>& values : found) write_values(values, results);
-      }
-      for (size_t r = 0; r < found.size(); ++r) {
-        const size_t bytes = 4 * found[r].size();
-        const bool same = found[r].empty() || (std::memcmp(found[r].data(), first[r].data(), bytes) == 0 &&
-                                               std::memcmp(beside[r].data(), first[r].data(), bytes) == 0);
-        if (same) continue;
-        std::fprintf(stderr, "replay: call %lld gives other bits with %s threads than with %s\n",
-                     static_cast<long long>(call), arguments[argument], arguments[3]);
-        return 2;
+        for (size_t r = 0; r < found.size(); ++r) {
+          const size_t bytes = 4 * found[r].size();
+          const bool same = found[r].empty() || (std::memcmp(found[r].data(), first[r].data(), bytes) == 0 &&
+                                                 std::memcmp(beside[r].data(), first[r].data(), bytes) == 0);
+          if (same) continue;
+          std::fprintf(stderr,
+                       "replay: call %lld gives other bits on %s with %s threads than on %s with %s\n",
+                       static_cast<long long>(call), name, arguments[argument],
+                       torchq_compat_instruction_set(0), arguments[3]);
+          return 2;
+        }
       }
     }
   }
+  for (int64_t set = 0; const char* name = torchq_compat_instruction_set(set); ++set) std::puts(name);
   std::fclose(calls);
   must(std::fclose(results) == 0, "the results are not written");
   return 0;

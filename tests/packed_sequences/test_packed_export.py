@@ -49,6 +49,15 @@ def test_rolled_programs(shape: PackedShape) -> None:
             assert torch.equal(wanted, found)
 
 
+@pytest.mark.slow
+def test_unrolled_programs() -> None:
+    model, converted = converted_packs(PackedShape("LSTM", 1, True, True, False, ops_on_rows=True))
+    program = tc.export(converted, model.sequences(4, 7), recurrent="unrolled").module()
+    for given in (model.sequences(4, 7, [7, 5, 5, 1]), model.sequences(3, 7, [7, 2, 1])):
+        for wanted, found in zip(leaves(converted(*given)), leaves(program(*given)), strict=True):
+            assert torch.equal(wanted, found)
+
+
 @pytest.mark.parametrize("forward", [masked_attention, to_a_fixed_length])
 def test_models(forward: Callable[..., Any]) -> None:
     torch.manual_seed(0)

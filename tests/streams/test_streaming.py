@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
 
 import torchq_compat as tc
+from tests.helpers.loop_models import LOOPS
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.packed_models import map_all
 from torchq_compat.errors import InputError, QuantizationWarning, StreamingError
@@ -225,3 +226,21 @@ def test_a_dynamic_module_is_said_and_close() -> None:
     x = torch.randn(9, 2, 6)
     joined = torch.cat([stream(x[:4])[0], stream(x[4:5])[0], stream(x[5:])[0]])
     assert sqnr(model(x)[0], joined) > 25
+
+
+@pytest.mark.slow
+def test_a_compiled_stream_keeps_its_states() -> None:
+    _, _, lowered = prepared_and_converted(tagger)
+    x = torch.randn(2, 7, 6)
+    stream, compiled = tc.streaming(lowered), torch.compile(tc.streaming(lowered))
+    for piece in (x[:, :3], x[:, 3:4], x[:, 4:]):
+        for expected, found in zip(leaves(stream(piece)), leaves(compiled(piece)), strict=True):
+            assert torch.equal(expected, found)
+
+
+def test_a_loop_in_python_is_refused() -> None:
+    case = LOOPS["over_columns"]
+    prepared = tc.prepare_fx(case.model(), MAPPING, case.inputs(6), map_all())
+    calibrate(prepared, [case.inputs(9)])
+    with pytest.raises(StreamingError, match="loop"):
+        tc.streaming(tc.convert_to_reference_fx(prepared))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchq_compat.config.custom_configs import PREPARE_KEYS
 from torchq_compat.errors import InputError
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["MISSING", "asks_for_examples", "read_example_inputs"]
@@ -84,14 +85,20 @@ def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any
     if isinstance(value, PackedSequence):
         value = (value,)  # It is a tuple of its own parts.
     args = value if isinstance(value, tuple) else _as_tuple(value, model)
-    if any(isinstance(arg, PackedSequence) for arg in args):
+    if any(_is_packed(leaf) for leaf in pytree.tree_leaves(args, is_leaf=_is_packed)):
         raise InputError(
             "example_inputs hold a PackedSequence, which torch.export cannot carry.",
-            hint="capture the model with padded sequences; a prepared or converted recurrent module "
-            "itself, say prepared.encoder, can be called with a PackedSequence.",
+            hint="give the model padded sequences and their lengths, and pack them in its forward: def "
+            "forward(self, x, lengths): return self.model(pack_padded_sequence(x, lengths, batch_first=True, "
+            "enforce_sorted=False)); batch, steps and lengths stay free. A prepared or converted recurrent "
+            "module itself, say prepared.encoder, can be called with a PackedSequence.",
         )
     _check_count(args, model)
     return args
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def _is_old_config(value: Any) -> bool:

@@ -55,7 +55,9 @@ class ObserveRequest:
 
     Attributes:
         standalone: the configuration of a standalone module.
-        prepare_inside: prepares the module as a model of its own, where it is standalone.
+        prepare_inside: prepares the module as a model of its own, where it is standalone or holds one.
+        example_inputs: of the model that the module holds.
+        ones: (argument, dimension) of that model whose size is always 1.
     """
 
     module: nn.Module
@@ -65,6 +67,8 @@ class ObserveRequest:
     specs: OpSpecs
     standalone: StandaloneSettings | None = None
     prepare_inside: Callable[[ObserveRequest], GraphModule] | None = None
+    example_inputs: tuple[Any, ...] | None = None
+    ones: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,16 @@ class CustomModuleHandler(ABC):
         """Return whether this handler quantizes ``module`` although no mapping is about it, as FX's backends
         do."""
         return False
+
+    def holds_model(self, module: nn.Module) -> bool:
+        """Return whether a float ``module`` holds a model that is prepared on its own, by the rules of the
+        model around it, whatever they say of ``module``."""
+        return False
+
+    def give_states(self, module: nn.Module) -> None:
+        """Let a float ``module``, called without the states it starts from, be called with them: then the
+        first step of a loop is like the others."""
+        return
 
     @abstractmethod
     def is_opaque(self, module: nn.Module) -> bool:

@@ -123,6 +123,10 @@ def _find(
     module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
 ) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
     """Return the handler that quantizes ``module``, what it is asked for, and why; or why there is none."""
+    holder = next((h for h in handlers() if h.holds_model(module)), None)
+    if holder is not None:
+        request = ObserveRequest(module, path, type(module), NO_QUANTIZATION, OpSpecs(NO_QUANTIZATION))
+        return holder, request, "its step is prepared as a model of its own, by the same rules"
     selection = select_for_module(rules, type(module), path)
     standalone = settings.standalone_names.get(path) or settings.standalone_classes.get(type(module))
     if standalone is not None:

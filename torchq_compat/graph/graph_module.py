@@ -96,6 +96,8 @@ class ModelRecord:
         is_custom_module: whether the float model is a custom module itself; see ``custom_modules.root``.
         modules: what is known of the modules of the float model, by path.
         batch_norms: path of every batch norm that was captured -> path of the op it follows.
+        steps: paths of the models that are called for each step of a loop: what is in them is reachable
+            without these names too.
     """
 
     stage: Stage
@@ -108,6 +110,7 @@ class ModelRecord:
     is_custom_module: bool = False
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
     batch_norms: Mapping[str, str] = field(default_factory=dict)
+    steps: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -313,6 +316,10 @@ class QuantizationGraphModule(GraphModule):
             return super().__getattr__(name)
         except AttributeError:
             record = record_of(self) if "meta" in vars(self) else None
+            for path in record.steps if record is not None and not name.startswith(("_", "loop")) else ():
+                step = self.get_submodule(path)
+                if name in step._modules:
+                    return step._modules[name]
             if record is None or not record.is_custom_module or name == ROOT:
                 raise
             return getattr(self.get_submodule(ROOT), name)

@@ -59,10 +59,16 @@ class CapturedModel:
         return self.case.runs.stubs
 
 
-def try_model(working: nn.Module, swaps: Sequence[Swap], request: PrepareRequest) -> TriedModel:
-    """Run a copy of ``working`` on the example inputs."""
+def try_model(
+    working: nn.Module, swaps: Sequence[Swap], request: PrepareRequest, *, is_rolled: bool = False
+) -> TriedModel:
+    """Run a copy of ``working`` on the example inputs.
+
+    Args:
+        is_rolled: whether the swaps are of a model whose loops were rolled: the calls are others then.
+    """
     runs = Runs(trial_copy(working), StubRegistry(), {swap.paths[0]: swap.module for swap in swaps})
-    recorded = [] if request.is_qat else [swap.paths[0] for swap in swaps]
+    recorded = [] if request.is_qat or is_rolled else [swap.paths[0] for swap in swaps]
     return TriedModel(runs, runs.of_float_model(request.example_inputs, recorded=recorded))
 
 
@@ -87,9 +93,10 @@ def capture_model(
     apply_swaps(working, swaps, stubs)
     show_identities(working)
     watching = stubs.results.watch(working)
-    case = CaptureCase(
-        working, args, signature.labelled(args), request.dynamic_shapes, tried.runs, tried.example
-    )
+    inputs = signature.labelled(args)
+    labels = list(inputs)
+    ones = tuple((labels[argument], dimension) for argument, dimension in request.ones)
+    case = CaptureCase(working, args, inputs, request.dynamic_shapes, tried.runs, tried.example, ones=ones)
     try:
         found = capture_checked(case)
     except Exception as cause:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torchq_compat import batch_norm
+from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.checked.checked_prepare import check_prepared
 from torchq_compat.capture.checked.size_decisions import decide_blocks, decide_sizes
 from torchq_compat.capture.leftovers import decide_leftovers
@@ -21,7 +24,7 @@ from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.root import with_parent
 from torchq_compat.custom_modules.swap import decide_swaps
 from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule, Stage
-from torchq_compat.graph.module_views import describe_modules
+from torchq_compat.graph.module_views import ModuleFacts, describe_modules
 from torchq_compat.graph.quantized_interface import QuantizedInterface
 from torchq_compat.pipeline.capture_model import CapturedModel, capture_model, try_model
 from torchq_compat.pipeline.float_model import check_float_model, signature_of
@@ -34,6 +37,7 @@ from torchq_compat.pipeline.observe_modules import (
     place_modules,
 )
 from torchq_compat.pipeline.prepare_request import PrepareRequest
+from torchq_compat.pipeline.roll_loops import WithLoops, with_rolled_loops
 from torchq_compat.pipeline.share_modules import share_modules
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.model_copies import copied_model
@@ -52,7 +56,14 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     check_float_model(model)
     # torchao's prepare for QAT makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        return _prepare(model, request)
+        try:
+            return _prepare(model, request)
+        except _RolledModelFailedError as failed:
+            return _prepare(model, replace(request, unrolled_because=str(failed)))
+
+
+class _RolledModelFailedError(Exception):
+    """A model whose loops were rolled cannot be prepared; it may be as it was written."""
 
 
 def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
@@ -65,15 +76,47 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     signature = signature_of(working, request.example_inputs)
 
     modules_of = describe_modules(working)
+    with slow_stage(f"looking for loops in {name}"):
+        with_loops = with_rolled_loops(working, signature, request)
+    copied = _Copied(working, with_loops, signature, modules_of, cumulative)
+    if not with_loops.steps:
+        return _prepare_copied(model, copied, request)
+    try:
+        return _prepare_copied(model, copied, request)
+    except Exception as cause:
+        first_line = (str(cause).strip().splitlines() or [""])[0]
+        raise _RolledModelFailedError(f"{type(cause).__name__}: {first_line}") from cause
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A copy of the float model.
+
+    Attributes:
+        as_written: with the loops that the model's own code runs.
+        with_loops: with loops that are modules.
+    """
+
+    as_written: nn.Module
+    with_loops: WithLoops
+    signature: CallSignature
+    modules: Mapping[str, ModuleFacts]
+    cumulative: Collection[str]
+
+
+def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) -> QuantizationGraphModule:
+    name, is_qat = type(model).__name__, request.is_qat
+    as_written, with_loops, signature = copied.as_written, copied.with_loops, copied.signature
+    working = with_loops.model
 
     # Select what is a custom module, and tell what is left behind.
     swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
-    leftovers = _decide_leftovers(model, working, request)
+    leftovers = () if request.is_step else _decide_leftovers(model, as_written, request)
 
     # Try, and capture what was tried.
-    in_evaluation = flags_in_evaluation(working, request.example_inputs) if is_qat else {}
+    in_evaluation = flags_in_evaluation(as_written, request.example_inputs) if is_qat else {}
     with slow_stage(f"capturing {name}"):
-        tried = try_model(working, swaps, request)
+        tried = try_model(as_written, swaps, request, is_rolled=bool(with_loops.steps))
         captured = capture_model(working, model, tried, signature, swaps, request)
     graph_module = captured.found.graph_module
     fix_modes(graph_module, working, in_evaluation, is_qat=is_qat)
@@ -90,7 +133,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     batch_norms = batch_norm.by_path(graph_module)
     with slow_stage(f"observing {name}"):
         prepared, decided = _insert_observers(
-            Captured(graph_module, working, boundaries, interface, cumulative), request
+            Captured(graph_module, working, boundaries, interface, copied.cumulative), request
         )
 
     # Wrap, and check.
@@ -98,6 +141,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     decisions.extend(decision for decision in decided if decision.path not in named)
     decisions.extend(decide_blocks(captured.found, is_qat=is_qat))
     decisions.extend(decide_sizes(captured.case, captured.found))
+    decisions.extend(with_loops.decisions)
     record = ModelRecord(
         Stage.PREPARED,
         signature.with_sizes(captured.found.sizes),
@@ -106,11 +150,12 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
         request.rules if request.quantizer is None else None,
         interface,
         request.backend if request.quantizer is None else None,
-        is_custom_module=type(working) is not type(model),
-        modules=modules_of,
+        is_custom_module=type(as_written) is not type(model),
+        modules=copied.modules,
         batch_norms=batch_norms,
+        steps=with_loops.steps,
     )
-    made = QuantizationGraphModule.wrap(prepared, record, _preserved(working, request))
+    made = QuantizationGraphModule.wrap(prepared, record, _preserved(as_written, request))
     with slow_stage(f"checking {name}"):
         users_own = tuple(swap.paths[0] for swap in swaps if maps_to_users_class(swap))
         lost = tuple(swap.paths[0] for swap in swaps if loses_forward(swap))

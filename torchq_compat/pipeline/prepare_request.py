@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchao.quantization.pt2e.quantizer import Quantizer
@@ -21,6 +21,9 @@ class PrepareRequest:
 
     Attributes:
         rules: the QConfigMapping; the default one, for custom modules alone, where ``quantizer`` is given.
+        is_step: whether what is prepared is the step of a loop, by the rules of the model around it.
+        unrolled_because: why loops over time stay as they are written.
+        ones: (argument, dimension) whose size is always 1.
         quantizer: annotates all that is no custom module, in place of ``rules`` and ``backend``.
     """
 
@@ -31,9 +34,27 @@ class PrepareRequest:
     backend: BackendTable
     dynamic_shapes: Any
     is_qat: bool
+    is_step: bool = False
+    unrolled_because: str = ""
+    ones: tuple[tuple[int, int], ...] = ()
 
     def inside(self, inner: ObserveRequest) -> PrepareRequest:
-        """Return what to prepare a standalone module by."""
+        """Return what to prepare a standalone module, or the step of a loop, by."""
+        if inner.example_inputs is not None:
+            settings = replace(
+                self.settings,
+                input_quantized_indexes=(),
+                output_quantized_indexes=(),
+                preserved_attributes=(),
+            )
+            return replace(
+                self,
+                example_inputs=inner.example_inputs,
+                settings=settings,
+                dynamic_shapes=None,
+                is_step=True,
+                ones=inner.ones,
+            )
         standalone = inner.standalone
         assert standalone is not None
         return PrepareRequest(

@@ -35,6 +35,8 @@ class StreamingModel(nn.Module):
         # No part of any state_dict: a state belongs to the sequences that are fed.
         self.streams = streams
 
+    # Dynamo cannot read a ContextVar, and would leave out the states.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model on the next chunk of every stream.
 
@@ -98,6 +100,8 @@ def streaming(converted: nn.Module) -> StreamingModel:
     reference = getattr(converted, "reference", None)
     if not isinstance(reference, ConvertedGraphModule) or not isinstance(converted, QuantizationGraphModule):
         raise _not_converted(converted)
+    if reference.record.steps:
+        raise _has_loops(reference.record.steps)
     calls = recurrent_calls(reference)
     dynamic = [call.key[0] for call in calls if call.is_dynamic]
     ranged = [node.name for node in reference.graph.nodes if CHOOSE_QPARAMS in str(node.target)]
@@ -108,6 +112,14 @@ def streaming(converted: nn.Module) -> StreamingModel:
             "chunk: the results are close to those of the whole sequence, and not the same bits."
         )
     return StreamingModel(converted, Streams(frozenset(call.key for call in calls if call.keeps_state)))
+
+
+def _has_loops(steps: tuple[str, ...]) -> StreamingError:
+    paths = ", ".join(repr(step.removesuffix(".step")) for step in steps)
+    return StreamingError(
+        f"streaming: the model runs a loop over time of its own, at {paths}, which begins anew at each call.",
+        hint="give the model the states of its loop as arguments and results, and feed them back yourself.",
+    )
 
 
 def _not_converted(found: nn.Module) -> StreamingError:

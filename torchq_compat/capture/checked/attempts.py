@@ -40,6 +40,7 @@ class CaptureCase:
         runs: of the float model.
         example: what the float model makes of ``args``.
         packing: how sequences are packed in the graph.
+        ones: dimensions known to be 1 always.
     """
 
     model: nn.Module
@@ -49,6 +50,7 @@ class CaptureCase:
     runs: Runs
     example: FloatRun
     packing: PackingMode = field(default_factory=lambda: PackingMode(whole=False))
+    ones: Statics = ()
 
 
 @dataclass(frozen=True)

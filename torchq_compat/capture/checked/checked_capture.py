@@ -83,7 +83,7 @@ class _Search:
         if len(self.made) + len(self.errors) >= ATTEMPTS:
             return None
         try:
-            self.made.append(attempt(self.case, statics))
+            self.made.append(attempt(self.case, tuple(dict.fromkeys((*self.case.ones, *statics)))))
         except TorchQCompatError:
             raise
         except Exception as cause:
@@ -112,6 +112,8 @@ class _Search:
     def _set_free(self, found: Attempt) -> Attempt:
         """Return ``found``, with as many of its fixed dimensions free as it stays right with."""
         for place in found.statics if len(found.statics) > 1 else ():
+            if place in self.case.ones:
+                continue
             fewer = tuple(other for other in found.statics if other != place)
             if any(set(made.statics) == set(fewer) for made in self.made):
                 continue

@@ -21,6 +21,7 @@ from torchq_compat.custom_modules.parts.part import Part
 from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
 from torchq_compat.custom_modules.recurrent.fx_names import wanted_by_dynamic, wanted_by_observed
 from torchq_compat.custom_modules.recurrent.hidden_never_seen import has_seen_no_hidden_state
+from torchq_compat.custom_modules.recurrent.initial_states import give_initial_states
 from torchq_compat.custom_modules.recurrent.modules.contracts import SequenceContract
 from torchq_compat.custom_modules.recurrent.modules.dynamic import (
     DynamicRecurrent,
@@ -75,6 +76,9 @@ class RecurrentHandler(PartOwnerHandler):
 
     def is_opaque(self, module: nn.Module) -> bool:
         return isinstance(module, self.family.float_class) and isinstance(module, nn.RNNBase)
+
+    def give_states(self, module: nn.Module) -> None:
+        give_initial_states(module)
 
     def ops_writer(self, module: nn.Module) -> WriteOps | None:
         return whole_op_writer(module, self.family.float_class)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchq_compat.custom_modules.loops.opaque_loop import OpaqueLoop
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
@@ -72,6 +73,8 @@ def lower_opaque_modules(
         assert isinstance(opaque, OpaqueModule)
         if isinstance(opaque, ConvertedGraphModule):
             found.append(_lower_model(path, opaque, lower_inside))
+        elif isinstance(opaque, OpaqueLoop):
+            found.append(_lower_loop(path, opaque, lower_inside))
         else:
             found.append(_lower_by_its_kind(path, opaque))
     return found
@@ -84,6 +87,15 @@ def _lower_model(path: str, opaque: Any, lower_inside: LowerInside) -> LoweredOp
     )
     decisions = (decision, *(replace(each, path=f"{path}.{each.path}") for each in inside))
     return LoweredOpaqueModule(path, OpaqueLoweredModel(opaque, model, opaque.input_qparams()), decisions)
+
+
+def _lower_loop(path: str, loop: OpaqueLoop, lower_inside: LowerInside) -> LoweredOpaqueModule:
+    assert isinstance(loop.step, ConvertedGraphModule)
+    step, inside = lower_inside(loop.step)
+    decision = Decision(
+        f"{path}/lowering", "loop over time", Action.LOWERED, "its step is lowered as a model"
+    )
+    return LoweredOpaqueModule(path, loop.with_step(step), (decision, *inside))
 
 
 def _lower_by_its_kind(path: str, opaque: OpaqueModule) -> LoweredOpaqueModule:

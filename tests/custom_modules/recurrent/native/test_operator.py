@@ -20,6 +20,7 @@ from tests.helpers.cell_loop_shared import X_QPARAMS, on
 from tests.helpers.converted_cells import converted
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, leaves, sqnr
+from torchq_compat.custom_modules.recurrent.native import op
 from torchq_compat.custom_modules.recurrent.native.by_operators import run_by_operators
 from torchq_compat.custom_modules.recurrent.native.module_numbers import Boundary, ModuleNumbers
 from torchq_compat.custom_modules.recurrent.native.program import qparams_row
@@ -106,7 +107,9 @@ def test_arguments_nested_in_another_way_are_refused() -> None:
 
 
 def kept() -> int:
+    """How many modules' weights are packed, as the next module that is bound finds them."""
     gc.collect()
+    op.drop_forgotten()
     count: int = OPS.kept.default()
     return count
 

@@ -18,7 +18,12 @@ from torchq_compat.custom_modules.recurrent.native.module_numbers import (
     floats_around,
     weight_mask,
 )
-from torchq_compat.custom_modules.recurrent.native.op import NO_SIZES, forget, recurrent
+from torchq_compat.custom_modules.recurrent.native.op import (
+    NO_SIZES,
+    drop_forgotten,
+    forget,
+    recurrent,
+)
 from torchq_compat.custom_modules.recurrent.native.program import CellProgram
 
 __all__ = ["BoundDirection", "BoundModule", "OwnedProgram"]
@@ -96,6 +101,7 @@ class BoundModule:
         self.places = [_place(each.owner, name) for each in self.bound for name in each.names]
         self.owner = next(OWNERS)
         weakref.finalize(self, forget, self.owner).atexit = False
+        drop_forgotten()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a module binds its own."""

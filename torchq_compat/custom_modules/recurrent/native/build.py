@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -26,14 +27,17 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["KernelBuild", "build_kernel", "kernel_build"]
 
 SOURCE = Path(__file__).with_name("cell_loop.cpp")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("cell_loop.h", "threads.h"))
+HEADERS = tuple(
+    SOURCE.with_name(f"{name}.h")
+    for name in ("cell_loop", "cell_program", "cell_kernels", "instruction_sets", "tile_kernels", "threads")
+)
 OPERATOR = SOURCE.with_name("recurrent_operator.cpp")
-# No contraction: a fused multiply-add would round otherwise than the q-dq graph.
+# No contraction: a fused multiply-add would round otherwise than the q-dq graph. The instruction set is
+# chosen while it runs, by the CPU.
 FLAGS = (
-    *("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fopenmp", "-shared", "-fPIC"),
 )
-WIDE_VECTORS = "-mprefer-vector-width=512"
 #: The oldest torch the library is for: 2.13. Later ones keep what it uses of their ABI.
 TARGET = "-DTORCH_TARGET_VERSION=0x020d000000000000"
 OPERATOR_NAME = "torchq_compat_native::recurrent"
@@ -93,7 +97,7 @@ def build_kernel() -> KernelBuild:
 
 
 def _found_or_made(compiler: list[str]) -> Path:
-    flags = [*FLAGS, *([WIDE_VECTORS] if torch.cpu.get_capabilities().get("avx512_f") else []), TARGET]
+    flags = [*FLAGS, TARGET]
     path = cache_directory() / f"recurrent_{_key(compiler, flags)}.so"
     root = _torch_root()
     sources = [f"-I{root / 'include'}", str(SOURCE), str(OPERATOR), f"-L{root / 'lib'}", "-ltorch_cpu"]
@@ -165,14 +169,10 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def _key(compiler: list[str], flags: list[str]) -> str:
-    """Changes with the source, and with the CPU: a cache may be shared by machines."""
+    """Changes with the source, and with the architecture: a cache may be shared by machines."""
     files = [file.read_bytes() for file in (SOURCE, *HEADERS, OPERATOR)]
-    parts = [*files, repr([compiler, flags, torch.__version__]).encode(), _cpu()]
+    parts = [*files, repr([compiler, flags, torch.__version__, platform.machine()]).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _cpu() -> bytes:
-    return repr(sorted(torch.cpu.get_capabilities().items())).encode()
 
 
 def _first_line(text: str) -> str:

@@ -1,12 +1,13 @@
 // Quantized recurrent cells over time, on integers: one call for all layers and directions of a module.
 //
-// A cell comes as a program (see program.py): instructions over slots of float rows, each followed by its
+// A cell comes as a program (see program.py): instructions over registers of float rows, each followed by its
 // part's quantize-dequantize. A linear runs on the integers of its input and of the weight; the rest is
-// elementwise. Loops are plain, so that the compiler turns them into what the machine has (dot product or
-// multiply-add instructions); the products for AVX-512 VNNI are written out, on packed weights.
+// elementwise. Instructions run in stages, a stage over one tile after the other: some rows of some hidden
+// units, small enough to stay in the first cache from the products to the new state.
 //
 // Threads share the hidden units: each computes its own units of every gate, so that only the input of a
-// linear, which all threads read, needs a barrier.
+// linear, which all threads read, needs a barrier. It has two copies, of even and of odd steps: while one is
+// read the other is written.
 
 #include "cell_loop.h"
 
@@ -14,6 +15,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -21,387 +23,351 @@
 #include <numeric>
 #include <vector>
 
+#include "cell_program.h"
+#include "instruction_sets.h"
 #include "threads.h"
-
-#ifdef __AVX512VNNI__
-#include <immintrin.h>
-#endif
 
 namespace {
 
-// Output columns computed together; units are shared out in multiples of it.
-constexpr int64_t kLanes = 16;
-// Rows of a linear computed together.
-constexpr int64_t kRows = 8;
 // Rows of the input projected at a time, so that the projection stays in the cache.
 constexpr int64_t kProjectedRows = 64;
-// Columns summed up in 32 bits: with both zero points subtracted, 3 * 255 * 128 * 2^14 < 2^31.
-constexpr int64_t kSummedColumns = 1 << 14;
+// Memory of a call that is kept for the next one, and of how many calls at once.
+constexpr size_t kKeptBytes = 4 << 20, kKeptScratches = 4;
 
-// instruction_set.py defines these; a test holds the two together.
-enum Op : int64_t { kLinear, kAdd, kMul, kComplement, kSigmoid, kTanh, kRelu, kCopy };
-
-// The columns of an instruction table, as in instruction_set.py.
-struct Instruction {
-  int64_t op, target, a, a_offset, b, b_offset, segments, units, weight, once, quantized;
-};
-
-struct Slot {
-  int64_t width, units, once;
-};
-
-// A negative scale: to be chosen from the values, with -scale as the smallest scale and quant_min to
-// zero_point as the integers they are spread over. `nan`: the integer that torch makes of NaN.
-struct Grid {
-  double scale, zero_point, quant_min, quant_max, nan;
-
-  bool is_dynamic() const { return scale < 0; }
-  bool operator==(const Grid& other) const {
-    return scale == other.scale && zero_point == other.zero_point && quant_min == other.quant_min &&
-           quant_max == other.quant_max && nan == other.nan;
-  }
-};
-
-constexpr Grid kUnused{1, 0, 0, 0, 0};
-
-// The weight's scale and zero point are here if they are per tensor.
-struct Constants {
-  Grid output, input;
-  double weight_scale, weight_zero_point;
-};
-
-// Columns of a linear's input that lie on one grid. A scale of 0: floats on no grid.
-struct Segment {
-  double width;
-  Grid grid;
-
-  bool operator==(const Segment& other) const { return width == other.width && grid == other.grid; }
-};
-
-struct Weight {
-  const int8_t* values;
-  const float* scales;         // null: per tensor, see Constants
-  const int64_t* zero_points;  // as scales
-  const float* bias;           // or null
-  int64_t inputs;
-};
-
-struct Quantizer {
-  float inverse, scale, zero_point, low, high, nan;
-
-  explicit Quantizer(const Grid& grid)
-      : inverse(static_cast<float>(1.0 / grid.scale)),
-        scale(static_cast<float>(grid.scale)),
-        zero_point(static_cast<float>(grid.zero_point)),
-        low(static_cast<float>(grid.quant_min)),
-        high(static_cast<float>(grid.quant_max)),
-        nan(static_cast<float>(grid.nan)) {}
-
-  float integer(float value) const {
-    const float scaled = value * inverse;
-    const float integer = std::min(std::max(std::rint(scaled) + zero_point, low), high);
-    return scaled == scaled ? integer : nan;
-  }
-  float operator()(float value) const { return (integer(value) - zero_point) * scale; }
-};
-
-// e^x within 2 units in the last place: 2^n times the Taylor series of e^r, |r| <= ln(2) / 2. Of NaN: NaN.
-inline float exponential(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  const float n = x == x ? std::rint(x * 1.44269504f) : 0.0f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float series = 1.0f / 5040;
-  series = series * r + 1.0f / 720;
-  series = series * r + 1.0f / 120;
-  series = series * r + 1.0f / 24;
-  series = series * r + 1.0f / 6;
-  series = series * r + 0.5f;
-  series = series * r + 1.0f;
-  series = series * r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return series * power;
+// The instruction set in use: the best that this CPU has, or the one that was asked for.
+std::atomic<const Kernels*>& chosen_kernels() {
+  static std::atomic<const Kernels*> chosen{nullptr};
+  return chosen;
 }
 
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-inline float tangent(float x) { return 1.0f - 2.0f / (1.0f + exponential(2.0f * x)); }
-
-// Of R rows of x with each of `lanes` rows of w; out[r * kLanes + lane] is that of row r.
-template <int64_t R>
-void dot_products(const uint8_t* x, int64_t stride, const int8_t* w, int64_t w_stride, int64_t lanes,
-                  int64_t count, int32_t* out) {
-  for (int64_t lane = 0; lane < lanes; ++lane, w += w_stride) {
-    int32_t sums[R] = {};
-    for (int64_t k = 0; k < count; ++k) {
-      for (int64_t r = 0; r < R; ++r) {
-        sums[r] += static_cast<int32_t>(x[r * stride + k]) * static_cast<int32_t>(w[k]);
-      }
-    }
-    for (int64_t r = 0; r < R; ++r) out[r * kLanes + lane] = sums[r];
+const Kernels* kernels_named(const char* name) {
+  int64_t count;
+  const InstructionSet* sets = instruction_sets(&count);
+  for (int64_t i = 0; i < count; ++i) {
+    if (sets[i].is_here && (!name || std::strcmp(sets[i].kernels->name, name) == 0)) return sets[i].kernels;
   }
+  return nullptr;
 }
 
-using DotProducts = decltype(&dot_products<1>);
-
-// By the number of rows.
-constexpr DotProducts kDotProducts[kRows + 1] = {nullptr,         dot_products<1>, dot_products<2>,
-                                                 dot_products<3>, dot_products<4>, dot_products<5>,
-                                                 dot_products<6>, dot_products<7>, dot_products<8>};
-
-// A cache line of integers: a load that crosses two takes twice as long.
-struct alignas(64) Line {
-  uint8_t integers[64];
-};
-
-int64_t lines(int64_t width) { return (width + sizeof(Line) - 1) / sizeof(Line); }
-
-#ifdef __AVX512VNNI__
-constexpr bool kPacksWeights = true;
-
-// Of R rows of x with a packed group of kLanes columns; four rows of the weight to a line. U: sums kept side
-// by side, so that one does not wait for another.
-template <int64_t R, int64_t U>
-inline __attribute__((always_inline)) void packed_tile(const uint8_t* x, int64_t stride, const Line* w,
-                                                       int64_t quads, int32_t* out) {
-  __m512i sums[R][U];
-  for (int64_t r = 0; r < R; ++r) {
-    for (int64_t u = 0; u < U; ++u) sums[r][u] = _mm512_setzero_si512();
+const Kernels& kernels() {
+  const Kernels* chosen = chosen_kernels();
+  if (!chosen) {
+    const char* asked = std::getenv("TORCHQ_COMPAT_INSTRUCTION_SET");
+    chosen = asked ? kernels_named(asked) : nullptr;
+    if (!chosen) chosen = kernels_named(nullptr);
+    chosen_kernels() = chosen;
   }
-  const auto accumulate = [&](int64_t quad, int64_t u) __attribute__((always_inline)) {
-    const __m512i columns = _mm512_load_si512(w + quad);
-    for (int64_t r = 0; r < R; ++r) {
-      int32_t four;
-      std::memcpy(&four, x + r * stride + 4 * quad, 4);
-      sums[r][u] = _mm512_dpbusd_epi32(sums[r][u], _mm512_set1_epi32(four), columns);
-    }
-  };
-  int64_t quad = 0;
-  for (; quad + U <= quads; quad += U) {
-    for (int64_t u = 0; u < U; ++u) accumulate(quad + u, u);
-  }
-  for (; quad < quads; ++quad) accumulate(quad, 0);
-  for (int64_t r = 0; r < R; ++r) {
-    for (int64_t u = 1; u < U; ++u) sums[r][0] = _mm512_add_epi32(sums[r][0], sums[r][u]);
-    _mm512_storeu_si512(out + r * kLanes, sums[r][0]);
-  }
-}
-
-template <int64_t R>
-void packed_products(const uint8_t* x, int64_t stride, const Line* w, int64_t quads, int32_t* out) {
-  packed_tile<R, (R > 4 ? 1 : 8 / R)>(x, stride, w, quads, out);
-}
-
-constexpr decltype(&packed_products<1>) kPackedProducts[kRows + 1] = {nullptr,
-                                                                      packed_products<1>,
-                                                                      packed_products<2>,
-                                                                      packed_products<3>,
-                                                                      packed_products<4>,
-                                                                      packed_products<5>,
-                                                                      packed_products<6>,
-                                                                      packed_products<7>,
-                                                                      packed_products<8>};
-#else
-constexpr bool kPacksWeights = false;
-#endif
-
-float float_dot_product(const float* x, const int8_t* w, float zero_point, int64_t count) {
-  float partial[kLanes] = {};
-  int64_t k = 0;
-  for (; k + kLanes <= count; k += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      partial[lane] += x[k + lane] * (static_cast<float>(w[k + lane]) - zero_point);
-    }
-  }
-  float sum = 0.0f;
-  for (; k < count; ++k) sum += x[k] * (static_cast<float>(w[k]) - zero_point);
-  for (float part : partial) sum += part;
-  return sum;
+  return *chosen;
 }
 
 // Into pieces whose products can be summed up in 32 bits.
-std::vector<Segment> split(const Segment& whole) {
-  std::vector<Segment> parts;
+void add_pieces(const Segment& whole, std::vector<Segment>& pieces) {
   int64_t left = static_cast<int64_t>(whole.width);
   do {
     const int64_t width = std::min(left, kSummedColumns);
-    parts.push_back({static_cast<double>(width), whole.grid});
+    pieces.push_back({static_cast<double>(width), whole.qparams});
     left -= width;
   } while (left > 0);
-  return parts;
 }
-
-// What of a linear does not change over time, for every output column; padded to whole groups of kLanes.
-struct Prepared {
-  int64_t buffer = 0;      // of its input's integers
-  bool quantizes = false;  // false: a linear before it did
-  std::vector<Segment> segments;
-  std::vector<std::vector<int32_t>> row_sums;  // of the weight, by segment
-  std::vector<std::vector<Line>> packed;       // the weight, by segment, if it is packed at all
-  std::vector<float> weight_scales, biases;
-  bool has_weight_zero_points = false;
-};
 
 struct Range {
   int64_t begin, end;
 };
 
-// The units of thread `index`, in whole groups of kLanes.
-Range share(int64_t units, int64_t index, int64_t threads) {
-  const int64_t groups = (units + kLanes - 1) / kLanes;
-  return {std::min(units, groups * index / threads * kLanes),
-          std::min(units, groups * (index + 1) / threads * kLanes)};
+// The groups of lanes of thread `index`.
+Range share(int64_t groups, int64_t index, int64_t threads) {
+  return {groups * index / threads, groups * (index + 1) / threads};
+}
+
+struct alignas(64) Vector {
+  float lanes[kLanes];
+};
+
+}  // namespace
+
+struct Scratch {
+  std::vector<std::vector<Vector>> stored;     // registers that several stages read
+  std::vector<std::vector<Vector>> states[2];  // of even and of odd steps
+  std::vector<std::vector<Line>> integers[2];  // of inputs
+  std::vector<std::vector<Vector>> floats[2];  // of inputs
+  std::vector<std::vector<Vector>> tiles;      // of threads
+
+  size_t bytes() const {
+    size_t sum = 0;
+    const auto add = [&](const auto& all) {
+      for (const auto& each : all) sum += each.capacity() * sizeof each[0];
+    };
+    add(stored);
+    add(tiles);
+    for (int64_t parity = 0; parity < 2; ++parity) {
+      add(states[parity]);
+      add(integers[parity]);
+      add(floats[parity]);
+    }
+    return sum;
+  }
+};
+
+TorchqCompatCell::TorchqCompatCell() = default;
+TorchqCompatCell::~TorchqCompatCell() = default;
+
+void TorchqCompatCell::prepare() {
+  kernels = &::kernels();
+  for (size_t i = 0; i < instructions.size(); ++i) {
+    const Instruction& by = instructions[i];
+    quantizers.push_back(by.quantized ? Quantizer(constants[i].output) : Quantizer());
+    if (by.op == kLinear) weight_size += by.segments * by.units * weights[by.weight].inputs;
+    add(static_cast<int64_t>(i));
+  }
+  is_stored.assign(registers.size(), false);
+  find_readers();
+  find_barriers();
+  for (auto* stages : {&once_stages, &step_stages}) {
+    for (Stage& stage : *stages) {
+      for (Product& product : stage.products) pack(stage, product);
+    }
+  }
+}
+
+namespace {
+
+const Written* writer(const Stage& stage, int64_t source) {
+  for (const Written& written : stage.written) {
+    if (written.source == source) return &written;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
-// What calls write while they run; kept from one to the next.
-struct Scratch {
-  std::vector<std::vector<float>> slots;
-  std::vector<std::vector<Line>> integers;  // of a linear's input, of even and of odd steps
-};
-
-// A program with its weights, and what is made of them once. Constant after its construction, but for the
-// scratch memory.
-struct TorchqCompatCell {
-  std::vector<Instruction> instructions;
-  std::vector<Constants> constants;
-  std::vector<Slot> slots;
-  std::vector<int64_t> results;  // the slot of every new state
-  std::vector<Weight> weights;
-  std::vector<Segment> input_segments;
-  std::vector<Prepared> prepared;  // of every linear
-  bool floats_are_read = false;    // by a linear, at every step
-  int64_t buffers = 0;
-  int64_t weight_size = 0;
-
-  int64_t state_count() const { return static_cast<int64_t>(results.size()); }
-  int64_t instruction_count() const { return static_cast<int64_t>(instructions.size()); }
-  int64_t state_width(int64_t state) const { return slots[1 + state].width; }
-
-  int32_t weight_zero_point(int64_t index, int64_t n) const {
-    const Weight& weight = weights[instructions[index].weight];
-    return static_cast<int32_t>(weight.zero_points ? weight.zero_points[n]
-                                                   : constants[index].weight_zero_point);
+// Appends an instruction to the last stage, or to a new one where it works on other units, or where it is a
+// linear of what the last stage writes.
+void TorchqCompatCell::add(int64_t index) {
+  const Instruction& by = instructions[index];
+  std::vector<Stage>& stages = by.once ? once_stages : step_stages;
+  if (stages.empty() || stages.back().units != by.units ||
+      (by.op == kLinear && writer(stages.back(), by.a))) {
+    stages.emplace_back();
+    stages.back().once = by.once != 0;
+    stages.back().units = by.units;
   }
+  Stage& stage = stages.back();
+  Written written;
+  written.source = by.target;
+  written.at = stage.vectors;
+  stage.vectors += by.segments;
+  stage.written.push_back(written);
+  if (by.op != kLinear) {
+    stage.steps.push_back({false, index});
+    return;
+  }
+  const int64_t input = input_of(by, constants[index]);
+  auto product = std::find_if(stage.products.begin(), stage.products.end(),
+                              [&](const Product& each) { return each.input == input; });
+  if (product == stage.products.end()) {
+    stage.steps.push_back({true, static_cast<int64_t>(stage.products.size())});
+    stage.products.emplace_back();
+    product = std::prev(stage.products.end());
+    product->input = input;
+  }
+  for (int64_t segment = 0; segment < by.segments; ++segment) product->columns.push_back({index, segment});
+}
 
-  void prepare() {
-    prepared.resize(instructions.size());
-    for (int64_t i = 0; i < instruction_count(); ++i) {
-      if (instructions[i].op != kLinear) continue;
-      weight_size +=
-          instructions[i].segments * instructions[i].units * weights[instructions[i].weight].inputs;
-      prepare_linear(i);
-      find_buffer(i);
-      sum_weights(i);
-      if (kPacksWeights) pack_weights(i);
+int64_t TorchqCompatCell::input_of(const Instruction& by, const Constants& constant) {
+  Input input;
+  input.source = by.a;
+  input.once = by.once != 0;
+  input.is_state = is_state(by.a);
+  input.width = weights[by.weight].inputs;
+  if (by.a != 0 || constant.input.is_dynamic()) {
+    add_pieces({static_cast<double>(input.width), constant.input}, input.segments);
+  } else {
+    for (const Segment& segment : input_segments) add_pieces(segment, input.segments);
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].source == input.source && inputs[i].segments == input.segments) {
+      return static_cast<int64_t>(i);
     }
   }
+  inputs.push_back(input);
+  return static_cast<int64_t>(inputs.size()) - 1;
+}
 
-  std::unique_ptr<Scratch> take_scratch() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (kept_.empty()) return std::make_unique<Scratch>();
-    std::unique_ptr<Scratch> taken = std::move(kept_.back());
-    kept_.pop_back();
-    return taken;
-  }
-
-  void give_back(std::unique_ptr<Scratch> scratch) const {
-    size_t bytes = 0;
-    for (const auto& slot : scratch->slots) bytes += slot.capacity() * sizeof(float);
-    for (const auto& buffer : scratch->integers) bytes += buffer.capacity() * sizeof(Line);
-    if (bytes > kKeptBytes) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (kept_.size() < kKeptScratches) kept_.push_back(std::move(scratch));
-  }
-
- private:
-  // More memory than this a call gives back; of so many calls at once it is kept.
-  static constexpr size_t kKeptBytes = 4 << 20, kKeptScratches = 4;
-  mutable std::mutex mutex_;
-  mutable std::vector<std::unique_ptr<Scratch>> kept_;
-
-  void prepare_linear(int64_t index) {
-    const Instruction& by = instructions[index];
-    const Weight& weight = weights[by.weight];
-    const Grid& grid = constants[index].input;
-    const int64_t width = by.segments * by.units;
-    Prepared& to = prepared[index];
-    if (by.a != 0 || grid.is_dynamic()) {
-      to.segments = split({static_cast<double>(weight.inputs), grid});
-    } else {
-      for (const Segment& segment : input_segments) {
-        for (const Segment& part : split(segment)) to.segments.push_back(part);
-      }
-    }
-    if (!by.once && to.segments[0].grid.scale == 0) floats_are_read = true;
-    to.row_sums.assign(to.segments.size(), std::vector<int32_t>(width + kLanes));
-    to.weight_scales.resize(width + kLanes);
-    to.biases.resize(width + kLanes);
-    for (int64_t n = 0; n < width; ++n) {
-      to.weight_scales[n] =
-          weight.scales ? weight.scales[n] : static_cast<float>(constants[index].weight_scale);
-      to.biases[n] = weight.bias ? weight.bias[n] : 0.0f;
-      to.has_weight_zero_points |= weight_zero_point(index, n) != 0;
-    }
-  }
-
-  // Linears of the same input on the same grids share its integers: the first of them writes them, all
-  // others only read, so that no barrier is needed between two linears.
-  void find_buffer(int64_t index) {
-    const Instruction& by = instructions[index];
-    Prepared& of = prepared[index];
-    for (int64_t i = 0; i < index; ++i) {
-      const Instruction& before = instructions[i];
-      if (before.op == kLinear && before.a == by.a && prepared[i].segments == of.segments) {
-        of.buffer = prepared[i].buffer;
-        return;
-      }
-    }
-    of.quantizes = true;
-    of.buffer = buffers;
-    buffers += 2;
-  }
-
-  void sum_weights(int64_t index) {
-    const Instruction& by = instructions[index];
-    const Weight& weight = weights[by.weight];
-    for (int64_t n = 0; n < by.segments * by.units; ++n) {
-      const int8_t* values = weight.values + n * weight.inputs;
-      for (size_t s = 0; s < prepared[index].segments.size(); ++s) {
-        const int64_t count = static_cast<int64_t>(prepared[index].segments[s].width);
-        prepared[index].row_sums[s][n] = std::accumulate(values, values + count, 0);
-        values += count;
-      }
-    }
-  }
-
-  void pack_weights(int64_t index) {
-    const Instruction& by = instructions[index];
-    const Weight& weight = weights[by.weight];
-    const int64_t groups = (by.units + kLanes - 1) / kLanes;
-    int64_t first = 0;
-    for (const Segment& segment : prepared[index].segments) {
-      const int64_t count = static_cast<int64_t>(segment.width), quads = (count + 3) / 4;
-      std::vector<Line> packed(by.segments * groups * quads);
-      for (int64_t n = 0; n < by.segments * by.units; ++n) {
-        const int64_t unit = n % by.units, group = n / by.units * groups + unit / kLanes;
-        const int8_t* from = weight.values + n * weight.inputs + first;
-        for (int64_t k = 0; k < count; ++k) {
-          packed[group * quads + k / 4].integers[unit % kLanes * 4 + k % 4] = static_cast<uint8_t>(from[k]);
+// Who reads what a stage writes, beside the stage itself.
+void TorchqCompatCell::find_readers() {
+  for (auto* stages : {&once_stages, &step_stages}) {
+    for (Stage& stage : *stages) {
+      for (const Stage::Step& step : stage.steps) {
+        if (step.is_product) continue;
+        const Instruction& by = instructions[step.index];
+        for (const int64_t source : {by.a, by.b}) {
+          const auto is_known = [&](const Read& read) { return read.source == source; };
+          if (source < 0 || writer(stage, source) ||
+              std::any_of(stage.reads.begin(), stage.reads.end(), is_known)) {
+            continue;
+          }
+          // Rows of x, and of several steps, are not in the order of a tile.
+          const bool is_copied = source == 0 || stage.once;
+          stage.reads.push_back({source, is_copied ? stage.vectors : -1});
+          if (is_copied) stage.vectors += registers[source].segments();
+          is_stored[source] = source != 0 && !is_state(source);
         }
       }
-      prepared[index].packed.push_back(std::move(packed));
-      first += count;
     }
   }
-};
+  for (int64_t state = 0; state < state_count(); ++state) {
+    const auto writes = [&](const Stage& stage) { return writer(stage, results[state]) != nullptr; };
+    if (std::any_of(step_stages.begin(), step_stages.end(), writes)) continue;
+    passed_on.push_back(state);
+    if (!is_state(results[state])) is_stored[results[state]] = true;
+  }
+  state_inputs.resize(results.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].is_state) state_inputs[inputs[i].source - 1].push_back(static_cast<int64_t>(i));
+  }
+  for (auto* stages : {&once_stages, &step_stages}) {
+    for (Stage& stage : *stages) {
+      for (Written& written : stage.written) {
+        written.is_stored = is_stored[written.source];
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          if (inputs[i].source == written.source) written.inputs.push_back(static_cast<int64_t>(i));
+        }
+        for (int64_t state = 0; state < state_count() && !stage.once; ++state) {
+          if (results[state] == written.source) written.states.push_back(state);
+        }
+      }
+    }
+  }
+}
+
+// Before a stage that reads what threads wrote since they last met.
+void TorchqCompatCell::find_barriers() {
+  for (auto* stages : {&once_stages, &step_stages}) {
+    std::vector<bool> is_settled(inputs.size(), false);
+    for (Stage& stage : *stages) {
+      for (const Product& product : stage.products) {
+        if (is_settled[product.input]) continue;
+        stage.waits = true;
+        const Input& input = inputs[product.input];
+        if (input.is_dynamic() && input.source != 0) stage.chosen.push_back(product.input);
+      }
+      if (!stage.waits) continue;
+      // All that was written before this stage.
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        const int64_t source = inputs[i].source;
+        const auto is_later = [&](const Stage& other) { return &other >= &stage && writer(other, source); };
+        // Dynamic ones are settled by the stage that has them quantized.
+        const bool is_chosen = std::find(stage.chosen.begin(), stage.chosen.end(), static_cast<int64_t>(i)) !=
+                               stage.chosen.end();
+        if (std::none_of(stages->begin(), stages->end(), is_later) &&
+            (!inputs[i].is_dynamic() || is_chosen)) {
+          is_settled[i] = true;
+        }
+      }
+    }
+  }
+}
+
+void TorchqCompatCell::pack(const Stage& stage, Product& product) const {
+  const int64_t groups = stage.groups(), columns = product.column_count(), lanes = groups * kLanes;
+  product.scales.resize(columns * lanes);
+  product.biases.resize(columns * lanes);
+  product.zero_points.resize(columns * lanes);
+  int64_t first = 0;
+  for (const Segment& part : inputs[product.input].segments) {
+    const int64_t count = static_cast<int64_t>(part.width), quads = (count + 3) / 4;
+    std::vector<Line> packed(columns * groups * quads);
+    std::vector<int32_t> row_sums(columns * lanes);
+    for (int64_t c = 0; c < columns; ++c) {
+      const Product::Column& column = product.columns[c];
+      const Instruction& by = instructions[column.instruction];
+      const Weight& weight = weights[by.weight];
+      const int64_t before = c / kColumns * kColumns, beside = std::min(kColumns, columns - before);
+      for (int64_t unit = 0; unit < by.units; ++unit) {
+        const int64_t n = column.segment * by.units + unit, at = c * lanes + unit;
+        const Constants& constant = constants[column.instruction];
+        product.scales[at] = weight.scales ? weight.scales[n] : static_cast<float>(constant.weight_scale);
+        product.biases[at] = weight.bias ? weight.bias[n] : 0.0f;
+        product.zero_points[at] =
+            static_cast<int32_t>(weight.zero_points ? weight.zero_points[n] : constant.weight_zero_point);
+        product.has_zero_points = product.has_zero_points || product.zero_points[at] != 0;
+        const int8_t* values = weight.values + n * weight.inputs + first;
+        row_sums[at] = std::accumulate(values, values + count, 0);
+        Line* to = packed.data() + (unit / kLanes * columns + before) * quads + (c - before);
+        for (int64_t k = 0; k < count; ++k) {
+          to[k / 4 * beside].integers[unit % kLanes * 4 + k % 4] = static_cast<uint8_t>(values[k]);
+        }
+      }
+    }
+    product.packed.push_back(std::move(packed));
+    product.row_sums.push_back(std::move(row_sums));
+    first += count;
+  }
+}
 
 namespace {
 
 using Cell = TorchqCompatCell;
 
-// One direction over time. Slot 0 is x, slots 1 to state_count are the states.
+std::unique_ptr<Scratch> take_scratch(const Cell& cell) {
+  const std::lock_guard<std::mutex> lock(cell.mutex);
+  if (cell.kept.empty()) return std::make_unique<Scratch>();
+  std::unique_ptr<Scratch> taken = std::move(cell.kept.back());
+  cell.kept.pop_back();
+  return taken;
+}
+
+void give_back(const Cell& cell, std::unique_ptr<Scratch> scratch) {
+  if (scratch->bytes() > kKeptBytes) return;
+  const std::lock_guard<std::mutex> lock(cell.mutex);
+  if (cell.kept.size() < kKeptScratches) cell.kept.push_back(std::move(scratch));
+}
+
+// As torch.ops.quantized_decomposed.choose_qparams. NaN or infinity anywhere: NaN everywhere behind it.
+QParams choose_qparams(const QParams& dynamic, const Extremes& of) {
+  const float first = static_cast<float>(dynamic.quant_min), last = static_cast<float>(dynamic.zero_point);
+  const float scale = std::max((of.high - of.low) / (last - first), static_cast<float>(-dynamic.scale));
+  if (!std::isfinite(scale) || of.has_nan) {
+    return {std::nan(""), dynamic.quant_min, dynamic.quant_min, dynamic.quant_max, dynamic.nan};
+  }
+  const float zero_point = std::min(std::max(first - std::rint(of.low / scale), first), last);
+  return {scale, zero_point, dynamic.quant_min, dynamic.quant_max, dynamic.nan};
+}
+
+// Integers are kept unsigned.
+int32_t shift_of(const QParams& qparams) { return qparams.quant_min < 0 ? 128 : 0; }
+
+// Where a register lies for a tile: the floats of a segment one after the other, segments `stride` apart.
+struct Place {
+  float* data = nullptr;
+  int64_t stride = 0;
+};
+
+// Some rows of some groups of lanes. Of several groups it has all rows.
+struct Tile {
+  int64_t first_row, rows, first_group, groups;
+
+  int64_t vectors() const { return rows * groups; }
+};
+
+// The work of a thread at a time: a step, or what several steps have before them.
+struct Work {
+  Worker worker;
+  int64_t step;    // the first
+  int64_t count;   // of steps
+  int64_t at;      // of the step, in the block
+  int64_t parity;  // of the inputs that are read
+  bool once;
+};
+
+// What one thread alone writes.
+struct Own {
+  std::vector<Place> places;    // by register
+  std::vector<QParams> chosen;  // by input
+  Extremes extremes;
+};
+
+// One direction over time.
 class Loop {
  public:
   // States are read and written in place; rows of the output are `output_stride` apart. Dynamic qparams of x
@@ -409,6 +375,7 @@ class Loop {
   Loop(const Cell& cell, int64_t steps, int64_t batch, bool backward, const float* x, const float* all_x,
        int64_t all_rows, float* const* states, float* output, int64_t output_stride, int64_t threads)
       : cell_(cell),
+        kernels_(*cell.kernels),
         steps_(steps),
         batch_(batch),
         output_stride_(output_stride),
@@ -417,352 +384,523 @@ class Loop {
         output_(output),
         states_(states),
         team_(threads),
-        scratch_(cell.take_scratch()),
-        slots_(scratch_->slots),
-        integers_(scratch_->integers),
-        off_grid_(cell.buffers),
-        floats_are_read_(cell.floats_are_read) {
-    steps_at_once_ = std::min(steps, std::max<int64_t>(1, kProjectedRows / batch));
-    slots_.resize(cell.slots.size());
-    for (size_t s = 1; s < cell.slots.size(); ++s) {
-      slots_[s].resize(cell.slots[s].width * batch * (cell.slots[s].once ? steps_at_once_ : 1));
+        scratch_(take_scratch(cell)),
+        block_(std::min(steps, std::max<int64_t>(1, kProjectedRows / batch))),
+        off_qparams_(cell.inputs.size(), false),
+        extremes_(2 * threads * cell.inputs.size()),
+        own_(threads) {
+    const size_t inputs = cell.inputs.size();
+    scratch_->tiles.resize(std::max<size_t>(scratch_->tiles.size(), threads));
+    scratch_->stored.resize(cell.registers.size());
+    for (size_t r = 0; r < cell.registers.size(); ++r) {
+      if (!cell.is_stored[r]) continue;
+      grow(scratch_->stored[r], cell.registers[r].vectors() * batch * (cell.registers[r].once ? block_ : 1));
     }
-    for (int64_t s = 0; s < cell.state_count(); ++s) {
-      std::copy_n(states[s], cell.state_width(s) * batch, slots_[1 + s].data());
+    for (int64_t parity = 0; parity < 2; ++parity) {
+      scratch_->integers[parity].resize(inputs);
+      scratch_->floats[parity].resize(inputs);
+      scratch_->states[parity].resize(cell.state_count());
     }
-    integers_.resize(cell.buffers);
-    x_segments_.resize(cell.instruction_count());
-    for (int64_t i = 0; i < cell.instruction_count(); ++i) {
-      const Instruction& by = cell.instructions[i];
-      if (by.op != kLinear) continue;
-      const Prepared& of = cell.prepared[i];
-      // One more, as the last column is read with three behind it.
-      const int64_t rows = batch * (by.once ? steps_at_once_ : 1),
-                    size = lines(cell.slots[by.a].width) * rows + 1;
-      for (int64_t parity = 0; of.quantizes && parity < 2; ++parity)
-        integers_[of.buffer + parity].resize(size);
-      if (by.a != 0 || !of.segments[0].grid.is_dynamic()) continue;
-      const int64_t inputs = cell.weights[by.weight].inputs;
-      x_segments_[i] =
-          split({static_cast<double>(inputs), choose_grid(of.segments[0].grid, all_x, all_rows * inputs)});
+    for (size_t i = 0; i < inputs; ++i) allocate(static_cast<int64_t>(i));
+    int64_t vectors = 0;
+    for (const auto* stages : {&cell.once_stages, &cell.step_stages}) {
+      for (const Stage& stage : *stages) vectors = std::max(vectors, stage.vectors * kTileVectors);
     }
+    for (int64_t t = 0; t < threads; ++t) {
+      grow(scratch_->tiles[t], vectors);
+      own_[t].places.resize(cell.registers.size());
+      own_[t].chosen.resize(inputs);
+    }
+    choose_for_x(all_x, all_rows);
+    for (int64_t s = 0; s < cell.state_count(); ++s) read_state(s);
   }
 
   Loop(const Loop&) = delete;
-  ~Loop() { cell_.give_back(std::move(scratch_)); }
+  ~Loop() { give_back(cell_, std::move(scratch_)); }
 
   void run() {
     team_.run([this](const Worker& worker) {
-      for (int64_t done = 0; done < steps_; done += steps_at_once_) {
-        const int64_t count = std::min(steps_at_once_, steps_ - done);
-        team_.barrier();
-        execute(worker, true, count, done, 0);
-        for (int64_t offset = 0; offset < count; ++offset) {
-          execute(worker, false, 1, done + offset, offset);
-          carry_states(worker, done + offset);
+      for (int64_t done = 0, block = 0; done < steps_; done += block_, ++block) {
+        const int64_t count = std::min(block_, steps_ - done);
+        read_x(worker, done, count, block % 2);
+        for (const Stage& stage : cell_.once_stages)
+          run_stage(stage, {worker, done, count, 0, block % 2, true});
+        for (int64_t step = done; step < done + count; ++step) {
+          const int64_t at = backward_ ? count - 1 - (step - done) : step - done;
+          const Work work{worker, step, 1, at, step % 2, false};
+          forget_extremes(work);
+          for (const Stage& stage : cell_.step_stages) run_stage(stage, work);
+          for (const int64_t state : cell_.passed_on) pass_on(state, work);
         }
       }
     });
   }
 
  private:
+  template <class T>
+  static void grow(std::vector<T>& memory, int64_t size) {
+    if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+  }
+
+  // Whether floats of an input are kept: it has no integers, or none before its qparams are chosen.
+  static bool keeps_floats(const Input& input) {
+    return input.in_floats() || (input.is_dynamic() && input.source != 0);
+  }
+
+  void allocate(int64_t index) {
+    const Input& input = cell_.inputs[index];
+    const int64_t rows = batch_ * (input.once ? block_ : 1);
+    const int64_t parities = steps_ == 1 ? 1 : 2;
+    for (int64_t parity = 0; parity < parities; ++parity) {
+      // One line more, as the last column is read with three behind it.
+      if (!input.in_floats()) {
+        grow(scratch_->integers[parity][index],
+             rows * input.stride() / static_cast<int64_t>(sizeof(Line)) + 1);
+      }
+      if (keeps_floats(input)) {
+        grow(scratch_->floats[parity][index], rows * input.stride() / kLanes + 1);
+      }
+    }
+  }
+
+  uint8_t* integers(int64_t input, int64_t parity) {
+    return reinterpret_cast<uint8_t*>(scratch_->integers[parity][input].data());
+  }
+  float* floats(int64_t input, int64_t parity) {
+    return reinterpret_cast<float*>(scratch_->floats[parity][input].data());
+  }
+  Extremes& extremes(int64_t input, int64_t parity, int64_t thread) {
+    return extremes_[(input * 2 + parity) * static_cast<int64_t>(own_.size()) + thread];
+  }
+
   // Rows of x that `count` steps from `step` on read, in the order of memory.
   int64_t first_row(int64_t step, int64_t count) const {
     return (backward_ ? steps_ - step - count : step) * batch_;
   }
 
-  const float* rows_of(const Instruction& by, int64_t slot, int64_t offset, int64_t step, int64_t in_block,
-                       int64_t block) const {
-    if (slot == 0) return x_ + first_row(step, block) * cell_.slots[0].width + offset;
-    const bool behind = cell_.slots[slot].once && !by.once;
-    const int64_t at = behind ? (backward_ ? block_steps_ - 1 - in_block : in_block) : 0;
-    return slots_[slot].data() + at * batch_ * cell_.slots[slot].width + offset;
+  const float* rows_of_x(const Work& work) const {
+    return x_ + first_row(work.step, work.count) * cell_.registers[0].width;
   }
 
-  void execute(const Worker& worker, bool once, int64_t count, int64_t step, int64_t in_block) {
-    if (once) set_block(worker, count);
-    for (int64_t i = 0; i < cell_.instruction_count(); ++i) {
-      const Instruction& instruction = cell_.instructions[i];
-      if (static_cast<bool>(instruction.once) != once) continue;
-      if (instruction.op == kLinear) {
-        linear(worker, i, count, step, in_block);
-      } else {
-        elementwise(worker, i, count, step, in_block);
+  void choose_for_x(const float* x, int64_t rows) {
+    for (size_t i = 0; i < cell_.inputs.size(); ++i) {
+      const Input& input = cell_.inputs[i];
+      if (!input.is_dynamic() || input.source != 0) continue;
+      Extremes seen;
+      kernels_.see(x, rows * input.width, seen);
+      const QParams chosen = choose_qparams(input.segments[0].qparams, seen);
+      for (Own& own : own_) own.chosen[i] = chosen;
+    }
+  }
+
+  // The state that the first step reads; whatever needs its integers has them from here.
+  void read_state(int64_t state) {
+    const Register& shape = cell_.registers[1 + state];
+    auto& to = scratch_->states[0][state];
+    grow(to, shape.vectors() * batch_);
+    if (steps_ > 1) grow(scratch_->states[1][state], shape.vectors() * batch_);
+    const float* from = states_[state];
+    for (int64_t segment = 0; segment < shape.segments(); ++segment) {
+      for (int64_t group = 0; group < shape.groups(); ++group) {
+        const int64_t lanes = std::min(kLanes, shape.units - group * kLanes);
+        Vector* vectors = to.data() + (segment * shape.groups() + group) * batch_;
+        for (int64_t row = 0; row < batch_; ++row) {
+          std::copy_n(from + row * shape.width + segment * shape.units + group * kLanes, lanes,
+                      vectors[row].lanes);
+        }
+      }
+    }
+    for (const int64_t i : cell_.state_inputs[state]) {
+      const Input& input = cell_.inputs[i];
+      bool is_on = false;
+      if (!keeps_floats(input)) {
+        const QParams& qparams = input.segments[0].qparams;
+        const Quantizer quantize(qparams);
+        is_on = kernels_.is_on(quantize, from, batch_ * input.width);
+        if (is_on) {
+          kernels_.to_integers(quantize, shift_of(qparams), from, input.width, batch_, input.width,
+                               integers(i, 0), input.stride());
+        }
+      }
+      if (is_on) continue;
+      off_qparams_[i] = !keeps_floats(input);
+      grow(scratch_->floats[0][i], batch_ * input.stride() / kLanes + 1);
+      for (int64_t row = 0; row < batch_; ++row) {
+        std::copy_n(from + row * input.width, input.width, floats(i, 0) + row * input.stride());
+      }
+      if (input.is_dynamic()) kernels_.see(from, batch_ * input.width, extremes(i, 0, 0));
+    }
+  }
+
+  // What linears read of x; rows are shared out.
+  void read_x(const Worker& worker, int64_t step, int64_t count, int64_t parity) {
+    const int64_t width = cell_.registers[0].width, rows = count * batch_;
+    const float* x = x_ + first_row(step, count) * width;
+    const Range own = share(rows, worker.index, worker.count);
+    for (size_t i = 0; i < cell_.inputs.size(); ++i) {
+      const Input& input = cell_.inputs[i];
+      if (input.source != 0) continue;
+      int64_t first = 0;
+      for (const Segment& part : input.segments) {
+        const int64_t columns = static_cast<int64_t>(part.width);
+        const QParams& qparams = input.is_dynamic() ? own_[worker.index].chosen[i] : part.qparams;
+        const Quantizer quantize(input.in_floats() ? QParams{1, 0, 0, 0, 0} : qparams);
+        const float* from = x + own.begin * width + first;
+        const int64_t at = own.begin * input.stride() + first;
+        if (!input.in_floats()) {
+          kernels_.to_integers(quantize, shift_of(qparams), from, width, own.end - own.begin, columns,
+                               integers(i, parity) + at, input.stride());
+        }
+        for (int64_t row = 0; row < own.end - own.begin && input.in_floats(); ++row) {
+          std::copy_n(from + row * width, columns, floats(i, parity) + at + row * input.stride());
+        }
+        first += columns;
       }
     }
   }
 
-  void set_block(const Worker& worker, int64_t count) {
-    if (worker.index == 0) block_steps_ = count;
-    team_.barrier();
+  // Of those that this step writes: others may still read what the step before wrote.
+  void forget_extremes(const Work& work) {
+    for (size_t i = 0; i < cell_.inputs.size(); ++i) {
+      const Input& input = cell_.inputs[i];
+      if (!input.is_dynamic() || input.source == 0) continue;
+      extremes(i, input.is_state ? 1 - work.parity : work.parity, work.worker.index) = Extremes();
+    }
   }
 
-  template <class F>
-  void for_each(const Worker& worker, const Instruction& by, const Grid& grid, int64_t rows, const float* a,
-                int64_t a_stride, const float* b, int64_t b_stride, F function) {
-    const Range units = share(by.units, worker.index, worker.count);
-    const int64_t width = by.segments * by.units;
-    float* target = slots_[by.target].data();
-    const Quantizer quantize(by.quantized ? grid : kUnused);
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t segment = 0; segment < by.segments; ++segment) {
-        const int64_t start = segment * by.units + units.begin, count = units.end - units.begin;
-        const float* left = a + row * a_stride + start;
-        const float* right = b + row * b_stride + start;
-        float* to = target + row * width + start;
-        if (by.quantized) {
-          for (int64_t j = 0; j < count; ++j) to[j] = quantize(function(left[j], right[j]));
+  // Dynamic qparams, of what all threads wrote, which each then quantizes its own columns with.
+  void choose(const Stage& stage, const Work& work) {
+    Own& own = own_[work.worker.index];
+    for (const int64_t i : stage.chosen) {
+      const Input& input = cell_.inputs[i];
+      Extremes seen;
+      for (int64_t t = 0; t < work.worker.count; ++t) seen.add(extremes(i, work.parity, t));
+      own.chosen[i] = choose_qparams(input.segments[0].qparams, seen);
+      const Quantizer quantize(own.chosen[i]);
+      const Range groups = share((input.width + kLanes - 1) / kLanes, work.worker.index, work.worker.count);
+      const int64_t first = groups.begin * kLanes, last = std::min(input.width, groups.end * kLanes);
+      if (first >= last) continue;
+      kernels_.to_integers(quantize, shift_of(own.chosen[i]), floats(i, work.parity) + first, input.stride(),
+                           batch_, last - first, integers(i, work.parity) + first, input.stride());
+    }
+    team_.barrier(work.worker);
+  }
+
+  void run_stage(const Stage& stage, const Work& work) {
+    if (stage.waits) team_.barrier(work.worker);
+    if (!stage.chosen.empty()) choose(stage, work);
+    const int64_t rows = work.count * batch_;
+    each_tile(stage.groups(), rows, work.worker, [&](const Tile& tile) {
+      place(stage, work, tile);
+      for (const Stage::Step& step : stage.steps) {
+        if (step.is_product) {
+          multiply(stage, stage.products[step.index], work, tile);
         } else {
-          for (int64_t j = 0; j < count; ++j) to[j] = function(left[j], right[j]);
+          elementwise(step.index, work, tile);
         }
+      }
+      for (const Written& written : stage.written) hand_on(written, work, tile);
+    });
+  }
+
+  template <class Function>
+  void each_tile(int64_t all_groups, int64_t rows, const Worker& worker, Function function) const {
+    const Range own = share(all_groups, worker.index, worker.count);
+    const int64_t groups = std::max<int64_t>(1, kTileVectors / rows);
+    for (int64_t group = own.begin; group < own.end; group += groups) {
+      for (int64_t row = 0; row < rows; row += kTileVectors) {
+        function(Tile{row, std::min(kTileVectors, rows - row), group, std::min(groups, own.end - group)});
       }
     }
   }
 
-  void elementwise(const Worker& worker, int64_t index, int64_t count, int64_t step, int64_t in_block) {
-    const Instruction& by = cell_.instructions[index];
-    const float* a = rows_of(by, by.a, by.a_offset, step, in_block, count);
-    const float* b = by.b < 0 ? a : rows_of(by, by.b, by.b_offset, step, in_block, count);
-    const int64_t a_stride = cell_.slots[by.a].width;
-    const int64_t b_stride = by.b < 0 ? a_stride : cell_.slots[by.b].width;
-    const auto each = [&](auto function) {
-      for_each(worker, by, constants(index).output, count * batch_, a, a_stride, b, b_stride, function);
-    };
-    switch (by.op) {
-      case kAdd:
-        each([](float x, float y) { return x + y; });
-        break;
-      case kMul:
-        each([](float x, float y) { return x * y; });
-        break;
-      case kComplement:
-        each([](float x, float) { return 1.0f - x; });
-        break;
-      case kSigmoid:
-        each([](float x, float) { return sigmoid(x); });
-        break;
-      case kTanh:
-        each([](float x, float) { return tangent(x); });
-        break;
-      case kRelu:
-        each([](float x, float) { return std::max(x, 0.0f); });
-        break;
-      case kCopy:
-      default:
-        each([](float x, float) { return x; });
-        break;
+  // Where everything lies that a stage reads and writes.
+  void place(const Stage& stage, const Work& work, const Tile& tile) {
+    std::vector<Place>& places = own_[work.worker.index].places;
+    Vector* memory = scratch_->tiles[work.worker.index].data();
+    for (const Written& written : stage.written) {
+      places[written.source] = {memory[written.at * kTileVectors].lanes, kTileVectors * kLanes};
     }
-  }
-
-  // As torch.ops.quantized_decomposed.choose_qparams. NaN or infinity anywhere: NaN everywhere behind it.
-  static Grid choose_grid(const Grid& dynamic, const float* values, int64_t count) {
-    float lows[kLanes] = {}, highs[kLanes] = {};
-    int32_t nans[kLanes] = {};
-    const auto see = [&](int64_t lane, float value) {
-      lows[lane] = std::min(lows[lane], value);
-      highs[lane] = std::max(highs[lane], value);
-      nans[lane] |= value != value;
-    };
-    int64_t k = 0;
-    for (; k + kLanes <= count; k += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) see(lane, values[k + lane]);
-    }
-    for (; k < count; ++k) see(0, values[k]);
-    const float low = *std::min_element(lows, lows + kLanes), high = *std::max_element(highs, highs + kLanes);
-    const float first = static_cast<float>(dynamic.quant_min), last = static_cast<float>(dynamic.zero_point);
-    const float scale = std::max((high - low) / (last - first), static_cast<float>(-dynamic.scale));
-    if (!std::isfinite(scale) || *std::max_element(nans, nans + kLanes)) {
-      return {std::nan(""), dynamic.quant_min, dynamic.quant_min, dynamic.quant_max, dynamic.nan};
-    }
-    const float zero_point = std::min(std::max(first - std::rint(low / scale), first), last);
-    return {scale, zero_point, dynamic.quant_min, dynamic.quant_max, dynamic.nan};
-  }
-
-  // Integers are kept unsigned.
-  static int32_t shift(const Grid& grid) { return grid.quant_min < 0 ? 128 : 0; }
-  static int32_t unsigned_zero_point(const Grid& grid) {
-    return static_cast<int32_t>(grid.zero_point) + shift(grid);
-  }
-
-  void quantize_input(const Worker& worker, int64_t index, const std::vector<Segment>& segments, int64_t rows,
-                      const float* x, uint8_t* to, bool check) {
-    const Instruction& by = cell_.instructions[index];
-    const int64_t stride = cell_.slots[by.a].width, to_stride = lines(stride) * sizeof(Line);
-    int64_t first = 0;
-    for (const Segment& part : segments) {
-      const int64_t width = static_cast<int64_t>(part.width);
-      const Quantizer quantize(part.grid);
-      const float shifted = static_cast<float>(shift(part.grid));
-      // Rows of x are shared out; a state is read by the thread that wrote it.
-      const int64_t units = by.once ? width : cell_.slots[by.a].units;
-      const Range columns = by.once ? Range{0, width} : share(units, worker.index, worker.count);
-      for (int64_t row = by.once ? worker.index : 0; row < rows; row += by.once ? worker.count : 1) {
-        for (int64_t from = first; from < first + width; from += units) {
-          const float* source = x + row * stride + from;
-          uint8_t* target = to + row * to_stride + from;
-          for (int64_t k = columns.begin; k < columns.end; ++k) {
-            target[k] = static_cast<uint8_t>(static_cast<int32_t>(quantize.integer(source[k]) + shifted));
-          }
-          if (check && !std::all_of(source + columns.begin, source + columns.end,
-                                    [&](float value) { return quantize(value) == value; })) {
-            off_grid_[cell_.prepared[index].buffer] = true;
-          }
-        }
+    for (const Read& read : stage.reads) {
+      if (read.at < 0) {
+        places[read.source] = stored(read.source, work, tile);
+        continue;
       }
-      first += width;
+      const Place to{memory[read.at * kTileVectors].lanes, kTileVectors * kLanes};
+      places[read.source] = to;
+      copy_in(read.source, to, work, tile);
     }
   }
 
-  void linear(const Worker& worker, int64_t index, int64_t count, int64_t step, int64_t in_block) {
-    const Instruction& by = cell_.instructions[index];
-    const int64_t rows = count * batch_, stride = cell_.slots[by.a].width;
-    const float* x = rows_of(by, by.a, by.a_offset, step, in_block, count);
-    const bool is_state = by.a >= 1 && by.a <= cell_.state_count();
-    const bool has_chosen = !x_segments_[index].empty();
-    const std::vector<Segment>* segments = has_chosen ? &x_segments_[index] : &cell_.prepared[index].segments;
-    std::vector<Segment> chosen;
-    if ((*segments)[0].grid.is_dynamic()) {
-      team_.barrier();
-      chosen = split({static_cast<double>(stride), choose_grid((*segments)[0].grid, x, rows * stride)});
-      segments = &chosen;
-    }
-    const bool on_grids = (*segments)[0].grid.scale != 0;
-    uint8_t* integers = reinterpret_cast<uint8_t*>(integers_[cell_.prepared[index].buffer + step % 2].data());
-    const int64_t integer_stride = lines(stride) * sizeof(Line);
-    // Only the first state may come from elsewhere.
-    const bool check = is_state && step == 0 && chosen.empty();
-    if (by.once && by.a != 0) team_.barrier();
-    if (on_grids && cell_.prepared[index].quantizes) {
-      quantize_input(worker, index, *segments, rows, x, integers, check);
-    }
-    team_.barrier();
-    const bool in_floats = !on_grids || (check && off_grid_[cell_.prepared[index].buffer]);
-    const Range units = share(by.units, worker.index, worker.count);
-    const int64_t groups = (by.units + kLanes - 1) / kLanes;
-    for (int64_t part = 0; part < by.segments; ++part) {
-      for (int64_t n = part * by.units + units.begin; n < part * by.units + units.end; n += kLanes) {
-        const int64_t lanes = std::min(kLanes, part * by.units + units.end - n);
-        for (int64_t row = 0; row < rows; row += kRows) {
-          const int64_t tile = std::min(kRows, rows - row);
-          float sums[kRows * kLanes];
-          if (in_floats) {
-            float_tile(index, x + row * stride, stride, n, lanes, tile, sums);
+  Place stored(int64_t source, const Work& work, const Tile& tile) {
+    const Register& shape = cell_.registers[source];
+    Vector* vectors = cell_.is_state(source) ? scratch_->states[work.parity][source - 1].data()
+                                             : scratch_->stored[source].data();
+    if (shape.once) vectors += work.at * shape.vectors() * batch_;
+    return {vectors[tile.first_group * batch_ + tile.first_row].lanes, shape.groups() * batch_ * kLanes};
+  }
+
+  // Into the order of a tile: x, or what was computed of it for several steps.
+  void copy_in(int64_t source, const Place& to, const Work& work, const Tile& tile) {
+    const Register& shape = cell_.registers[source];
+    const float* x = source == 0 ? rows_of_x(work) : nullptr;
+    for (int64_t segment = 0; segment < shape.segments(); ++segment) {
+      for (int64_t g = 0; g < tile.groups; ++g) {
+        const int64_t group = tile.first_group + g;
+        const int64_t lanes = std::min(kLanes, shape.units - group * kLanes);
+        for (int64_t r = 0; r < tile.rows; ++r) {
+          float* vector = to.data + segment * to.stride + (g * tile.rows + r) * kLanes;
+          const int64_t row = tile.first_row + r;
+          if (x) {
+            std::copy_n(x + row * shape.width + segment * shape.units + group * kLanes, lanes, vector);
           } else {
-            const int64_t group = part * groups + (n - part * by.units) / kLanes;
-            integer_tile(index, *segments, integers + row * integer_stride, integer_stride, n, group, lanes,
-                         tile, sums);
+            copy(of_step(source, row / batch_, segment, group)[row % batch_].lanes, kLanes, vector);
           }
-          finish_tile(index, row, n, lanes, tile, sums);
         }
       }
     }
   }
 
-  const Constants& constants(int64_t index) const { return cell_.constants[index]; }
+  // The rows of a step, of a register that several steps are computed of at once.
+  Vector* of_step(int64_t source, int64_t step, int64_t segment, int64_t group) {
+    const Register& shape = cell_.registers[source];
+    const int64_t at = (step * shape.segments() + segment) * shape.groups() + group;
+    return scratch_->stored[source].data() + at * batch_;
+  }
 
-  void float_tile(int64_t index, const float* x, int64_t stride, int64_t n, int64_t lanes, int64_t rows,
-                  float* sums) const {
-    const Weight& weight = cell_.weights[cell_.instructions[index].weight];
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      const int8_t* values = weight.values + (n + lane) * weight.inputs;
-      const float zero_point = static_cast<float>(cell_.weight_zero_point(index, n + lane));
-      for (int64_t row = 0; row < rows; ++row) {
-        sums[row * kLanes + lane] = cell_.prepared[index].weight_scales[n + lane] *
-                                    float_dot_product(x + row * stride, values, zero_point, weight.inputs);
-      }
+  // Of a whole vector the size is known, which makes it no call.
+  static void copy(const float* from, int64_t count, float* to) {
+    if (count == kLanes) {
+      std::memcpy(to, from, kLanes * sizeof(float));
+    } else {
+      std::copy_n(from, count, to);
     }
   }
 
-  void integer_tile(int64_t index, const std::vector<Segment>& segments, const uint8_t* x, int64_t stride,
-                    int64_t n, [[maybe_unused]] int64_t group, int64_t lanes, int64_t rows,
-                    float* sums) const {
-    const Prepared& prepared = cell_.prepared[index];
-    [[maybe_unused]] const Weight& weight = cell_.weights[cell_.instructions[index].weight];
-    std::fill_n(sums, rows * kLanes, 0.0f);
-    for (size_t s = 0, first = 0; s < segments.size(); ++s) {
-      const Segment& part = segments[s];
-      const int64_t count = static_cast<int64_t>(part.width);
-      int32_t products[kRows * kLanes] = {};
-#ifdef __AVX512VNNI__
-      const int64_t quads = (count + 3) / 4;
-      kPackedProducts[rows](x + first, stride, prepared.packed[s].data() + group * quads, quads, products);
-#else
-      kDotProducts[rows](x + first, stride, weight.values + n * weight.inputs + first, weight.inputs, lanes,
-                         count, products);
-#endif
-      if (prepared.has_weight_zero_points) {
-        subtract_weight_zero_points(index, n, lanes, rows, x + first, stride, part, products);
-      }
-      int32_t corrections[kLanes];
-      float scales[kLanes];
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        corrections[lane] = unsigned_zero_point(part.grid) * prepared.row_sums[s][n + lane];
-        scales[lane] = static_cast<float>(part.grid.scale) * prepared.weight_scales[n + lane];
-      }
-      for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-          const int64_t at = row * kLanes + lane;
-          sums[at] += static_cast<float>(products[at] - corrections[lane]) * scales[lane];
+  void elementwise(int64_t index, const Work& work, const Tile& tile) {
+    const Instruction& by = cell_.instructions[index];
+    const std::vector<Place>& places = own_[work.worker.index].places;
+    const Quantizer& quantize = cell_.quantizers[index];
+    const auto function = kernels_.elementwise[by.op][quantize.rounding];
+    const Place &a = places[by.a], &b = places[by.b < 0 ? by.a : by.b], &to = places[by.target];
+    const int64_t a_segment = by.a_offset / by.units,
+                  b_segment = by.b < 0 ? a_segment : by.b_offset / by.units;
+    const int64_t count = tile.vectors() * kLanes;
+    for (int64_t segment = 0; segment < by.segments; ++segment) {
+      function(a.data + (a_segment + segment) * a.stride, b.data + (b_segment + segment) * b.stride,
+               to.data + segment * to.stride, count, quantize);
+    }
+  }
+
+  void multiply(const Stage& stage, const Product& product, const Work& work, const Tile& tile) {
+    const Input& input = cell_.inputs[product.input];
+    const bool in_floats =
+        input.in_floats() || (input.is_state && work.step == 0 && off_qparams_[product.input]);
+    for (int64_t g = 0; g < tile.groups; ++g) {
+      for (int64_t c = 0; c < product.column_count(); c += kColumns) {
+        const int64_t columns = std::min(kColumns, product.column_count() - c);
+        if (in_floats) {
+          multiply_floats(stage, product, work, tile, g, c, columns);
+        } else {
+          multiply_integers(stage, product, work, tile, g, c, columns);
         }
       }
-      first += count;
     }
   }
 
-  void subtract_weight_zero_points(int64_t index, int64_t n, int64_t lanes, int64_t rows, const uint8_t* x,
-                                   int64_t stride, const Segment& part, int32_t* products) const {
-    const int32_t zero_point = unsigned_zero_point(part.grid);
+  // Of one group of lanes and up to kColumns columns.
+  void multiply_integers(const Stage& stage, const Product& product, const Work& work, const Tile& tile,
+                         int64_t g, int64_t c, int64_t columns) {
+    const Input& input = cell_.inputs[product.input];
+    const uint8_t* x = integers(product.input, work.parity) + tile.first_row * input.stride();
+    const int64_t group = tile.first_group + g, lanes = stage.groups() * kLanes;
+    alignas(64) int32_t sums[kColumns * kTileVectors * kLanes];
+    for (size_t p = 0; p < input.segments.size(); ++p) {
+      const int64_t width = static_cast<int64_t>(input.segments[p].width), quads = (width + 3) / 4;
+      const QParams& qparams =
+          input.is_dynamic() ? own_[work.worker.index].chosen[product.input] : input.segments[p].qparams;
+      const Line* w = product.packed[p].data() + (group * product.column_count() + c) * quads;
+      kernels_.products[columns](x, input.stride(), tile.rows, w, quads, sums);
+      const int32_t zero_point = static_cast<int32_t>(qparams.zero_point) + shift_of(qparams);
+      if (product.has_zero_points) {
+        for (int64_t k = 0; k < columns; ++k) {
+          subtract_zero_points(product.zero_points.data() + (c + k) * lanes + group * kLanes, x,
+                               input.stride(), tile.rows, width, zero_point,
+                               sums + k * kTileVectors * kLanes);
+        }
+      }
+      const bool is_last = p + 1 == input.segments.size();
+      for (int64_t k = 0; k < columns; ++k) {
+        const int64_t at = (c + k) * lanes + group * kLanes;
+        const ColumnNumbers numbers{product.row_sums[p].data() + at,
+                                    product.scales.data() + at,
+                                    is_last ? product.biases.data() + at : nullptr,
+                                    static_cast<float>(qparams.scale),
+                                    zero_point - kernels_.input_shift,
+                                    p > 0};
+        const Product::Column& column = product.columns[c + k];
+        const Quantizer& quantize = cell_.quantizers[column.instruction];
+        kernels_.finish[is_last ? quantize.rounding : kFloats](
+            sums + k * kTileVectors * kLanes, tile.rows, numbers, target(column, work, tile, g), quantize);
+      }
+      x += width;
+    }
+  }
+
+  void multiply_floats(const Stage& stage, const Product& product, const Work& work, const Tile& tile,
+                       int64_t g, int64_t c, int64_t columns) {
+    const Input& input = cell_.inputs[product.input];
+    const float* x = floats(product.input, work.parity) + tile.first_row * input.stride();
+    const int64_t group = tile.first_group + g, lanes = stage.groups() * kLanes;
+    alignas(64) float sums[kTileVectors * kLanes];
+    for (size_t p = 0; p < input.segments.size(); ++p) {
+      const int64_t width = static_cast<int64_t>(input.segments[p].width), quads = (width + 3) / 4;
+      const Line* w = product.packed[p].data() + (group * product.column_count() + c) * quads;
+      const bool is_last = p + 1 == input.segments.size();
+      for (int64_t k = 0; k < columns; ++k) {
+        const int64_t at = (c + k) * lanes + group * kLanes;
+        kernels_.float_products(x, input.stride(), tile.rows, w + k, columns, quads,
+                                product.zero_points.data() + at, sums);
+        const ColumnNumbers numbers{
+            nullptr, product.scales.data() + at, is_last ? product.biases.data() + at : nullptr, 1.0f, 0,
+            p > 0};
+        const Product::Column& column = product.columns[c + k];
+        const Quantizer& quantize = cell_.quantizers[column.instruction];
+        kernels_.finish_floats[is_last ? quantize.rounding : kFloats](
+            sums, tile.rows, numbers, target(column, work, tile, g), quantize);
+      }
+      x += width;
+    }
+  }
+
+  float* target(const Product::Column& column, const Work& work, const Tile& tile, int64_t g) {
+    const Place& to = own_[work.worker.index].places[cell_.instructions[column.instruction].target];
+    return to.data + column.segment * to.stride + g * tile.rows * kLanes;
+  }
+
+  static void subtract_zero_points(const int32_t* zero_points, const uint8_t* x, int64_t stride, int64_t rows,
+                                   int64_t width, int32_t zero_point, int32_t* sums) {
     for (int64_t row = 0; row < rows; ++row) {
       int32_t sum = 0;
-      for (int64_t k = 0; k < static_cast<int64_t>(part.width); ++k) sum += x[row * stride + k] - zero_point;
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        products[row * kLanes + lane] -= cell_.weight_zero_point(index, n + lane) * sum;
-      }
+      for (int64_t k = 0; k < width; ++k) sum += x[row * stride + k] - zero_point;
+      for (int64_t lane = 0; lane < kLanes; ++lane) sums[row * kLanes + lane] -= zero_points[lane] * sum;
     }
   }
 
-  void finish_tile(int64_t index, int64_t row, int64_t n, int64_t lanes, int64_t rows, float* sums) {
-    const Instruction& by = cell_.instructions[index];
-    const int64_t width = by.segments * by.units;
-    const Quantizer quantize(by.quantized ? constants(index).output : kUnused);
-    const float* bias = cell_.prepared[index].biases.data() + n;
-    for (int64_t r = 0; r < rows; ++r) {
-      float* source = sums + r * kLanes;
-      for (int64_t lane = 0; lane < kLanes; ++lane) source[lane] += bias[lane];
-      if (by.quantized) {
-        for (int64_t lane = 0; lane < kLanes; ++lane) source[lane] = quantize(source[lane]);
-      }
-      float* target = slots_[by.target].data() + (row + r) * width + n;
-      if (lanes == kLanes) {
-        std::copy_n(source, kLanes, target);
-      } else {
-        std::copy_n(source, lanes, target);
-      }
-    }
+  // What others want of what a stage wrote into a tile.
+  void hand_on(const Written& written, const Work& work, const Tile& tile) {
+    if (!written.is_stored && written.inputs.empty() && written.states.empty()) return;
+    const Place& from = own_[work.worker.index].places[written.source];
+    if (written.is_stored) store(written.source, from, work, tile);
+    for (const int64_t input : written.inputs) give(input, work.parity, from, work, tile);
+    for (const int64_t state : written.states) carry(state, from, work, tile);
   }
 
-  void carry_states(const Worker& worker, int64_t step) {
-    // Another thread may still read the old state in a linear in floats.
-    if (step == 0 || floats_are_read_) team_.barrier();
-    for (int64_t s = 0; s < cell_.state_count(); ++s) {
-      const int64_t slot = cell_.results[s], width = cell_.slots[slot].width;
-      const int64_t per_segment = cell_.slots[1 + s].units;
-      const Range units = share(per_segment, worker.index, worker.count);
-      for (int64_t row = 0; row < batch_; ++row) {
-        for (int64_t from = 0; from < width; from += per_segment) {
-          const int64_t at = row * width + from + units.begin, count = units.end - units.begin;
-          const float* source = slots_[slot].data() + at;
-          std::copy_n(source, count, slots_[1 + s].data() + at);
-          if (s == 0)
-            std::copy_n(source, count,
-                        output_ + (first_row(step, 1) + row) * output_stride_ + at - row * width);
-          if (step == steps_ - 1) std::copy_n(source, count, states_[s] + at);
+  void store(int64_t source, const Place& from, const Work& work, const Tile& tile) {
+    const Register& shape = cell_.registers[source];
+    for (int64_t segment = 0; segment < shape.segments(); ++segment) {
+      const float* vectors = from.data + segment * from.stride;
+      if (!shape.once) {
+        const Place to = stored(source, work, tile);
+        std::copy_n(vectors, tile.vectors() * kLanes, to.data + segment * to.stride);
+        continue;
+      }
+      for (int64_t g = 0; g < tile.groups; ++g) {
+        int64_t step = tile.first_row / batch_, row = tile.first_row % batch_;
+        for (int64_t r = 0; r < tile.rows; ++r) {
+          copy(vectors + (g * tile.rows + r) * kLanes, kLanes,
+               of_step(source, step, segment, tile.first_group + g)[row].lanes);
+          if (++row < batch_) continue;
+          row = 0;
+          ++step;
         }
       }
     }
+  }
+
+  // Calls function(floats, rows, count, row, column) for what lies together in a tile: `count` floats of each
+  // of `rows` rows, which are kLanes apart.
+  template <class Function>
+  static void each_run(const Register& shape, const Place& from, const Tile& tile, Function function) {
+    for (int64_t segment = 0; segment < shape.segments(); ++segment) {
+      const float* vectors = from.data + segment * from.stride;
+      const int64_t column = segment * shape.units;
+      if (tile.rows == 1) {
+        const int64_t first = tile.first_group * kLanes;
+        const int64_t count = std::min(shape.units - first, tile.groups * kLanes);
+        function(vectors, int64_t{1}, count, tile.first_row, column + first);
+        continue;
+      }
+      for (int64_t g = 0; g < tile.groups; ++g) {
+        const int64_t first = (tile.first_group + g) * kLanes, lanes = std::min(kLanes, shape.units - first);
+        function(vectors + g * tile.rows * kLanes, tile.rows, lanes, tile.first_row, column + first);
+      }
+    }
+  }
+
+  static void copy_rows(const float* from, int64_t rows, int64_t count, float* to, int64_t stride) {
+    for (int64_t row = 0; row < rows; ++row) copy(from + row * kLanes, count, to + row * stride);
+  }
+
+  // What linears read of a register.
+  void give(int64_t index, int64_t parity, const Place& from, const Work& work, const Tile& tile) {
+    const Input& input = cell_.inputs[index];
+    const Register& shape = cell_.registers[input.source];
+    if (!keeps_floats(input)) {
+      const QParams& qparams = input.segments[0].qparams;
+      const Quantizer quantize(qparams);
+      uint8_t* to = integers(index, parity);
+      each_run(shape, from, tile,
+               [&](const float* values, int64_t rows, int64_t count, int64_t row, int64_t column) {
+                 kernels_.to_integers(quantize, shift_of(qparams), values, kLanes, rows, count,
+                                      to + row * input.stride() + column, input.stride());
+               });
+      return;
+    }
+    float* to = floats(index, parity);
+    Extremes& seen = extremes(index, parity, work.worker.index);
+    each_run(shape, from, tile,
+             [&](const float* values, int64_t rows, int64_t count, int64_t row, int64_t column) {
+               copy_rows(values, rows, count, to + row * input.stride() + column, input.stride());
+               for (int64_t r = 0; r < rows && input.is_dynamic(); ++r)
+                 kernels_.see(values + r * kLanes, count, seen);
+             });
+  }
+
+  // The new value of a state.
+  void carry(int64_t state, const Place& from, const Work& work, const Tile& tile) {
+    const Register& shape = cell_.registers[1 + state];
+    if (state == 0) {
+      float* output = output_ + first_row(work.step, 1) * output_stride_;
+      each_run(shape, from, tile,
+               [&](const float* values, int64_t rows, int64_t count, int64_t row, int64_t column) {
+                 copy_rows(values, rows, count, output + row * output_stride_ + column, output_stride_);
+               });
+    }
+    if (work.step == steps_ - 1) {
+      each_run(shape, from, tile,
+               [&](const float* values, int64_t rows, int64_t count, int64_t row, int64_t column) {
+                 copy_rows(values, rows, count, states_[state] + row * shape.width + column, shape.width);
+               });
+      return;
+    }
+    const int64_t next = 1 - work.parity;
+    Vector* vectors = scratch_->states[next][state].data() + tile.first_group * batch_ + tile.first_row;
+    for (int64_t segment = 0; segment < shape.segments(); ++segment) {
+      std::copy_n(from.data + segment * from.stride, tile.vectors() * kLanes,
+                  vectors[segment * shape.groups() * batch_].lanes);
+    }
+    for (const int64_t input : cell_.state_inputs[state]) give(input, next, from, work, tile);
+  }
+
+  // A state whose new value is another state, or was computed of x alone.
+  void pass_on(int64_t state, const Work& work) {
+    each_tile(cell_.registers[1 + state].groups(), batch_, work.worker,
+              [&](const Tile& tile) { carry(state, stored(cell_.results[state], work, tile), work, tile); });
   }
 
   const Cell& cell_;
+  const Kernels& kernels_;
   const int64_t steps_, batch_, output_stride_;
   const bool backward_;
   const float* x_;
@@ -770,12 +908,10 @@ class Loop {
   float* const* states_;
   Team team_;
   std::unique_ptr<Scratch> scratch_;
-  std::vector<std::vector<float>>& slots_;
-  std::vector<std::vector<Line>>& integers_;
-  std::vector<std::atomic<bool>> off_grid_;       // whether a state came from elsewhere, by buffer
-  std::vector<std::vector<Segment>> x_segments_;  // with qparams chosen from x, by instruction
-  const bool floats_are_read_;
-  int64_t steps_at_once_ = 1, block_steps_ = 1;
+  const int64_t block_;            // steps whose part without a state is computed at once
+  std::vector<bool> off_qparams_;  // inputs whose first state came from elsewhere
+  std::vector<Extremes> extremes_;
+  std::vector<Own> own_;
 };
 
 // One direction of one layer; `rows`: of x.
@@ -784,7 +920,7 @@ void run_direction(const Cell& cell, bool backward, int64_t steps, int64_t batch
                    int64_t threads, int64_t work_per_thread) {
   const auto run = [&](int64_t first, int64_t count, int64_t size) {
     const int64_t wanted = cell.weight_size * size / std::max<int64_t>(1, work_per_thread);
-    Loop(cell, count, size, backward, x + first * cell.slots[0].width, x, rows, states,
+    Loop(cell, count, size, backward, x + first * cell.registers[0].width, x, rows, states,
          output + first * output_stride, output_stride, usable_threads(std::min(threads, wanted)))
         .run();
   };
@@ -801,13 +937,15 @@ void run_direction(const Cell& cell, bool backward, int64_t steps, int64_t batch
   }
 }
 
-Grid grid_of(const double* qparams) { return {qparams[0], qparams[1], qparams[2], qparams[3], qparams[4]}; }
+QParams qparams_of(const double* qparams) {
+  return {qparams[0], qparams[1], qparams[2], qparams[3], qparams[4]};
+}
 
 }  // namespace
 
 extern "C" TorchqCompatCell* torchq_compat_prepare_cell(const int64_t* instructions, const double* constants,
-                                                        int64_t instruction_count, const int64_t* slots,
-                                                        int64_t slot_count, const int64_t* results,
+                                                        int64_t instruction_count, const int64_t* registers,
+                                                        int64_t register_count, const int64_t* results,
                                                         int64_t state_count, const void* const* weights,
                                                         const int64_t* weight_inputs, int64_t weight_count,
                                                         const double* input_segments,
@@ -817,8 +955,8 @@ extern "C" TorchqCompatCell* torchq_compat_prepare_cell(const int64_t* instructi
   cell->instructions.assign(rows, rows + instruction_count);
   const auto* numbers = reinterpret_cast<const Constants*>(constants);
   cell->constants.assign(numbers, numbers + instruction_count);
-  const auto* shapes = reinterpret_cast<const Slot*>(slots);
-  cell->slots.assign(shapes, shapes + slot_count);
+  const auto* shapes = reinterpret_cast<const Register*>(registers);
+  cell->registers.assign(shapes, shapes + register_count);
   cell->results.assign(results, results + state_count);
   const auto* segments = reinterpret_cast<const Segment*>(input_segments);
   cell->input_segments.assign(segments, segments + input_segment_count);
@@ -868,25 +1006,40 @@ extern "C" int64_t torchq_compat_run_layers(const TorchqCompatCell* const* cells
 }
 
 extern "C" void torchq_compat_requantize(const double* qparams, float* values, int64_t count) {
-  const Quantizer quantize(grid_of(qparams));
-  for (int64_t i = 0; i < count; ++i) values[i] = quantize(values[i]);
+  kernels().requantize(Quantizer(qparams_of(qparams)), values, count, values);
 }
 
 extern "C" void torchq_compat_to_integers(const double* qparams, const float* values, int64_t count,
                                           void* integers) {
-  const Quantizer quantize(grid_of(qparams));
-  uint8_t* to = static_cast<uint8_t*>(integers);
-  for (int64_t i = 0; i < count; ++i)
-    to[i] = static_cast<uint8_t>(static_cast<int32_t>(quantize.integer(values[i])));
+  kernels().to_integers(Quantizer(qparams_of(qparams)), 0, values, count, 1, count,
+                        static_cast<uint8_t*>(integers), count);
 }
 
 extern "C" void torchq_compat_to_floats(const double* qparams, const void* integers, int64_t count,
                                         float* values) {
-  const Quantizer quantize(grid_of(qparams));
-  const bool is_signed = qparams[2] < 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const float integer = is_signed ? static_cast<float>(static_cast<const int8_t*>(integers)[i])
-                                    : static_cast<float>(static_cast<const uint8_t*>(integers)[i]);
-    values[i] = (integer - quantize.zero_point) * quantize.scale;
+  const float scale = static_cast<float>(qparams[0]), zero_point = static_cast<float>(qparams[1]);
+  const auto convert = [&](const auto* from) {
+    for (int64_t i = 0; i < count; ++i) values[i] = (static_cast<float>(from[i]) - zero_point) * scale;
+  };
+  if (qparams[2] < 0) {
+    convert(static_cast<const int8_t*>(integers));
+  } else {
+    convert(static_cast<const uint8_t*>(integers));
   }
+}
+
+extern "C" const char* torchq_compat_instruction_set(int64_t index) {
+  int64_t count;
+  const InstructionSet* sets = instruction_sets(&count);
+  for (int64_t i = 0; i < count; ++i) {
+    if (sets[i].is_here && index-- == 0) return sets[i].kernels->name;
+  }
+  return nullptr;
+}
+
+extern "C" int64_t torchq_compat_use_instruction_set(const char* name) {
+  const Kernels* named = kernels_named(name);
+  if (!named) return 1;
+  chosen_kernels() = named;
+  return 0;
 }

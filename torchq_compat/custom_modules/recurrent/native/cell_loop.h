@@ -17,11 +17,11 @@ typedef struct TorchqCompatCell TorchqCompatCell;
 // or null; they have to outlive the cell, all other arrays need not. `weight_inputs`: how many columns each
 // weight has. `input_segments`: a width and the qparams of each segment of columns of x.
 TorchqCompatCell* torchq_compat_prepare_cell(const int64_t* instructions, const double* constants,
-                                             int64_t instruction_count, const int64_t* slots,
-                                             int64_t slot_count, const int64_t* results, int64_t state_count,
-                                             const void* const* weights, const int64_t* weight_inputs,
-                                             int64_t weight_count, const double* input_segments,
-                                             int64_t input_segment_count);
+                                             int64_t instruction_count, const int64_t* registers,
+                                             int64_t register_count, const int64_t* results,
+                                             int64_t state_count, const void* const* weights,
+                                             const int64_t* weight_inputs, int64_t weight_count,
+                                             const double* input_segments, int64_t input_segment_count);
 
 void torchq_compat_free_cell(const TorchqCompatCell* cell);
 
@@ -45,6 +45,14 @@ void torchq_compat_requantize(const double* qparams, float* values, int64_t coun
 // Floats as 8-bit integers, signed where the lowest is negative, and integers as floats.
 void torchq_compat_to_integers(const double* qparams, const float* values, int64_t count, void* integers);
 void torchq_compat_to_floats(const double* qparams, const void* integers, int64_t count, float* values);
+
+// The instruction sets that this CPU has kernels for, the best first; null from their count on. Their bits
+// are the same.
+const char* torchq_compat_instruction_set(int64_t index);
+
+// Which of them cells prepared from now on use; null: the best. Returns 0, or 1 where there is none of the
+// name. Without a call, the environment variable TORCHQ_COMPAT_INSTRUCTION_SET has a say.
+int64_t torchq_compat_use_instruction_set(const char* name);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,7 @@
 """The instruction set of the cell loop: its operations, and the rows of numbers a program is handed over as.
 
-``cell_loop.cpp`` declares the same: ``Op``, ``Instruction``, ``Slot`` and ``QParams``, each with its members
-in this order. ``test_instruction_set`` holds the two together.
+``cell_kernels.h`` and ``cell_program.h`` declare the same: ``Op``, ``Instruction``, ``Register`` (a slot) and
+``QParams``, each with its members in this order. ``test_instruction_set`` holds the two together.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ other devices, torch's operators run the same program.
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchq_compat.custom_modules.recurrent.native.module_numbers import (
     weight_mask,
 )
 
-__all__ = ["NO_SIZES", "WORK_PER_THREAD", "cell_loop", "forget", "recurrent"]
+__all__ = ["NO_SIZES", "WORK_PER_THREAD", "cell_loop", "drop_forgotten", "forget", "recurrent"]
 
 NAME = "torchq_compat_native::recurrent"
 SCHEMA = (
@@ -35,6 +35,8 @@ WORK_PER_THREAD = 1 << 18
 OPS = torch.ops.torchq_compat_native
 #: The ``batch_sizes`` of a call without any, where AOTInductor reads it: it hands over no empty list.
 NO_SIZES = (0,)
+#: Owners whose packed weights nobody needs any more.
+FORGOTTEN: deque[int] = deque()
 
 
 def _before_the_kernel(*call: Any) -> list[Tensor]:
@@ -131,15 +133,18 @@ def recurrent(
 
 
 def forget(owner: int) -> None:
-    """Drop what is packed for ``owner``.
+    """Have what is packed for ``owner`` dropped when the next module is bound.
 
-    Garbage may be collected while a graph is traced, which would record the call: a thread of its own has
-    none of the modes of the caller.
+    Not at once: garbage may be collected while a graph is traced, which would record the call.
     """
-    if kernel_build.cache_info().currsize and kernel_build().is_loaded:
-        thread = threading.Thread(target=OPS.forget.default, args=(owner,))
-        thread.start()
-        thread.join()
+    FORGOTTEN.append(owner)
+
+
+def drop_forgotten() -> None:
+    """Drop what is packed for owners that are gone."""
+    if FORGOTTEN and not torch.compiler.is_compiling() and kernel_build().is_loaded:
+        while FORGOTTEN:
+            OPS.forget.default(FORGOTTEN.popleft())
 
 
 def cell_loop(

@@ -29,7 +29,7 @@ using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
 // Columns of the tables; see instruction_set.py.
-constexpr int64_t kInstructionColumns = 11, kSlotColumns = 3, kQParams = 5, kConstants = 2 * kQParams + 2;
+constexpr int64_t kInstructionColumns = 11, kRegisterColumns = 3, kQParams = 5, kConstants = 2 * kQParams + 2;
 constexpr int64_t kLinear = 0, kOperations = 8;
 // Prepared modules kept for each owner, and for all that name none.
 constexpr size_t kKeptOfOwner = 4, kKeptOfNobody = 16;
@@ -230,10 +230,10 @@ class Reader {
   void read_cell(Numbers& numbers, bool is_first, int64_t states) {
     module_.backward.push_back(numbers.integer());
     const int64_t instruction_count = numbers.rows(kInstructionColumns),
-                  slot_count = numbers.rows(kSlotColumns);
-    check(slot_count > states, "a cell has too few slots");
+                  register_count = numbers.rows(kRegisterColumns);
+    check(register_count > states, "a cell has too few registers");
     const std::vector<int64_t> instructions = numbers.integers(instruction_count * kInstructionColumns),
-                               slots = numbers.integers(slot_count * kSlotColumns),
+                               registers = numbers.integers(register_count * kRegisterColumns),
                                results = numbers.integers(states);
     const double* constants = numbers.take(instruction_count * kConstants);
     const int64_t linears = numbers.rows(1);
@@ -242,7 +242,7 @@ class Reader {
     const double* segments = numbers.take(own_segments * (1 + kQParams));
     if (is_first) segments = first_segments_;
     const int64_t segment_count = is_first ? segments_ : own_segments;
-    check_slots(slots, slot_count, results, states, is_first);
+    check_registers(registers, register_count, results, states, is_first);
     std::vector<const void*> pointers;
     std::vector<int64_t> inputs, outputs;
     for (int64_t mask : masks) {
@@ -250,64 +250,74 @@ class Reader {
       outputs.push_back(0);
       read_weight(mask, pointers, inputs.back(), outputs.back());
     }
-    check_instructions(instructions, slots, slot_count, inputs, outputs, constants);
+    check_instructions(instructions, registers, register_count, inputs, outputs, constants);
     double columns = 0;
     for (int64_t s = 0; s < segment_count; ++s) {
       check(segments[s * (1 + kQParams)] > 0, "a segment of x has no columns");
       columns += segments[s * (1 + kQParams)];
     }
-    check(columns == static_cast<double>(slots[0]), "the segments of x are not its columns");
-    Cell cell(torchq_compat_prepare_cell(instructions.data(), constants, instruction_count, slots.data(),
-                                         slot_count, results.data(), states, pointers.data(), inputs.data(),
-                                         linears, segments, segment_count));
+    check(columns == static_cast<double>(registers[0]), "the segments of x are not its columns");
+    Cell cell(torchq_compat_prepare_cell(instructions.data(), constants, instruction_count, registers.data(),
+                                         register_count, results.data(), states, pointers.data(),
+                                         inputs.data(), linears, segments, segment_count));
     check(cell != nullptr, "no memory for packed weights");
     module_.cells.push_back(cell.get());
     module_.owned.push_back(std::move(cell));
   }
 
-  void check_slots(const std::vector<int64_t>& slots, int64_t slot_count, const std::vector<int64_t>& results,
-                   int64_t states, bool is_first) {
-    for (int64_t s = 0; s < slot_count; ++s) {
-      const int64_t width = slots[s * kSlotColumns], units = slots[s * kSlotColumns + 1];
-      check(width > 0 && units > 0 && width % units == 0, "a slot has no width, or no whole gates");
+  void check_registers(const std::vector<int64_t>& registers, int64_t register_count,
+                       const std::vector<int64_t>& results, int64_t states, bool is_first) {
+    for (int64_t s = 0; s < register_count; ++s) {
+      const int64_t width = registers[s * kRegisterColumns], units = registers[s * kRegisterColumns + 1];
+      check(width > 0 && units > 0 && width % units == 0, "a register has no width, or no whole gates");
     }
     for (int64_t s = 0; s < states; ++s) {
-      const int64_t width = slots[(1 + s) * kSlotColumns];
+      const int64_t width = registers[(1 + s) * kRegisterColumns];
       if (static_cast<int64_t>(module_.state_widths.size()) <= s) module_.state_widths.push_back(width);
       check(width == module_.state_widths[s], "cells have states of other widths");
-      check(results[s] > 0 && results[s] < slot_count && slots[results[s] * kSlotColumns] == width,
-            "a new state has another width");
+      const auto is_as_wide = [&](int64_t result) {
+        return registers[result * kRegisterColumns] == width &&
+               registers[result * kRegisterColumns + 1] == registers[(1 + s) * kRegisterColumns + 1];
+      };
+      check(results[s] > 0 && results[s] < register_count && is_as_wide(results[s]),
+            "a new state has another width, or other gates");
+      check(!registers[(1 + s) * kRegisterColumns + 2], "a state changes from step to step");
     }
-    if (is_first && module_.cells.empty()) module_.input_width = slots[0];
+    if (is_first && module_.cells.empty()) module_.input_width = registers[0];
     const int64_t expected = is_first ? module_.input_width : module_.directions * module_.state_widths[0];
-    check(slots[0] == expected, "a layer reads another width than it gets");
+    check(registers[0] == expected, "a layer reads another width than it gets");
   }
 
-  void check_instructions(const std::vector<int64_t>& instructions, const std::vector<int64_t>& slots,
-                          int64_t slot_count, const std::vector<int64_t>& inputs,
+  void check_instructions(const std::vector<int64_t>& instructions, const std::vector<int64_t>& registers,
+                          int64_t register_count, const std::vector<int64_t>& inputs,
                           const std::vector<int64_t>& outputs, const double* constants) {
     const int64_t count = static_cast<int64_t>(instructions.size()) / kInstructionColumns;
-    const auto width_of = [&](int64_t slot) { return slots[slot * kSlotColumns]; };
-    const auto once_of = [&](int64_t slot) { return slots[slot * kSlotColumns + 2] != 0; };
+    const auto width_of = [&](int64_t which) { return registers[which * kRegisterColumns]; };
+    const auto units_of = [&](int64_t which) { return registers[which * kRegisterColumns + 1]; };
+    const auto once_of = [&](int64_t which) { return registers[which * kRegisterColumns + 2] != 0; };
     for (int64_t i = 0; i < count; ++i) {
       const int64_t* row = instructions.data() + i * kInstructionColumns;
       const int64_t op = row[0], target = row[1], width = row[6] * row[7], weight = row[8];
       check(op >= 0 && op < kOperations, "there is no such operation");
-      check(target > 0 && target < slot_count && row[6] > 0 && width == width_of(target) &&
-                once_of(target) == (row[9] != 0),
-            "a result has another width, or is computed as often as its slot is not");
+      check(target > 0 && target < register_count && row[6] > 0 && width == width_of(target) &&
+                row[7] == units_of(target) && once_of(target) == (row[9] != 0),
+            "a result has another width, or is computed as often as its register is not");
       for (int64_t operand = 0; operand < 2; ++operand) {
-        const int64_t slot = row[2 + 2 * operand], offset = row[3 + 2 * operand];
-        if (operand == 1 && slot == -1) continue;
-        check(slot >= 0 && slot < slot_count && offset >= 0, "an operand is no slot");
-        check(op == kLinear || offset <= width_of(slot) - width, "an operand is too narrow");
-        check(!row[9] || slot == 0 || once_of(slot), "what is computed once reads what is not");
+        const int64_t which = row[2 + 2 * operand], offset = row[3 + 2 * operand];
+        if (operand == 1 && which == -1) continue;
+        check(which >= 0 && which < register_count && offset >= 0, "an operand is no register");
+        check(op == kLinear || offset <= width_of(which) - width, "an operand is too narrow");
+        check(op == kLinear || (units_of(which) == row[7] && offset % row[7] == 0),
+              "an operand has other gates than the result");
+        check(!row[9] || which == 0 || once_of(which), "what is computed once reads what is not");
       }
       if (op != kLinear) continue;
       check(weight >= 0 && weight < static_cast<int64_t>(inputs.size()), "a linear has no weight");
       check(inputs[weight] == width_of(row[2]) && row[3] == 0 && outputs[weight] == width,
             "a weight has another shape than its linear");
       check(constants != nullptr, "there are no constants");
+      check(!row[9] || row[2] == 0 || constants[i * kConstants + kQParams] >= 0,
+            "dynamic qparams are chosen of what is computed of x alone");
     }
   }
 

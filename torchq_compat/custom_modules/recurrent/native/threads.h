@@ -3,22 +3,53 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <thread>
 
 #ifdef TORCHQ_COMPAT_STD_THREADS
-#include <condition_variable>
-#include <mutex>
-#include <thread>
 #include <vector>
 #elif defined(_OPENMP)
 #include <omp.h>
 #include <pthread.h>
-
-#include <atomic>
 #endif
 
 struct Worker {
   int64_t index, count;
+};
+
+// Threads meet within a microsecond, as a step takes few; one that waits longer, because its core was taken
+// from another, lets others run.
+class Barrier {
+ public:
+  void wait(int64_t threads) {
+    const int64_t round = round_.load(std::memory_order_relaxed);
+    if (waiting_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      waiting_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int64_t spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
+      if (spins > kSpins) {
+        std::this_thread::yield();
+      } else {
+        pause();
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kSpins = 1000;
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  alignas(64) std::atomic<int64_t> waiting_{0};
+  alignas(64) std::atomic<int64_t> round_{0};
 };
 
 #ifdef TORCHQ_COMPAT_STD_THREADS
@@ -39,23 +70,13 @@ class Team {
   }
 
   // Waits until every thread is here.
-  void barrier() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const int64_t round = round_;
-    if (++waiting_ == threads_) {
-      waiting_ = 0;
-      ++round_;
-      all_here_.notify_all();
-    } else {
-      all_here_.wait(lock, [&] { return round_ != round; });
-    }
+  void barrier(const Worker& worker) {
+    if (worker.count > 1) barrier_.wait(worker.count);
   }
 
  private:
   const int64_t threads_;
-  int64_t waiting_ = 0, round_ = 0;
-  std::mutex mutex_;
-  std::condition_variable all_here_;
+  Barrier barrier_;
 };
 
 // How many of `wanted` threads can be had, at least one.
@@ -96,16 +117,13 @@ class Team {
     work(Worker{0, 1});
   }
 
-  void barrier() {
-#ifdef _OPENMP
-    if (threads_ > 1) {
-#pragma omp barrier
-    }
-#endif
+  void barrier(const Worker& worker) {
+    if (worker.count > 1) barrier_.wait(worker.count);
   }
 
  private:
   const int64_t threads_;
+  Barrier barrier_;
 };
 
 #endif

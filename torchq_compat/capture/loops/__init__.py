@@ -1,0 +1,1 @@
+"""Loops over time written in Python: found in an unrolled capture, and made one loop of free length."""

@@ -1,0 +1,325 @@
+"""Roll the loops over time of a float model: a model of free length that computes the same, or a reason.
+
+The unrolled graphs of two short lengths are rolled and have to agree; what comes out runs beside the model at
+lengths that neither had.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from torchq_compat.capture.checked.same_results import CAPTURED, difference
+from torchq_compat.capture.checked.trial_inputs import with_sizes
+from torchq_compat.capture.checked.trial_runs import FloatRun, Runs, trial_copy
+from torchq_compat.capture.identities import show_identities
+from torchq_compat.capture.inlined_blocks import inline_blocks
+from torchq_compat.capture.loops.loop_module import GraphModel, Loop
+from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
+from torchq_compat.capture.loops.step_flow import NotALoopError
+from torchq_compat.capture.loops.two_lengths import Length, follow_lengths
+from torchq_compat.capture.torch_export import capture, copied_inputs
+from torchq_compat.capture.wrapped_functions import marked_functions
+from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.opaque_calls.insert_calls import insert_calls
+from torchq_compat.support.graph_nodes import attribute_of
+
+__all__ = ["LoopedSizes", "RolledModel", "find_looped_sizes", "roll_loops"]
+
+#: Steps of the shorter capture.
+SHORT = 5
+MOST_LOOPS = 8
+Place = tuple[str, int]
+#: Puts stubs into a model; gives the float modules they stand for, by handle.
+PutStubs = Callable[[nn.Module, StubRegistry], Mapping[str, nn.Module]]
+
+
+@dataclass(frozen=True)
+class LoopedSizes:
+    """The input dimensions that say how often a module is called.
+
+    Attributes:
+        groups: those together that have to be equal.
+        repeated: the paths of the modules that are called more than once.
+    """
+
+    groups: tuple[tuple[Place, ...], ...]
+    repeated: frozenset[str]
+
+    def sizes(self, each: Sequence[int]) -> dict[Place, int]:
+        return {place: size for group, size in zip(self.groups, each, strict=True) for place in group}
+
+
+@dataclass
+class RolledModel:
+    """A model whose loops are modules.
+
+    Attributes:
+        model: has the modules of the user's model at their paths, but those that only loops call, and loops.
+        loops: by path.
+    """
+
+    model: nn.Module
+    loops: Mapping[str, Loop] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """What stood behind the opaque calls of a capture."""
+
+    stubs: StubRegistry
+    modules: Mapping[str, nn.Module]
+
+
+def find_looped_sizes(runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> LoopedSizes | None:
+    """Return the sizes that decide how often modules are called; None where there are none.
+
+    Args:
+        inputs: the leaves of ``args`` by label.
+    """
+    counts = _count_calls(runs, args)
+    if counts is None or max(counts.values(), default=0) < 2:
+        return None
+    places = [
+        (label, index)
+        for label, leaf in inputs.items()
+        if isinstance(leaf, Tensor)
+        for index in range(leaf.dim())
+        if leaf.shape[index] > 1
+    ]
+    size = {(label, index): int(inputs[label].shape[index]) for label, index in places}
+    groups: list[tuple[Place, ...]] = []
+    for place in places:
+        if any(place in group for group in groups):
+            continue
+        for group in ((place,), tuple(other for other in places if size[other] == size[place])):
+            other = _count_calls(runs, with_sizes(args, inputs, dict.fromkeys(group, size[place] + 1)))
+            if other is None:
+                continue
+            if other != counts:
+                groups.append(group)
+            break
+    repeated = frozenset(path for path, count in counts.items() if count > 1)
+    return LoopedSizes(tuple(groups), repeated) if groups else None
+
+
+def _count_calls(runs: Runs, args: tuple[Any, ...]) -> Counter[str] | None:
+    counts: Counter[str] = Counter()
+
+    def count(path: str) -> Callable[..., None]:
+        return lambda *_: counts.update([path])
+
+    with ExitStack() as stack:
+        for path, module in runs.model.named_modules():
+            # A ReLU may well be called again and again without a loop.
+            if path and next(module.parameters(recurse=False), None) is not None:
+                hook = module.register_forward_pre_hook(count(path))
+                stack.callback(hook.remove)
+        run = runs.of_float_model(args)
+    return None if run.error is not None else counts
+
+
+def roll_loops(
+    working: nn.Module,
+    runs: Runs,
+    args: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+    looped: LoopedSizes,
+    put_stubs: PutStubs,
+    *,
+    is_trained: bool,
+) -> RolledModel:
+    """Return ``working`` with its loops over ``looped`` rolled.
+
+    Args:
+        is_trained: whether what comes out will be trained.
+
+    Raises:
+        NotALoopError: it cannot be told to compute the same at every length.
+    """
+    count = len(looped.groups)
+    labels = list(inputs)
+    shorts = [SHORT + index for index in range(count)]
+    grown = [1 + index for index in range(count)]
+    longs = [short + more for short, more in zip(shorts, grown, strict=True)]
+    lengths = [
+        Length(labels.index(group[0][0]), group[0][1], *pair)
+        for group, *pair in zip(looped.groups, shorts, grown, strict=True)
+    ]
+    names = _free_names(working)
+    rolled, captured = _capture_rolled(
+        working, with_sizes(args, inputs, looped.sizes(shorts)), put_stubs, names
+    )
+    other, _ = _capture_rolled(working, with_sizes(args, inputs, looped.sizes(longs)), put_stubs, names)
+    if not rolled.loops:
+        raise NotALoopError(next(iter(rolled.reasons), "no ops repeat"))
+    follow_lengths(rolled, other, lengths)
+    made = _build(working, rolled, captured)
+    if is_trained:
+        _refuse_parted_parameters(made)
+    _check(made, runs, args, inputs, looped)
+    _keep_examples(made, args)
+    return made
+
+
+def _free_names(working: nn.Module) -> list[str]:
+    names = (f"loop_{index}" if index else "loop" for index in itertools.count())
+    return list(itertools.islice((name for name in names if not hasattr(working, name)), MOST_LOOPS))
+
+
+def _capture_rolled(
+    working: nn.Module, args: tuple[Any, ...], put_stubs: PutStubs, names: Sequence[str]
+) -> tuple[RolledGraph, _Captured]:
+    model, stubs = trial_copy(working), StubRegistry()
+    modules = put_stubs(model, stubs)
+    show_identities(model)
+    try:
+        with stubs.active(), marked_functions():
+            graph_module = capture(model, args)
+            inline_blocks(graph_module)
+    except Exception as cause:
+        raise NotALoopError(f"torch.export cannot capture it unrolled: {cause}") from cause
+    rolled = roll_graph(graph_module, stubs, names)
+    return rolled, _Captured(stubs, modules)
+
+
+def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> RolledModel:
+    steps = {
+        loop.name: _with_float_calls(GraphModel(working, loop.graph), loop.graph, captured)
+        for loop in rolled.loops
+    }
+    in_steps = {name: _paths_in(graph) for name, graph in steps.items()}
+    loops = {
+        loop.name: Loop(
+            loop.form,
+            GraphModel(_pruned(working, in_steps[loop.name].__contains__), steps[loop.name]),
+            loop.ones,
+        )
+        for loop in rolled.loops
+    }
+    outer = GraphModel(working, rolled.graph_module.graph)
+    for name, loop in loops.items():
+        outer.add_module(name, loop)
+    graph = _with_float_calls(outer, rolled.graph_module.graph, captured)
+    outside = _paths_in(graph)
+    only_in_steps = set[str]().union(*in_steps.values()) - outside
+    model = _like(working)(_pruned(working, lambda path: path not in only_in_steps), graph)
+    for name, loop in loops.items():
+        model.add_module(name, loop)
+    return RolledModel(model, loops)
+
+
+def _with_float_calls(root: nn.Module, graph: Graph, captured: _Captured) -> Graph:
+    """Return ``graph`` with calls of the float modules in the place of opaque ones."""
+    made = GraphModule(root, graph)
+    called = {str(node.args[2]) for node in made.graph.nodes if node.target is OPAQUE_OP}
+    modules = {path: module for path, module in captured.modules.items() if path in called}
+    insert_calls(made, captured.stubs, modules)
+    for node in made.graph.nodes:
+        node.meta.pop("val", None)
+    return made.graph
+
+
+def _paths_in(graph: Graph) -> set[str]:
+    """The paths of the modules whose code or parameters ``graph`` is made of, and of those around them."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        paths = [str(fqn).partition("@")[0] for fqn, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        if node.op in ("get_attr", "call_module"):
+            paths.append(str(node.target))
+        for path in paths:
+            names = path.split(".")
+            found.update(".".join(names[:end]) for end in range(1, len(names) + 1))
+    return found
+
+
+def _refuse_parted_parameters(made: RolledModel) -> None:
+    """Refuse loops that share parameters with what is around them: each is copied when it is prepared."""
+    known: set[int] = set()
+    for model in (made.model, *(vars(loop)["step"] for loop in made.loops.values())):
+        read = set[int]()
+        for node in model.shared.graph.nodes:
+            if node.op == "call_module":
+                read.update(map(id, model.get_submodule(str(node.target)).parameters()))
+            elif node.op == "get_attr":
+                read.add(id(attribute_of(model, node)))
+        if read & known:
+            raise NotALoopError("parameters are read inside of it and outside, and training would part them")
+        known |= read
+
+
+def _pruned(module: nn.Module, keeps: Callable[[str], bool], prefix: str = "") -> nn.Module:
+    """Return ``module`` with the submodules that ``keeps`` accepts by path, in containers of its own: what is
+    put into the place of one is seen nowhere else."""
+    if not module._modules:
+        return module
+    fewer = copy.copy(module)
+    vars(fewer)["_modules"] = {
+        name: child if child is None else _pruned(child, keeps, f"{prefix}{name}.")
+        for name, child in module._modules.items()
+        if child is None or keeps(f"{prefix}{name}")
+    }
+    return fewer
+
+
+def _like(model: nn.Module) -> type[GraphModel]:
+    """Return a class with the name and the call signature of that of ``model``."""
+
+    @functools.wraps(type(model).forward)
+    def forward(self: GraphModel, *args: Any) -> Any:
+        return GraphModel.forward(self, *args)
+
+    forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
+    made: type[GraphModel] = type(type(model).__name__, (GraphModel,), {"forward": forward})
+    return made
+
+
+def _keep_examples(made: RolledModel, args: tuple[Any, ...]) -> None:
+    """Note what the steps are called with in the example."""
+    model = trial_copy(made.model)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        model(*copied_inputs(args))
+    for name, loop in made.loops.items():
+        ran = model.get_submodule(name)
+        assert isinstance(ran, Loop)
+        loop.example = ran.example
+
+
+def _check(
+    made: RolledModel, runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, Any], looped: LoopedSizes
+) -> None:
+    """Run it beside the user's model: as the example is, and with every length another alone."""
+    example = [int(inputs[group[0][0]].shape[group[0][1]]) for group in looped.groups]
+    tried = [example]
+    for index in range(len(example)):
+        for size in (SHORT + 4, 3, 1):
+            tried.append([size if other == index else known for other, known in enumerate(example)])
+    ran = 0
+    for sizes in reversed(tried):
+        run = runs.of_float_model(with_sizes(args, inputs, looped.sizes(sizes)))
+        if run.error is not None:
+            continue
+        ran += 1
+        problem = _compare(made, run)
+        if problem is not None:
+            raise NotALoopError(f"rolled it computes something else at lengths {sizes}: {problem}")
+    if ran < 2:
+        raise NotALoopError("the float model does not run at other lengths")
+
+
+def _compare(made: RolledModel, run: FloatRun) -> str | None:
+    rolled = Runs(made.model, StubRegistry(), {}).of_float_model(run.args)
+    if rolled.error is not None:
+        return f"{type(rolled.error).__name__}: {rolled.error}"
+    return difference(run.value, rolled.value, CAPTURED)

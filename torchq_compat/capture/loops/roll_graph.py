@@ -1,0 +1,452 @@
+"""Roll the loops of an unrolled graph, in place: each becomes one call of a ``Loop``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from torchq_compat.capture.loops.loop_module import LoopForm, Part
+from torchq_compat.capture.loops.segments import candidates, tidy_graph
+from torchq_compat.capture.loops.step_flow import Carried, Flow, Inside, NotALoopError, Read, Taken, flow_of
+from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["RolledGraph", "RolledLoop", "roll_graph"]
+
+ATEN = torch.ops.aten
+LAST = 2**63 - 1
+LISTS = (ATEN.stack.default, ATEN.cat.default)
+
+
+@dataclass(frozen=True)
+class RolledLoop:
+    """One loop.
+
+    Attributes:
+        name: of its call.
+        graph: of one step.
+        count: how many steps there were.
+        ones: (argument, dimension) of the step whose size is 1 whatever the inputs are.
+    """
+
+    name: str
+    graph: Graph
+    form: LoopForm
+    count: int
+    ones: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class RolledGraph:
+    """A graph and the loops it calls.
+
+    Attributes:
+        reasons: why repeated ops are no loops.
+    """
+
+    graph_module: GraphModule
+    loops: list[RolledLoop] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
+def roll_graph(graph_module: GraphModule, stubs: StubRegistry, names: Sequence[str]) -> RolledGraph:
+    """Roll every loop of ``graph_module``, whose custom modules are opaque calls of ``stubs``.
+
+    Args:
+        names: free paths for loops, as many as there may be.
+    """
+    rolled = RolledGraph(graph_module)
+    for name in names:
+        tidy_graph(graph_module)
+        found = _first_loop(graph_module, stubs, rolled)
+        if found is None:
+            break
+        rolled.loops.append(_Roller(graph_module, found, name).roll())
+        graph_module.graph.eliminate_dead_code()
+        graph_module.graph.lint()
+    return rolled
+
+
+def _first_loop(graph_module: GraphModule, stubs: StubRegistry, rolled: RolledGraph) -> Flow | None:
+    flows: list[Flow] = []
+    for steps in candidates(graph_module, stubs):
+        try:
+            flow = flow_of(steps)
+            _check_results(flow)
+        except NotALoopError as reason:
+            rolled.reasons.append(str(reason))
+            continue
+        if flow.body:
+            flows.append(flow)
+    # Of those that overlap the one that explains most; of others the first, whatever the lengths are.
+    order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
+    chosen: list[tuple[int, int, Flow]] = []
+    for flow in sorted(flows, key=lambda flow: (-flow.covered, len(flow.carried))):
+        places = [order[node] for step in flow.steps for node in step if node is not None]
+        start, end = min(places), max(places)
+        if all(end < other or start > last for other, last, _ in chosen):
+            chosen.append((start, end, flow))
+    return min(chosen, key=lambda each: each[0])[2] if chosen else None
+
+
+def _check_results(flow: Flow) -> None:
+    """Refuse a loop whose values are not there in the last step."""
+    last = flow.steps[-1]
+    missing = {position for position, node in enumerate(last) if node is None}
+    for written in flow.written.values():
+        if isinstance(written.value, Node) or not isinstance(written.value, (Inside, Carried)):
+            raise NotALoopError("every step writes the same")
+    for position in missing:
+        if any(node is not None and _outside(flow, node) for node in (step[position] for step in flow.steps)):
+            raise NotALoopError("the last step leaves out what others hand on")
+
+
+def _outside(flow: Flow, node: Node) -> list[Node]:
+    inside = {each for step in flow.steps for each in step}
+    return [user for user in node.users if user not in inside]
+
+
+@dataclass
+class _Roller:
+    graph_module: GraphModule
+    flow: Flow
+    name: str
+    values: dict[tuple[Read, int], int] = field(default_factory=dict)
+    stacked: list[tuple[Read, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.steps = self.flow.steps
+        self.where = {
+            n: (k, j) for k, step in enumerate(self.steps) for j, n in enumerate(step) if n is not None
+        }
+        self.order = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
+        self.states = self.flow.carried
+
+    def roll(self) -> RolledLoop:
+        flow, graph = self.flow, self.graph_module.graph
+        self._keep_invariants()
+        replaced = list(self._plan_uses())
+        taken = self._taken()
+        same = self._same()
+        last = max(
+            (node for step in self.steps for node in step if node is not None), key=self.order.__getitem__
+        )
+        with graph.inserting_after(last):
+            anchor = graph.call_function(operator.add, (0, 0))
+        with graph.inserting_before(anchor):
+            wholes = [self._part_of(flow.taken[position]) for position in taken]
+            if not wholes:
+                wholes = [self.call(ATEN.arange.default, len(self.steps))]
+            self.graph_module.add_module(self.name, nn.Identity())
+            call = graph.call_module(self.name, ([s.first for s in self.states], wholes, list(same)))
+            values = [
+                *(state.first.meta["val"] for state in self.states),
+                *map(self._stacked_value, self.stacked),
+            ]
+            results = []
+            for index, value in enumerate(values):
+                results.append(graph.call_function(operator.getitem, (call, index)))
+                results[-1].meta["val"] = value
+            self._write_results(results)
+        for use in replaced:
+            with graph.inserting_before(use.user):
+                use.apply(self, results)
+        graph.erase_node(anchor)
+        form = LoopForm(
+            len(self.states),
+            tuple(_part(flow.taken[p]) for p in taken) if taken else (Part(0),),
+            tuple(dim for _, dim in self.stacked),
+            counted=not taken,
+        )
+        body, ones = self._body(taken, same), tuple(self._ones(taken, same))
+        self._erase()
+        return RolledLoop(self.name, body, form, len(self.steps), ones)
+
+    def call(self, target: Any, *args: Any) -> Node:
+        """Write a call of ``target`` where the graph is being written."""
+        node = self.graph_module.graph.call_function(target, args)
+        values = pytree.tree_map(lambda leaf: leaf.meta["val"] if isinstance(leaf, Node) else leaf, args)
+        node.meta["val"] = target(*values)
+        return node
+
+    def _stacked_value(self, key: tuple[Read, int]) -> Tensor:
+        read, dim = key
+        assert isinstance(read, (Inside, Carried))
+        node = self.flow.template[read.position]
+        return torch.stack([node.meta["val"]] * len(self.steps), dim)
+
+    def _keep_invariants(self) -> None:
+        for position in self.flow.invariant:
+            kept = self.steps[0][position]
+            assert kept is not None
+            for step in self.steps[1:]:
+                node = step[position]
+                if node is not None:
+                    node.replace_all_uses_with(kept)
+
+    def value(self, read: Read, dim: int) -> int:
+        """Number of the result that has ``read`` of all steps along ``dim``."""
+        key = (read, dim)
+        if key not in self.values:
+            self.values[key] = len(self.stacked)
+            self.stacked.append(key)
+        return self.values[key] + len(self.states)
+
+    def _plan_uses(self) -> Iterator[_Use]:
+        """What reads the nodes of steps behind the loop, and of which result it reads instead."""
+        users: dict[Node, None] = {}
+        for step in self.steps:
+            for position, node in enumerate(step):
+                if node is not None and position not in {*self.flow.invariant, *self.flow.taken}:
+                    users.update(dict.fromkeys(_outside(self.flow, node)))
+        for user in sorted(users, key=self.order.__getitem__):
+            if user.target in LISTS:
+                yield _ListUse.plan(self, user)
+            else:
+                yield _SingleUse.plan(self, user)
+        for written in self.flow.written.values():
+            self.value(written.value, written.place.dim)
+
+    def _write_results(self, results: Sequence[Node]) -> None:
+        _graph, count = self.graph_module.graph, len(self.steps)
+        for written in self.flow.written.values():
+            place = written.place
+            whole = results[self.value(written.value, place.dim)]
+            if place.slope < 0:
+                whole = self.call(ATEN.flip.default, whole, [place.dim])
+            if place.keeps:
+                whole = self.call(ATEN.flatten.using_ints, whole, place.dim, place.dim + 1)
+            start, end = _bounds(place, count)
+            old = place.source
+            new = self.call(ATEN.slice_scatter.default, old, whole, place.dim, start, end)
+            for user in list(old.users):
+                if user is not new and user not in self.where:
+                    user.replace_input_with(old, new)
+
+    def _taken(self) -> list[int]:
+        return [p for p in self.flow.taken if self.flow.is_read_inside(p)]
+
+    def _part_of(self, taken: Taken) -> Node:
+        start, end = _bounds(taken, len(self.steps))
+        size = taken.source.meta["val"].shape[taken.dim]
+        if start == 0 and size == end:
+            return taken.source
+        end = LAST if size == end else end
+        return self.call(ATEN.slice.Tensor, taken.source, taken.dim, start, end)
+
+    def _same(self) -> dict[Node, None]:
+        """The tensors that every step reads, from outside."""
+        found: dict[Node, None] = {}
+        for position in self.flow.body:
+            for read in self.flow.reads[position]:
+                node = self._outer(read)
+                if node is None or node.op == "get_attr":
+                    continue
+                value = node.meta.get("val")
+                if isinstance(value, Tensor):
+                    found[node] = None
+                elif node.target is ATEN.sym_size.int:
+                    found[node.args[0]] = None  # type: ignore[index]
+                else:
+                    raise NotALoopError(f"a step reads {node}, which is no tensor")
+        return found
+
+    def _outer(self, read: Read) -> Node | None:
+        """The node outside the steps that is read, if it is one."""
+        if isinstance(read, Inside) and read.position in self.flow.invariant:
+            return self.steps[0][read.position]
+        return read if isinstance(read, Node) else None
+
+    def _body(self, taken: list[int], same: Mapping[Node, None]) -> Graph:
+        graph = Graph()
+        made: dict[Any, Node] = {}
+        for index, state in enumerate(self.states):
+            made[state] = graph.placeholder(f"state_{index}")
+        for index, position in enumerate(taken):
+            made[Inside(position)] = graph.placeholder(f"part_{index}")
+        for index, node in enumerate(same):
+            made[node] = graph.placeholder(f"same_{index}")
+        for position in taken:
+            place, part = self.flow.taken[position], made[Inside(position)]
+            if place.keeps:
+                made[Inside(position)] = graph.call_function(ATEN.unsqueeze.default, (part, place.dim))
+
+        def value(read: Read) -> Any:
+            outer = self._outer(read)
+            if outer is not None and outer not in made:
+                if outer.op == "get_attr":
+                    made[outer] = graph.get_attr(str(outer.target))
+                else:
+                    place: Any = outer.args
+                    made[outer] = graph.call_function(ATEN.sym_size.int, (made[place[0]], place[1]))
+                made[outer].meta = _origin(outer)
+            if outer is not None:
+                return made[outer]
+            return made[read] if isinstance(read, (Inside, Carried)) else read
+
+        for position in self.flow.body:
+            node = self.flow.template[position]
+            leaves = iter([value(read) for read in self.flow.reads[position]])
+            args = node.args[:3] if node.target is OPAQUE_OP else node.args
+            args, kwargs = pytree.tree_map(lambda _leaf: next(leaves), (args, node.kwargs))  # noqa: B023
+            if node.target is OPAQUE_OP:
+                args = (*args, node.args[3])
+            copied = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            copied.meta = _origin(node)
+            made[Inside(position)] = copied
+        news = [made[Inside(state.position)] for state in self.states]
+        graph.output((*news, *(value(read) for read, _ in self.stacked)))
+        return graph
+
+    def _ones(self, taken: list[int], same: Mapping[Node, None]) -> Iterator[tuple[int, int]]:
+        shapes = [state.first.meta["val"].shape for state in self.states]
+        for position in taken:
+            shape = self.flow.template[position].meta["val"].shape
+            place = self.flow.taken[position]
+            shapes.append((*shape[: place.dim], *shape[place.dim + 1 :]) if place.keeps else shape)
+        shapes += [node.meta["val"].shape for node in same]
+        for index, shape in enumerate(shapes):
+            for dim, size in enumerate(shape):
+                if isinstance(size, int) and size == 1:
+                    yield index, dim
+
+    def _erase(self) -> None:
+        graph = self.graph_module.graph
+        for node in sorted(self.where, key=self.order.__getitem__, reverse=True):
+            position = self.where[node][1]
+            if position in self.flow.invariant and node is self.steps[0][position]:
+                continue
+            if position in self.flow.taken and node.users:
+                continue
+            if node.users:
+                raise AssertionError(f"{node} is read by {list(node.users)}")
+            graph.erase_node(node)
+
+
+@dataclass
+class _Use:
+    user: Node
+
+    def apply(self, roller: _Roller, results: Sequence[Node]) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class _SingleUse(_Use):
+    """A reader of single steps: of the last state, or of a value at one step."""
+
+    reads: dict[Node, tuple[int, int, int]]
+
+    @classmethod
+    def plan(cls, roller: _Roller, user: Node) -> _SingleUse:
+        reads = {}
+        for source in user.all_input_nodes:
+            if source not in roller.where or roller.where[source][1] in {
+                *roller.flow.invariant,
+                *roller.flow.taken,
+            }:
+                continue
+            k, j = roller.where[source]
+            count = len(roller.steps)
+            state = next((i for i, s in enumerate(roller.states) if s.position == j), None)
+            only_last = k == count - 1 and not any(
+                _outside(roller.flow, earlier)
+                for step in roller.steps[:-1]
+                if (earlier := step[j]) is not None
+            )
+            if only_last and state is not None:
+                reads[source] = (state, -1, -1)
+            else:
+                reads[source] = (roller.value(Inside(j), 0), 0, -1 if only_last else k)
+        return cls(user, reads)
+
+    def apply(self, roller: _Roller, results: Sequence[Node]) -> None:
+        for source, (result, dim, index) in self.reads.items():
+            made = results[result]
+            if dim >= 0:
+                made = roller.call(ATEN.select.int, made, dim, index)
+            self.user.replace_input_with(source, made)
+
+
+@dataclass
+class _ListUse(_Use):
+    """A stack or cat of the values of steps."""
+
+    dim: int
+    entries: list[Node | tuple[int, int, int, int]]
+
+    @classmethod
+    def plan(cls, roller: _Roller, user: Node) -> _ListUse:
+        listed: Any = user.args[0]
+        rank = user.meta["val"].dim()
+        dim = int(user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", 0)) % rank  # type: ignore[arg-type]
+        entries: list[Node | tuple[int, int, int, int]] = []
+        for node in listed:
+            place = roller.where.get(node)
+            if place is None or place[1] in {*roller.flow.invariant, *roller.flow.taken}:
+                entries.append(node)
+                continue
+            k, j = place
+            before = entries[-1] if entries else None
+            if isinstance(before, tuple) and before[0] == j and _continues(before, k):
+                entries[-1] = (j, before[1], k, k - before[2])
+            else:
+                entries.append((j, k, k, 0))
+        for entry in entries:
+            if isinstance(entry, tuple):
+                roller.value(Inside(entry[0]), dim)
+        return cls(user, dim, entries)
+
+    def apply(self, roller: _Roller, results: Sequence[Node]) -> None:
+        count = len(roller.steps)
+        is_cat = self.user.target is ATEN.cat.default
+        pieces = []
+        for entry in self.entries:
+            if isinstance(entry, Node):
+                piece = entry if is_cat else roller.call(ATEN.unsqueeze.default, entry, self.dim)
+            else:
+                j, first, last, slope = entry
+                piece = results[roller.value(Inside(j), self.dim)]
+                low, high = min(first, last), max(first, last)
+                if (low, high) != (0, count - 1):
+                    end = LAST if high == count - 1 else high + 1
+                    piece = roller.call(ATEN.slice.Tensor, piece, self.dim, low, end)
+                if slope < 0:
+                    piece = roller.call(ATEN.flip.default, piece, [self.dim])
+                if is_cat:
+                    piece = roller.call(ATEN.flatten.using_ints, piece, self.dim, self.dim + 1)
+            pieces.append(piece)
+        made = pieces[0] if len(pieces) == 1 else roller.call(ATEN.cat.default, pieces, self.dim)
+        made.meta = {**_origin(self.user), "val": made.meta["val"]}
+        self.user.replace_all_uses_with(made)
+        self.user.graph.erase_node(self.user)
+
+
+def _continues(entry: tuple[int, int, int, int], k: int) -> bool:
+    slope = k - entry[2]
+    return slope in (1, -1) and entry[3] in (0, slope)
+
+
+def _bounds(taken: Taken, count: int) -> tuple[int, int]:
+    if taken.slope > 0:
+        return taken.start, taken.start + count
+    return taken.start - count + 1, taken.start + 1
+
+
+def _part(taken: Taken) -> Part:
+    return Part(taken.dim, taken.slope < 0)
+
+
+def _origin(node: Node) -> dict[str, Any]:
+    """The metadata of ``node`` that say where it came from."""
+    return {
+        key: value
+        for key, value in node.meta.items()
+        if key not in ("val", "tensor_meta", "unbacked_bindings")
+    }

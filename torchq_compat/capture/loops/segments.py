@@ -1,0 +1,255 @@
+"""Find what a Python loop left in a captured graph: the same ops again and again, one run of nodes a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.upstream import OpOverload, pytree
+
+__all__ = ["INDEX_ARGUMENTS", "Leaf", "Steps", "candidates", "leaves_of", "tidy_graph", "writes_in_place"]
+
+ATEN = torch.ops.aten
+#: Arguments that say which step is read or written.
+INDEX_ARGUMENTS: dict[Any, tuple[int, ...]] = {ATEN.select.int: (2,), ATEN.slice.Tensor: (2, 3)}
+#: Ops whose results torch.export reads one by one, each the part of one step.
+TAKEN_APART = (ATEN.unbind.int, ATEN.split.Tensor, ATEN.chunk.default)
+#: Constants of a shape; and those with the dtype and device of their first argument.
+CONSTANTS = (ATEN.zeros.default, ATEN.ones.default, ATEN.full.default)
+CONSTANTS_LIKE = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_full.default)
+#: Checks that torch.export writes again.
+CHECKS = (ATEN._assert_tensor_metadata.default, ATEN._assert_scalar.default, ATEN.sym_constrain_range.default)
+LAST = 2**63 - 1
+#: Steps that are told from a repetition by chance.
+FEWEST = 3
+#: Where loops may begin that are looked at, of every length of a step.
+MOST_CANDIDATES = 256
+
+Leaf = Any
+#: The nodes of each step at the same places; None where the last step left out what nobody reads.
+Steps = list[list[Node | None]]
+
+
+def tidy_graph(graph_module: GraphModule) -> None:
+    """Make equal steps look equal: sizes are those of inputs, whole slices are gone, and the part of one step
+    is read where it is first used."""
+    graph = graph_module.graph
+    parts: list[Node] = []
+    for node in list(graph.nodes):
+        if node.target is ATEN.slice.Tensor and _is_whole(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in CHECKS:
+            graph.erase_node(node)
+        elif node.target in TAKEN_APART:
+            parts.extend(_read_one_by_one(node))
+    graph.eliminate_dead_code()
+    _take_sizes_of_inputs(graph_module)
+    _make_constants_once(graph_module)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in parts:
+        if node in order and not _is_written(node.args[0]):
+            min(node.users, key=order.__getitem__).prepend(node)
+    graph.lint()
+
+
+def _is_written(source: Any) -> bool:
+    """Return whether a part of ``source`` is written in place: no reader of it may move."""
+    parts = (
+        [user for user in source.users if user.target in INDEX_ARGUMENTS] if isinstance(source, Node) else []
+    )
+    return any(writes_in_place(user) for part in parts for user in part.users)
+
+
+def writes_in_place(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _is_whole(node: Node) -> bool:
+    rest = node.args[2:]
+    return (
+        not node.kwargs and (not rest or rest[0] in (0, None)) and (len(rest) < 2 or rest[1] in (LAST, None))
+    )
+
+
+def _read_one_by_one(node: Node) -> Iterator[Node]:
+    """Replace and yield the results of an op that takes a tensor apart: a select or slice for each."""
+    source, *rest = node.args
+    value: Any = node.meta.get("val")
+    dim = node.kwargs.get("dim", rest[-1] if _has_dim(node, rest) else 0)
+    if node.target is not ATEN.unbind.int and any(_size_at(part, dim) != 1 for part in value):
+        return
+    for user in list(node.users):
+        index: Any = user.args[1]
+        with node.graph.inserting_before(user):
+            if node.target is ATEN.unbind.int:
+                made = node.graph.call_function(ATEN.select.int, (source, dim, index))
+            else:
+                made = node.graph.call_function(ATEN.slice.Tensor, (source, dim, index, index + 1))
+        made.meta = dict(user.meta)
+        user.replace_all_uses_with(made)
+        node.graph.erase_node(user)
+        yield made
+
+
+def _has_dim(node: Node, rest: Sequence[Any]) -> bool:
+    return len(rest) >= (1 if node.target is ATEN.unbind.int else 2)
+
+
+def _size_at(value: Any, dim: Any) -> Any:
+    return value.shape[dim]
+
+
+def _take_sizes_of_inputs(graph_module: GraphModule) -> None:
+    """Read every size that is the size of an input from that input, once, before all else."""
+    graph, known = graph_module.graph, dict[str, Node]()
+    placeholders = graph.find_nodes(op="placeholder")
+    first = next((node for node in graph.nodes if node.op == "call_function"), None)
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymInt) or first is None:
+            continue
+        name = str(value.node.expr)
+        if name not in known:
+            place = _place_of(placeholders, name)
+            if place is None:
+                continue
+            with graph.inserting_before(first):
+                known[name] = graph.call_function(ATEN.sym_size.int, place)
+            known[name].meta = dict(node.meta)
+        node.replace_all_uses_with(known[name])
+        if node is first:
+            first = node.next
+        graph.erase_node(node)
+
+
+def _make_constants_once(graph_module: GraphModule) -> None:
+    """Make equal constants, like the zeros that a first step makes itself, once and before all steps.
+
+    What ``x.new_zeros`` takes of ``x`` is dtype and device: those of an input do as well.
+    """
+    graph, known = graph_module.graph, dict[str, Node]()
+    inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
+    sizes = {node for node in graph.nodes if node.target is ATEN.sym_size.int and node.args[0] in inputs}
+    for node in list(graph.nodes):
+        if node.target not in (*CONSTANTS, *CONSTANTS_LIKE) or _is_written(node) or not inputs:
+            continue
+        if any(writes_in_place(user) for user in node.users):
+            continue
+        args, kwargs = node.args, dict(node.kwargs)
+        if node.target in CONSTANTS_LIKE:
+            args = (inputs[0], *args[1:])
+            kwargs["dtype"] = node.meta["val"].dtype
+        if any(
+            isinstance(leaf, Node) and leaf not in {*sizes, inputs[0]} for leaf in pytree.tree_leaves(args)
+        ):
+            continue
+        key = repr((node.target, args, kwargs))
+        if key not in known:
+            reads = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Node)]
+            order = {each: index for index, each in enumerate(graph.nodes)}
+            after = max([*reads, inputs[-1]], key=order.__getitem__)
+            with graph.inserting_after(after):
+                known[key] = graph.call_function(node.target, args, kwargs)
+            known[key].meta = dict(node.meta)
+        node.replace_all_uses_with(known[key])
+        graph.erase_node(node)
+
+
+def _place_of(placeholders: Sequence[Node], name: str) -> tuple[Node, int] | None:
+    for node in placeholders:
+        for index, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
+            if isinstance(size, torch.SymInt) and str(size.node.expr) == name:
+                return node, index
+    return None
+
+
+def leaves_of(node: Node) -> list[Leaf]:
+    """The leaves of the arguments of ``node``; of an opaque call without the number of its layout."""
+    args = node.args[:3] if node.target is OPAQUE_OP else node.args
+    return pytree.tree_leaves((args, node.kwargs), is_leaf=lambda leaf: isinstance(leaf, slice))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Equal tokens at a distance: ``start`` to ``end``, every ``period`` nodes."""
+
+    start: int
+    end: int
+    period: int
+
+    @property
+    def covered(self) -> int:
+        return self.end - self.start
+
+
+def candidates(graph_module: GraphModule, stubs: StubRegistry) -> Iterator[Steps]:
+    """Yield the steps of what may be loops, those that explain most of the graph first."""
+    nodes = [node for node in graph_module.graph.nodes if node.op in ("call_function", "call_module")]
+    tokens = [_token(node, stubs) for node in nodes]
+    count = 0
+    for run in sorted(_runs(tokens), key=lambda run: (-run.covered, run.period)):
+        for start in range(run.start, run.start + run.period):
+            whole = (run.end - start) // run.period
+            if whole < FEWEST or count >= MOST_CANDIDATES:
+                break
+            count += 1
+            at = range(start, start + whole * run.period, run.period)
+            steps: Steps = [[*nodes[index : index + run.period]] for index in at]
+            last = _partial_step(nodes, tokens, start, start + whole * run.period, run.period)
+            if last is not None:
+                yield [*steps, last]
+            yield steps
+
+
+def _runs(tokens: Sequence[Hashable]) -> Iterator[_Run]:
+    for period in range(1, len(tokens) // FEWEST + 1):
+        start = None
+        for index in range(len(tokens) - period + 1):
+            is_equal = index + period < len(tokens) and tokens[index] == tokens[index + period]
+            if is_equal and start is None:
+                start = index
+            elif not is_equal and start is not None:
+                if index + period - start >= FEWEST * period:
+                    yield _Run(start, index + period, period)
+                start = None
+
+
+def _partial_step(
+    nodes: Sequence[Node], tokens: Sequence[Hashable], start: int, at: int, period: int
+) -> list[Node | None] | None:
+    """The last step, in which what the step after it would read is missing; None if nothing follows."""
+    found: list[Node | None] = [None] * period
+    place = 0
+    while at < len(nodes):
+        wanted = next((j for j in range(place, period) if tokens[start + j] == tokens[at]), None)
+        if wanted is None:
+            break
+        found[wanted] = nodes[at]
+        place, at = wanted + 1, at + 1
+    return found if any(found) else None
+
+
+def _token(node: Node, stubs: StubRegistry) -> Hashable:
+    if node.op == "call_module":
+        return node  # A loop that was found before.
+    wild = INDEX_ARGUMENTS.get(node.target, ())
+    args: Any = tuple("#" if index in wild else arg for index, arg in enumerate(node.args))
+    if node.target is OPAQUE_OP:
+        tensors, sizes, handle, layout = node.args
+        inputs = stubs.layouts(str(handle))[int(layout)].inputs  # type: ignore[arg-type]
+        args = (tensors, sizes, handle, repr(inputs))
+    path = module_path_of(node).partition("@")[0]
+    return node.target, path, repr(_without_nodes(args)), repr(_without_nodes(dict(node.kwargs)))
+
+
+def _without_nodes(value: Any) -> Any:
+    replace: Callable[[Any], Any] = lambda leaf: "*" if isinstance(leaf, Node) else leaf  # noqa: E731
+    return pytree.tree_map(replace, value)

@@ -1,0 +1,293 @@
+"""Say what the nodes of a loop's step read and hand on: decided on the graph, which stays as it is.
+
+A step reads what is inside of it, what the step before it left (the state), what is the same for all steps,
+and its own part of a tensor. It hands on the state, a value of each step, or writes into a part of a tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from torchq_compat.capture.loops.segments import INDEX_ARGUMENTS, Leaf, Steps, leaves_of, writes_in_place
+from torchq_compat.support.upstream import OpOverload
+
+__all__ = ["Carried", "Flow", "Inside", "NotALoopError", "Read", "Taken", "Written", "flow_of"]
+
+ATEN = torch.ops.aten
+
+
+class NotALoopError(Exception):
+    """Why repeated nodes are no loop that can be rolled."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A value of the same step: the position of its node."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A value of the step before, and what the first step reads in its place."""
+
+    position: int
+    first: Node
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The part of ``source`` that belongs to the step.
+
+    Attributes:
+        start: the index of the first step.
+        slope: 1, or -1 where the last part comes first.
+        keeps: whether the dimension stays, with size 1.
+    """
+
+    source: Node
+    dim: int
+    start: int
+    slope: int
+    keeps: bool
+
+
+@dataclass(frozen=True)
+class Written:
+    """What every step writes into its part of ``place.source``."""
+
+    place: Taken
+    value: Leaf
+
+
+Read = Inside | Carried | Node | Any
+
+
+@dataclass
+class Flow:
+    """A loop.
+
+    Attributes:
+        steps: its nodes.
+        reads: what the leaves of the arguments at each position are.
+        taken: positions that read the part of the step.
+        written: positions that write one.
+        invariant: positions that compute the same in every step.
+    """
+
+    steps: Steps
+    reads: dict[int, list[Read]] = field(default_factory=dict)
+    taken: dict[int, Taken] = field(default_factory=dict)
+    written: dict[int, Written] = field(default_factory=dict)
+    invariant: set[int] = field(default_factory=set)
+
+    @property
+    def template(self) -> list[Node]:
+        """The nodes of the first step."""
+        return [node for node in self.steps[0] if node is not None]
+
+    @property
+    def covered(self) -> int:
+        """How many nodes its steps have."""
+        return sum(node is not None for step in self.steps for node in step)
+
+    @property
+    def carried(self) -> list[Carried]:
+        """The states, in the order in which they are first read."""
+        reads = [read for position in self.body for read in self.reads[position]]
+        found = dict.fromkeys(read for read in reads if isinstance(read, Carried))
+        # What is written is read too.
+        values = [w.value for w in self.written.values() if isinstance(w.value, Carried)]
+        return list(dict.fromkeys([*found, *values]))
+
+    @property
+    def body(self) -> list[int]:
+        """The positions that every step computes."""
+        views = {p for p in self.taken if self._is_view_written(p)}
+        skipped = {*self.taken, *self.written, *self.invariant, *views}
+        return [position for position in range(len(self.steps[0])) if position not in skipped]
+
+    def is_read_inside(self, position: int) -> bool:
+        """Return whether the body or a write reads the value at ``position``."""
+        reads = [read for at in self.body for read in self.reads[at]]
+        reads += [written.value for written in self.written.values()]
+        return any(isinstance(read, Inside) and read.position == position for read in reads)
+
+    def _is_view_written(self, position: int) -> bool:
+        return self.taken[position] in [written.place for written in self.written.values()]
+
+
+def flow_of(steps: Steps) -> Flow:
+    """Return the flow of ``steps``.
+
+    Raises:
+        NotALoopError: they are no steps of one loop.
+    """
+    where = {node: (k, j) for k, step in enumerate(steps) for j, node in enumerate(step) if node is not None}
+    flow = Flow(steps)
+    for position in range(len(steps[0])):
+        _read_position(flow, position, where)
+    _check_states(flow)
+    return flow
+
+
+def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]) -> None:
+    nodes = [step[position] for step in flow.steps]
+    first = nodes[0]
+    assert first is not None
+    columns = list(zip(*_leaves_by_step(nodes), strict=True))
+    wild = _wild_leaves(first)
+    reads: list[Read] = []
+    for index, column in enumerate(columns):
+        reads.append(list(column) if index in wild else _read(column, where))
+    if wild and _takes_part(flow, position, nodes, reads, wild):
+        return
+    reads = [_as_constant(read) if index in wild else read for index, read in enumerate(reads)]
+    if writes_in_place(first):
+        _write(flow, position, reads, nodes)
+        return
+    flow.reads[position] = reads
+    if _is_pure(first) and all(_is_invariant(flow, read) for read in reads):
+        flow.invariant.add(position)
+
+
+def _leaves_by_step(nodes: list[Node | None]) -> Iterator[list[Leaf]]:
+    lengths = set()
+    known = [leaves_of(node) if node is not None else None for node in nodes]
+    for leaves in known:
+        if leaves is not None:
+            lengths.add(len(leaves))
+    if len(lengths) != 1:
+        raise NotALoopError("the same op has other arguments in other steps")
+    for leaves in known:
+        yield leaves if leaves is not None else [None] * lengths.copy().pop()
+
+
+def _wild_leaves(node: Node) -> tuple[int, ...]:
+    return INDEX_ARGUMENTS.get(node.target, ()) if len(leaves_of(node)) == len(node.args) else ()
+
+
+def _read(column: tuple[Leaf, ...], where: dict[Node, tuple[int, int]]) -> Read:
+    known = [(k, leaf) for k, leaf in enumerate(column) if leaf is not None]
+    if not known:
+        return None
+    if not any(isinstance(leaf, Node) for _, leaf in known):
+        return _as_constant(list(column))
+    places = [where.get(leaf) for _, leaf in known]
+    leaf = known[0][1]
+    inside = places[0]
+    if inside is not None and all(
+        place == (k, inside[1]) for (k, _), place in zip(known, places, strict=True)
+    ):
+        return Inside(inside[1])
+    if all(place is None for place in places) and all(other is leaf for _, other in known):
+        return leaf
+    before = places[1] if len(places) > 1 else None
+    if (
+        before is not None
+        and inside is None
+        and all(p == (k - 1, before[1]) for (k, _), p in zip(known[1:], places[1:], strict=True))
+    ):
+        return Carried(before[1], leaf)
+    raise NotALoopError(f"a step reads {leaf}, which is neither its own nor of the step before it")
+
+
+def _as_constant(values: Any) -> Any:
+    if not isinstance(values, list):
+        return values
+    known = [value for value in values if value is not None]
+    if any(value != known[0] for value in known):
+        raise NotALoopError(f"a number changes from step to step: {known}")
+    return known[0] if known else None
+
+
+def _takes_part(
+    flow: Flow, position: int, nodes: list[Node | None], reads: list[Read], wild: tuple[int, ...]
+) -> bool:
+    """Note that the node at ``position`` reads the part of the step, if it does."""
+    source, dim, starts = reads[0], reads[1], cast("list[Any]", reads[wild[0]])
+    node = nodes[0]
+    assert node is not None
+    value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+    known = [start for start in starts if start is not None]
+    if not all(isinstance(start, int) for start in known) or len(set(known)) < 2:
+        return False
+    keeps = node.target is ATEN.slice.Tensor
+    if keeps and (len(reads) < 4 or any(e != s + 1 for s, e in _pairs(starts, cast("list[Any]", reads[3])))):
+        return False
+    if isinstance(source, Inside) and source.position in flow.invariant:
+        source = flow.steps[0][source.position]
+    if not isinstance(source, Node) or not isinstance(value, Tensor):
+        return False
+    slope = known[1] - known[0]
+    if slope not in (1, -1) or any(b - a != slope for a, b in itertools.pairwise(known)):
+        return False
+    if len(known) < len(starts):
+        raise NotALoopError("the last step does not read its part")
+    start = known[0] if known[0] >= 0 else known[0] + int(value.shape[int(cast(int, dim))])
+    flow.taken[position] = Taken(source, int(cast(int, dim)) % value.dim(), start, slope, keeps)
+    return True
+
+
+def _pairs(starts: list[Any], ends: list[Any]) -> Iterator[tuple[int, int]]:
+    for start, end in zip(starts, ends, strict=True):
+        if start is not None:
+            # -1:0 is empty; the last step counted from behind ends at the end.
+            yield start, (start + 1 if start == -1 and end in (None, 2**63 - 1) else end)
+
+
+def _write(flow: Flow, position: int, reads: list[Read], nodes: list[Node | None]) -> None:
+    node = nodes[0]
+    assert node is not None
+    view, value = reads[0], reads[1]
+    if (
+        node.target is not ATEN.copy_.default
+        or not isinstance(view, Inside)
+        or view.position not in flow.taken
+    ):
+        raise NotALoopError(f"{node} writes into a tensor")
+    viewed = flow.steps[0][view.position]
+    assert viewed is not None
+    target, given = viewed.meta["val"], node.args[1].meta.get("val")  # type: ignore[union-attr]
+    same = isinstance(given, Tensor) and str(given.shape) == str(target.shape) and given.dtype == target.dtype
+    if not same or len(viewed.users) > 1:
+        raise NotALoopError(f"{node} writes what has another shape or dtype, or is read again")
+    place = flow.taken[view.position]
+    parts = {step[view.position] for step in flow.steps}
+    inside = {each for step in flow.steps for each in step}
+    if place.source.op != "call_function" or any(u in inside and u not in parts for u in place.source.users):
+        raise NotALoopError(f"{node} writes into {place.source}, which the loop reads")
+    if any(user in inside for step in flow.steps if (n := step[position]) is not None for user in n.users):
+        raise NotALoopError(f"{node} is read again")
+    flow.written[position] = Written(place, value)
+
+
+def _is_pure(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return False
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _is_invariant(flow: Flow, read: Read) -> bool:
+    if isinstance(read, Inside):
+        return read.position in flow.invariant
+    return not isinstance(read, Carried)
+
+
+def _check_states(flow: Flow) -> None:
+    for state in flow.carried:
+        first, after = state.first.meta.get("val"), flow.template[state.position].meta.get("val")
+        if state.position in flow.taken or state.position in flow.invariant:
+            raise NotALoopError("a step reads the part of the step before it")
+        if not isinstance(first, Tensor) or not isinstance(after, Tensor):
+            raise NotALoopError("a state is no tensor")
+        if str(first.shape) != str(after.shape) or first.dtype != after.dtype:
+            raise NotALoopError(f"a state grows: {tuple(first.shape)} becomes {tuple(after.shape)}")

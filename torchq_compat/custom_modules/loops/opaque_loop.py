@@ -1,0 +1,93 @@
+"""A prepared or converted loop: one opaque call of the graph around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from torchq_compat.capture.loops.loop_module import LoopForm, run_steps
+from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, shape_in_export
+from torchq_compat.graph.graph_module import QuantizationGraphModule
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+
+__all__ = ["OpaqueLoop"]
+
+SCAN = torch.ops.higher_order.scan
+
+
+class OpaqueLoop(OpaqueModule):
+    """A loop whose step is a prepared, converted or lowered model.
+
+    Args:
+        step: (*states, *parts, *same) -> (*new states, *values).
+    """
+
+    def __init__(self, form: LoopForm, step: QuantizationGraphModule) -> None:
+        super().__init__()
+        self.form = form
+        self.step = step
+        self.training = step.training
+        self.opaque_layouts = []
+
+    def with_step(self, step: QuantizationGraphModule) -> Self:
+        """Return this loop around another form of its step."""
+        made = type(self)(self.form, step)
+        made.opaque_layouts = list(self.opaque_layouts)
+        return made
+
+    def opaque_call(
+        self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """See ``run_steps``; in an exported program a ``scan``, unless its steps are asked for one by one."""
+        if torch.compiler.is_exporting() and shape_in_export() is not LoopShape.UNROLLED:
+            return _scan(self.form, self.step, states, wholes, same)
+        return run_steps(self.form, self._calls_of_step(), states, wholes, same)
+
+    def _calls_of_step(self) -> Callable[..., Any]:
+        """The first call checks its arguments and that packed weights are current; all have the same."""
+        step, called = self.step, False
+        if step._forward_hooks or step._forward_pre_hooks or torch.compiler.is_compiling():
+            return step
+
+        def call(*args: Tensor) -> Any:
+            nonlocal called
+            if called:
+                return step.forward(*args)
+            called = True
+            return step(*args)
+
+        return call
+
+
+def _scan(
+    form: LoopForm,
+    step: nn.Module,
+    states: Sequence[Tensor],
+    wholes: Sequence[Tensor],
+    same: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """As ``run_steps``, bit for bit."""
+    weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    count, read = len(states), len(wholes) - form.counted
+
+    def body(*flat: Any) -> list[Tensor]:
+        now, rest = flat[:count], flat[count:]
+        parts, rest = rest[: len(wholes)], rest[len(wholes) :]
+        given, rest = rest[: len(same)], rest[len(same) :]
+        values = dict(zip(weights, rest, strict=True))
+        results = functional_call(step, values, (*now, *parts[:read], *given))
+        # scan refuses a result that is another one, or an argument.
+        return [each.clone() for each in results]
+
+    xs = []
+    for part, whole in zip(form.parts, wholes, strict=True):
+        first = whole.movedim(part.dim, 0)
+        xs.append(first.flip([0]) if part.backward else first)
+    results = SCAN(body, [each.clone() for each in states], xs, (*same, *weights.values()))
+    stacked = [each.movedim(0, dim) for each, dim in zip(results[count:], form.stacked, strict=True)]
+    return (*results[:count], *stacked)

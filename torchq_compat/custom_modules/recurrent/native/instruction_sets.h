@@ -1,0 +1,99 @@
+// The kernels of every instruction set that this architecture may have, in one binary.
+
+#pragma once
+
+#include <cstring>
+
+#include "cell_kernels.h"
+
+// With TORCHQ_COMPAT_PLAIN there is plain C++ alone, which compiles sooner.
+#if defined(TORCHQ_COMPAT_PLAIN)
+#elif defined(__x86_64__)
+#define TORCHQ_COMPAT_X86 1
+#include <immintrin.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#define TORCHQ_COMPAT_ARM 1
+#include <arm_neon.h>
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace {
+
+#if TORCHQ_COMPAT_X86
+
+#pragma GCC push_options
+#pragma GCC target("avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+#define TARGET_NAME avx512_vnni
+#define TARGET_SHOWN "avx512_vnni"
+#define TARGET_AVX512 1
+#include "tile_kernels.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,avxvnni")
+#define TARGET_NAME avx_vnni
+#define TARGET_SHOWN "avx_vnni"
+#define TARGET_AVX2 1
+#define TARGET_AVX_VNNI 1
+#include "tile_kernels.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#define TARGET_NAME avx2
+#define TARGET_SHOWN "avx2"
+#define TARGET_AVX2 1
+#include "tile_kernels.h"
+#pragma GCC pop_options
+
+#define TARGET_NAME sse2
+#define TARGET_SHOWN "sse2"
+#define TARGET_SSE2 1
+#include "tile_kernels.h"
+
+#elif TORCHQ_COMPAT_ARM
+
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#define TARGET_NAME neon_dotprod
+#define TARGET_SHOWN "neon_dotprod"
+#define TARGET_NEON_DOT 1
+#include "tile_kernels.h"
+#pragma GCC pop_options
+
+#endif
+
+#define TARGET_NAME plain
+#define TARGET_SHOWN "plain"
+#include "tile_kernels.h"
+
+// One that can be built, and whether this CPU has it.
+struct InstructionSet {
+  const Kernels* kernels;
+  bool is_here;
+};
+
+// The best first; the last runs anywhere.
+inline const InstructionSet* instruction_sets(int64_t* count) {
+#if TORCHQ_COMPAT_X86
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2");
+  static const InstructionSet kSets[] = {
+      {&avx512_vnni::kKernels, __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+                                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
+      {&avx_vnni::kKernels, has_avx2 && __builtin_cpu_supports("avxvnni")},
+      {&avx2::kKernels, has_avx2},
+      {&sse2::kKernels, true},
+      {&plain::kKernels, true}};
+#elif TORCHQ_COMPAT_ARM
+  static const InstructionSet kSets[] = {
+      {&neon_dotprod::kKernels, (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0}, {&plain::kKernels, true}};
+#else
+  static const InstructionSet kSets[] = {{&plain::kKernels, true}};
+#endif
+  *count = sizeof kSets / sizeof kSets[0];
+  return kSets;
+}
+
+}  // namespace

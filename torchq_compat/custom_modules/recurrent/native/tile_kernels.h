@@ -1,0 +1,473 @@
+// The kernels of one instruction set: included once for each, with TARGET_NAME its namespace, and compiled
+// for what TARGET_AVX512, TARGET_AVX2, TARGET_AVX_VNNI, TARGET_SSE2 or TARGET_NEON_DOT says; with none of
+// them, in plain C++ on the vectors that the compiler makes of anything.
+//
+// Each does the same operations on floats in the same order, none of them fused, so that all give equal bits.
+
+namespace TARGET_NAME {
+
+#define INLINE inline __attribute__((always_inline))
+
+#if TARGET_AVX512
+constexpr int64_t kWidth = 16;
+#elif TARGET_AVX2
+constexpr int64_t kWidth = 8;
+#else
+constexpr int64_t kWidth = 4;
+#endif
+constexpr int64_t kParts = kLanes / kWidth;
+
+typedef float F __attribute__((vector_size(4 * kWidth)));
+typedef int32_t I __attribute__((vector_size(4 * kWidth)));
+
+INLINE F load(const float* from) {
+  F value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+INLINE I load(const int32_t* from) {
+  I value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+INLINE void store(float* to, F value) { __builtin_memcpy(to, &value, sizeof value); }
+INLINE void store(int32_t* to, I value) { __builtin_memcpy(to, &value, sizeof value); }
+INLINE F all(float value) { return value - F{}; }
+INLINE I all(int32_t value) { return value - I{}; }
+INLINE I bits(F value) { return reinterpret_cast<I>(value); }
+
+// The second operand, where one of them is NaN: what the machines' own instructions do.
+#if TARGET_AVX512
+INLINE F least(F a, F b) { return _mm512_min_ps(a, b); }
+INLINE F greatest(F a, F b) { return _mm512_max_ps(a, b); }
+#elif TARGET_AVX2
+INLINE F least(F a, F b) { return _mm256_min_ps(a, b); }
+INLINE F greatest(F a, F b) { return _mm256_max_ps(a, b); }
+#elif TARGET_SSE2
+INLINE F least(F a, F b) { return _mm_min_ps(a, b); }
+INLINE F greatest(F a, F b) { return _mm_max_ps(a, b); }
+#else
+INLINE F least(F a, F b) { return a < b ? a : b; }
+INLINE F greatest(F a, F b) { return a > b ? a : b; }
+#endif
+
+// Added to a float below 2^22 in size, it leaves the nearest integer in the last bits, of two the even one.
+constexpr float kRounder = 12582912.0f;
+constexpr int32_t kRounderBits = 0x4b400000;
+
+INLINE F rounded(F value) { return (value + all(kRounder)) - all(kRounder); }
+// Of any size.
+INLINE F rounded_wide(F value) {
+  const F size = reinterpret_cast<F>(bits(value) & all(int32_t{0x7fffffff})), limit = all(8388608.0f);
+  const F up = (value + limit) - limit, down = (value - limit) + limit;
+  const F near = value > all(0.0f) ? up : down;
+  return size < limit ? near : value;
+}
+
+template <int64_t kRounding>
+struct Rounder {
+  F inverse, scale, zero_point, low, high, nan;
+
+  INLINE explicit Rounder(const Quantizer& by)
+      : inverse(all(by.inverse)), scale(all(by.scale)), zero_point(all(by.zero_point)) {
+    const float from = kRounding == kWide ? 0.0f : by.zero_point;
+    low = all(by.low - from);
+    high = all(by.high - from);
+    nan = all((by.nan - by.zero_point) * by.scale);
+  }
+  INLINE F operator()(F value) const {
+    if constexpr (kRounding == kFloats) return value;
+    const F scaled = value * inverse;
+    F result;
+    if constexpr (kRounding == kWide) {
+      result = (least(greatest(rounded_wide(scaled) + zero_point, low), high) - zero_point) * scale;
+    } else {
+      result = rounded(least(greatest(scaled, low), high)) * scale;
+    }
+    if constexpr (kRounding != kNarrow) result = scaled == scaled ? result : nan;
+    return result;
+  }
+};
+
+// e^x within 3 units in the last place: 2^n times a polynomial in r, |r| <= ln(2) / 2, that is 1.1e-7 off at
+// most. Of NaN: NaN.
+INLINE F exponential(F x) {
+  x = least(all(88.0f), greatest(all(-87.0f), x));
+  const F shifted = x * all(1.44269504f) + all(kRounder);
+  const F n = shifted - all(kRounder);
+  const F r = (x - n * all(0.693359375f)) + n * all(2.12194440e-4f);
+  F series = r * all(0.0083125f) + all(0.04189033f);
+  series = series * r + all(0.16667115f);
+  series = series * r + all(0.4999923f);
+  series = series * r + all(1.0f);
+  series = series * r + all(1.0f);
+  return series * reinterpret_cast<F>((bits(shifted) << 23) + all(int32_t{127 << 23}));
+}
+
+template <int64_t kOp>
+INLINE F computed(F a, F b) {
+  if constexpr (kOp == kAdd) return a + b;
+  if constexpr (kOp == kMul) return a * b;
+  if constexpr (kOp == kComplement) return all(1.0f) - a;
+  if constexpr (kOp == kSigmoid) return all(1.0f) / (all(1.0f) + exponential(-a));
+  if constexpr (kOp == kTanh) return all(1.0f) - all(2.0f) / (all(1.0f) + exponential(all(2.0f) * a));
+  if constexpr (kOp == kRelu) return greatest(all(0.0f), a);
+  return a;
+}
+
+template <int64_t kOp, int64_t kRounding>
+void elementwise(const float* a, const float* b, float* to, int64_t count, const Quantizer& quantize) {
+  const Rounder<kRounding> round(quantize);
+  for (int64_t j = 0; j < count; j += kWidth) {
+    store(to + j, round(computed<kOp>(load(a + j), load((kOp == kAdd || kOp == kMul ? b : a) + j))));
+  }
+}
+
+// What four integers of x, and a line of weights, become before they are multiplied; and the products, added
+// up for every lane.
+#if TARGET_AVX512
+constexpr int32_t kInputShift = 0;
+constexpr int64_t kMostRows[kColumns + 1] = {0, 8, 8, 8, 6};
+using Four = __m512i;
+using Weights = __m512i;
+INLINE Four four(int32_t integers) { return _mm512_set1_epi32(integers); }
+INLINE Weights weights(const uint8_t* line) { return _mm512_load_si512(line); }
+INLINE I add_products(I sums, Four x, Weights w) {
+  return reinterpret_cast<I>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), x, w));
+}
+#elif TARGET_AVX_VNNI
+constexpr int32_t kInputShift = 0;
+constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
+using Four = __m256i;
+using Weights = __m256i;
+INLINE Four four(int32_t integers) { return _mm256_set1_epi32(integers); }
+INLINE Weights weights(const uint8_t* line) {
+  return _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
+}
+INLINE I add_products(I sums, Four x, Weights w) {
+  return reinterpret_cast<I>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums), x, w));
+}
+#elif TARGET_AVX2 || TARGET_SSE2
+// As integers of 16 bits, the first and third of four apart from the second and fourth: vpmaddubsw, which
+// multiplies 8 bits, would saturate.
+constexpr int32_t kInputShift = 0;
+constexpr int64_t kMostRows[kColumns + 1] = {0, 3, 2, 1, 1};
+typedef int16_t S __attribute__((vector_size(4 * kWidth)));
+struct Four {
+  S even, odd;
+};
+using Weights = Four;
+INLINE Four four(int32_t integers) {
+  const I whole = all(integers), mask = all(int32_t{0x00ff00ff});
+  return {reinterpret_cast<S>(whole & mask), reinterpret_cast<S>((whole >> 8) & mask)};
+}
+INLINE Weights weights(const uint8_t* line) {
+  S both;
+  __builtin_memcpy(&both, line, sizeof both);
+  return {reinterpret_cast<S>(reinterpret_cast<S>(both << 8) >> 8), both >> 8};
+}
+INLINE I pairs(S a, S b) {
+#if TARGET_AVX2
+  return reinterpret_cast<I>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#else
+  return reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#endif
+}
+INLINE I add_products(I sums, Four x, Weights w) {
+  return sums + (pairs(x.even, w.even) + pairs(x.odd, w.odd));
+}
+#elif TARGET_NEON_DOT
+// The instruction takes both signed or both unsigned.
+constexpr int32_t kInputShift = 128;
+constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
+using Four = int8x16_t;
+using Weights = int8x16_t;
+INLINE Four four(int32_t integers) {
+  return vreinterpretq_s8_s32(vdupq_n_s32(static_cast<int32_t>(integers ^ 0x80808080)));
+}
+INLINE Weights weights(const uint8_t* line) { return vld1q_s8(reinterpret_cast<const int8_t*>(line)); }
+INLINE I add_products(I sums, Four x, Weights w) {
+  return reinterpret_cast<I>(vdotq_s32(reinterpret_cast<int32x4_t>(sums), x, w));
+}
+#else
+constexpr int32_t kInputShift = 0;
+constexpr int64_t kMostRows[kColumns + 1] = {0, 2, 1, 1, 1};
+using Four = int32_t;
+using Weights = I;
+INLINE Four four(int32_t integers) { return integers; }
+INLINE Weights weights(const uint8_t* line) { return load(reinterpret_cast<const int32_t*>(line)); }
+INLINE I add_products(I sums, Four x, Weights w) {
+  const uint32_t integers = static_cast<uint32_t>(x);
+  sums += ((w << 24) >> 24) * all(static_cast<int32_t>(integers & 255));
+  sums += ((w << 16) >> 24) * all(static_cast<int32_t>(integers >> 8 & 255));
+  sums += ((w << 8) >> 24) * all(static_cast<int32_t>(integers >> 16 & 255));
+  return sums + (w >> 24) * all(static_cast<int32_t>(integers >> 24));
+}
+#endif
+
+// Of R rows with C columns, of `columns` that the weight has beside each other. U: sums kept side by side, so
+// that one does not wait for another.
+template <int64_t R, int64_t C, int64_t U>
+INLINE void product_tile(const uint8_t* x, int64_t stride, const Line* w, int64_t columns, int64_t quads,
+                         int32_t* out) {
+  I sums[U][R][C][kParts];
+  for (int64_t u = 0; u < U; ++u)
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t c = 0; c < C; ++c)
+        for (int64_t p = 0; p < kParts; ++p) sums[u][r][c][p] = I{};
+  const auto accumulate = [&](int64_t quad, int64_t u) __attribute__((always_inline)) {
+    Four of_x[R];
+    for (int64_t r = 0; r < R; ++r) {
+      int32_t integers;
+      __builtin_memcpy(&integers, x + r * stride + 4 * quad, 4);
+      of_x[r] = four(integers);
+    }
+    for (int64_t c = 0; c < C; ++c) {
+      for (int64_t p = 0; p < kParts; ++p) {
+        const Weights of_w = weights(w[quad * columns + c].integers + 4 * kWidth * p);
+        for (int64_t r = 0; r < R; ++r) sums[u][r][c][p] = add_products(sums[u][r][c][p], of_x[r], of_w);
+      }
+    }
+  };
+  int64_t quad = 0;
+  for (; quad + U <= quads; quad += U) {
+    for (int64_t u = 0; u < U; ++u) accumulate(quad + u, u);
+  }
+  for (; quad < quads; ++quad) accumulate(quad, 0);
+  for (int64_t r = 0; r < R; ++r) {
+    for (int64_t c = 0; c < C; ++c) {
+      for (int64_t p = 0; p < kParts; ++p) {
+        I sum = sums[0][r][c][p];
+        for (int64_t u = 1; u < U; ++u) sum += sums[u][r][c][p];
+        store(out + (c * kTileVectors + r) * kLanes + p * kWidth, sum);
+      }
+    }
+  }
+}
+
+template <int64_t R, int64_t C>
+INLINE void product_rows(const uint8_t* x, int64_t stride, const Line* w, int64_t quads, int32_t* out) {
+  constexpr int64_t kAtOnce = kParts == 1 ? C : (C >= 2 && kMostRows[2] > 1 ? 2 : 1);
+  constexpr int64_t kSums = R * kAtOnce * kParts;
+  constexpr int64_t U = kSums >= 8 ? 1 : kSums >= 4 ? 2 : kSums >= 2 ? 4 : 8;
+  for (int64_t c = 0; c < C; c += kAtOnce) {
+    if (C - c >= kAtOnce) {
+      product_tile<R, kAtOnce, U>(x, stride, w + c, C, quads, out + c * kTileVectors * kLanes);
+    } else {
+      product_tile<R, 1, U>(x, stride, w + c, C, quads, out + c * kTileVectors * kLanes);
+    }
+  }
+}
+
+template <int64_t R, int64_t C>
+INLINE void products_from(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads,
+                          int32_t* out) {
+  for (; rows >= R; rows -= R) {
+    product_rows<R, C>(x, stride, w, quads, out);
+    x += R * stride;
+    out += R * kLanes;
+  }
+  if constexpr (R > 1) {
+    if (rows > 0) products_from<R - 1, C>(x, stride, rows, w, quads, out);
+  }
+}
+
+template <int64_t C>
+void products(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads, int32_t* out) {
+  constexpr int64_t kMost = kParts == 1 ? kMostRows[C] : kMostRows[C >= 2 && kMostRows[2] > 1 ? 2 : 1];
+  products_from<kMost, C>(x, stride, rows, w, quads, out);
+}
+
+template <int64_t R>
+INLINE void float_rows(const float* x, int64_t stride, const Line* w, int64_t step, int64_t quads,
+                       const int32_t* zero_points, float* out) {
+  for (int64_t p = 0; p < kParts; ++p) {
+    F sums[R][4];
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t j = 0; j < 4; ++j) sums[r][j] = F{};
+    const F zero_point = __builtin_convertvector(load(zero_points + p * kWidth), F);
+    for (int64_t quad = 0; quad < quads; ++quad) {
+      int32_t integers[kWidth];
+      __builtin_memcpy(integers, w[quad * step].integers + 4 * kWidth * p, sizeof integers);
+      const I four = load(integers);
+      for (int32_t j = 0; j < 4; ++j) {
+        const F of_w = __builtin_convertvector((four << (24 - 8 * j)) >> 24, F) - zero_point;
+        for (int64_t r = 0; r < R; ++r) sums[r][j] += of_w * all(x[r * stride + 4 * quad + j]);
+      }
+    }
+    for (int64_t r = 0; r < R; ++r) {
+      store(out + r * kLanes + p * kWidth, (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
+    }
+  }
+}
+
+void float_products(const float* x, int64_t stride, int64_t rows, const Line* w, int64_t step, int64_t quads,
+                    const int32_t* zero_points, float* out) {
+  for (; rows >= 2; rows -= 2, x += 2 * stride, out += 2 * kLanes) {
+    float_rows<2>(x, stride, w, step, quads, zero_points, out);
+  }
+  if (rows) float_rows<1>(x, stride, w, step, quads, zero_points, out);
+}
+
+template <int64_t kRounding>
+INLINE F finished(F value, const ColumnNumbers& column, int64_t lane, const float* to,
+                  const Rounder<kRounding>& round) {
+  if (column.adds) value = load(to) + value;
+  return column.biases ? round(value + load(column.biases + lane)) : value;
+}
+
+template <int64_t kRounding>
+void finish(const int32_t* products, int64_t rows, const ColumnNumbers& column, float* to,
+            const Quantizer& quantize) {
+  const Rounder<kRounding> round(quantize);
+  for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
+    const I correction = all(column.input_zero_point) * load(column.row_sums + lane);
+    const F scale = all(column.input_scale) * load(column.scales + lane);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t at = row * kLanes + lane;
+      const F value = __builtin_convertvector(load(products + at) - correction, F) * scale;
+      store(to + at, finished<kRounding>(value, column, lane, to + at, round));
+    }
+  }
+}
+
+template <int64_t kRounding>
+void finish_floats(const float* products, int64_t rows, const ColumnNumbers& column, float* to,
+                   const Quantizer& quantize) {
+  const Rounder<kRounding> round(quantize);
+  for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
+    const F scale = load(column.scales + lane);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t at = row * kLanes + lane;
+      const F value = scale * load(products + at);
+      store(to + at, finished<kRounding>(value, column, lane, to + at, round));
+    }
+  }
+}
+
+// Calls function(at) for whole vectors of `count` floats at `values`, and for the rest function of a copy.
+template <class Function>
+INLINE void each_vector(const float* values, int64_t count, Function function) {
+  int64_t k = 0;
+  for (; k + kWidth <= count; k += kWidth) function(values + k, k, kWidth);
+  if (k == count) return;
+  float rest[kWidth] = {};
+  __builtin_memcpy(rest, values + k, 4 * static_cast<size_t>(count - k));
+  function(rest, k, count - k);
+}
+
+template <int64_t kRounding>
+INLINE void requantize_all(const Quantizer& quantize, const float* values, int64_t count, float* to) {
+  const Rounder<kRounding> round(quantize);
+  each_vector(
+      values, count, [&](const float* from, int64_t at, int64_t lanes) __attribute__((always_inline)) {
+        const F value = round(load(from));
+        __builtin_memcpy(to + at, &value, 4 * static_cast<size_t>(lanes));
+      });
+}
+
+void requantize(const Quantizer& quantize, const float* values, int64_t count, float* to) {
+  if (quantize.rounding == kWide) {
+    requantize_all<kWide>(quantize, values, count, to);
+  } else {
+    requantize_all<kNarrowWithNan>(quantize, values, count, to);
+  }
+}
+
+bool is_on(const Quantizer& quantize, const float* values, int64_t count) {
+  const Rounder<kNarrowWithNan> round(quantize);
+  I differs = {};
+  each_vector(
+      values, count, [&](const float* from, int64_t, int64_t lanes) __attribute__((always_inline)) {
+        const F value = load(from), is = round(value);
+        if (lanes == kWidth) {
+          differs |= is != value;
+        } else {
+          for (int64_t lane = 0; lane < lanes; ++lane) differs[0] |= is[lane] != value[lane];
+        }
+      });
+  int32_t any = 0;
+  for (int64_t lane = 0; lane < kWidth; ++lane) any |= differs[lane];
+  return any == 0;
+}
+
+INLINE void store_bytes(uint8_t* to, I integers) {
+#if TARGET_AVX512
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(integers)));
+#else
+  for (int64_t lane = 0; lane < kWidth; ++lane) to[lane] = static_cast<uint8_t>(integers[lane]);
+#endif
+}
+
+void to_integers(const Quantizer& quantize, int32_t shift, const float* values, int64_t stride, int64_t rows,
+                 int64_t count, uint8_t* to, int64_t to_stride) {
+  const int32_t zero_point = static_cast<int32_t>(quantize.zero_point) + shift;
+  const F inverse = all(quantize.inverse), low = all(quantize.low - quantize.zero_point),
+          high = all(quantize.high - quantize.zero_point);
+  const I offset = all(zero_point - kRounderBits), nan = all(static_cast<int32_t>(quantize.nan) + shift);
+  for (int64_t row = 0; row < rows; ++row, values += stride, to += to_stride) {
+    each_vector(
+        values, count, [&](const float* from, int64_t at, int64_t lanes) __attribute__((always_inline)) {
+          const F scaled = load(from) * inverse;
+          const I rounded = bits(least(greatest(scaled, low), high) + all(kRounder)) + offset;
+          const I integers = scaled == scaled ? rounded : nan;
+          if (lanes == kWidth) return store_bytes(to + at, integers);
+          uint8_t rest[kWidth];
+          store_bytes(rest, integers);
+          __builtin_memcpy(to + at, rest, static_cast<size_t>(lanes));
+        });
+  }
+}
+
+void see(const float* values, int64_t count, Extremes& extremes) {
+  F low = all(extremes.low), high = all(extremes.high);
+  I nan = {};
+  each_vector(
+      values, count, [&](const float* from, int64_t, int64_t) __attribute__((always_inline)) {
+        const F value = load(from);
+        low = least(value, low);
+        high = greatest(value, high);
+        nan |= value != value;
+      });
+  for (int64_t lane = 0; lane < kWidth; ++lane) {
+    extremes.add({low[lane], high[lane], nan[lane] != 0});
+  }
+}
+
+#define ROUNDINGS(name, ...)                                                               \
+  {name<__VA_ARGS__ kFloats>, name<__VA_ARGS__ kNarrow>, name<__VA_ARGS__ kNarrowWithNan>, \
+   name<__VA_ARGS__ kWide>}
+#define COMMA ,
+constexpr Kernels kKernels = {
+    TARGET_SHOWN,
+    kInputShift,
+    {nullptr, products<1>, products<2>, products<3>, products<4>},
+    float_products,
+    ROUNDINGS(finish),
+    ROUNDINGS(finish_floats),
+    {{},
+     ROUNDINGS(elementwise, kAdd COMMA),
+     ROUNDINGS(elementwise, kMul COMMA),
+     ROUNDINGS(elementwise, kComplement COMMA),
+     ROUNDINGS(elementwise, kSigmoid COMMA),
+     ROUNDINGS(elementwise, kTanh COMMA),
+     ROUNDINGS(elementwise, kRelu COMMA),
+     ROUNDINGS(elementwise, kCopy COMMA)},
+    requantize,
+    is_on,
+    to_integers,
+    see,
+};
+#undef COMMA
+#undef ROUNDINGS
+#undef INLINE
+
+}  // namespace TARGET_NAME
+
+#undef TARGET_NAME
+#undef TARGET_SHOWN
+#undef TARGET_AVX512
+#undef TARGET_AVX2
+#undef TARGET_AVX_VNNI
+#undef TARGET_SSE2
+#undef TARGET_NEON_DOT
