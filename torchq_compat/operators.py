@@ -26,8 +26,8 @@ def native_library() -> Path:
     """Find the shared library with ``torchq_compat_native::recurrent``, the operator of recurrent modules.
 
     A program in C++ that runs an AOTInductor package of a model with recurrent modules opens it (``dlopen``)
-    before it loads the model. It needs libtorch 2.13 or later, and nothing of Python. Where
-    no release wheel brought it, it is made for the CPU of this machine.
+    before it loads the model. It needs libtorch 2.13 or later, and nothing of Python; which instructions it
+    uses, it asks the CPU it runs on.
 
     Returns:
         Where it is on this machine: to be shipped beside the package.
