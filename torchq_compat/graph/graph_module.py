@@ -36,7 +36,7 @@ from torchq_compat.graph.module_views import ModuleFacts, install_views
 from torchq_compat.graph.numeric_suite import StateOfCaptured, refuse_numeric_suite
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer, refuse_torchao_prepare
-from torchq_compat.graph.qparams_state import PerTensorQParamsState
+from torchq_compat.graph.qparams_state import qparams_state, set_qparams_state
 from torchq_compat.graph.quantized_interface import (
     QuantizedInterface,
     input_qparams,
@@ -391,7 +391,7 @@ class ConvertedModel(QuantizationGraphModule):
         raise NotImplementedError
 
 
-class ConvertedGraphModule(PerTensorQParamsState, ConvertedModel):
+class ConvertedGraphModule(ConvertedModel):
     """A q-dq graph: its state_dict carries all qparams. Views stand where the float model's modules stood."""
 
     @classmethod
@@ -405,6 +405,13 @@ class ConvertedGraphModule(PerTensorQParamsState, ConvertedModel):
         copied = super().__deepcopy__(memo)
         install_views(copied, copied.record.modules)
         return copied
+
+    def get_extra_state(self) -> Tensor:
+        return qparams_state(self)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """See ``set_qparams_state``."""
+        set_qparams_state(self, state)
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedModel``."""

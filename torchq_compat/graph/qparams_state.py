@@ -14,39 +14,39 @@ from torchq_compat.errors import CheckpointError
 from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
 from torchq_compat.support.argument_checks import shown
 
-__all__ = ["PerTensorQParamsState"]
+__all__ = ["qparams_state", "set_qparams_state"]
 
 PER_TENSOR = (QUANTIZE, DEQUANTIZE)
 
 
-class PerTensorQParamsState(GraphModule):
-    """A converted graph whose extra state is float64 of shape (q-dq nodes, 4): scale, zero point, quant_min,
-    quant_max, in graph order."""
+def qparams_state(graph_module: GraphModule) -> Tensor:
+    """Return the qparams of ``graph_module`` as float64 of shape (q-dq nodes, 4): scale, zero point,
+    quant_min, quant_max, in graph order."""
+    rows = [node.args[1:5] for node in _per_tensor_nodes(graph_module)]
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
 
-    def get_extra_state(self) -> Tensor:
-        rows = [node.args[1:5] for node in self._per_tensor_nodes()]
-        return torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
 
-    def set_extra_state(self, state: Tensor) -> None:
-        """Write the qparams of ``state`` into the graph.
+def set_qparams_state(graph_module: GraphModule, state: Tensor) -> None:
+    """Write the qparams of ``state``, which ``qparams_state`` returned, into the graph.
 
-        Raises:
-            CheckpointError: another number of q-dq nodes, or qparams that are none.
-        """
-        nodes = self._per_tensor_nodes()
-        if not isinstance(state, Tensor):
-            raise CheckpointError.bad_value("the per-tensor qparams", f"are {shown(state)}")
-        if state.shape != (len(nodes), 4):
-            raise CheckpointError.other_model(
-                f"it has {state.shape[0]} per-tensor q-dq nodes where the model has {len(nodes)}"
-            )
-        if not bool(state.isfinite().all() and (state[:, 0] > 0).all()):
-            raise CheckpointError.bad_value(
-                "the per-tensor qparams", "are no finite numbers, or hold a scale of 0"
-            )
-        for node, (scale, *integers) in zip(nodes, state.tolist(), strict=True):
-            node.args = (node.args[0], scale, *map(int, integers), *node.args[5:])
-        self.recompile()
+    Raises:
+        CheckpointError: another number of q-dq nodes, or qparams that are none.
+    """
+    nodes = _per_tensor_nodes(graph_module)
+    if not isinstance(state, Tensor):
+        raise CheckpointError.bad_value("the per-tensor qparams", f"are {shown(state)}")
+    if state.shape != (len(nodes), 4):
+        raise CheckpointError.other_model(
+            f"it has {state.shape[0]} per-tensor q-dq nodes where the model has {len(nodes)}"
+        )
+    if not bool(state.isfinite().all() and (state[:, 0] > 0).all()):
+        raise CheckpointError.bad_value(
+            "the per-tensor qparams", "are no finite numbers, or hold a scale of 0"
+        )
+    for node, (scale, *integers) in zip(nodes, state.tolist(), strict=True):
+        node.args = (node.args[0], scale, *map(int, integers), *node.args[5:])
+    graph_module.recompile()
 
-    def _per_tensor_nodes(self) -> list[Node]:
-        return [node for node in self.graph.nodes if node.target in PER_TENSOR]
+
+def _per_tensor_nodes(graph_module: GraphModule) -> list[Node]:
+    return [node for node in graph_module.graph.nodes if node.target in PER_TENSOR]

@@ -15,7 +15,7 @@ from torchq_compat.capture.torch_export import capture_flat
 from torchq_compat.custom_modules.parts.part import Part, PartKind
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.graph.observed_graph import convert_graph, prepare_graph
-from torchq_compat.graph.qparams_state import PerTensorQParamsState
+from torchq_compat.graph.qparams_state import qparams_state, set_qparams_state
 from torchq_compat.qspecs.observed_sqnr import typical_sqnr
 from torchq_compat.qspecs.qdq import DEQUANTIZE
 from torchq_compat.qspecs.qparams import PerTensorQParams
@@ -71,8 +71,15 @@ class PartGraphModule(GraphModule):
         return wrapped
 
 
-class ConvertedPartGraphModule(PerTensorQParamsState, PartGraphModule):
+class ConvertedPartGraphModule(PartGraphModule):
     """A q-dq graph of parts: its state_dict carries all qparams."""
+
+    def get_extra_state(self) -> Tensor:
+        return qparams_state(self)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """See ``set_qparams_state``."""
+        set_qparams_state(self, state)
 
 
 def convert_parts(prepared: GraphModule) -> GraphModule:
