@@ -56,6 +56,7 @@ def explain(model: nn.Module) -> Report:
     on_integers = {each.node for each in lowering if each.action is Action.LOWERED and each.node}
     places = _Places(model)
     told: list[tuple[int, list[Decision]]] = []
+    before = 0
     folded = _folded(model, record.batch_norms)
     for decision in record.decisions:
         if decision.action is Action.FLOAT and decision.node in on_integers:
@@ -68,9 +69,12 @@ def explain(model: nn.Module) -> Report:
             found = (quantized_values(model, end, decision.path, last - {end}, quantized) for end in ends)
             values = tuple(dict.fromkeys(itertools.chain(*found)))
         decision = replace(decision, details=result_details(node), values=values)
-        told.append(
-            (places.of(decision), [decision, *folded.pop(decision.path, ()), *_inside(model, decision)])
-        )
+        place = places.of(decision)
+        if place >= places.behind and decision.node:
+            # An op whose node is replaced in the prepared graph: it came behind the op that was decided before.
+            place = before
+        before = place if decision.node else before
+        told.append((place, [decision, *folded.pop(decision.path, ()), *_inside(model, decision)]))
     told.extend((places.of(decision), [decision]) for decision in itertools.chain(*folded.values()))
     in_order = sorted(told, key=lambda pair: pair[0])
     return Report((*itertools.chain(*(decisions for _, decisions in in_order)), *lowering))
@@ -90,7 +94,7 @@ class _Places:
             if node.op == "call_module":
                 self._calls.setdefault(str(node.target), []).append(node)
             self._by_path.setdefault(module_path_of(node), index)
-        self._behind = len(self._by_name) + len(model.graph.nodes)
+        self.behind = len(self._by_name) + len(model.graph.nodes)
 
     def calls(self, path: str) -> list[Node]:
         """Return the calls of the module at ``path``."""
@@ -99,13 +103,13 @@ class _Places:
     def of(self, decision: Decision) -> int:
         """Return a key to sort by; what is nowhere in the graph comes last, sizes at the very end."""
         if decision.action in (Action.FREE, Action.FIXED):
-            return self._behind + 1
+            return self.behind + 1
         calls = self.calls(decision.path)
         if decision.node in self._by_name:
             return self._by_name[decision.node]
         if calls:
             return self._by_name[calls[0].name]
-        return self._by_path.get(decision.path, self._behind) if decision.path else self._behind
+        return self._by_path.get(decision.path, self.behind) if decision.path else self.behind
 
 
 def _folded(model: GraphModule, before: Mapping[str, str]) -> dict[str, list[Decision]]:
