@@ -71,7 +71,7 @@ def explain(model: nn.Module) -> Report:
         decision = replace(decision, details=result_details(node), values=values)
         place = places.of(decision)
         if place >= places.behind and decision.node:
-            # An op whose node is replaced in the prepared graph: it came behind the op that was decided before.
+            # An op whose node was replaced came behind the one that was decided before it.
             place = before
         before = place if decision.node else before
         told.append((place, [decision, *folded.pop(decision.path, ()), *_inside(model, decision)]))
@@ -109,7 +109,10 @@ class _Places:
             return self._by_name[decision.node]
         if calls:
             return self._by_name[calls[0].name]
-        return self._by_path.get(decision.path, self.behind) if decision.path else self.behind
+        if not decision.path:
+            return self.behind
+        # The path of a function is the name of its node.
+        return self._by_path.get(decision.path, self._by_name.get(decision.path, self.behind))
 
 
 def _folded(model: GraphModule, before: Mapping[str, str]) -> dict[str, list[Decision]]:
