@@ -18,34 +18,42 @@
 #include <sys/auxv.h>
 #endif
 
+// Functions between the two are built for these instructions. Clang reads no GCC target, and says so in a warning alone.
+#define TARGET_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define TARGET_PUSH(features) \
+  TARGET_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define TARGET_POP TARGET_PRAGMA(clang attribute pop)
+#else
+#define TARGET_PUSH(features) TARGET_PRAGMA(GCC push_options) TARGET_PRAGMA(GCC target(features))
+#define TARGET_POP TARGET_PRAGMA(GCC pop_options)
+#endif
+
 namespace {
 
 #if TORCHQ_COMPAT_X86
 
-#pragma GCC push_options
-#pragma GCC target("avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+TARGET_PUSH("avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #define TARGET_NAME avx512_vnni
 #define TARGET_SHOWN "avx512_vnni"
 #define TARGET_AVX512 1
 #include "tile_kernels.h"
-#pragma GCC pop_options
+TARGET_POP
 
-#pragma GCC push_options
-#pragma GCC target("avx2,avxvnni")
+TARGET_PUSH("avx2,avxvnni")
 #define TARGET_NAME avx_vnni
 #define TARGET_SHOWN "avx_vnni"
 #define TARGET_AVX2 1
 #define TARGET_AVX_VNNI 1
 #include "tile_kernels.h"
-#pragma GCC pop_options
+TARGET_POP
 
-#pragma GCC push_options
-#pragma GCC target("avx2")
+TARGET_PUSH("avx2")
 #define TARGET_NAME avx2
 #define TARGET_SHOWN "avx2"
 #define TARGET_AVX2 1
 #include "tile_kernels.h"
-#pragma GCC pop_options
+TARGET_POP
 
 #define TARGET_NAME sse2
 #define TARGET_SHOWN "sse2"
@@ -54,13 +62,12 @@ namespace {
 
 #elif TORCHQ_COMPAT_ARM
 
-#pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+dotprod")
+TARGET_PUSH("arch=armv8.2-a+dotprod")
 #define TARGET_NAME neon_dotprod
 #define TARGET_SHOWN "neon_dotprod"
 #define TARGET_NEON_DOT 1
 #include "tile_kernels.h"
-#pragma GCC pop_options
+TARGET_POP
 
 #endif
 
