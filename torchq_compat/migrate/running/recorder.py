@@ -34,8 +34,8 @@ STAGES = {
 #: The function of eager models, which have no decisions.
 EAGER = "quantize_dynamic"
 
-#: What decisions about input sizes and about lowering say.
-NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.LOWERED, Action.REFERENCE)
+#: What decisions about input sizes, folded batch norms and lowering say.
+NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.FOLDED, Action.LOWERED, Action.REFERENCE)
 
 Function = Callable[..., Any]
 
@@ -117,7 +117,7 @@ class Recorder:
             return
         report = explain(result)
         decisions = _own_decisions(result)
-        key = tuple((d.path, d.kind, d.action.value) for d in decisions)
+        key = tuple(sorted((d.path, d.kind, d.action.value) for d in decisions))
         known = self._models.get(key)
         names = known.names if known else ()
         is_prepared = stage.startswith("prepared")
