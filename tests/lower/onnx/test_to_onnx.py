@@ -28,7 +28,6 @@ from torchao.quantization.pt2e.observer import MinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 import torchq_compat as tc
-from tests.helpers.loop_models import LOOPS
 from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import ByHand, annotate
 from torchq_compat import recurrent_parts
@@ -214,14 +213,6 @@ SLOW: dict[str, Callable[[], tuple[GraphModule, Tensor, Tensor]]] = {
         LINES,
     ),
 }
-
-
-@pytest.mark.slow
-def test_a_loop_written_in_python() -> None:
-    case = LOOPS["over_columns"]
-    (x,), (other,) = case.inputs(6), case.inputs(23, 16, seed=1)
-    made = check(converted(case.model(), X86, x), x, other)
-    assert [node.op_type for node in made.proto.graph.node].count("Scan") == 1
 
 
 @pytest.mark.slow
