@@ -50,6 +50,7 @@ from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.model_copies import copied_weights
+from torchq_compat.support.onnx_stage import graph_for_onnx, is_captured_for_onnx, run_for_onnx
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.torchscript_stage import scripted_graph
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
@@ -421,7 +422,21 @@ class ConvertedGraphModule(ConvertedModel):
         """See ``ConvertedModel``."""
         return output_qparams(self, self.record.interface)
 
+    @property
+    def graph(self) -> Graph:
+        """The q-dq graph; for torch.onnx, which interprets it, one of operators that ONNX has."""
+        return graph_for_onnx(self) if self._is_asked_for_onnx() else super().graph
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    def _is_asked_for_onnx(self) -> bool:
+        return is_captured_for_onnx() and record_of(self) is not None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_asked_for_onnx():
+            return run_for_onnx(self, self.record.signature.bind(args, kwargs))
         if not self.record.interface.inputs:
             return super().__call__(*args, **kwargs)
         bound = self.record.signature.bind(args, kwargs)
