@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, get_default_qconfig
+from torch.ao.quantization import (
+    QConfigMapping,
+    disable_observer,
+    get_default_qat_qconfig,
+    get_default_qconfig,
+)
 from torch.ao.quantization.backend_config import get_native_backend_config
 from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 
@@ -161,6 +166,31 @@ def test_a_state_with_qparams_loads() -> None:
     assert sqnr(lowered(*data)[1], other(*data)[1]) < 60
     other.load_state_dict(lowered.state_dict())
     assert sqnr(lowered(*data)[1], other(*data)[1]) > 120
+
+
+def test_quantization_aware_training() -> None:
+    torch.manual_seed(0)
+    model = model_of(lambda: nn.LSTM(16, 24)).train()
+    x, target = uniform(1.5, 12, 8, 16), torch.randn(12, 8, 5)
+    mapping = QConfigMapping().set_global(get_default_qat_qconfig("onednn"))
+    prepared = tc.prepare_qat_fx(
+        model, mapping, (x,), mapped(nn.LSTM, lambda m: int8_products(m, fake_quantize=True))
+    )
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.2)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = (prepared(x)[0] - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    prepared.eval().apply(disable_observer)
+    converted = tc.convert_fx(prepared)
+    with torch.no_grad():
+        trained, found = prepared(x)[1], converted(x)[1]
+    assert sqnr(trained, found) > 45
+    assert converted.state_dict()["recurrent.layers.0.layer_fw.cell._frozen_param0"].dtype is torch.int8
 
 
 def test_a_backend_config_has_no_say_about_floats() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,6 +190,27 @@ def test_dynamic_linears_of_qnnpack_are_the_own_ones(engine: Callable[[str], Non
         x = torch.randn(shape)
         assert sqnr(lowered.reference(x), lowered(x)) > 90
         assert 30 < sqnr(model(x), lowered(x)) < 55
+
+
+@pytest.mark.parametrize("mapping", ["static", "dynamic"])
+@torch.no_grad()
+def test_torchscript_knows_torchs_operators_alone(mapping: str, engine: Callable[[str], None]) -> None:
+    """What a mobile tutorial does next; the file is loaded where this package is not."""
+    engine("qnnpack")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    dynamic = QConfigMapping().set_global(default_dynamic_qconfig)
+    lowered = converted(
+        model, dynamic if mapping == "dynamic" else get_default_qconfig_mapping("qnnpack"), 3, 8
+    )
+    x = torch.randn(5, 8)
+    for script in (torch.jit.script(lowered), torch.jit.trace(lowered, x)):
+        text = str(script.inlined_graph)
+        assert "quantized::linear" in text
+        assert not {"torchq_compat_native::", "torchq_compat::"} & set(re.findall(r"\w+::", text))
+        assert sqnr(lowered(x), script(x)) > 30
+    assert isinstance(lowered, LoweredGraphModule)
+    assert sum(node.target is NATIVE for node in lowered.graph.nodes) == 2
 
 
 @pytest.mark.parametrize("bias", [True, False])
