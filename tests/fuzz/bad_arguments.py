@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization import (
     QConfigMapping,
+    default_dynamic_qconfig,
     default_qconfig,
     get_default_qat_qconfig_mapping,
     quantize_fx,
@@ -229,6 +230,7 @@ GOOD: dict[str, Arguments] = {
         "observed_lstm": import_module("torchq_compat.nn.quantizable").LSTM.from_float(lstm())
     },
     "int8_parts": lambda: {"module": lstm()},
+    "int8_products": lambda: {"module": lstm()},
     "int8_with_int16_cell": lambda: {"module": lstm()},
     "int16_parts": lambda: {"module": lstm()},
     "load_fx_state": lambda: {"prepared": prepared(), "state_dict": fx_state()},
@@ -239,6 +241,7 @@ GOOD: dict[str, Arguments] = {
     "prepare_decomposed_lstm": lambda: {"model": decomposed_lstm(), "quantizer": whole_op_lstm_quantizer()},
     "prepare_qat_fx": lambda: {**prepare_arguments(), "qconfig_mapping": get_default_qat_qconfig_mapping()},
     "quantize_dynamic": lambda: {"model": nn.Sequential(nn.Linear(4, 4)).eval()},
+    "whole_range_dynamic": lambda: {"qconfig": default_dynamic_qconfig},
     "streaming": lambda: {"converted": recurrent()},
     "suggest": lambda: {key: value for key, value in compare_arguments().items() if key != "fx"},
     "quantizer_from": lambda: {"qconfig_mapping": MAPPING},

@@ -233,6 +233,10 @@ class QuantizationGraphModule(GraphModule):
             return sorted(names - set(self._modules) - private)
         return sorted(names - {"torchscript_observes"})
 
+    def on_torchs_operators(self) -> QuantizationGraphModule:
+        """Return the model as it runs in a process without this package, which TorchScript is for."""
+        return self
+
     def packed_weights(self) -> Mapping[str, Any]:
         """Name -> packed weights, which torch.jit.trace knows as attributes of the module it traces."""
         return {}

@@ -93,6 +93,7 @@ def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
             "TorchScript of a prepared model does not observe: its observers stand still and its "
             "fake-quantizes have the qparams of now. Calibrate or train before."
         )
+    model = model.on_torchs_operators()
     leaves = _Leaves(model)
     source = write_function(model, lambda path: operator.attrgetter(path)(model), leaves.write)
     constants = {

@@ -90,7 +90,7 @@ def write_function(
 
 @dataclass
 class _Writer:
-    """Writes the lines of a graph; of the body of a loop with names of its own, into the lines of the loop."""
+    """Writes the lines of a graph; those of a loop body with names of its own, into the lines of the loop."""
 
     function: FunctionSource
     attribute: Callable[[str], Any]
