@@ -36,6 +36,7 @@ from torchq_compat.graph.module_views import ModuleFacts, install_views
 from torchq_compat.graph.numeric_suite import StateOfCaptured, refuse_numeric_suite
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer, refuse_torchao_prepare
+from torchq_compat.graph.prepared_views import install_prepared_views
 from torchq_compat.graph.qparams_state import qparams_state, set_qparams_state
 from torchq_compat.graph.quantized_interface import (
     QuantizedInterface,
@@ -155,6 +156,8 @@ class QuantizationGraphModule(GraphModule):
         for name, value in preserved.items():
             setattr(wrapped, name, value)
         wrapped.train(record.stage is Stage.PREPARED and record.is_qat)
+        if record.stage is Stage.PREPARED:
+            install_prepared_views(wrapped, record.modules)
         return wrapped
 
     @property
@@ -334,7 +337,10 @@ class QuantizationGraphModule(GraphModule):
             # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             memo.update(copied_weights(self))
-            return cast("Self", super().__deepcopy__(memo))
+            copied = cast("Self", super().__deepcopy__(memo))
+        if copied.record.stage is Stage.PREPARED:
+            install_prepared_views(copied, copied.record.modules)
+        return copied
 
     def __getattr__(self, name: str) -> Any:
         try:

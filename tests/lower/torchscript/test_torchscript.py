@@ -14,6 +14,7 @@ from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_q
 
 import torchq_compat as tc
 from tests.helpers.oracle import leaves, sqnr
+from torchq_compat.errors import ExportError
 
 MAPPING = get_default_qconfig_mapping("x86")
 
@@ -112,6 +113,12 @@ def test_mapped_lstm(how: Callable[..., Any]) -> None:
     model = Tagger().eval()
     prepared = tc.prepare_fx(model, MAPPING, (tokens,), tc.get_default_prepare_custom_config())
     prepared(tokens)
+    with (
+        pytest.warns(UserWarning, match="does not observe"),
+        pytest.raises(ExportError, match="at every step") as error,
+    ):
+        how(prepared, (tokens,))
+    assert "what convert_fx returns" in str(error.value)
     quantized = tc.convert_fx(prepared, tc.get_default_convert_custom_config())
     again = loaded_again(how(quantized, (tokens,)))
     for sizes in ((5, 3), (9, 1)):

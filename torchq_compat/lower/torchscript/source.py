@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -133,9 +134,9 @@ class _Writer:
 
     def _write_loop(self, node: Node) -> str:
         """Write a ``scan`` as a loop over the first dimension; the expression of its results."""
-        body_node, states, rows, *others = node.args
-        body = self.attribute(str(body_node.target))  # type: ignore[union-attr]
-        states, rows, others = ([self.names[each] for each in part] for part in (states, rows, *others))  # type: ignore[union-attr]
+        arguments: Any = node.args
+        body = self.attribute(str(arguments[0].target))
+        states, rows, *others = ([self.names[each] for each in part] for part in arguments[1:])
         prefix = f"{self.prefix}{node.name}_"
         carried = [f"{prefix}state{index}" for index in range(len(states))]
         self.lines += [f"{name} = {state}" for name, state in zip(carried, states, strict=True)]
@@ -146,7 +147,7 @@ class _Writer:
             lambda path: operator.attrgetter(path)(body),
             self.write_module_call,
             prefix,
-            dict(zip(placeholders, [*carried, *step, *others], strict=True)),
+            dict(zip(placeholders, [*carried, *step, *itertools.chain(*others)], strict=True)),
         )
         results = inner.write_body(body)
         stacked = [f"{prefix}rows{index}" for index in range(len(results) - len(carried))]

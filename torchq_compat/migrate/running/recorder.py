@@ -123,8 +123,10 @@ class Recorder:
         is_prepared = stage.startswith("prepared")
         if known is None or is_prepared:
             names = tuple(dict.fromkeys((*names, type(source).__name__)))
-        computing = tuple(d for d in decisions if not computes_nothing(result, d))
-        self._models[key] = RecordedModel(names, stage, report, computing, len(decisions) - len(computing))
+        moving = [d for d in decisions if computes_nothing(result, d)]
+        computing = tuple(d for d in decisions if d not in moving)
+        left_float = sum(d.action is Action.FLOAT for d in moving)
+        self._models[key] = RecordedModel(names, stage, report, computing, left_float)
         if self._strict and is_prepared:
             _refuse_left_float(source, computing)
 
