@@ -33,6 +33,12 @@ def test_the_committed_pages_are_the_made_ones() -> None:
     assert stale == [], "python -m torchq_compat.migrate.guide"
 
 
+def test_the_contents_name_every_page() -> None:
+    folder = ROOT / "migration"
+    assert {*guide_pages(ROOT)} == {folder / "README.md", *(folder / "guide").glob("*.md")}
+    assert len(guide_pages(ROOT)) > 10
+
+
 def test_every_construct_and_difference_is_in_its_pages() -> None:
     guide = "".join(page.read_text() for page in guide_pages(ROOT))
     changelog = (ROOT / "CHANGELOG.md").read_text()

@@ -87,7 +87,8 @@ def _of_edge(model: GraphModule, edge: Node, path: str, quantized: Collection[No
             return None  # It is the result of the op before.
     qparams = _qparams(model, edge, source)
     if is_weight:
-        return QuantizedValue(f"{path}.weight", "weight", **qparams)
+        name = "bias" if source.op == "get_attr" and str(source.target).endswith("bias") else "weight"
+        return QuantizedValue(f"{path}.{name}", "weight", **qparams)
     return QuantizedValue(f"{path}.input", "input", **qparams)
 
 
@@ -116,8 +117,8 @@ def _of_observer(observer: Any, source: Node) -> dict[str, Any]:
     told: dict[str, Any] = {"dtype": getattr(observer, "dtype", None)}
     if getattr(observer, "is_dynamic", False):
         told["dynamic"] = True
-    axis, value = getattr(observer, "ch_axis", -1), source.meta.get("val")
-    if axis >= 0 and "channel" in str(getattr(observer, "qscheme", "")):
+    axis, value = getattr(observer, "ch_axis", None), source.meta.get("val")  # None: a derived observer's
+    if axis is not None and axis >= 0 and "channel" in str(getattr(observer, "qscheme", "")):
         scale = getattr(observer, "scale", None)
         known = scale.numel() if isinstance(scale, Tensor) and scale.numel() > 1 else None
         told |= {"channels": int(value.shape[axis]) if isinstance(value, Tensor) else known, "axis": axis}

@@ -52,8 +52,8 @@ class QuantizedValue:
     """What an op reads as integers, and no other op gives: a weight, or an input that is quantized for it.
 
     Attributes:
-        path: that of the op, with ``.weight`` or ``.input`` behind it.
-        role: which of the two it is.
+        path: that of the op, with ``.weight``, ``.bias`` or ``.input`` behind it.
+        role: whether the model holds it, as a weight, or is given it.
         dtype: of the integers.
         scale: per tensor; None: per channel, chosen at run time, or not known before conversion.
         zero_point: the same.
