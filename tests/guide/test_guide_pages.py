@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 import torchq_compat
 from torchq_compat.migrate.guide.__main__ import main
@@ -37,6 +38,11 @@ def test_the_contents_name_every_page() -> None:
     folder = ROOT / "migration"
     assert {*guide_pages(ROOT)} == {folder / "README.md", *(folder / "guide").glob("*.md")}
     assert len(guide_pages(ROOT)) > 10
+    site = yaml.safe_load((ROOT / ".ci" / "mkdocs.yml").read_text())
+    (guide,) = (entry["Guide"] for entry in site["nav"] if "Guide" in entry)
+    assert [folder / name for name in guide] == guide_pages(ROOT), "the order of the site's menu"
+    others = {name for entry in site["nav"] for name in entry.values() if isinstance(name, str)}
+    assert {folder / name for name in others} | {folder / "README.md"} == {*folder.glob("*.md")}
 
 
 def test_every_construct_and_difference_is_in_its_pages() -> None:

@@ -22,6 +22,9 @@ ADDRESS: str = PYPROJECT["urls"]["Homepage"]
 
 
 def tracked_files() -> list[Path]:
+    if not (ROOT / ".git").exists():  # an unpacked sdist holds nothing else
+        made = {"build", "dist", "__pycache__", "torchq_compat.egg-info", "PKG-INFO"}
+        return [path for path in ROOT.rglob("*") if path.is_file() and not made & {*path.parts}]
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [ROOT / name for name in listed.stdout.split("\0") if name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,14 @@ from torch.ao.quantization import (
 )
 
 import torchq_compat as tc
-from torchq_compat.errors import ArgumentError, CaptureError, ConfigError, InputError, QuantizationWarning
+from torchq_compat.errors import (
+    ArgumentError,
+    CaptureError,
+    ConfigError,
+    ConvertError,
+    InputError,
+    QuantizationWarning,
+)
 
 X = (torch.randn(3, 4),)
 MAPPING = get_default_qconfig_mapping("x86")
@@ -59,6 +67,21 @@ def test_observers_in_training_are_told() -> None:
     with pytest.warns(QuantizationWarning, match="no fake-quantize, so training does not see the rounding"):
         tc.prepare_qat_fx(net().train(), MAPPING, X)
     tc.prepare_qat_fx(net().train(), get_default_qat_qconfig_mapping("x86"), X)
+
+
+def test_a_class_and_a_converted_model_are_named() -> None:
+    with pytest.raises(InputError, match=r"got the class Linear\.\nHint: make one: Linear\(\.\.\.\)"):
+        tc.prepare_fx(nn.Linear, MAPPING, X)  # type: ignore[arg-type]
+    prepared = tc.prepare_fx(net(), MAPPING, X)
+    prepared(*X)
+    with pytest.raises(ConvertError, match=r"is converted already\.\nHint: convert what prepare_fx"):
+        tc.convert_fx(tc.convert_fx(prepared))
+
+
+def test_torch_logs_nothing_of_attempts(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InputError, match="does not run on the example_inputs"):
+        tc.prepare_fx(net(), MAPPING, (torch.randn(3, 11),))
+    assert [record.msg for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 class Branching(nn.Module):

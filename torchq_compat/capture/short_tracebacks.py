@@ -1,15 +1,23 @@
-"""Causes whose traceback is torch's own: our error says what they say, and the user's line."""
+"""What torch tells of a failed capture, cut: our error says it, once and with the user's line."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-__all__ = ["without_frames_of_torch"]
+__all__ = ["failed_attempts_held_back", "without_frames_of_torch"]
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+#: Logger -> the beginning of the message that is held back.
+OF_ATTEMPTS = {
+    "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
+    "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
+}
 
 
 def without_frames_of_torch(cause: Exception) -> Exception:
@@ -28,3 +36,24 @@ def without_frames_of_torch(cause: Exception) -> Exception:
     for frame in reversed(frames):
         kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return cause.with_traceback(kept)
+
+
+@contextmanager
+def failed_attempts_held_back() -> Iterator[None]:
+    """Hold the messages back in the ``with`` block: attempts follow each other, with fewer free sizes."""
+    filters = {name: _without(beginning) for name, beginning in OF_ATTEMPTS.items()}
+    for name, held_back in filters.items():
+        logging.getLogger(name).addFilter(held_back)
+    try:
+        yield
+    finally:
+        for name, held_back in filters.items():
+            logging.getLogger(name).removeFilter(held_back)
+
+
+def _without(beginning: str) -> logging.Filter:
+    class WithoutAttempts(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return not str(record.msg).startswith(beginning)
+
+    return WithoutAttempts()

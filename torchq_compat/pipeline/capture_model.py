@@ -12,7 +12,7 @@ from torchq_compat.capture.checked.attempts import Attempt, CaptureCase
 from torchq_compat.capture.checked.checked_capture import capture_checked
 from torchq_compat.capture.checked.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.identities import show_identities
-from torchq_compat.capture.short_tracebacks import without_frames_of_torch
+from torchq_compat.capture.short_tracebacks import failed_attempts_held_back, without_frames_of_torch
 from torchq_compat.capture.torch_export import explain_failure
 from torchq_compat.custom_modules.swap import Swap, apply_swaps
 from torchq_compat.errors import InputError
@@ -98,7 +98,8 @@ def capture_model(
     ones = tuple((labels[argument], dimension) for argument, dimension in request.ones)
     case = CaptureCase(working, args, inputs, request.dynamic_shapes, tried.runs, tried.example, ones=ones)
     try:
-        found = capture_checked(case)
+        with failed_attempts_held_back():
+            found = capture_checked(case)
     except Exception as cause:
         raise explain_failure(model, args, cause) from without_frames_of_torch(cause)
     finally:

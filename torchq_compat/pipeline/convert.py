@@ -49,7 +49,12 @@ def convert_to_reference(
         CustomModuleError: a quantized class that does not do what the mapping promises.
     """
     record = record_of(prepared)
-    if record is None or record.stage is not Stage.PREPARED:
+    if record is not None and record.stage is not Stage.PREPARED:
+        raise ConvertError(
+            f"the model is {record.stage.value} already.",
+            hint="convert what prepare_fx returned; a prepared model may be converted any number of times.",
+        )
+    if record is None:
         raise ConvertError(
             f"{type(prepared).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
             hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first and convert "

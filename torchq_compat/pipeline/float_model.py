@@ -25,6 +25,11 @@ def check_float_model(model: nn.Module) -> None:
     Raises:
         InputError: no nn.Module, or one that was prepared or converted, here or by FX, in whole or in part.
     """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InputError(
+            f"the model must be an nn.Module, got the class {model.__name__}.",
+            hint=f"make one: {model.__name__}(...).",
+        )
     if not isinstance(model, nn.Module):
         raise InputError(
             f"the model must be an nn.Module, got {type(model).__name__}.",
