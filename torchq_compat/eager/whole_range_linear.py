@@ -27,7 +27,7 @@ MADE = "_whole_range_call"
 WHOLE_RANGE = DynamicQParams(SMALLEST_SCALE, 255, 0, 255, torch.uint8)
 
 
-class WholeRangeLinear(quantized.dynamic.Linear):  # type: ignore[misc]
+class WholeRangeLinear(quantized.dynamic.Linear):
     """As its base, on the package's own product; the state_dict is that of the base."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class WholeRangeLinear(quantized.dynamic.Linear):  # type: ignore[misc]
         return result.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def _call(self) -> LinearCall:
-        weight, bias = self.weight(), self.bias()
+        weight, bias = self.weight(), self.bias()  # type: ignore[no-untyped-call]
         values = integers_of(weight)
         bias = None if bias is None else bias.detach()
         if is_per_channel(weight):

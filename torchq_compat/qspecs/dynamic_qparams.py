@@ -65,7 +65,7 @@ def with_whole_range(qconfig: QConfig) -> QConfig | None:
     if not settings.is_dynamic or settings.dtype not in KERNEL_DTYPES:
         return None
     activation = WholeRangeObserver.with_args(dtype=settings.declared_dtype)
-    return QConfig(activation=activation, weight=qconfig.weight)
+    return QConfig(activation=activation, weight=qconfig.weight)  # type: ignore[no-untyped-call]
 
 
 def asks_for_whole_range(qconfig: QConfig) -> bool:

@@ -105,7 +105,7 @@ def linear_call(
         input=dynamic,
         weight_qparams=weight.per_tensor,
     )
-    instructions = (linear,)
+    instructions: tuple[Instruction, ...] = (linear,)
     if relu:
         instructions += (Instruction(Op.RELU, ACTIVATED, ((PRODUCT, 0),), outputs, outputs, False),)
     slots = (Slot(inputs, inputs, True), *[Slot(outputs, outputs, False)] * (1 + len(instructions)))

@@ -138,7 +138,7 @@ def _weight(site: Site, arguments: dict[str, Any]) -> LinearWeight | None:
     scales, zero_points = (constant_of(site.graph_module, each) for each in dequantize.args[1:3])
     if scales is None or zero_points is None or dequantize.args[3] != 0 or zero_points.is_floating_point():
         return None
-    return LinearWeight(*(_kept(each) for each in (values, scales, zero_points, bias)))  # type: ignore[arg-type]
+    return LinearWeight(*(_kept(each) for each in (values, scales, zero_points, bias)))
 
 
 def _kept(tensor: Tensor | None) -> Any:
@@ -188,7 +188,7 @@ def _columns(site: Site, dequantize: Node) -> ColumnQParams | None:
     ):
         return None
     runs = [
-        (len(list(run)), PerTensorQParams(scale, int(zero), int(low), int(high), dtype))  # type: ignore[arg-type, call-overload]
+        (len(list(run)), PerTensorQParams(scale, int(zero), int(low), int(high), dtype))  # type: ignore[arg-type]
         for (scale, zero), run in groupby(zip(scales.tolist(), zero_points.tolist(), strict=True))
     ]
     return tuple(runs) if len(runs) <= MOST_PIECES else None
