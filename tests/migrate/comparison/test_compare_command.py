@@ -166,6 +166,7 @@ def comparisons(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]
     return found
 
 
+@pytest.mark.slow
 def test_a_script_gives_what_the_function_gives(tmp_path: Path) -> None:
     """The batches are those the script fed, through a buffer it filled again, to a copy of the model."""
     result = compare(tmp_path, "--json", "quantize.py", quantize=MODEL + QUANTIZE)
@@ -290,7 +291,11 @@ print("trained to", *trained.flatten().tolist())
             "script.py exited with 'bye', so there is nothing to compare.",
             marks=pytest.mark.slow,
         ),
-        ("import os; os._exit(7)", "the process that compared script.py ended with code 7 and no result."),
+        pytest.param(
+            "import os; os._exit(7)",
+            "the process that compared script.py ended with code 7 and no result.",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "def f(:",
             "script.py raised SyntaxError, so there is nothing to compare.",
@@ -301,7 +306,11 @@ print("trained to", *trained.flatten().tolist())
             "script.py ended without preparing and converting a model",
             marks=pytest.mark.slow,
         ),
-        (MODEL + QUANTIZE.partition("print(")[0], "script.py ended without preparing and converting a model"),
+        pytest.param(
+            MODEL + QUANTIZE.partition("print(")[0],
+            "script.py ended without preparing and converting a model",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_scripts(tmp_path: Path, source: str, message: str) -> None:
@@ -375,6 +384,7 @@ def test_a_script_that_hangs_is_stopped_with_all_it_started(tmp_path: Path) -> N
     wait_until(lambda: ended(tmp_path), 10)
 
 
+@pytest.mark.slow
 def test_a_terminated_command_stops_the_script(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     command = [sys.executable, "-m", "torchq_compat", "compare", "hangs.py"]

@@ -63,7 +63,7 @@ OUTPUTS = {
     "torchscript_helpers.py": Expected(EQUAL, (25, 60)),
 }
 #: Each pair takes two processes: in every run these three, of different shapes, and all in the slow one.
-DEFAULT = ("lstm_16bit_parts.py", "cnn_torchscript.py", "quantize_dynamic_lm.py")
+DEFAULT = ("lstm_16bit_parts.py", "quantize_dynamic_lm.py")
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
