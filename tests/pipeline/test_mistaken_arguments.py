@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import (
+    QConfig,
+    QConfigMapping,
+    default_fake_quant,
+    default_fixed_qparams_range_0to1_fake_quant,
     default_qconfig,
+    default_weight_observer,
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
@@ -67,6 +72,19 @@ def test_observers_in_training_are_told() -> None:
     with pytest.warns(QuantizationWarning, match="no fake-quantize, so training does not see the rounding"):
         tc.prepare_qat_fx(net().train(), MAPPING, X)
     tc.prepare_qat_fx(net().train(), get_default_qat_qconfig_mapping("x86"), X)
+
+
+def test_fake_quantizes_in_calibration_are_told() -> None:
+    model = net()
+    with pytest.warns(QuantizationWarning, match="has fake-quantizes, which are for training") as told:
+        prepared = tc.prepare_fx(model, get_default_qat_qconfig_mapping("x86"), X)
+    assert [each.category for each in told].count(QuantizationWarning) == 1
+    assert not torch.equal(prepared(*X), model(*X)), "rounded while it calibrates, as the warning says"
+    assert torch.equal(tc.prepare_fx(model, MAPPING, X)(*X), model(*X))
+    fixed = QConfig(default_fixed_qparams_range_0to1_fake_quant, default_weight_observer)
+    half = QConfig(default_fake_quant, default_weight_observer)
+    for silent in (fixed, half):
+        tc.prepare_fx(net(), QConfigMapping().set_global(silent), X)
 
 
 def test_a_class_and_a_converted_model_are_named() -> None:

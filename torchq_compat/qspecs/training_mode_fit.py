@@ -14,24 +14,40 @@ __all__ = ["misfit"]
 
 FAKE_QUANTIZES = (legacy_fake_quantize.FakeQuantizeBase, pt2e_fake_quantize.FakeQuantizeBase)
 WITHOUT_RANGE = (NoopObserver, PlaceholderObserver)
+#: Their qparams are given: to calibrate with them and to train are the same.
+FIXED = (legacy_fake_quantize.FixedQParamsFakeQuantize, pt2e_fake_quantize.FixedQParamsFakeQuantize)
 
 
 def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
     """Return what a user should know about ``qconfigs`` in this mode; empty if they fit it."""
-    classes = [
-        made
+    pairs = [
+        [
+            made
+            for made in map(_class_of, (qconfig.activation, qconfig.weight))
+            if isinstance(made, type) and not issubclass(made, WITHOUT_RANGE)
+        ]
         for qconfig in qconfigs
         if isinstance(qconfig, QConfig)
-        for made in map(_class_of, (qconfig.activation, qconfig.weight))
-        if isinstance(made, type) and not issubclass(made, WITHOUT_RANGE)
     ]
+    classes = [made for pair in pairs for made in pair]
     fakes = [made for made in classes if issubclass(made, FAKE_QUANTIZES)]
     if is_qat and classes and not fakes:
         return (
             "prepare_qat_fx: the qconfig_mapping has observers and no fake-quantize, so training does not "
             "see the rounding. Hint: give get_default_qat_qconfig_mapping(...), or call prepare_fx."
         )
+    # One fake-quantize of two is no QConfig for training: torch.ao names some for calibration.
+    if not is_qat and any(len(pair) == 2 and all(map(_is_learnt, pair)) for pair in pairs):
+        return (
+            "prepare_fx: the qconfig_mapping has fake-quantizes, which are for training: in calibration a "
+            "layer sees what those before it have rounded already, and ranges are moving averages. "
+            "Hint: give get_default_qconfig_mapping(...), or call prepare_qat_fx."
+        )
     return ""
+
+
+def _is_learnt(made: type) -> bool:
+    return issubclass(made, FAKE_QUANTIZES) and not issubclass(made, FIXED)
 
 
 def _class_of(constructor: Any) -> Any:

@@ -200,7 +200,7 @@ def test_the_time_of_a_scan_grows_with_its_files(tmp_path: Path) -> None:
     """Of the size of real ones; one in ten has to do with FX, and uses a name of another."""
     filler = "".join(f"def f{i}(x):\n    return [x + {i} for x in range(x)]\n\n" for i in range(50))
     times = []
-    for count in (40, 160):
+    for count in (20, 80):
         folder = tmp_path / str(count)
         folder.mkdir()
         for number in range(count):
