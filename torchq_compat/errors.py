@@ -239,13 +239,6 @@ class CaseError(TorchQCompatError):
             hint="give a list of batches, each a tuple of the model's positional arguments (or one tensor).",
         )
 
-    @classmethod
-    def trained(cls, model: str) -> CaseError:
-        return cls(
-            f"{model} goes through prepare_qat_fx: two trainings do not end with the same weights.",
-            hint="compare the trained float model by a function that returns the case.",
-        )
-
 
 class FxError(TorchQCompatError):
     """FX was demanded and cannot run the model."""

@@ -158,6 +158,33 @@ def test_partitions_of_modules_are_found_as_before() -> None:
     assert found == {nn.Conv2d: 2, nn.ReLU: 2, nn.Sigmoid: 1}  # by call, as in a strict export
 
 
+def test_additions_of_a_class_inside_a_function_are_found() -> None:
+    """Its name leads nowhere."""
+
+    class Local(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = x + y
+            x += 1
+            return torch.add(x, y)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Local()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.inner(x, y)
+
+    found: list[int] = []
+
+    def look(node: fx.Node) -> None:
+        partitions = get_source_partitions(node.graph, [operator.add, torch.add])
+        found.append(sum(len(each) for each in partitions.values()))
+
+    tc.prepare_fx(Around().eval(), ByHand(look), (torch.randn(2, 3), torch.randn(2, 3)))
+    assert set(found) == {3}
+
+
 def test_additions_are_found_in_graphs_of_a_mapping() -> None:
     mapping = torch.ao.quantization.get_default_qconfig_mapping("x86")
     prepared = tc.prepare_fx(Block().eval(), mapping, (torch.randn(2, 4, 8, 8),))

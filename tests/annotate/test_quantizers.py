@@ -85,6 +85,7 @@ def test_translated_quantizer_without_calibration(mapping: QConfigMapping) -> No
     assert any(value.dtype in (torch.int8, torch.uint8) for value in converted.buffers())
 
 
+@pytest.mark.slow
 def test_translated_quantizer_trains() -> None:
     torch.manual_seed(0)
     model = MODELS["conv2_bn_relu"].make().train()

@@ -130,10 +130,11 @@ OURS = (
     Contender("ours, lowered", _lowered),
     Contender("ours, compiled", _compiled),
 )
+IN_ONNX = Contender("ours, ONNX Runtime", _onnx_runtime)
 ON_DEVICE = (
     Contender("ours, ExecuTorch portable", partial(_executorch, "portable")),
     Contender("ours, ExecuTorch XNNPACK", partial(_executorch, "xnnpack")),
-    Contender("ours, ONNX Runtime", _onnx_runtime),
+    IN_ONNX,
 )
 PEERS = (
     Contender("bfloat16", partial(_peer, peers.bfloat16)),
@@ -145,4 +146,4 @@ PEERS = (
 RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *PEERS, *OURS, *ON_DEVICE)
 #: FX has no static cells; the exporters of the other engines would unroll what is a loop here.
 LOOP_CONTENDERS = (FLOAT, DYNAMIC, PEERS[0], *OURS)
-FEEDFORWARD_CONTENDERS = (FLOAT, FX, *OURS)
+FEEDFORWARD_CONTENDERS = (FLOAT, FX, *OURS, IN_ONNX)

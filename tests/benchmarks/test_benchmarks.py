@@ -66,6 +66,7 @@ def results(written: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_results_keep_to_the_schema(results: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(results, SCHEMA)
@@ -73,6 +74,7 @@ def test_results_keep_to_the_schema(results: dict[str, Any]) -> None:
         jsonschema.validate({**results, "host": "name"}, SCHEMA)
 
 
+@pytest.mark.slow
 def test_every_flow_and_contender_has_a_row_and_a_line(results: dict[str, Any]) -> None:
     assert [row["flow"] for row in results["stages"]] == list(FLOWS)
     tables = {table.title: table.as_markdown() for table in tables_of(results)}
@@ -92,6 +94,7 @@ def test_every_flow_and_contender_has_a_row_and_a_line(results: dict[str, Any]) 
             assert f"\n| {contender} |" in tables[case]
 
 
+@pytest.mark.slow
 def test_contenders_that_need_nothing_extra_are_measured(results: dict[str, Any]) -> None:
     rows = [*results["recurrent"], *results["feedforward"]]
     assert {row["contender"] for row in rows if "unavailable" in row} <= {
@@ -113,6 +116,7 @@ def test_contenders_that_need_nothing_extra_are_measured(results: dict[str, Any]
     assert {row["verdict"] for row in others} == {"quantized"}
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_and_keeps_its_prose(written: Path, results: dict[str, Any]) -> None:
     text = (written / "page.md").read_text()
     assert text.startswith(f"before\n{BEGIN}\n")
@@ -124,6 +128,7 @@ def test_the_page_has_the_tables_and_keeps_its_prose(written: Path, results: dic
         assert (written / name).read_bytes() == (written / "out" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_page_is_made_again_from_the_numbers(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = written / "page.md"
     before, plot = page.read_text(), (written / "benchmarks.svg").read_bytes()

@@ -29,7 +29,7 @@ SHAPES = ["rolled", "unrolled", "opaque"]
 
 #: (class, its options, the operator torch.export leaves of it)
 VARIANTS: list[Any] = [
-    (nn.GRU, {"num_layers": 2, "bidirectional": True}, ATEN.gru.input),
+    (nn.GRU, {"batch_first": True}, ATEN.gru.input),
     (nn.RNN, {"batch_first": True}, ATEN.rnn_tanh.input),
     (nn.RNN, {"nonlinearity": "relu", "bias": False}, ATEN.rnn_relu.input),
     (nn.LSTM, {"proj_size": 5}, ATEN.lstm.input),

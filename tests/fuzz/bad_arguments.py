@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, default_qconfig, quantize_fx
+from torch.ao.quantization import (
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_qconfig,
+    get_default_qat_qconfig_mapping,
+    quantize_fx,
+)
 from torch.fx import GraphModule, symbolic_trace
 from torchao.quantization.pt2e.quantizer import Quantizer
 
@@ -224,15 +230,18 @@ GOOD: dict[str, Arguments] = {
         "observed_lstm": import_module("torchq_compat.nn.quantizable").LSTM.from_float(lstm())
     },
     "int8_parts": lambda: {"module": lstm()},
+    "int8_products": lambda: {"module": lstm()},
     "int8_with_int16_cell": lambda: {"module": lstm()},
     "int16_parts": lambda: {"module": lstm()},
     "load_fx_state": lambda: {"prepared": prepared(), "state_dict": fx_state()},
     "load_checkpoint": lambda: {"path": checkpoint(), "model": copy.deepcopy(prepared())},
+    "native_library": dict,
     "Output": lambda: {"node": chunk_node(), "index": 0},
     "prepare_fx": prepare_arguments,
     "prepare_decomposed_lstm": lambda: {"model": decomposed_lstm(), "quantizer": whole_op_lstm_quantizer()},
-    "prepare_qat_fx": prepare_arguments,
+    "prepare_qat_fx": lambda: {**prepare_arguments(), "qconfig_mapping": get_default_qat_qconfig_mapping()},
     "quantize_dynamic": lambda: {"model": nn.Sequential(nn.Linear(4, 4)).eval()},
+    "whole_range_dynamic": lambda: {"qconfig": default_dynamic_qconfig},
     "streaming": lambda: {"converted": recurrent()},
     "suggest": lambda: {key: value for key, value in compare_arguments().items() if key != "fx"},
     "quantizer_from": lambda: {"qconfig_mapping": MAPPING},
@@ -268,8 +277,8 @@ def entry_points() -> list[EntryPoint]:
 
 
 def _of_value(module: str, name: str, value: Any) -> Iterator[EntryPoint]:
-    if isinstance(value, type) and issubclass(value, BaseException):
-        return
+    if isinstance(value, type) and issubclass(value, (BaseException, GraphModule)):
+        return  # what functions raise and return; nobody calls these
     if module == "torchq_compat.nn.quantizable":
         yield EntryPoint(
             f"{module}.{name}.from_float", value.from_float, lambda: {"other": float_module(name)}

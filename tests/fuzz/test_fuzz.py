@@ -21,9 +21,9 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def check(cases: Iterable[Case]) -> None:
+def check(cases: Iterable[Case], at_least: int = 20) -> None:
     results = [attempt(case) for case in cases]
-    assert len(results) > 20
+    assert len(results) >= at_least
     assert [str(result) for result in results if result.outcome not in FINE] == []
 
 
@@ -63,7 +63,7 @@ def test_wrong_calls() -> None:
 
 
 def test_nested_structures() -> None:
-    check(structures.cases(24))
+    check(structures.cases(8), at_least=8)
 
 
 @pytest.mark.slow

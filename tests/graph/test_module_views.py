@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import (
     default_dynamic_qconfig,
     float_qparams_weight_only_qconfig,
+    get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
 
@@ -110,3 +111,54 @@ def test_embedding_and_dynamic_linear() -> None:
     rules = [*dynamic["object_type"], (nn.Embedding, float_qparams_weight_only_qconfig)]  # type: ignore[misc]
     quantized = tc.convert_fx(tc.prepare_fx(Words().eval(), {"": None, "object_type": rules}, (tokens,)))
     assert quantized.encoder.weight().dtype is torch.quint8
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model, x = Net().train(), torch.randn(4, 3, 9, 9)
+    both = []
+    for prepare in (fx.prepare_qat_fx, tc.prepare_qat_fx):
+        prepared = prepare(copy.deepcopy(model), get_default_qat_qconfig_mapping("x86"), (x,))
+        prepared(x)
+        both.append(prepared)
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("path", ["conv1", "block.0", "fc"])
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_the_weight_fake_quantize_of_a_prepared_module_is_fxs(
+    path: str, is_copy: bool, trained: tuple[nn.Module, nn.Module]
+) -> None:
+    theirs, ours = trained[0].get_submodule(path), trained[1]
+    view = (copy.deepcopy(ours) if is_copy else ours).get_submodule(path)
+    assert torch.allclose(view.weight_fake_quant.scale, theirs.weight_fake_quant.scale)
+    assert (view.weight_fake_quant in set(ours.modules())) is not is_copy
+    assert torch.equal(view.weight, theirs.weight)
+    assert repr(view).startswith(f"{type(view).__name__}({view.extra_repr()}")
+
+
+def test_views_of_a_prepared_model_hold_its_parameters_and_no_more(
+    trained: tuple[nn.Module, nn.Module],
+) -> None:
+    ours = trained[1]
+    assert ours.conv1.out_channels == 8
+    assert not hasattr(ours.bn1, "weight_fake_quant")
+    assert "(conv1): Conv2d(3, 8, kernel_size=(3, 3), stride=(2, 2), bias=False)" in str(ours)
+    read = {str(node.target) for node in ours.graph.nodes if node.op == "get_attr"}
+    assert {name for name, _ in ours.named_parameters()} <= read
+    assert list(copy.deepcopy(ours).state_dict()) == list(ours.state_dict())
+    with pytest.raises(ModuleAttributeError, match="'fc' of the prepared model is a view of what was Linear"):
+        _ = ours.fc.running_mean
+    with pytest.raises(ModuleAttributeError, match="cannot be called"):
+        ours.fc(torch.randn(1, 4))
+    converted = tc.convert_fx(copy.deepcopy(ours).eval())
+    assert not hasattr(converted, "bn1")
+    assert not hasattr(converted.fc, "weight_fake_quant")
+
+
+def test_a_module_prepared_without_training_has_no_weight_fake_quantize() -> None:
+    x = torch.randn(4, 3, 9, 9)
+    prepared = tc.prepare_fx(Net().eval(), MAPPING, (x,))
+    assert not hasattr(prepared.fc, "weight_fake_quant")
+    assert str(prepared.fc) == "Linear(in_features=4, out_features=2, bias=True)"

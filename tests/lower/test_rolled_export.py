@@ -69,6 +69,7 @@ def test_rolled_with_the_same_bits(name: str) -> None:
     assert same_bits(model, program)
 
 
+@pytest.mark.slow
 def test_saved_loaded_and_exported_again() -> None:
     model = converted("lstm")
     program = exported(model, 6, 3)

@@ -439,6 +439,13 @@ def test_a_reference_to_what_nothing_observes() -> None:
     assert "the output of relu takes its qparams from output 1 of chunk, which no spec observes" in message
 
 
+def test_a_reference_into_another_graph() -> None:
+    """Its nodes have the same names."""
+    other = next(node for node in export(node1_node2_node3, X).graph.nodes if node.name == "relu")
+    message = refused(lambda n: annotate_outputs(n["relu"], {Output(n["chunk"], 0): Shared(other)}, [INT8]))
+    assert "takes its qparams from the output of relu of another graph" in message
+
+
 def test_a_derived_spec_cannot_look_ahead() -> None:
     def write(n: Nodes) -> None:
         annotate_outputs(n["relu"], {}, [UINT8])

@@ -6,10 +6,23 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.native_harness.builds import BUILDS, EMULATED, SANITIZED, compile_replay, run_replay
-from tests.native_harness.calls import calls_of_modules, random_call, write_calls
+from tests.native_harness.calls import any_calls, calls_of_modules, write_calls
+
+
+def covered(features: Iterable[str]) -> list[str]:
+    """How many calls have what; of sizes, how many sizes there are."""
+    counts = Counter(features)
+    sizes = {
+        name: [each for each in counts if each.startswith(f"{name} ")] for name in ("hidden size", "batch")
+    }
+    counted = [f"{len(found)} different {name}s" for name, found in sizes.items()]
+    others = sorted(set(counts).difference(*sizes.values()))
+    return [*counted, *(f"{feature}: {counts[feature]}" for feature in others)]
 
 
 def main() -> int:
@@ -18,12 +31,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first of them")
     parser.add_argument("--threads", type=int, nargs="+", default=list(range(1, 9)))
     options = parser.parse_args()
-    calls = [*calls_of_modules(), *(random_call(options.seed + i) for i in range(options.calls))]
+    calls = [*calls_of_modules(), *any_calls(options.calls, options.seed)]
     faults, expected = 0, b""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "calls"
         write_calls(calls, path)
         print(f"{len(calls)} calls, {path.stat().st_size >> 20} MiB, threads {options.threads}", flush=True)
+        print("; ".join(covered(feature for call in calls for feature in call.features)), flush=True)
         for name, build in {**BUILDS, **SANITIZED, **EMULATED}.items():
             if not build.is_possible():
                 print(f"LEFT OUT {name}: {build.compiler} or its emulator is not installed", flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchq_compat.custom_modules.recurrent.native.build import FLAGS, SOURCE
 
-__all__ = ["BUILDS", "EMULATED", "SANITIZED", "Build", "compile_replay", "run_replay"]
+__all__ = ["BUILDS", "EMULATED", "SANITIZED", "SHORT", "Build", "compile_replay", "run_replay"]
 
 REPLAY = Path(__file__).with_name("replay.cpp")
 #: As a library has them.
@@ -32,11 +32,14 @@ class Build:
         return all(shutil.which(each) for each in (self.compiler, *self.emulator[:1]))
 
 
+#: What compiles in seconds and finds races, in the kernels of plain C++.
+SHORT = Build(("-O0", "-g1", "-fsanitize=thread", STD_THREADS, "-DTORCHQ_COMPAT_PLAIN"))
 #: Each has the kernels of every instruction set, and runs those that its machine has.
 BUILDS = {
     "a library's": Build(()),
     "threads of the standard library": Build((STD_THREADS,)),
     "for this machine alone": Build(("-march=native",)),
+    "plain C++": Build((STD_THREADS, "-DTORCHQ_COMPAT_PLAIN")),
 }
 SANITIZED = {
     "address and undefined": Build((*DEBUG, "-fsanitize=address,undefined", STD_THREADS)),

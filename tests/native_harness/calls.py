@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,34 @@ from torchq_compat.custom_modules.recurrent.native.instruction_set import (
     SLOT_COLUMNS,
     Op,
 )
+from torchq_compat.custom_modules.recurrent.native.module_numbers import (
+    CellNumbers,
+    ModuleNumbers,
+    floats_around,
+    weight_mask,
+)
+from torchq_compat.custom_modules.recurrent.native.op import recurrent
 from torchq_compat.custom_modules.recurrent.native.program import CellProgram, DynamicQParams, WeightNames
 from torchq_compat.qspecs.qparams import PerTensorQParams
 
-__all__ = ["Call", "calls_of_modules", "random_call", "write_calls"]
+__all__ = [
+    "KINDS_OF_TORCH",
+    "Call",
+    "any_calls",
+    "calls_of_modules",
+    "random_call",
+    "results_of",
+    "write_calls",
+]
 
+KINDS_OF_TORCH = ("lstm", "gru", "rnn")
+ELEMENTWISE = (Op.ADD, Op.MUL, Op.COMPLEMENT, Op.SIGMOID, Op.TANH, Op.RELU, Op.COPY)
 DTYPES = {8: (torch.uint8, torch.int8), 16: (torch.int16, torch.int32), 32: (torch.int32,)}
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of ``cell_loop``."""
+    """The arguments of ``cell_loop``; with ``batch_sizes`` x is (rows, I). ``features``: what it covers."""
 
     x: Tensor
     states: list[Tensor]
@@ -41,6 +58,18 @@ class Call:
     constants: Tensor
     input_qparams: list[float]
     backward: bool
+    batch_sizes: tuple[int, ...] = ()
+    features: frozenset[str] = frozenset()
+
+    def packed(self, dice: random.Random) -> Call:
+        """As packed rows of sequences that end one after the other."""
+        steps, batch, width = self.x.shape
+        if 0 in (steps, batch):
+            return self
+        sizes = sorted((dice.randint(1, batch) for _ in range(steps - 1)), reverse=True)
+        rows = self.x.reshape(-1, width)[: batch + sum(sizes)].clone()
+        features = self.features | {"packed sequences"}
+        return replace(self, x=rows, batch_sizes=(batch, *sizes), features=features)
 
     def arguments(self) -> tuple[Any, ...]:
         return (
@@ -55,9 +84,11 @@ class Call:
 
 
 class _Cell:
-    """A random cell: the structure of an LSTM, GRU or RNN, every part with random qparams."""
+    """A random cell of one of ``kinds``, every part with random qparams."""
 
-    def __init__(self, dice: random.Random, hidden: int, inputs: int) -> None:
+    def __init__(
+        self, dice: random.Random, hidden: int, inputs: int, kinds: Sequence[str] = KINDS_OF_TORCH
+    ) -> None:
         self.dice, self.hidden, self.inputs = dice, hidden, inputs
         self.bits = dice.choice([8, 16, 32])
         self.split = dice.random() < 0.3
@@ -65,7 +96,12 @@ class _Cell:
         self.reader = _Reader()
         self.weights: list[Tensor | None] = []
         self.state_qparams: list[PerTensorQParams | None] = []
-        getattr(self, dice.choice(["_lstm", "_gru", "_rnn"]))()
+        self.features = {f"parts of {self.bits} bits"}
+        self.features |= {"split gates"} if self.split else set()
+        self.features |= {"dynamic qparams"} if self.dynamic else set()
+        kind = dice.choice(kinds)
+        self.features.add(f"{kind} cells")
+        getattr(self, f"_{kind}")()
 
     def qparams(self, reach: float, bits: int | None = None) -> PerTensorQParams | None:
         if self.dynamic:
@@ -90,6 +126,8 @@ class _Cell:
             )
         else:
             qparams = (scale, dice.choice([0, 0, -7, 100]))
+        if qparams[1] or (zero_points is not None and zero_points.any()):
+            self.features.add("weight zero points")
         bias = torch.randn(width) if dice.random() < 0.7 else None
         self.weights += [values, scales, zero_points, bias]
         self.reader.weights.append(WeightNames("w", None, None, None))
@@ -114,7 +152,7 @@ class _Cell:
 
     def op(self, op: Op, *sources: _Value, reach: float = 2.0) -> _Value:
         qparams = self.qparams(reach) if self.dice.random() < 0.9 else None
-        return self.reader._instruct(op, sources, self.hidden, output=qparams)
+        return self.reader._instruct(op, sources, sources[0].width, output=qparams)
 
     def state(self, width: int) -> _Value:
         # The integers of a state are not in the program before its new value is known.
@@ -129,6 +167,7 @@ class _Cell:
     def _lstm(self) -> None:
         x = self.reader.new_slot(self.inputs, once=True)
         projected = self.dice.choice([0, 0, max(1, self.hidden // 2)])
+        self.features |= {"projections"} if projected else set()
         h, c = self.state(projected or self.hidden), self.state(self.hidden)
         pairs = zip(self.gates(x, 4), self.gates(h, 4), strict=True)
         i, f, g, o = [self.op(Op.ADD, *pair, reach=6.0) for pair in pairs]
@@ -158,14 +197,66 @@ class _Cell:
         hidden = self.new_state(self.op(self.dice.choice([Op.RELU, Op.TANH]), self.op(Op.ADD, a, b)))
         self.program = self.reader.program((h,), (hidden,))
 
+    def _any(self) -> None:
+        """Instructions in any order, of any operands: what no module of torch is, but a user's might be."""
+        dice = self.dice
+        x = self.reader.new_slot(self.inputs, once=True)
+        widths = [
+            dice.choice([self.hidden, self.hidden, self.hidden // 2 + 1]) for _ in range(dice.randint(1, 3))
+        ]
+        states = [self.state(width) for width in widths]
+        values = [x, *states]
+        for _ in range(dice.randint(2, 16)):
+            values += self._any_values(values)
+        results = []
+        for state in states:
+            fitting = [value for value in values if value.width == state.width and value.slot]
+            value = self.reader._whole(dice.choice(fitting))
+            results.append(value if dice.random() < 0.5 else self._quantized(value))
+        self.state_qparams = [
+            value.qparams if isinstance(value.qparams, PerTensorQParams) else None for value in results
+        ]
+        self.program = self.reader.program(tuple(states), tuple(results))
 
-def random_call(seed: int, *, largest_hidden: int = 65, largest_batch: int = 130) -> Call:
+    def _quantized(self, value: _Value) -> _Value:
+        return self.reader._instruct(Op.COPY, (value,), value.width, output=self.qparams(1.5))
+
+    def _any_values(self, values: list[_Value]) -> list[_Value]:
+        dice, source = self.dice, self.dice.choice(values)
+        made = dice.random()
+        if made < 0.4:
+            if self.dynamic and source.slot and self.reader.once[source.slot]:
+                return []  # the reader refuses these
+            gates, width = dice.choice([1, 1, 2, 3]), dice.choice([self.hidden, self.hidden // 2 + 1])
+            whole = self.linear(self.reader._whole(source), gates * width)
+            return [replace(whole, offset=gate * width, width=width) for gate in range(gates)]
+        if made < 0.45:
+            first = dice.randrange(source.width)
+            return [replace(source, offset=source.offset + first, width=source.width - first)]
+        op = dice.choice(ELEMENTWISE)
+        sources = [source]
+        if op in (Op.ADD, Op.MUL):
+            sources.append(dice.choice([value for value in values if value.width == source.width]))
+        return [self.op(op, *sources)]
+
+
+def random_call(
+    seed: int,
+    *,
+    largest_hidden: int = 65,
+    largest_batch: int = 130,
+    hidden: int | None = None,
+    batch: int | None = None,
+    kinds: Sequence[str] = KINDS_OF_TORCH,
+) -> Call:
     """A random cell with random inputs; states, and an input, may have no qparams, values may be NaN."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
-    cell = _Cell(dice, dice.randint(1, largest_hidden), dice.randint(1, 80))
+    width = dice.randint(1, largest_hidden)
+    cell = _Cell(dice, width if hidden is None else hidden, dice.randint(1, 80), kinds)
     program = cell.program
-    batch = dice.choice([0, 1, 2, 3, 8, dice.randint(0, largest_batch)])
+    any_batch = dice.choice([0, 1, 2, 3, 8, dice.randint(0, largest_batch)])
+    batch = any_batch if batch is None else batch
     steps = dice.choice([0, 1, 2, 3, dice.randint(1, 80)]) if batch < 20 else dice.randint(1, 4)
     x, columns = torch.randn(steps, batch, cell.inputs), []
     if dice.random() < 0.7:
@@ -184,14 +275,63 @@ def random_call(seed: int, *, largest_hidden: int = 65, largest_batch: int = 130
     states = []
     for slot, qparams in zip(program.slots[1:], cell.state_qparams, strict=False):
         state = torch.rand(batch, slot.width) * 2 - 1
-        states.append(
-            state if qparams is None or dice.random() < 0.3 else qparams.dequantize(qparams.quantize(state))
-        )
+        if qparams is not None and dice.random() >= 0.3:
+            state = qparams.dequantize(qparams.quantize(state))
+        elif qparams is not None:
+            cell.features.add("states off their qparams")
+        states.append(state)
     if x.numel() and dice.random() < 0.1:
         x.view(-1)[dice.randrange(x.numel())] = dice.choice([math.nan, math.inf, -math.inf])
+        cell.features.add("NaN or infinity")
     return Call(
-        x, states, cell.weights, program.table, program.constants, as_numbers(columns), dice.random() < 0.5
+        x,
+        states,
+        cell.weights,
+        program.table,
+        program.constants,
+        as_numbers(columns),
+        dice.random() < 0.5,
+        features=frozenset(
+            {*cell.features, f"hidden size {cell.hidden}", f"batch {batch}", f"{len(states)} states"}
+        ),
     )
+
+
+def any_calls(
+    count: int, seed: int = 0, *, largest_hidden: int = 65, largest_batch: int = 130
+) -> Iterator[Call]:
+    """Of all hidden sizes and batches in turn, of torch's cells and of any program; every third packed."""
+    for index in range(count):
+        call = random_call(
+            seed + index,
+            largest_batch=largest_batch,
+            hidden=1 + (seed + index) % largest_hidden,
+            batch=(seed + index) * 37 % (largest_batch + 1) if index % 2 else None,
+            kinds=(*KINDS_OF_TORCH, "any", "any"),
+        )
+        yield call.packed(random.Random(seed + index)) if index % 3 == 2 else call
+
+
+def results_of(call: Call) -> bytes:
+    """What ``replay`` writes for ``call``, computed by the operator of this process."""
+    masks = tuple(weight_mask(call.weights[at + 1 : at + 4]) for at in range(0, len(call.weights), 4))
+    cells = tuple(
+        CellNumbers(call.table, call.constants, masks, backward=backward)
+        for backward in (call.backward, not call.backward)
+    )
+    weights = [weight for weight in call.weights if weight is not None]
+    columns = list(call.input_qparams) or [call.x.shape[-1], *[0.0] * 5]
+    output, *last = recurrent(
+        call.x,
+        [state.expand(2, -1, -1) for state in call.states],
+        [*weights, *weights],
+        ModuleNumbers((cells,)).tensor(),
+        floats_around(columns, len(call.states)),
+        batch_sizes=call.batch_sizes,
+        directions=2,
+    )
+    found = [output, *(state[direction] for direction in (0, 1) for state in last)]
+    return b"".join(_bytes(values.where(~values.isnan(), math.nan)) for values in found)
 
 
 def calls_of_modules() -> Iterator[Call]:
@@ -220,7 +360,7 @@ def write_calls(calls: list[Call], path: Path) -> None:
 def _blocks(call: Call) -> Iterator[bytes | None]:
     instructions, slots, states = call.table[:3].tolist()
     rows, end = call.table[3:], INSTRUCTION_COLUMNS * instructions
-    steps, batch, _ = call.x.shape
+    steps, batch = (len(call.batch_sizes), call.batch_sizes[0]) if call.batch_sizes else call.x.shape[:2]
     inputs = [values.shape[1] for values in call.weights[::4] if values is not None]
     sizes = [
         instructions,
@@ -239,6 +379,7 @@ def _blocks(call: Call) -> Iterator[bytes | None]:
     yield _bytes(rows[end + SLOT_COLUMNS * slots :])
     yield struct.pack(f"<{len(inputs)}q", *inputs)
     yield struct.pack(f"<{len(call.input_qparams)}d", *call.input_qparams)
+    yield struct.pack(f"<{steps}q", *call.batch_sizes) if call.batch_sizes else None
     yield _bytes(call.x)
     for index, weight in enumerate(call.weights):
         dtype = (torch.int8, torch.float32, torch.int64, torch.float32)[index % 4]

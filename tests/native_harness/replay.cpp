@@ -1,7 +1,7 @@
 // Runs the calls in a file on every instruction set of this CPU with several numbers of threads:
 // replay CALLS RESULTS THREADS... It prints the names of the instruction sets.
 //
-// The results, which must depend on neither, go to a file, to be compared with those of other builds.
+// A call runs in both directions at once. The results, which must depend on neither, go to a file, to be compared with those of other builds.
 // Every array has an allocation of its own size, so that AddressSanitizer sees what is read beside it.
 
 #include <cmath>
@@ -75,7 +75,7 @@ int main(int count, char** arguments) {
     must(sizes.bytes == 8 * kSizes, "sizes");
     const Block instructions = read_block(calls), constants = read_block(calls), slots = read_block(calls),
                 to_carry = read_block(calls), inputs = read_block(calls), segments = read_block(calls),
-                x = read_block(calls);
+                batch_sizes = read_block(calls), x = read_block(calls);
     std::vector<Block> weights, states;
     for (int64_t w = 0; w < 4 * size[kWeights]; ++w) weights.push_back(read_block(calls));
     for (int64_t s = 0; s < size[kStates]; ++s) states.push_back(read_block(calls));
@@ -83,7 +83,8 @@ int main(int count, char** arguments) {
     std::vector<const float*> state_pointers;
     for (const Block& weight : weights) weight_pointers.push_back(weight.data.get());
     for (const Block& state : states) state_pointers.push_back(state.as<float>());
-    const int64_t width = slots.as<int64_t>()[3];
+    const int64_t width = slots.as<int64_t>()[3], rows = x.bytes / 4 / slots.as<int64_t>()[0];
+    const int64_t backward[] = {size[kBackward], 1 - size[kBackward]};
     std::vector<std::vector<float>> first;
     for (int64_t set = 0; const char* name = torchq_compat_instruction_set(set); ++set) {
       must(torchq_compat_use_instruction_set(name) == 0, "an instruction set is not there");
@@ -98,16 +99,18 @@ int main(int count, char** arguments) {
         const int64_t threads = std::atoll(arguments[argument]);
         const auto run = [&] {
           std::vector<std::vector<float>> found;
-          found.emplace_back(size[kSteps] * size[kBatch] * width);
+          found.emplace_back(rows * 2 * width);
           std::vector<float*> last;
-          for (const Block& state : states) {
-            found.emplace_back(state.as<float>(), state.as<float>() + state.bytes / 4);
+          for (int64_t direction = 0; direction < 2; ++direction) {
+            for (const Block& state : states) {
+              found.emplace_back(state.as<float>(), state.as<float>() + state.bytes / 4);
+            }
           }
           for (size_t s = 1; s < found.size(); ++s) last.push_back(found[s].data());
-          const TorchqCompatCell* one = cell.get();
-          const int64_t problem =
-              torchq_compat_run_layers(&one, &size[kBackward], 1, 1, size[kSteps], size[kBatch], nullptr,
-                                       x.as<float>(), last.data(), found[0].data(), threads, 1);
+          const TorchqCompatCell* const cells[] = {cell.get(), cell.get()};
+          const int64_t problem = torchq_compat_run_layers(
+              cells, backward, 1, 2, size[kSteps], size[kBatch], batch_sizes.as<int64_t>(), x.as<float>(),
+              last.data(), found[0].data(), threads, 1);
           must(problem == 0, "the kernel had no memory");
           return found;
         };

@@ -324,3 +324,15 @@ def test_explain_changes_nothing(stages: dict[str, nn.Module]) -> None:
         assert model.state_dict().keys() == before.keys()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert getattr(model, "code", "") == code
+
+
+def test_one_warning_for_all_hooks_of_weight_norm() -> None:
+    linears = [nn.utils.weight_norm(nn.Linear(4, 4)) for _ in range(4)]
+    conv = nn.utils.weight_norm(nn.Conv1d(4, 4, 1))
+    model, x = nn.Sequential(*linears).eval(), torch.randn(2, 4)
+    _, (record,) = listen(lambda: tc.prepare_fx(model, MAPPING, (x,)))
+    assert "hooks of Linear at '0', '1', '2' and 1 more are dropped: hooks run once" in str(record.message)
+    both = nn.Sequential(nn.Unflatten(1, (4, 1)), conv, nn.Flatten(), linears[0]).eval()
+    prepared, (record,) = listen(lambda: tc.prepare_fx(both, MAPPING, (x,)))
+    assert "hooks of Conv1d at '1', hooks of Linear at '3' are dropped" in str(record.message)
+    assert {d.path for d in tc.explain(prepared) if d.action.value == "dropped"} == {"1", "3"}

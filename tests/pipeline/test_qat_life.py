@@ -346,6 +346,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_get_the_same_qparams(tmp_path: Path) -> None:
     outputs = [tmp_path / f"{rank}.pt" for rank in range(2)]
     workers = [

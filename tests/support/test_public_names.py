@@ -38,7 +38,9 @@ PUBLIC = {
     "torchq_compat.nn.quantizable": "GRU GRUCell LSTM LSTMCell MultiheadAttention RNN RNNCell",
     "torchq_compat.nn.quantized": "GRU GRUCell LSTM LSTMCell MultiheadAttention RNN RNNCell",
     "torchq_compat.operators": "native_library",
-    "torchq_compat.profiles": "int16_parts int8_parts int8_with_int16_cell",
+    "torchq_compat.profiles": """
+        int16_parts int8_parts int8_products int8_with_int16_cell whole_range_dynamic
+    """,
     "torchq_compat.recurrent_parts": """
         convert_decomposed_recurrent decompose_recurrent get_individually_observed_parts
         prepare_decomposed_recurrent whole_op_recurrent_quantizer

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.helpers.marks import slow_but
+
 FLOW = """
 import sys
 sys.modules["numpy"] = None  # as where it is not installed
@@ -50,7 +52,7 @@ PREPARES = {
 }
 
 
-@pytest.mark.parametrize("kind", PREPARES)
+@pytest.mark.parametrize("kind", slow_but(("post-training",), PREPARES))
 def test_a_model_is_prepared_converted_lowered_and_saved_without_numpy(kind, tmp_path):
     script = tmp_path / "flow.py"
     script.write_text(FLOW.replace("{prepare}", PREPARES[kind]))

@@ -87,9 +87,9 @@ def is_fx_leaf(module: nn.Module) -> bool:
 
 
 def is_fx_leaf_class(module_type: type[nn.Module]) -> bool:
-    """Return ``is_fx_leaf`` of the modules of a class."""
+    """Return ``is_fx_leaf`` of the modules of a class; nn.Module itself stands for one that is not found."""
     is_torch_own = module_type.__module__.startswith(("torch.nn", "torch.ao.nn"))
-    return is_torch_own and not issubclass(module_type, nn.Sequential)
+    return is_torch_own and module_type is not nn.Module and not issubclass(module_type, nn.Sequential)
 
 
 def _module_calls(node: Node) -> Iterator[tuple[str, str, str]]:

@@ -18,8 +18,10 @@ from torchq_compat.custom_modules.recurrent.modules.dynamic import quantize_recu
 from torchq_compat.custom_modules.recurrent.modules.families import family_of
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.eager.dynamic_spec import qconfigs_by_path, read_spec
+from torchq_compat.eager.whole_range_linear import WholeRangeLinear
 from torchq_compat.errors import ConfigError
 from torchq_compat.graph.graph_module import record_of
+from torchq_compat.qspecs.dynamic_qparams import asks_for_whole_range, with_whole_range
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.torch_ao import QConfig, get_default_dynamic_quant_module_mappings
@@ -37,6 +39,7 @@ LEGACY_DYNAMIC = "torch.ao.nn.quantized.dynamic"
     dtype=instance_of(torch.dtype),
     mapping=optional(instance_of(Mapping, what="a mapping of classes")),
     inplace=FLAG,
+    whole_range=FLAG,
 )
 def quantize_dynamic(
     model: nn.Module,
@@ -44,6 +47,8 @@ def quantize_dynamic(
     dtype: torch.dtype = torch.qint8,
     mapping: Mapping[type[nn.Module], Any] | None = None,
     inplace: bool = False,
+    *,
+    whole_range: bool = False,
 ) -> nn.Module:
     """Quantize the weights of an eager model; activations are quantized as they come.
 
@@ -57,6 +62,9 @@ def quantize_dynamic(
         dtype: ``torch.qint8``, ``torch.float16``, ``torch.quint8`` or ``torch.quint4x2``.
         mapping: type -> class with a ``from_float``, in place of the default ones.
         inplace: whether to change ``model`` itself.
+        whole_range: whether 8-bit activations of recurrent modules and linears take all 256 integers, with
+            equal numbers on every CPU and engine. torch.ao leaves out half of them on its x86 engines, which
+            costs 6 dB.
 
     Returns:
         The model, in evaluation mode, with quantized modules in place of float ones.
@@ -85,6 +93,8 @@ def quantize_dynamic(
     # All are made before the first is put in place: a failure leaves the model as it was.
     quantized: dict[nn.Module, nn.Module] = {}
     qconfigs = qconfigs_by_path(working, spec, is_given=qconfig_spec is not None)
+    if whole_range:
+        qconfigs = {path: each and (with_whole_range(each) or each) for path, each in qconfigs.items()}
     for path, module in working.named_modules():
         qconfig = qconfigs.get(path)
         made = None if qconfig is None else _quantized(module, qconfig, path, classes)
@@ -125,6 +135,13 @@ def _quantized(
             f"quantize_dynamic: {quantized_class!r} in mapping has no from_float.",
             hint="give classes of modules with a classmethod from_float(cls, module).",
         )
+    if asks_for_whole_range(qconfig):
+        if quantized_class is WholeRangeLinear.__base__:
+            quantized_class = WholeRangeLinear
+        else:
+            warn_user(
+                f"{kind.__name__} at {path!r} quantizes its activations as torch.ao does, not whole_range."
+            )
     # from_float reads it there; ``module`` itself, which may be the user's, is left without.
     float_module = copy.copy(module)
     vars(float_module)["qconfig"] = qconfig

@@ -36,6 +36,7 @@ from torchq_compat.graph.module_views import ModuleFacts, install_views
 from torchq_compat.graph.numeric_suite import StateOfCaptured, refuse_numeric_suite
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer, refuse_torchao_prepare
+from torchq_compat.graph.prepared_views import install_prepared_views
 from torchq_compat.graph.qparams_state import qparams_state, set_qparams_state
 from torchq_compat.graph.quantized_interface import (
     QuantizedInterface,
@@ -50,6 +51,7 @@ from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.model_copies import copied_weights
+from torchq_compat.support.onnx_stage import graph_for_onnx, is_captured_for_onnx, run_for_onnx
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.torchscript_stage import scripted_graph
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
@@ -154,6 +156,8 @@ class QuantizationGraphModule(GraphModule):
         for name, value in preserved.items():
             setattr(wrapped, name, value)
         wrapped.train(record.stage is Stage.PREPARED and record.is_qat)
+        if record.stage is Stage.PREPARED:
+            install_prepared_views(wrapped, record.modules)
         return wrapped
 
     @property
@@ -231,6 +235,10 @@ class QuantizationGraphModule(GraphModule):
             private = {name for name in vars(self) if name.startswith("_torchq_compat")}
             return sorted(names - set(self._modules) - private)
         return sorted(names - {"torchscript_observes"})
+
+    def on_torchs_operators(self) -> QuantizationGraphModule:
+        """Return the model as it runs in a process without this package, which TorchScript is for."""
+        return self
 
     def packed_weights(self) -> Mapping[str, Any]:
         """Name -> packed weights, which torch.jit.trace knows as attributes of the module it traces."""
@@ -329,7 +337,10 @@ class QuantizationGraphModule(GraphModule):
             # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             memo.update(copied_weights(self))
-            return cast("Self", super().__deepcopy__(memo))
+            copied = cast("Self", super().__deepcopy__(memo))
+        if copied.record.stage is Stage.PREPARED:
+            install_prepared_views(copied, copied.record.modules)
+        return copied
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -421,7 +432,21 @@ class ConvertedGraphModule(ConvertedModel):
         """See ``ConvertedModel``."""
         return output_qparams(self, self.record.interface)
 
+    @property
+    def graph(self) -> Graph:
+        """The q-dq graph; for torch.onnx, which interprets it, one of operators that ONNX has."""
+        return graph_for_onnx(self) if self._is_asked_for_onnx() else super().graph
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    def _is_asked_for_onnx(self) -> bool:
+        return is_captured_for_onnx() and record_of(self) is not None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_asked_for_onnx():
+            return run_for_onnx(self, self.record.signature.bind(args, kwargs))
         if not self.record.interface.inputs:
             return super().__call__(*args, **kwargs)
         bound = self.record.signature.bind(args, kwargs)

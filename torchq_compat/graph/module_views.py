@@ -23,7 +23,7 @@ from torchq_compat.qspecs.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL,
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
 from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
 
-__all__ = ["ModuleFacts", "ModuleView", "describe_modules", "install_views"]
+__all__ = ["MISSING", "ModuleFacts", "ModuleView", "describe_modules", "install_views"]
 
 RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
 LEGACY_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8, torch.int32: torch.qint32}
@@ -100,14 +100,22 @@ class ModuleView(nn.Module):
             owner, path, facts = vars(self)["_view"]
             if name.startswith("__") or owner() is None:
                 raise
-        found = _ANSWERS[name](owner(), path) if name in _ANSWERS else facts.settings.get(name, _MISSING)
-        if found is _MISSING:
-            raise ModuleAttributeError(
-                f"{path!r} of the converted model is a view of what was {facts.kind}: it has no {name!r}.",
-                hint="it has the float module's settings, and weight(), scale and zero_point where it "
-                "is quantized; explain(model) has the rest.",
-            )
+        found = self._answer(owner(), path, name)
+        if found is MISSING:
+            found = facts.settings.get(name, MISSING) if name not in _ANSWERS else MISSING
+        if found is MISSING:
+            raise self._refusal(path, facts.kind, name)
         return found
+
+    def _answer(self, owner: GraphModule, path: str, name: str) -> Any:
+        return _ANSWERS[name](owner, path) if name in _ANSWERS else MISSING
+
+    def _refusal(self, path: str, kind: str, name: str) -> ModuleAttributeError:
+        return ModuleAttributeError(
+            f"{path!r} of the converted model is a view of what was {kind}: it has no {name!r}.",
+            hint="it has the float module's settings, and weight(), scale and zero_point where it "
+            "is quantized; explain(model) has the rest.",
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the ops of the module are in the graph.
@@ -134,7 +142,7 @@ class ModuleView(nn.Module):
             return ""
         shown = [facts.shown] if facts.shown else []
         scale, zero_point = (_ANSWERS[name](owner(), path) for name in ("scale", "zero_point"))
-        if scale is not _MISSING and type(self).__name__.startswith("Quantized"):
+        if scale is not MISSING and type(self).__name__.startswith("Quantized"):
             shown += [f"scale={scale}, zero_point={zero_point}"]
         weight = _weight_node(owner(), path)
         if weight is not None:
@@ -143,7 +151,8 @@ class ModuleView(nn.Module):
         return ", ".join(shown)
 
 
-_MISSING = object()
+#: What a view has no answer for.
+MISSING = object()
 
 
 def _plain_module(parameters: Any, buffers: Any, modules: Any) -> nn.Module:
@@ -239,7 +248,7 @@ def _weight(owner: GraphModule, path: str) -> Any:
     """A method, as of torch.ao's modules, that returns the quantized weight."""
     node = _weight_node(owner, path)
     if node is None:
-        return _MISSING
+        return MISSING
 
     def weight() -> Tensor:
         values: list[Any] = [
@@ -272,11 +281,11 @@ def _output_qparams(owner: GraphModule, path: str) -> Iterator[Any]:
 
 
 def _scale(owner: GraphModule, path: str) -> Any:
-    return next(_output_qparams(owner, path), _MISSING)
+    return next(_output_qparams(owner, path), MISSING)
 
 
 def _zero_point(owner: GraphModule, path: str) -> Any:
-    return next(iter(list(_output_qparams(owner, path))[1:]), _MISSING)
+    return next(iter(list(_output_qparams(owner, path))[1:]), MISSING)
 
 
 _ANSWERS = {"weight": _weight, "scale": _scale, "zero_point": _zero_point}

@@ -18,7 +18,8 @@ __all__ = ["StateOfCaptured", "refuse_numeric_suite", "suite_error"]
 
 SUITE = "torch.ao.ns."
 #: children() asks named_children(), modules() named_modules(), and our own of a class that of its parent.
-BETWEEN = ("torch.nn.modules.module", "torchq_compat.")
+#: Where torch.compile was in use, torch._dynamo stands around ``Tracer.trace``.
+BETWEEN = ("torch.nn.modules.module", "torchq_compat.", "torch._dynamo.")
 
 
 class StateOfCaptured(OrderedDict[str, Any]):

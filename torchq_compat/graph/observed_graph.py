@@ -213,8 +213,7 @@ def _quantize_on_the_fly(prepared: GraphModule) -> None:
     """Replace each dynamic observer by what FX's reference conversion made of it."""
     for node, module in observer_nodes(prepared):
         if not isinstance(module, WeightObserver) and getattr(module, "is_dynamic", False):
-            dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
-            prepared.set_submodule(str(node.target), DynamicQuantization(dtype))
+            prepared.set_submodule(str(node.target), DynamicQuantization.of(module))
 
 
 def _forget_annotations(prepared: GraphModule) -> None:

@@ -1,28 +1,33 @@
 """Per-tensor qparams in the state_dict.
 
 PT2E writes them into the graph as literals, so a converted model's state_dict would carry integer weights
-without the scales that belong to the activations around them. They go in as one tensor, row by row.
+without the scales that belong to the activations around them. They go in as one tensor, row by row. Of
+dynamic qparams the row is what they are chosen with: the smallest scale, and the integers a tensor is spread
+over.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import CheckpointError
-from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
+from torchq_compat.qspecs.qdq import CHOOSE_QPARAMS, DEQUANTIZE, QUANTIZE
 from torchq_compat.support.argument_checks import shown
 
 __all__ = ["qparams_state", "set_qparams_state"]
 
-PER_TENSOR = (QUANTIZE, DEQUANTIZE)
+PER_TENSOR = (QUANTIZE, DEQUANTIZE, CHOOSE_QPARAMS)
 
 
 def qparams_state(graph_module: GraphModule) -> Tensor:
     """Return the qparams of ``graph_module`` as float64 of shape (q-dq nodes, 4): scale, zero point,
-    quant_min, quant_max, in graph order."""
-    rows = [node.args[1:5] for node in _per_tensor_nodes(graph_module)]
+    quant_min, quant_max, in graph order; smallest scale, 0, least and largest integer where they are chosen
+    from each tensor."""
+    rows = [_row_of(node) for node in _per_tensor_nodes(graph_module)]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
 
 
@@ -43,9 +48,24 @@ def set_qparams_state(graph_module: GraphModule, state: Tensor) -> None:
         raise CheckpointError.bad_value(
             "the per-tensor qparams", "are no finite numbers, or hold a scale of 0"
         )
-    for node, (scale, *integers) in zip(nodes, state.tolist(), strict=True):
-        node.args = (node.args[0], scale, *map(int, integers), *node.args[5:])
+    for node, row in zip(nodes, state.tolist(), strict=True):
+        node.args = _with_row(node, row)
     graph_module.recompile()
+
+
+def _row_of(node: Node) -> tuple[Any, ...]:
+    if node.target is not CHOOSE_QPARAMS:
+        return node.args[1:5]
+    _, low, high, smallest_scale, _ = node.args
+    return smallest_scale, 0, low, high
+
+
+def _with_row(node: Node, row: list[float]) -> tuple[Any, ...]:
+    """Return the arguments of ``node`` with the qparams of ``row``."""
+    scale, zero_point, low, high = row[0], *map(int, row[1:])
+    if node.target is CHOOSE_QPARAMS:
+        return node.args[0], low, high, scale, *node.args[4:]
+    return node.args[0], scale, zero_point, low, high, *node.args[5:]
 
 
 def _per_tensor_nodes(graph_module: GraphModule) -> list[Node]:

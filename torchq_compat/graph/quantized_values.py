@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.qspecs.qdq import (
+    CHOOSE_QPARAMS,
     DEQUANTIZE_DYNAMIC,
     DEQUANTIZE_PER_CHANNEL,
     DEQUANTIZES,
@@ -103,7 +104,7 @@ def _qparams(model: GraphModule, edge: Node, source: Node) -> dict[str, Any]:
     if edge.op == "call_module":
         return _of_observer(model.get_submodule(str(edge.target)), source)
     if edge.target is DEQUANTIZE_DYNAMIC:
-        return {"dtype": edge.args[-1], "dynamic": True}
+        return {"dtype": edge.args[-1], "dynamic": True, "spread": _spread(edge)}
     if edge.target in (DEQUANTIZE_PER_CHANNEL, QUANTIZE_PER_CHANNEL):
         scales = edge.args[1]
         value = attribute_of(model, scales) if isinstance(scales, Node) else None
@@ -111,6 +112,15 @@ def _qparams(model: GraphModule, edge: Node, source: Node) -> dict[str, Any]:
         return {"dtype": edge.args[6], "channels": channels, "axis": edge.args[3]}
     _, scale, zero_point, _, _, dtype = edge.args
     return {"dtype": dtype, "scale": scale, "zero_point": zero_point}
+
+
+def _spread(edge: Node) -> tuple[int, int] | None:
+    """Return the integers that the qparams of a dynamic dequantize are chosen for."""
+    scale = edge.args[1]
+    chosen = scale.args[0] if isinstance(scale, Node) else None
+    if not isinstance(chosen, Node) or chosen.target is not CHOOSE_QPARAMS:
+        return None
+    return chosen.args[1], chosen.args[2]  # type: ignore[return-value]
 
 
 def _of_observer(observer: Any, source: Node) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torchq_compat.streams.streaming_model import StreamingModel
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["export"]
+__all__ = ["export", "with_size_rules"]
 
 
 @asks_for_examples
@@ -77,7 +77,7 @@ def export(
     args = take_integers(args, model.input_qparams())
     with exporting_loops_as(shape):
         try:
-            checked: torch.nn.Module = _with_size_rules(model, args)
+            checked: torch.nn.Module = with_size_rules(model, args)
             if streams is not None:
                 checked = StreamProgram(checked, model, streams, args)
             program = export_with_free_sizes(checked, args, dynamic_shapes)
@@ -112,7 +112,7 @@ def _reference(converted: torch.nn.Module) -> ConvertedGraphModule:
     return model
 
 
-def _with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> GraphModule:
+def with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> GraphModule:
     """Return the graph of ``model`` behind a check of its sizes: what tracing it finds out, the program asks
     for.
 

@@ -64,14 +64,18 @@ def explained(code: str, width: int) -> str:
     construct = CONSTRUCTS.get(code.upper()) or RETIRED.get(code.upper())
     if construct is None:
         raise CodeError(f"there is no code {code!r}.", hint=f"there are {', '.join(CONSTRUCTS)}.")
-    lines = [f"{construct.code} {construct.title}", "", *textwrap.wrap(_becomes(construct), width)]
+    lines = [f"{construct.code} {construct.title}", "", *_wrapped(_becomes(construct), width)]
     for index, passage in enumerate(BLOCK.split(construct.guide)):
         if index % 2:
             lines += ["", *(f"    {line}".rstrip() for line in passage.splitlines()[1:-1])]
             continue
         for paragraph in filter(None, (each.strip() for each in passage.split("\n\n"))):
-            lines += ["", *textwrap.wrap(" ".join(paragraph.replace("`", "").split()), width)]
+            lines += ["", *_wrapped(" ".join(paragraph.replace("`", "").split()), width)]
     return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _becomes(construct: Construct) -> str:

@@ -152,8 +152,11 @@ class SpecTable:
         """
         for point, spec in self.specs.items():
             for source in references(spec):
-                if source not in self.specs:
-                    raise _unobserved(shown(point), shown(source))
+                if source in self.specs:
+                    continue
+                if _graphs_of(source) != _graphs_of(point):
+                    raise _of_another_graph(shown(point), shown(source))
+                raise _unobserved(shown(point), shown(source))
 
     def settled(self) -> dict[EdgeOrNode, Spec]:
         """The same sharing, written as torchao can carry it out, points in the order torchao makes observers.
@@ -261,6 +264,19 @@ def _cycle(points: list[str]) -> AnnotationError:
     return AnnotationError(
         f"the specs go round in a circle: {chain}.",
         hint="give one of them a QuantizationSpec or FixedQParamsQuantizationSpec of its own.",
+    )
+
+
+def _graphs_of(point: EdgeOrNode) -> set[Graph]:
+    sources = point if isinstance(point, tuple) else (point,)
+    return {(each.node if isinstance(each, Output) else each).graph for each in sources}
+
+
+def _of_another_graph(point: str, source: str) -> AnnotationError:
+    return AnnotationError(
+        f"{point} takes its qparams from {source} of another graph.",
+        hint="look the node up in the graph that annotate(model) is given: each prepare captures one of its "
+        "own.",
     )
 
 

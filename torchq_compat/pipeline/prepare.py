@@ -51,6 +51,9 @@ from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["prepare"]
 
+#: A warning about several places names the first.
+NAMED_PLACES = 3
+
 
 def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
     """Return an observed copy of ``model``, which stays as it is.
@@ -210,7 +213,24 @@ def _preserved(working: nn.Module, request: PrepareRequest) -> dict[str, Any]:
 
 
 def _warn(decisions: tuple[Decision, ...]) -> None:
+    """Say what the user could be misled about, once for all places with the same reason."""
+    alike: dict[tuple[Action, str], list[Decision]] = {}
     for decision in decisions:
         if decision.warn:
-            outcome = "stays float" if decision.action is Action.FLOAT else f"is {decision.action.value}"
-            warn_user(f"{decision.kind} at {decision.path!r} {outcome}: {decision.reason}")
+            alike.setdefault((decision.action, decision.reason), []).append(decision)
+    for (action, reason), found in alike.items():
+        is_one = len(found) == 1
+        if action is Action.FLOAT:
+            outcome = "stays float" if is_one else "stay float"
+        else:
+            outcome = f"{'is' if is_one else 'are'} {action.value}"
+        warn_user(f"{_places(found)} {outcome}: {reason}")
+
+
+def _places(decisions: list[Decision]) -> str:
+    paths: dict[str, list[str]] = {}
+    for decision in decisions[:NAMED_PLACES]:
+        paths.setdefault(decision.kind, []).append(repr(decision.path))
+    named = ", ".join(f"{kind} at {', '.join(of_kind)}" for kind, of_kind in paths.items())
+    more = len(decisions) - NAMED_PLACES
+    return f"{named} and {more} more" if more > 0 else named

@@ -2,23 +2,32 @@
 does in FX's reference graphs.
 
 FX takes nothing but the dtype from a dynamic observer. The qparams are affine over the dtype's range, or half
-of it where the quantized engine could overflow.
+of it where the quantized engine could overflow. ``WholeRangeObserver`` asks for all of it whatever the
+engine: the package's own products add up in 32 bits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torchao.quantization.pt2e.observer as pt2e_observer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from torchq_compat.qspecs.observers import translate_constructor
 from torchq_compat.qspecs.qdq import CONVERT_DTYPE, insert_dynamic_q_dq
 from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
-from torchq_compat.support.dtypes import dtype_range
+from torchq_compat.support.dtypes import KERNEL_DTYPES, dtype_range, plain_dtype
+from torchq_compat.support.torch_ao import PlaceholderObserver, QConfig
 
-__all__ = ["DynamicQuantization"]
+__all__ = [
+    "ENGINES_OF_REDUCED_RANGE",
+    "DynamicQuantization",
+    "WholeRangeObserver",
+    "asks_for_whole_range",
+    "with_whole_range",
+]
 
 #: Engines whose kernels add two products in 16 bits; FX asks for ``reduce_range`` there.
 ENGINES_OF_REDUCED_RANGE = ("fbgemm", "x86")
@@ -26,12 +35,59 @@ ENGINES_OF_REDUCED_RANGE = ("fbgemm", "x86")
 SMALLEST_SCALE = 6.1e-5
 
 
+class WholeRangeObserver(PlaceholderObserver):
+    """A dynamic observer, as torch.ao's, whose tensors take all integers of its dtype on every engine.
+
+    FX and torch.ao know nothing of it: to them it is the dynamic observer of its dtype.
+
+    Args:
+        dtype: torch.quint8 or torch.qint8.
+        arguments: of torch.ao's ``PlaceholderObserver``.
+    """
+
+    whole_range = True
+
+    def __init__(self, dtype: torch.dtype = torch.quint8, **arguments: Any) -> None:
+        low, high = dtype_range(dtype)
+        super().__init__(
+            **{**arguments, "dtype": dtype, "quant_min": low, "quant_max": high, "is_dynamic": True}
+        )
+
+
+def with_whole_range(qconfig: QConfig) -> QConfig | None:
+    """Return ``qconfig`` with a ``WholeRangeObserver`` as activation; None if its activations are not
+    dynamic, or no 8-bit integers.
+
+    Raises:
+        ConfigError: its activation makes no observer.
+    """
+    settings = translate_constructor(qconfig.activation).settings
+    if not settings.is_dynamic or settings.dtype not in KERNEL_DTYPES:
+        return None
+    activation = WholeRangeObserver.with_args(dtype=settings.declared_dtype)
+    return QConfig(activation=activation, weight=qconfig.weight)  # type: ignore[no-untyped-call]
+
+
+def asks_for_whole_range(qconfig: QConfig) -> bool:
+    """Return whether the activation of ``qconfig`` is a ``WholeRangeObserver``."""
+    constructor = getattr(qconfig.activation, "p", qconfig.activation)
+    constructor = getattr(constructor, "func", constructor)
+    return isinstance(constructor, type) and issubclass(constructor, WholeRangeObserver)
+
+
 @recognised_by_torch_ao
 class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
     """Stands where a dynamic observer stood; torchao's convert calls ``convert``."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, whole_range: bool = False) -> None:
         super().__init__(dtype=dtype, is_dynamic=True)
+        self.whole_range = whole_range
+
+    @classmethod
+    def of(cls, observer: nn.Module) -> Self:
+        """In place of a dynamic ``observer``."""
+        dtype = plain_dtype(observer.dtype)  # type: ignore[arg-type]
+        return cls(dtype, whole_range=bool(getattr(observer, "whole_range", False)))
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -51,7 +107,7 @@ class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
     def _insert_quantization(self, graph: Graph, source: Node) -> Node:
         low, high = dtype_range(self.dtype)
-        if torch.backends.quantized.engine in ENGINES_OF_REDUCED_RANGE:
+        if torch.backends.quantized.engine in ENGINES_OF_REDUCED_RANGE and not self.whole_range:
             chosen_low, chosen_high = int(low / 2), int(high / 2)
         else:
             chosen_low, chosen_high = low, high

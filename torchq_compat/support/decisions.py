@@ -60,6 +60,7 @@ class QuantizedValue:
         channels: how many scales there are; None: one.
         axis: the dimension that the channels are of.
         dynamic: whether scale and zero point are chosen at run time.
+        spread: the least and largest integer that a dynamic value is then spread over, from conversion on.
     """
 
     path: str
@@ -70,6 +71,7 @@ class QuantizedValue:
     channels: int | None = None
     axis: int | None = None
     dynamic: bool = False
+    spread: tuple[int, int] | None = None
 
     def numbered(self, index: int) -> QuantizedValue:
         """Return the value as the input ``index`` of several."""
@@ -78,6 +80,8 @@ class QuantizedValue:
     @property
     def row(self) -> Row:
         reason = "scale and zero point chosen at run time" if self.dynamic else ""
+        if self.spread is not None:
+            reason += ", over {} to {}".format(*self.spread)
         return Row(
             self.path,
             self.role,

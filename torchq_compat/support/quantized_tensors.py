@@ -41,8 +41,10 @@ __all__ = [
 
 #: Where quantized tensors are used -> what takes their place.
 REPLACEMENTS = {
-    "x86 integer kernels, `torch.ops.quantized`": "the q-dq graph of `convert_to_reference_fx`: Inductor "
-    "takes it, and torchao's `lower_pt2e_quantized_to_x86`, whose kernels have plain integer tensors",
+    "integer kernels of x86 and qnnpack, `torch.ops.quantized`, but those of recurrent modules": "for "
+    "linears the operator `torchq_compat_native::recurrent`, which runs them already where there is no "
+    "engine; for the rest the q-dq graph of `convert_to_reference_fx`: Inductor takes it, and torchao's "
+    "`lower_pt2e_quantized_to_x86`, whose kernels have plain integer tensors",
     "quantized classes of a user's custom modules": "`takes_floats = True` on the class: it gets floats",
     "`input_quantized_idxs`, `output_quantized_idxs`": "plain integer tensors, which are taken already; "
     "their qparams are in the state_dict",

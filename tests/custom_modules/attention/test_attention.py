@@ -218,17 +218,10 @@ STYLES: dict[str, Style] = {
 QUICK = (
     "self",
     "self_no_weights_whole",
-    "weights_alone",
     "cross",
-    "by_name",
-    "per_head",
-    "all_positional",
     "batch_first",
-    "vdim_and_kdim",
-    "everything_appended",
     "bool_2d",
     "mask_and_padding",
-    "causal_with_weights",
     "unbatched_masked",
 )
 EVERY_STYLE = pytest.mark.parametrize(

@@ -65,7 +65,9 @@ def _forget_what_was_compiled() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("convert", [tc.convert_fx, tc.convert_to_reference_fx])
+@pytest.mark.parametrize(
+    "convert", [tc.convert_fx, pytest.param(tc.convert_to_reference_fx, marks=pytest.mark.slow)]
+)
 def test_one_graph_with_a_call_for_each_module(convert: Any, prepared: torch.fx.GraphModule) -> None:
     model = convert(prepared)
     backend = Recorder()
@@ -105,6 +107,7 @@ def test_the_default_backend() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_new_qparams_reach_a_compiled_model(prepared: torch.fx.GraphModule) -> None:
     model = tc.convert_fx(prepared)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -49,7 +49,7 @@ PROFILES = (
 POINTS = points((LSTM,), PROFILES)
 
 
-@settings(sweep, max_examples=30)
+@settings(sweep, max_examples=10)
 @given(point=POINTS)
 def test_contract(point: Point) -> None:
     check(point)

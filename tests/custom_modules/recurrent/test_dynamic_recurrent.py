@@ -133,6 +133,7 @@ def test_integer_weights_and_no_observers() -> None:
     assert sum(value.numel() for value in stored) == sum(p.numel() for p in model.parameters() if p.dim() > 1)
 
 
+@pytest.mark.slow
 def test_nodes_do_not_depend_on_the_length() -> None:
     model = build(SEQUENCES["deep gru"])
     mapping = QConfigMapping().set_global(default_dynamic_qconfig)

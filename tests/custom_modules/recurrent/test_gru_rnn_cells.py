@@ -99,7 +99,13 @@ PROFILES = (
     Profile(profiles.int8_with_int16_cell, bars(35, 38, 38)),
     Profile(int16_everywhere, bars(37, 39, 39), requantizes=True),
 )
-FACTORS = [pytest.param(k, p, id=f"{k}-{p}") for k in KINDS for p in PROFILES]
+#: The others take the same way through the code.
+QUICK = ("GRU-int8_parts", "RNN-int16_parts", "RNN with ReLU-int8_with_int16_cell")
+FACTORS = [
+    pytest.param(k, p, id=f"{k}-{p}", marks=() if f"{k}-{p}" in QUICK else pytest.mark.slow)
+    for k in KINDS
+    for p in PROFILES
+]
 
 
 def check_some(strategy: SearchStrategy[Point], examples: int) -> None:

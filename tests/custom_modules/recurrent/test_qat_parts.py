@@ -115,6 +115,7 @@ def test_training_reaches_every_weight_and_is_what_converts(
     assert all(b.dtype is torch.int8 for n, b in converted.named_buffers() if "frozen_param" in n)
 
 
+@pytest.mark.slow
 def test_explain_reports_what_a_fused_fake_quantize_cuts_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused fake-quantize does not call its observer; a sample of its calls is counted."""
     path, shares = "recurrent.layers.0.layer_fw.cell.fgate_cx_igate_cgate", []

@@ -29,6 +29,7 @@ from tests.helpers.executorch_models import (
     same_bits,
     tagger,
 )
+from tests.helpers.marks import slow_but
 from tests.helpers.oracle import leaves
 from torchq_compat.lower.executorch import ExecutorchProgram, to_executorch
 from torchq_compat.lower.executorch.loop_results import size_loop_results
@@ -47,7 +48,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", slow_but(("lstm",), RECURRENT))
 def test_recurrent_modules_at_every_length_and_batch(name: str) -> None:
     model = RECURRENT[name]()
     x = torch.randn(3, 2, 8)
@@ -87,7 +88,7 @@ def test_rows_of_a_quantized_embedding() -> None:
 DYNAMIC = {"int8": default_dynamic_qconfig, "float16": float16_dynamic_qconfig}
 
 
-@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("name", slow_but(("int8",), DYNAMIC))
 def test_dynamic_qparams_up_to_the_rounding_of_floats(name: str) -> None:
     """ExecuTorch computes a scale in float64 where torch does in float32, and sums in another order."""
     model = tagger(nn.LSTM(8, 12), QConfigMapping().set_global(DYNAMIC[name]))
@@ -97,6 +98,7 @@ def test_dynamic_qparams_up_to_the_rounding_of_floats(name: str) -> None:
             assert (ours - theirs).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_neither_file_nor_loop_grow_with_the_length() -> None:
     model = tagger(nn.LSTM(8, 12))
     short = to_executorch(model, (torch.randn(8, 4, 8),))
@@ -112,6 +114,7 @@ def test_neither_file_nor_loop_grow_with_the_length() -> None:
     assert "aten::permute_copy" not in inside
 
 
+@pytest.mark.slow
 def test_weights_are_stored_as_int8() -> None:
     model = Tagger(nn.LSTM(128, 256), 256)
     floats = sum(4 * parameter.numel() for parameter in model.parameters())

@@ -47,7 +47,11 @@ def step_of_the_result(model: GraphModule) -> float:
     return float(model.graph.find_nodes(op="call_function", target=QUANTIZE)[-1].args[1])
 
 
-@pytest.mark.parametrize("mapping", [PER_TENSOR, PER_CHANNEL], ids=["per tensor", "per channel"])
+@pytest.mark.parametrize(
+    "mapping",
+    [pytest.param(PER_TENSOR, marks=pytest.mark.slow), PER_CHANNEL],
+    ids=["per tensor", "per channel"],
+)
 def test_convolution_and_linear_within_one_step(mapping: QConfigMapping) -> None:
     model = converted(image_classifier(), mapping, images)
     program = to_executorch(model, (images(),), backend="xnnpack")
@@ -61,6 +65,7 @@ def test_convolution_and_linear_within_one_step(mapping: QConfigMapping) -> None
     assert (difference < 0.01).float().mean() > 0.95
 
 
+@pytest.mark.slow
 def test_the_projection_of_all_steps_is_taken_and_the_loop_is_not() -> None:
     model = tagger(nn.LSTM(8, 12))
     program = to_executorch(model, (torch.randn(12, 4, 8),), backend="xnnpack")

@@ -24,7 +24,15 @@ class Tagger(nn.Module):
         return self.out(found[0] if isinstance(found, tuple) else found)
 
 
-@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU, nn.RNN, nn.GRUCell])
+@pytest.mark.parametrize(
+    "recurrent",
+    [
+        pytest.param(nn.LSTM, marks=pytest.mark.slow),
+        nn.GRU,
+        pytest.param(nn.RNN, marks=pytest.mark.slow),
+        nn.GRUCell,
+    ],
+)
 def test_the_layers_around_are_quantized_at_any_size(recurrent: type[nn.Module]) -> None:
     """Given the exported module itself, the quantizer raises an IndexError for nn.GRU."""
     torch.manual_seed(0)

@@ -23,13 +23,17 @@ from torch.ao.quantization import (
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.observer import MinMaxObserver
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 import torchq_compat as tc
 from tests.helpers.oracle import leaves, sqnr
+from tests.helpers.quantizers import ByHand, annotate
 from torchq_compat import recurrent_parts
 from torchq_compat.errors import ArgumentError, ExportError, OnnxError
 from torchq_compat.lower.onnx import packages
+from torchq_compat.lower.onnx.onnx_model import OnnxModel
 from torchq_compat.nn import quantizable
 
 X86 = get_default_qconfig_mapping("x86")
@@ -153,27 +157,42 @@ ROWS = torch.randn(2, 5, 16)
 TOKENS, MORE_TOKENS = torch.randint(0, 50, (2, 5)), torch.randint(0, 50, (4, 9))
 
 
+def two_bidirectional_layers() -> tuple[GraphModule, Tensor, Tensor]:
+    return converted(Outputs(nn.LSTM(8, 32, 2, bidirectional=True)), X86, SEQUENCE), SEQUENCE, LONGER
+
+
+def test_a_loop_of_integers_of_any_size() -> None:
+    model = converted(Outputs(nn.LSTM(8, 12)), X86, SEQUENCE)
+    check_loops(check(model, SEQUENCE, LONGER), 1)
+    check_default_exporter(model, SEQUENCE)
+
+
+@pytest.mark.slow
 def test_two_bidirectional_layers() -> None:
     """ONNX Runtime would make MatMulNBits of a MatMul of floats by dequantized integers: 34 to 43 dB."""
-    model = converted(Outputs(nn.LSTM(8, 32, 2, bidirectional=True)), X86, SEQUENCE)
-    made = check(model, SEQUENCE, LONGER)
+    check_loops(check(*two_bidirectional_layers()), 4)
+
+
+def check_loops(made: Any, count: int) -> None:
     assert made.opset == 21
     assert made.free_sizes == ("x in dimension 0", "x in dimension 1")
     operators = [node.op_type for node in made.proto.graph.node]
-    assert operators.count("Scan") == 4
+    assert operators.count("Scan") == count
     weights = {each.data_type for each in made.proto.graph.initializer if len(each.dims) == 2}
     assert weights == {onnx.TensorProto.INT8}
 
 
-def test_convolutions_embeddings_and_linears() -> None:
-    check(converted(Residual(), X86, IMAGE), IMAGE, IMAGES)
-    words = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 6))
-    made = check(converted(words, EMBEDDINGS, TOKENS), TOKENS, MORE_TOKENS)
+def test_embeddings_and_linears() -> None:
+    """Of a table of integers rows are dequantized; torch.onnx alone would round its zero points (33 dB)."""
+    model = converted(nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 6)), EMBEDDINGS, TOKENS)
+    made = check(model, TOKENS, MORE_TOKENS)
     sizes = {each.dims[0]: each.data_type for each in made.proto.graph.initializer if len(each.dims) == 2}
     assert sizes[50] == onnx.TensorProto.UINT8
+    check_default_exporter(model, TOKENS)
 
 
 SLOW: dict[str, Callable[[], tuple[GraphModule, Tensor, Tensor]]] = {
+    "residual": lambda: (converted(Residual(), X86, IMAGE), IMAGE, IMAGES),
     "gru": lambda: (converted(Outputs(nn.GRU(8, 12, bidirectional=True)), X86, SEQUENCE), SEQUENCE, LONGER),
     "rnn": lambda: (converted(Outputs(nn.RNN(8, 12, nonlinearity="relu")), X86, SEQUENCE), SEQUENCE, LONGER),
     "projection": lambda: (
@@ -212,14 +231,15 @@ def test_dynamic_loop() -> None:
         assert all(sqnr(a, b) >= 80 for a, b in zip(expected, run(made, LONGER, level), strict=True))
 
 
-def test_dynamic_quantize_lstm() -> None:
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_dynamic_quantize_lstm(layers: int) -> None:
     """ONNX Runtime's operator, whose distance from the float model is that of our dynamic module."""
     torch.manual_seed(0)
-    model = Outputs(nn.LSTM(8, 32, 2, bidirectional=True)).eval()
+    model = Outputs(nn.LSTM(8, 32, layers, bidirectional=True)).eval()
     dynamic = converted(copy.deepcopy(model), DYNAMIC, SEQUENCE)
     made = tc.to_onnx(dynamic, (SEQUENCE,), dynamic_lstm="DynamicQuantizeLSTM")
     operators = [node.op_type for node in made.proto.graph.node]
-    assert operators.count("DynamicQuantizeLSTM") == 2
+    assert operators.count("DynamicQuantizeLSTM") == layers
     assert "Scan" not in operators
     with torch.no_grad():
         floats, ours = leaves(model(LONGER)), leaves(dynamic(LONGER))
@@ -244,22 +264,79 @@ def lowered_lstm() -> GraphModule:
     return tc.convert_fx(prepared)
 
 
-@pytest.mark.parametrize(
-    ("make", "x"),
-    [
-        (lambda: tc.convert_fx(prepared_linear()), torch.randn(3, 8)),
-        (lowered_lstm, SEQUENCE),
-    ],
-    ids=["linear", "lstm"],
-)
-def test_the_default_exporter_works(make: Any, x: Tensor) -> None:
-    """What the kernels were made of has no place in an exported program."""
-    model = make()
-    program = torch.onnx.export(model, (x,), verbose=False)
-    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    for expected, each in zip(leaves(model.reference(x)), found, strict=True):
-        assert sqnr(expected, torch.from_numpy(each)) >= 40
+def by_default_exporter(model: nn.Module, x: Tensor, other: Tensor | None = None, **settings: Any) -> Any:
+    """Run what torch.onnx.export writes of ``model`` by itself, on ``other`` or ``x``, without and with the
+    optimizer of ONNX Runtime; the operators too."""
+    proto = torch.onnx.export(model, (x,), verbose=False, **settings).model_proto
+    file = OnnxModel(proto, 18, ())
+    results = [run(file, x if other is None else other, level) for level in BOTH_LEVELS]
+    return results, [node.op_type for node in proto.graph.node]
+
+
+BOTH_LEVELS = LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL
+
+
+def check_default_exporter(model: nn.Module, x: Tensor, other: Tensor | None = None, **settings: Any) -> None:
+    """Bits with the optimizer off, 40 dB with it."""
+    (exact, optimized), _ = by_default_exporter(model, x, other, **settings)
+    reference = getattr(model, "reference", model)
+    with torch.no_grad():
+        expected = leaves(reference(x if other is None else other))
+    assert [sqnr(*pair) for pair in zip(expected, exact, strict=True)] == [INFINITE] * len(expected)
+    assert all(sqnr(*pair) >= 40 for pair in zip(expected, optimized, strict=True))
+
+
+def test_the_default_exporter_works() -> None:
+    """Of a lowered model it sees the reference, on operators that it writes right."""
+    check_default_exporter(tc.convert_fx(prepared_linear()), torch.randn(3, 8))
+
+
+def test_the_default_exporter_of_a_model_around_it() -> None:
+    x = torch.randn(3, 8)
+    around = nn.Sequential(tc.convert_to_reference_fx(prepared_linear()), nn.Softmax(-1)).eval()
+    (exact, _), operators = by_default_exporter(around, x)
+    torch.testing.assert_close(exact[0], around(x), rtol=0, atol=1e-6)
+    assert {"QuantizeLinear", "DequantizeLinear", "Softmax"} <= set(operators)
+
+
+def test_the_default_exporter_saturates_where_the_model_does() -> None:
+    """QuantizeLinear saturates at the range of its dtype, 7 bits of it are half of that."""
+    seven_bits = QuantizationSpec(torch.int8, MinMaxObserver, -64, 63, torch.per_tensor_affine)
+
+    def write(node: Node) -> None:
+        if node.target is torch.ops.aten.relu.default:
+            annotate(node, {node.args[0]: seven_bits}, seven_bits)
+
+    prepared = tc.prepare_fx(nn.Sequential(nn.ReLU()).eval(), ByHand(write), (torch.ones(2, 3),))
+    prepared(torch.rand(2, 3))
+    model, large = tc.convert_to_reference_fx(prepared), torch.full((2, 3), 50.0)
+    (exact, _), _ = by_default_exporter(model, large)
+    assert torch.equal(exact[0], model(large))
+    assert float(model(large).max()) < 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SLOW, "two bidirectional layers"])
+def test_the_default_exporter_of_more_models(name: str) -> None:
+    models = {"two bidirectional layers": two_bidirectional_layers, **SLOW}
+    model, x, _ = models[name]()
+    check_default_exporter(model, x)
+
+
+@pytest.mark.slow
+def test_the_default_exporter_with_free_sizes() -> None:
+    model, x, other = two_bidirectional_layers()
+    free = torch.export.Dim.DYNAMIC
+    check_default_exporter(model, x, other, dynamic_shapes=({0: free, 1: free},))
+
+
+@pytest.mark.slow
+def test_the_default_exporter_of_dynamic_qparams() -> None:
+    dynamic = converted(Outputs(nn.LSTM(8, 12, 2)), DYNAMIC, SEQUENCE)
+    results, operators = by_default_exporter(dynamic, SEQUENCE)
+    assert operators.count("Scan") == 2
+    for result in results:
+        assert all(sqnr(*pair) >= 80 for pair in zip(leaves(dynamic(SEQUENCE)), result, strict=True))
 
 
 def test_the_old_exporter_says_what_to_do() -> None:

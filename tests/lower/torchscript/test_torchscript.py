@@ -14,6 +14,7 @@ from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_q
 
 import torchq_compat as tc
 from tests.helpers.oracle import leaves, sqnr
+from torchq_compat.errors import ExportError
 
 MAPPING = get_default_qconfig_mapping("x86")
 
@@ -112,6 +113,12 @@ def test_mapped_lstm(how: Callable[..., Any]) -> None:
     model = Tagger().eval()
     prepared = tc.prepare_fx(model, MAPPING, (tokens,), tc.get_default_prepare_custom_config())
     prepared(tokens)
+    with (
+        pytest.warns(UserWarning, match="does not observe"),
+        pytest.raises(ExportError, match="at every step") as error,
+    ):
+        how(prepared, (tokens,))
+    assert "what convert_fx returns" in str(error.value)
     quantized = tc.convert_fx(prepared, tc.get_default_convert_custom_config())
     again = loaded_again(how(quantized, (tokens,)))
     for sizes in ((5, 3), (9, 1)):
@@ -148,10 +155,10 @@ def test_a_fixed_size_is_checked() -> None:
     class Fixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fc = nn.Linear(8, 4)
+            self.fcs = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return sum((self.fc(row) for row in x), torch.zeros(4))
+            return sum((fc(row) for fc, row in zip(self.fcs, x, strict=True)), torch.zeros(4))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -161,6 +168,38 @@ def test_a_fixed_size_is_checked() -> None:
     scripted(torch.randn(3, 8))
     with pytest.raises(torch.jit.Error, match=r"x.size\(0\) is not as captured: 3"):
         scripted(torch.randn(4, 8))
+
+
+class Rows(nn.Module):
+    """A loop over rows of any number, with a state and a result of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = c = torch.zeros(x.shape[1], 8)
+        results = []
+        for row in x:
+            h, c = self.cell(row, (h, c))
+            results.append(self.out(h))
+        return torch.stack(results), h
+
+
+@pytest.mark.parametrize("how", [script, trace])
+def test_a_loop_is_a_loop(how: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model, x, longer = Rows().eval(), torch.randn(4, 2, 8), torch.randn(9, 3, 8)
+    prepared = tc.prepare_fx(model, MAPPING, (x,), tc.get_default_prepare_custom_config())
+    prepared(longer)
+    quantized = tc.convert_fx(prepared, tc.get_default_convert_custom_config())
+    again = loaded_again(how(quantized, (x,)))
+    for call in (x, longer):
+        results, last = again(call)
+        assert torch.equal(results, quantized(call)[0])
+        assert torch.equal(last, quantized(call)[1])
+        assert 20 < sqnr(model(call)[0], results) < 60
 
 
 def test_inside_another_module() -> None:

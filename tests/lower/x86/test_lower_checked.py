@@ -24,6 +24,7 @@ from torch.ao.quantization.observer import MinMaxObserver
 
 import torchq_compat as tc
 from tests.helpers.lowered_walk import check_explained
+from tests.helpers.marks import slow_but
 from tests.helpers.oracle import calibrate, sqnr
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.lower.x86 import plan
@@ -131,7 +132,7 @@ def settings(engine: str) -> Iterator[tuple[str, QConfigMapping, Any]]:
         yield "fused", EIGHT_BITS, get_onednn_backend_config()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but([name for name in MODELS if name != "mobile"], MODELS))
 @pytest.mark.parametrize("name_of_engine", ENGINES)
 def test_what_explain_says_is_what_runs(
     name: str, name_of_engine: str, engine: Callable[[str], None]

@@ -224,6 +224,7 @@ def test_names_are_escaped(text: str) -> None:
     assert "Tagger&lt;script&gt;" in text
 
 
+@pytest.mark.slow
 def test_a_page_is_replaced_whole_or_left(
     comparison: Comparison, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

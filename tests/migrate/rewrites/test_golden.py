@@ -13,6 +13,7 @@ import pytest
 
 from torchq_compat.migrate.cli import main
 from torchq_compat.migrate.scan import as_data
+from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
 from torchq_compat.migrate.scanning.scanner import scan_paths
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -47,6 +48,18 @@ def test_rewrite(case: Path, tmp_path: Path) -> None:
 
 def test_there_are_cases() -> None:
     assert {case.name for case in CASES} >= {"notebook", "without_fx", "re_exported"}
+
+
+def test_every_code_is_found_somewhere_and_has_a_look_alike() -> None:
+    found = {
+        finding["code"]
+        for case in CASES
+        for finding in json.loads((case / "findings.json").read_text())["findings"]
+    }
+    assert found == set(CONSTRUCTS)
+    assert json.loads((GOLDEN / "look_alikes" / "findings.json").read_text())["findings"] == []
+    source = (GOLDEN / "look_alikes" / "input" / "script.py").read_text()
+    assert {code for code in CONSTRUCTS if code not in source} == set()
 
 
 def regenerate() -> None:

@@ -13,6 +13,7 @@ import sysconfig
 import tokenize
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +82,7 @@ def comments(program: str) -> list[str]:
     return sorted(token.string for token in tokens if token.type == tokenize.COMMENT)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_without_fx_names_nothing_changes(program: str) -> None:

@@ -188,7 +188,7 @@ def test_a_script_sees_what_python_shows_it(script: Script, tmp_path: Path) -> N
     [
         ("sys.exit(7)", 7),
         pytest.param("sys.exit('gone')", 1, marks=pytest.mark.slow),
-        ("raise ValueError('gone')", 1),
+        pytest.param("raise ValueError('gone')", 1, marks=pytest.mark.slow),
         pytest.param("1 +", 1, marks=pytest.mark.slow),
     ],
 )
@@ -227,6 +227,7 @@ def test_a_signal_reaches_the_script(script: Script, signum: signal.Signals) -> 
     assert process.returncode == 3
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_explanation_is_written_leaves_the_old_one(script: Script) -> None:
     path = script(
         """

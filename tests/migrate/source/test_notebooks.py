@@ -40,7 +40,7 @@ def test_a_name_of_one_cell_is_known_in_the_next(tmp_path: Path) -> None:
     path = tmp_path / "a.ipynb"
     path.write_text(json.dumps(notebook(["import os\n", IMPORT], "", "d = {'': q}", "prepare_fx(m, d, x)")))
     found = [(finding.construct.code, finding.place) for finding in scan_paths([path]).findings]
-    assert found == [("TQ101", Place(2, cell=1)), ("TQ105", Place(1, cell=3))]
+    assert found == [("TQ101", Place(2, cell=1, column=47)), ("TQ105", Place(1, cell=3, column=5))]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def check(scan: Scan, root: Path, must_change: Iterable[str]) -> None:
     assert changed == set(must_change)
 
 
+@pytest.mark.slow
 def test_a_slice_of_the_tree() -> None:
     scan = scan_paths([TORCH / name for name in SLICE])
     assert scan.problems == []

@@ -22,6 +22,8 @@ __all__ = ["Dimension", "InputSizes", "SizeRule"]
 
 #: Shapes of calls that are remembered.
 MOST_ACCEPTED = 512
+#: Sizes that tell a rule against 1 from one that asks more.
+TRIED = range(2, 66)
 NAMESPACE: dict[str, Any] = {"math": math, "torch": torch, "sympy": sympy}
 
 
@@ -75,7 +77,12 @@ class SizeRule:
     @property
     def excludes_one(self) -> bool:
         """Return whether any size but 1 will do: what layouts ask, and seldom a result."""
-        return isinstance(self.condition, sympy.Ne) and 1 in self.condition.args
+        if isinstance(self.condition, sympy.Ne) and 1 in self.condition.args:
+            return True
+        if self.by_python or len(self.names) != 1:
+            return False
+        [name] = self.names
+        return not self.holds({name: 1}) and all(self.holds({name: size}) for size in TRIED)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from torchq_compat.graph.quantized_values import quantized_values, result_detail
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
@@ -51,10 +52,14 @@ class PartOwnerHandler(CustomModuleHandler):
     """Base of the handlers of modules that consist of graphs of parts."""
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Every float input is quantized once, by the QConfig; results have the qparams of the parts."""
+        """Every float input is quantized once, by the QConfig; results have the qparams of the parts, or are
+        floats."""
         assert isinstance(opaque, PartOwner)
         count = layout.outputs.count()
-        dtypes = opaque.result_dtypes(count)
+        dtypes = tuple(
+            dtype if dtype is not None and is_integer(dtype) else None
+            for dtype in opaque.result_dtypes(count)
+        )
         return OpaqueBoundary(
             input_specs=tuple(
                 None if is_index else request.specs.activation for is_index in layout.inputs.holds_indices()
@@ -87,11 +92,21 @@ class PartOwnerHandler(CustomModuleHandler):
                     reason += self.mending_profile(part_of(node))
                 where, formula = f"{path}.{graph_path}.{name}", part_of(node).formula
                 values = quantized_values(graph, node, where, parts - {node}, parts)
-                yield Decision(where, formula, Action.QUANTIZED, reason, details, values=values, is_part=True)
+                action = Action.QUANTIZED
+                if _stays_float(opaque, part_of(node)):
+                    reason += "; its result stays float, as its observer is of a float dtype"
+                    action = Action.QUANTIZED if values else Action.FLOAT
+                yield Decision(where, formula, action, reason, details, values=values, is_part=True)
 
     def mending_profile(self, part: Part) -> str:
         """What to do about a ``part`` that 8 bits do not hold, in words; empty if there is nothing."""
         return ""
+
+
+def _stays_float(opaque: PartOwner, part: Part) -> bool:
+    """Whether the constructor given for ``part`` quantizes nothing."""
+    given = opaque.specs.constructors.by_group.get(part.group)
+    return given is not None and not is_integer(given.settings.dtype)
 
 
 def is_far_worse(name: str, measured: Mapping[str, float]) -> bool:

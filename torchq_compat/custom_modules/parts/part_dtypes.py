@@ -16,7 +16,7 @@ from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.custom_modules.parts.part import Part, PartKind
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.errors import PartConfigError
-from torchq_compat.support.dtypes import dtype_name, plain_dtype
+from torchq_compat.support.dtypes import dtype_name, is_integer, plain_dtype
 
 __all__ = ["check_part_dtypes"]
 
@@ -34,7 +34,7 @@ PATTERN: dict[PartKind, Callable[..., Any]] = {
 
 
 def check_part_dtypes(parts: Sequence[Part], specs: PartSpecs, backend: BackendTable) -> None:
-    """Check the output dtype of every part.
+    """Check the output dtype of every part that is quantized.
 
     Raises:
         ConfigError: a dtype that no static DTypeConfig of the part's operation lists; names the part.
@@ -48,7 +48,7 @@ def check_part_dtypes(parts: Sequence[Part], specs: PartSpecs, backend: BackendT
             if config.output_dtype is not None and not config.is_dynamic
         }
         dtype = specs.output_constructor(part).settings.dtype
-        if dtype not in allowed:
+        if is_integer(dtype) and dtype not in allowed:
             raise PartConfigError(
                 f"part {part.name!r} is observed as {dtype_name(dtype)}, which the backend config does not "
                 f"allow for {pattern.__name__}.",

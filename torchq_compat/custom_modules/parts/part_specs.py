@@ -69,13 +69,15 @@ class PartSpecs:
         return self.op_specs.activation_constructor
 
     def output_spec(self, part: Part) -> QuantizationSpec | None:
-        return make_spec(self.output_constructor(part))
+        """Return the spec for the output of ``part``; None: its constructor is of a float dtype, it stays
+        float."""
+        return _spec_of_integers(self.output_constructor(part))
 
     def input_spec(self, part: Part) -> QuantizationSpec | None:
         """Return the spec for the input of ``part`` where it is observed apart from its producer's output;
         else None."""
         given = self.constructors.by_group.get(part.input_group or "")
-        return None if given is None else make_spec(given)
+        return None if given is None else _spec_of_integers(given)
 
     def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
         """A linear takes the QConfig's activation dtype; a tensor of another dtype is quantized again."""
@@ -84,7 +86,7 @@ class PartSpecs:
         return self.op_specs.activation
 
     def group_dtype(self, group: str) -> torch.dtype:
-        """Return the quantized dtype of the parts of ``group``."""
+        """Return the dtype of the parts of ``group``: of integers, or of floats where they stay float."""
         given = self.constructors.by_group.get(group)
         return given.settings.dtype if given is not None else self.op_specs.activation_dtype
 
@@ -102,6 +104,10 @@ class PartSpecs:
         return fixed_qparams_constructor(
             scale, zero_point, activation.dtype, fake_quantize=activation.is_fake_quantize
         )
+
+
+def _spec_of_integers(constructor: ObserverConstructor) -> QuantizationSpec | None:
+    return make_spec(constructor) if is_integer(constructor.settings.dtype) else None
 
 
 class FloatPartSpecs(PartSpecs):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 from torch import nn
 from torch.fx import GraphModule
 
@@ -55,6 +58,7 @@ from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["DynamicRecurrentHandler", "RecurrentHandler"]
@@ -127,6 +131,20 @@ class RecurrentHandler(PartOwnerHandler):
             return self.family.observed.observe(request.module, specs, split_gates=_is_split(made))
         raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
 
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+        """As its base; a state that the parts keep in floats comes in floats."""
+        assert isinstance(opaque, RecurrentModule)
+        boundary = super().boundary(opaque, request, layout)
+        floats = {
+            place
+            for place, state in zip(
+                _places_of_states(opaque, layout), opaque.contract.kind.states, strict=False
+            )
+            if not is_integer(opaque.specs.group_dtype(state.group))
+        }
+        specs = (None if place in floats else spec for place, spec in enumerate(boundary.input_specs))
+        return replace(boundary, input_specs=tuple(specs))
+
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         _warn_of_single_steps(request)
         made = converted_by_its_class(
@@ -161,6 +179,16 @@ class RecurrentHandler(PartOwnerHandler):
                 f"quantized is nn.{self.family.float_class.__name__} without it"
             )
         return hint_to_map(self.family.float_class, self.family.map_to)
+
+
+def _places_of_states(opaque: RecurrentModule, layout: CallLayout) -> tuple[int, ...]:
+    """Which tensors of a call are the states; none where they are left out."""
+    places = range(layout.inputs.count())
+    args, kwargs = layout.inputs.put_together(places, itertools.repeat(None))
+    _, hidden = opaque.contract.arguments_of(opaque.module_path, args, kwargs)
+    if hidden is None:
+        return ()
+    return (hidden,) if isinstance(hidden, int) else tuple(hidden)
 
 
 def _warn_of_single_steps(request: ConvertRequest) -> None:

@@ -22,11 +22,16 @@ GROUP = "hgates"
 
 
 def has_seen_no_hidden_state(cells: Iterable[GraphModule]) -> bool:
-    """Whether every hidden projection of the prepared ``cells`` has observed its bias and nothing else.
+    """Whether every hidden projection of the prepared ``cells`` has observed its bias, or read zeros, and
+    nothing else.
 
     False where that cannot be told: observers that keep no range, or have seen no data.
     """
-    found = [_is_bias_alone(cell, node) for cell in cells for node in _hidden_projections(cell)]
+    found = [
+        _reads_zeros(cell, node) or _is_bias_alone(cell, node)
+        for cell in cells
+        for node in _hidden_projections(cell)
+    ]
     return bool(found) and all(found)
 
 
@@ -36,6 +41,12 @@ def _hidden_projections(cell: GraphModule) -> list[Node]:
         for _, node in part_nodes(cell)
         if part_of(node).group == GROUP and part_of(node).kind is PartKind.LINEAR
     ]
+
+
+def _reads_zeros(cell: GraphModule, node: Node) -> bool:
+    """Whether the projection's input has an observer of its own, which has seen zeros alone."""
+    source = node.args[0]
+    return isinstance(source, Node) and _observed_range(cell, source) == (0.0, 0.0)
 
 
 def _is_bias_alone(cell: GraphModule, node: Node) -> bool:

@@ -36,6 +36,8 @@ NAMES: dict[str, Any] = {"Dict": dict, "List": list, "Optional": Optional, "Tupl
 _FILES = itertools.count()
 #: What a condition about sizes may be written with, to be one of TorchScript too.
 PLAIN_CONDITION = re.compile(r"(?:[\w\s()+\-*%<>=!]|//)*")
+LEAVE_OUT = "use torchq_compat.export and torch.export.save, or leave this module out of what is scripted."
+CONVERT_FIRST = "give torch.jit what convert_fx returns: its recurrent modules run on integers there."
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
             "TorchScript of a prepared model does not observe: its observers stand still and its "
             "fake-quantizes have the qparams of now. Calibrate or train before."
         )
+    model = model.on_torchs_operators()
     leaves = _Leaves(model)
     source = write_function(model, lambda path: operator.attrgetter(path)(model), leaves.write)
     constants = {
@@ -150,6 +153,9 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
         with exporting_loops_as(LoopShape.OPAQUE_TEXT), torch.no_grad():
             captured = capture(Called().train(leaf.training), examples)
     except Exception as cause:
+        if model.is_prepared:
+            why = "torch.export cannot look at its observers, which are called at every step"
+            raise _refused(type(leaf).__name__, path, why, hint=CONVERT_FIRST) from cause
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
     return source_of_graph(captured, type(leaf).__name__, path)
@@ -352,8 +358,5 @@ def _structure_refused(spec: Any) -> ExportError:
     )
 
 
-def _refused(kind: str, path: str, why: str) -> ExportError:
-    return ExportError(
-        f"{kind} at {path!r} cannot become TorchScript: {why}.",
-        hint="use torchq_compat.export and torch.export.save, or leave this module out of what is scripted.",
-    )
+def _refused(kind: str, path: str, why: str, *, hint: str = LEAVE_OUT) -> ExportError:
+    return ExportError(f"{kind} at {path!r} cannot become TorchScript: {why}.", hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -84,27 +85,80 @@ def write_function(
         ExportError: a node that TorchScript has no word for.
     """
     function = FunctionSource()
-    names: dict[Node, str] = {}
-    for node in graph_module.graph.nodes:
-        if node.op == "placeholder":
-            names[node] = f"v_{node.name}"
-            function.inputs.append((names[node], _input_type(node)))
-        elif node.op == "get_attr":
-            names[node] = function.constant(attribute(str(node.target)))
-        elif node.op == "output":
-            function.results = [names[each] for each in flat_results(node) if isinstance(each, Node)]
-        elif not node.users and node.op == "call_function" and _is_assertion(node):
-            continue
-        else:
-            args = [_literal(each, "", names) for each in node.args]
-            expression = (
-                write_module_call(node, function, args)
-                if node.op == "call_module"
-                else _expression(node, names)
-            )
-            names[node] = f"v_{node.name}"
-            function.lines.append(f"{names[node]} = {expression}")
+    _Writer(function, attribute, write_module_call).write(graph_module)
     return function
+
+
+@dataclass
+class _Writer:
+    """Writes the lines of a graph; those of a loop body with names of its own, into the lines of the loop."""
+
+    function: FunctionSource
+    attribute: Callable[[str], Any]
+    write_module_call: ModuleCalls
+    prefix: str = "v_"
+    names: dict[Node, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def write(self, graph_module: GraphModule) -> None:
+        for node in graph_module.graph.find_nodes(op="placeholder"):
+            self.names[node] = f"{self.prefix}{node.name}"
+            self.function.inputs.append((self.names[node], _input_type(node)))
+        self.function.results = self.write_body(graph_module)
+        self.function.lines = self.lines
+
+    def write_body(self, graph_module: GraphModule) -> list[str]:
+        """Write all behind the placeholders; the expressions of the results."""
+        for node in graph_module.graph.nodes:
+            if node.op == "get_attr":
+                value = self.attribute(str(node.target))
+                if not isinstance(value, GraphModule):  # the body of a loop
+                    self.names[node] = self.function.constant(value)
+            elif node.op in ("call_module", "call_function"):
+                self._write_call(node)
+        results = flat_results(graph_module.graph.output_node())
+        return [self.names[each] for each in results if isinstance(each, Node)]
+
+    def _write_call(self, node: Node) -> None:
+        if not node.users and node.op == "call_function" and _is_assertion(node):
+            return
+        if node.target is torch.ops.higher_order.scan:
+            expression = self._write_loop(node)
+        elif node.op == "call_module":
+            args = [_literal(each, "", self.names) for each in node.args]
+            expression = self.write_module_call(node, self.function, args)
+        else:
+            expression = _expression(node, self.names)
+        self.names[node] = f"{self.prefix}{node.name}"
+        self.lines.append(f"{self.names[node]} = {expression}")
+
+    def _write_loop(self, node: Node) -> str:
+        """Write a ``scan`` as a loop over the first dimension; the expression of its results."""
+        arguments: Any = node.args
+        body = self.attribute(str(arguments[0].target))
+        states, rows, *others = ([self.names[each] for each in part] for part in arguments[1:])
+        prefix = f"{self.prefix}{node.name}_"
+        carried = [f"{prefix}state{index}" for index in range(len(states))]
+        self.lines += [f"{name} = {state}" for name, state in zip(carried, states, strict=True)]
+        step = [f"{row}[{prefix}step]" for row in rows]
+        placeholders = body.graph.find_nodes(op="placeholder")
+        inner = _Writer(
+            self.function,
+            lambda path: operator.attrgetter(path)(body),
+            self.write_module_call,
+            prefix,
+            dict(zip(placeholders, [*carried, *step, *itertools.chain(*others)], strict=True)),
+        )
+        results = inner.write_body(body)
+        stacked = [f"{prefix}rows{index}" for index in range(len(results) - len(carried))]
+        self.lines += [f"{name} = torch.jit.annotate(List[Tensor], [])" for name in stacked]
+        self.lines.append(f"for {prefix}step in range({rows[0]}.size(0)):")
+        inner.lines += [
+            f"{name}.append({result})" for name, result in zip(stacked, results[len(carried) :], strict=True)
+        ]
+        inner.lines.append(f"{', '.join(carried)} = {', '.join(results[: len(carried)])}")
+        self.lines += [f"{INDENT}{line}" for line in inner.lines]
+        return f"({', '.join([*carried, *(f'torch.stack({name})' for name in stacked)])},)"
 
 
 def flat_results(output: Node) -> list[Any]:

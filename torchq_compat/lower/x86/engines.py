@@ -1,6 +1,7 @@
 """Whether this machine and its quantized engine have the integer kernels ``convert_fx`` lowers to.
 
-Legacy: ``torch.backends.quantized.engine``, which FX's lowering and its packed weights follow.
+Legacy: ``torch.backends.quantized.engine``, which FX's lowering and its packed weights follow. Recurrent
+modules and linear layers run on this package's own products where an engine has no kernels.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,16 @@ import torch
 from torchq_compat.errors import ConfigError
 from torchq_compat.support.quantized_tensors import spend_deprecation_warning
 
-__all__ = ["Engine", "decide_engine", "packing_for"]
+__all__ = [
+    "X86_ENGINES",
+    "Engine",
+    "decide_engine",
+    "has_own_products",
+    "packing_for",
+    "torchs_kernels_alone",
+]
+
+_OWN_PRODUCTS: ContextVar[bool] = ContextVar("torchq_compat_own_products", default=True)
 
 X86_MACHINES = ("x86_64", "amd64", "i386", "i686")
 X86_ENGINES = ("x86", "onednn", "fbgemm")
@@ -29,19 +40,19 @@ class Engine:
 
     Attributes:
         name: as in ``torch.backends.quantized.engine``.
-        why_not: why nothing is lowered for it; empty if it is lowered to.
+        why_not: why torch's kernels of it are not used; empty if they are.
     """
 
     name: str
     why_not: str = ""
 
     @property
-    def is_lowered_to(self) -> bool:
+    def has_kernels(self) -> bool:
         return not self.why_not
 
 
 def decide_engine(name: str | None = None, machine: str | None = None) -> Engine:
-    """Decide what ``convert_fx`` does for an engine on a machine; default: the ones in use.
+    """Decide which kernels ``convert_fx`` has for an engine on a machine; default: the ones in use.
 
     Raises:
         ConfigError: an engine that torch does not have.
@@ -54,10 +65,11 @@ def decide_engine(name: str | None = None, machine: str | None = None) -> Engine
             hint=f"set it to one of {', '.join(KNOWN_ENGINES)}; or call convert_to_reference_fx, which "
             "needs none.",
         )
-    if name not in X86_ENGINES:
-        return Engine(name, f"the quantized engine is {name!r}; lowered are {', '.join(X86_ENGINES)}")
-    if machine.lower() not in X86_MACHINES:
-        return Engine(name, f"the machine is {machine or 'unknown'}; the kernels are for x86 CPUs")
+    if name == "none":
+        return Engine(name, "the quantized engine is 'none', which has no kernels")
+    if name in X86_ENGINES and machine.lower() not in X86_MACHINES:
+        reason = f"the machine is {machine or 'unknown'}; the kernels of {name} are for x86 CPUs"
+        return Engine(name, reason)
     if not hasattr(torch, "quint8"):
         return Engine(name, "this torch has no quantized tensors, which the kernels take")
     return Engine(name)
@@ -66,10 +78,29 @@ def decide_engine(name: str | None = None, machine: str | None = None) -> Engine
 @contextmanager
 def packing_for(engine: Engine) -> Iterator[None]:
     """Weights packed meanwhile are packed for ``engine``."""
-    spend_deprecation_warning()
+    if hasattr(torch, "quint8"):
+        spend_deprecation_warning()
     before = torch.backends.quantized.engine
+    if before == engine.name:  # Where torch has none, it refuses to be told so.
+        yield
+        return
     torch.backends.quantized.engine = engine.name
     try:
         yield
     finally:
         torch.backends.quantized.engine = before
+
+
+@contextmanager
+def torchs_kernels_alone() -> Iterator[None]:
+    """What is lowered meanwhile runs where this package is not, such as in TorchScript."""
+    token = _OWN_PRODUCTS.set(False)
+    try:
+        yield
+    finally:
+        _OWN_PRODUCTS.reset(token)
+
+
+def has_own_products() -> bool:
+    """Whether this package's own products may be used."""
+    return _OWN_PRODUCTS.get()

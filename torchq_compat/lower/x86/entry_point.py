@@ -15,22 +15,23 @@ __all__ = ["lower_or_warn"]
 
 
 def lower_or_warn(reference: ConvertedGraphModule) -> ConvertedModel:
-    """Return ``reference`` on the integer kernels of the engine in use, or ``reference`` itself.
+    """Return ``reference`` on the integer kernels of the engine in use; where it has none, on this package's
+    own for recurrent modules and linear layers.
 
     Raises:
         ConfigError: an engine that torch does not have.
     """
     engine = decide_engine()
-    if engine.is_lowered_to:
-        lowered = lower(reference, engine)
-        _warn(lowered.lowering)
-        return lowered
-    _note(reference, engine)
-    warn_user(
-        f"convert_fx returns the reference graph, which runs in floats between its q-dq: {engine.why_not}. "
-        "Set torch.backends.quantized.engine, or call convert_to_reference_fx if the reference is wanted."
-    )
-    return reference
+    if not engine.has_kernels:
+        _note(reference, engine)
+        warn_user(
+            "convert_fx runs recurrent modules and linear layers on integers, and everything else in floats "
+            f"between its q-dq: {engine.why_not}. Set torch.backends.quantized.engine, or call "
+            "convert_to_reference_fx if the reference is wanted."
+        )
+    lowered = lower(reference, engine)
+    _warn(lowered.lowering)
+    return lowered
 
 
 def _warn(decisions: tuple[Decision, ...]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 from torch.fx.graph import PythonCode
 
+from torchq_compat.custom_modules.recurrent.native.linear_calls import LINEAR_OPERATOR
 from torchq_compat.graph.graph_module import (
     ConvertedGraphModule,
     ConvertedModel,
@@ -25,7 +26,7 @@ from torchq_compat.graph.graph_module import (
 )
 from torchq_compat.graph.other_engines import refuse_torchao_prepare
 from torchq_compat.graph.quantized_interface import take_integers
-from torchq_compat.lower.x86.engines import Engine, packing_for
+from torchq_compat.lower.x86.engines import Engine, packing_for, torchs_kernels_alone
 from torchq_compat.lower.x86.lowered_calls import lower_opaque_modules
 from torchq_compat.lower.x86.lowered_parts import MADE, share_state
 from torchq_compat.lower.x86.lowering_pass import write_lowered_graph
@@ -50,6 +51,7 @@ class _Lowering:
         versions: of the state that packed weights were made from.
         input_qparams: see ``ConvertedGraphModule``.
         trials: of the kernels; a state loaded again needs none again.
+        on_torchs_operators: the same model for TorchScript, once somebody asked for it.
     """
 
     reference: ConvertedGraphModule
@@ -59,6 +61,7 @@ class _Lowering:
     decisions: tuple[Decision, ...] = ()
     input_qparams: tuple[QParams | None, ...] = field(default=())
     trials: Trials = field(default_factory=Trials)
+    on_torchs_operators: LoweredGraphModule | None = None
 
 
 def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule:
@@ -147,9 +150,19 @@ class LoweredGraphModule(ConvertedModel):
         )
         self.graph = lowered.graph
 
+    def on_torchs_operators(self) -> LoweredGraphModule:
+        """See ``QuantizationGraphModule``."""
+        if not any(node.target is LINEAR_OPERATOR for node in self._graph.nodes):
+            return self
+        lowering = self._lowering
+        if lowering.on_torchs_operators is None:
+            with torchs_kernels_alone():
+                lowering.on_torchs_operators = lower(lowering.reference, lowering.engine)
+        return lowering.on_torchs_operators
+
     def packed_weights(self) -> Mapping[str, Any]:
         """See ``QuantizationGraphModule``."""
-        made = vars(vars(self).get(MADE, _Made({}))).items()
+        made = vars(vars(self.on_torchs_operators()).get(MADE, _Made({}))).items()
         return {f"{MADE}_{name}": value for name, value in made if isinstance(value, torch.ScriptObject)}
 
     def named_modules(

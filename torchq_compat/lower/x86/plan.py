@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.passthrough_ops import PASSTHROUGH, preserves_values
-from torchq_compat.lower.x86.engines import Engine, packing_for
+from torchq_compat.lower.x86.engines import Engine, decide_engine, packing_for
 from torchq_compat.lower.x86.kernels import FAMILIES
 from torchq_compat.lower.x86.kernels.followed import followed_by
 from torchq_compat.lower.x86.kernels.kernel_base import KernelCall, Refusal, Rule, Site
@@ -84,8 +84,9 @@ def plan_graph(
     if others:
         reason = f"it computes in {', '.join(sorted(map(str, others)))}; the kernels take torch.float32"
         return Plan(decisions=(Decision("", "convert_fx", Action.REFERENCE, reason),), runs_here=False)
-    qparams_of = _known_inputs(graph_module, input_qparams or {})
-    planner = _Planner(graph_module, qparams_of, left_float or {}, trials or Trials())
+    engine = decide_engine()
+    qparams_of = _known_inputs(graph_module, input_qparams or {}) if engine.has_kernels else {}
+    planner = _Planner(graph_module, qparams_of, left_float or {}, trials or Trials(), engine)
     for node in graph_module.graph.nodes:
         planner.plan(node)
     return Plan(planner.kernels, qparams_of, frozenset(planner.carried), tuple(planner.decisions()))
@@ -99,12 +100,13 @@ class _Planner:
     qparams_of: dict[Node, PerTensorQParams]
     left_float: Mapping[str, str]
     trials: Trials
+    engine: Engine
     kernels: dict[Node, KernelCall] = field(default_factory=dict)
     carried: set[Node] = field(default_factory=set)
     refusals: dict[Node, Refusal] = field(default_factory=dict)
 
     def plan(self, node: Node) -> None:
-        qparams = _qparams_of(node, self.qparams_of)
+        qparams = _qparams_of(node, self.qparams_of) if self.engine.has_kernels else None
         if qparams is not None:
             self.qparams_of[node] = qparams
         if node.op != "call_function":
@@ -115,10 +117,10 @@ class _Planner:
             self._plan_op(node)
 
     def _plan_op(self, op: Node) -> None:
-        result, answer = _ask(self.graph_module, op, self.qparams_of)
+        result, answer = self._ask(op)
         alone = self._covers_floats(answer)
         if alone:
-            result, answer = _ask(self.graph_module, op, self.qparams_of, alone=True)
+            result, answer = self._ask(op, alone=True)
             if not isinstance(answer, KernelCall) or self._covers_floats(answer):
                 return  # Of ops fused in the backend config, the decision names the last.
         if isinstance(answer, KernelCall):
@@ -126,7 +128,11 @@ class _Planner:
         if isinstance(answer, KernelCall):
             self.kernels[result] = answer
         elif _is_quantized(op, self.qparams_of):
-            self.refusals[op] = answer or Refusal(_without_kernel(op))
+            why_not = self.engine.why_not or _without_kernel(op)
+            self.refusals[op] = answer or Refusal(why_not)
+
+    def _ask(self, op: Node, *, alone: bool = False) -> tuple[Node, KernelCall | Refusal | None]:
+        return _ask(self.graph_module, op, self.qparams_of, self.engine, alone=alone)
 
     def _covers_floats(self, answer: KernelCall | Refusal | None) -> bool:
         """Return whether a kernel computes what the configuration leaves float."""
@@ -137,10 +143,11 @@ class _Planner:
     def _tried(self, op: Node, result: Node, call: KernelCall, *, alone: bool) -> KernelCall | Refusal:
         """Return ``call``, the same packed for fbgemm, or neither: a wrong kernel is worse than none."""
         verdict = self._verdict(result, call)
-        if not isinstance(verdict, Refusal) or torch.backends.quantized.engine == FBGEMM.name:
+        is_other = self.engine.has_kernels and torch.backends.quantized.engine != FBGEMM.name
+        if not isinstance(verdict, Refusal) or not is_other or not _has_engine(FBGEMM):
             return verdict
         with packing_for(FBGEMM):
-            result_again, again = _ask(self.graph_module, op, self.qparams_of, alone=alone)
+            result_again, again = self._ask(op, alone=alone)
             if isinstance(again, KernelCall) and result_again is result:
                 other = self._verdict(result, again)
                 if isinstance(other, KernelCall):
@@ -231,8 +238,17 @@ def _qparams_of(node: Node, qparams_of: dict[Node, PerTensorQParams]) -> PerTens
     return None
 
 
+def _has_engine(engine: Engine) -> bool:
+    return engine.name in torch.backends.quantized.supported_engines
+
+
 def _ask(
-    graph_module: GraphModule, op: Node, qparams_of: dict[Node, PerTensorQParams], *, alone: bool = False
+    graph_module: GraphModule,
+    op: Node,
+    qparams_of: dict[Node, PerTensorQParams],
+    engine: Engine,
+    *,
+    alone: bool = False,
 ) -> tuple[Node, KernelCall | Refusal | None]:
     """Return (the node a kernel's result would stand for, what the rules say) about ``op``, ``alone`` or
     along with the activation that reads it."""
@@ -240,20 +256,26 @@ def _ask(
     relu = None if alone else _only_reader(follower or op, ATEN.relu.default)
     last = relu or follower or op
     quantize = _only_reader(last, QUANTIZE)
-    qparams = None if quantize is None else _qparams_of(quantize, qparams_of)
+    qparams = None
+    if quantize is not None and engine.has_kernels:
+        qparams = _qparams_of(quantize, qparams_of)
     site = Site(graph_module, op, relu, qparams, qparams_of.get, follower)
-    answer = _answer(site)
+    answer = _answer(site, engine)
     if isinstance(answer, KernelCall) and answer.returns_floats:
         return answer.stands_for or last, answer
     return quantize or last, answer
 
 
-def _answer(site: Site) -> KernelCall | Refusal | None:
+def _answer(site: Site, engine: Engine) -> KernelCall | Refusal | None:
     for family in FIRST:
+        if family.is_of_engine and not engine.has_kernels:
+            continue
         rule = family.rules.get(site.op.target)
         answer = rule(site) if rule is not None else None
         if answer is not None:
             return answer
+    if not engine.has_kernels:
+        return None
     is_asked = site.qparams is not None or site.op.target in ASKED_ALWAYS
     return RULES[site.op.target](site) if is_asked and site.op.target in RULES else None
 

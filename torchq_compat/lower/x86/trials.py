@@ -23,7 +23,7 @@ from torchq_compat.lower.x86.qdq_operands import constant_of, observed_range
 from torchq_compat.lower.x86.steps import steps_of_floats
 from torchq_compat.lower.x86.trial_sizes import Sizes, trial_sizes
 from torchq_compat.lower.x86.trial_values import fill_floats, fill_indices, fill_integers
-from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
+from torchq_compat.qspecs.qdq import DEQUANTIZES
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.quantized_tensors import as_float, integers_of, of_integers
 
@@ -189,8 +189,8 @@ def _value(
         integers = fill_integers(qparams, trial.ends(node), shape, index, generator)
         made: Tensor = of_integers(integers, qparams.scale, qparams.zero_point)
         return made
-    if node.target is DEQUANTIZE_PER_CHANNEL:
-        low, high, dtype = node.args[4:7]
+    if node.target in DEQUANTIZES:
+        low, high, dtype = node.args[-3:]
         integers = torch.randint(low, high + 1, shape, generator=generator).to(dtype)  # type: ignore[arg-type, operator]
         inputs = {node.args[0]: integers}
         value: Tensor = _Evaluation(trial.graph_module, inputs, {}).at(node)  # type: ignore[arg-type]

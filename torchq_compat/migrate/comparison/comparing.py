@@ -11,14 +11,14 @@ from torchq_compat.migrate.comparison.measure.cases import Case
 from torchq_compat.migrate.comparison.measure.collect import FxSetting, capture
 from torchq_compat.migrate.comparison.printable import Comparison
 from torchq_compat.migrate.comparison.verdict import judge
-from torchq_compat.support.argument_checks import checked_arguments, instance_of, one_of
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, one_of
 
 __all__ = ["compare", "compare_case"]
 
 FX_SETTING = one_of("auto", True, False)
 
 
-@checked_arguments(fx=FX_SETTING)
+@checked_arguments(fx=FX_SETTING, is_qat=FLAG)
 def compare(
     model: nn.Module,
     qconfig_mapping: Any,
@@ -31,6 +31,7 @@ def compare(
     evaluation_data: Any = None,
     fx_state: Mapping[str, Any] | None = None,
     fx: FxSetting = "auto",
+    is_qat: bool = False,
 ) -> Comparison:
     """Quantize ``model`` by FX and by this package, after training, and measure both against the float model.
 
@@ -48,6 +49,8 @@ def compare(
         fx_state: the ``state_dict()`` of a model that FX prepared and calibrated; it is loaded on both
         sides, and the calibration data are only measured on.
         fx: whether FX runs too; "auto": where it can.
+        is_qat: prepare with ``prepare_qat_fx``. Two trainings do not end with the same weights: give the
+            model those that one ended with; the fake-quantizes of both sides observe the calibration data.
 
     Returns:
         The verdict and all that was measured; ``print`` it, or see ``to_json`` and ``write_html``.
@@ -77,6 +80,7 @@ def compare(
         backend_config,
         evaluation_data,
         fx_state,
+        is_qat,
     )
     return compare_case(case.checked(), fx)
 

@@ -89,8 +89,8 @@ def _cases_of_script(target: Target) -> tuple[Case, ...]:
             f"torchq-compat: problem: {target.name} exited with {exit_code!r}; what it quantized is compared",
             file=sys.stderr,
         )
-    for model in recorder.trained:
-        print(f"torchq-compat: problem: {CaseError.trained(model).message}", file=sys.stderr)
+    for remark in recorder.remarks:
+        print(f"torchq-compat: {remark}", file=sys.stderr)
     return cases
 
 

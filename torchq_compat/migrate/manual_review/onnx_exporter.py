@@ -15,14 +15,15 @@ from torchq_compat.migrate.source.sites import Site
 __all__ = ["REVIEW"]
 
 CODE = "TQ207"
-EXPORTERS = {"torch.onnx.export", "torch.onnx.utils.export"}
+OLD_EXPORTER = "torch.onnx.utils.export"
+EXPORTERS = {"torch.onnx.export", OLD_EXPORTER}
 REFUSAL = "the exporter on TorchScript has no ops for it; give dynamo=True and the reference conversion"
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
     for call in source.nodes(cst.Call):
         names = source.names(call.func)
-        if not names or not names <= EXPORTERS or not call.args or _is_new(call):
+        if not names or not names <= EXPORTERS or not call.args or not _is_old(call, names):
             continue
         model = call.args[0].value
         value = last_value(source, model, call) if isinstance(model, cst.Name) else model
@@ -31,12 +32,13 @@ def find(source: ParsedSource) -> Iterator[Site]:
             yield Site(CODE, source.start(call), source.code(call.func), refusal=REFUSAL)
 
 
-def _is_new(call: cst.Call) -> bool:
-    return any(
+def _is_old(call: cst.Call, names: frozenset[str]) -> bool:
+    """``dynamo`` is true unless it is said."""
+    return names <= {OLD_EXPORTER} or any(
         arg.keyword is not None
         and arg.keyword.value == "dynamo"
         and isinstance(arg.value, cst.Name)
-        and arg.value.value == "True"
+        and arg.value.value == "False"
         for arg in call.args
     )
 
@@ -46,8 +48,8 @@ CONSTRUCT = Construct(
     title="the ONNX exporter on TorchScript",
     becomes="torch.onnx.export(..., dynamo=True) of the reference conversion",
     guide="""\
-`torch.onnx.export(model, ...)` without `dynamo=True` traces with TorchScript and fails on a captured graph.
-Export what `convert_to_reference_fx` returns, with `dynamo=True` and opset 21.
+`torch.onnx.export(model, ..., dynamo=False)` traces with TorchScript and fails on a captured graph. Leave
+`dynamo` out: it is true by default, and what is written has the bits of `convert_to_reference_fx`.
 """,
 )
 

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import libcst as cst
+
 from torchq_compat.migrate.legacy_api.construct import Construct
 from torchq_compat.migrate.legacy_api.legacy_names import MOVED_FUNCTIONS
 from torchq_compat.migrate.legacy_api.moved_names import MovedNames
 from torchq_compat.migrate.rewrites.declaration import Rewrite
+from torchq_compat.migrate.source.dotted_names import dotted, imported_module
+from torchq_compat.migrate.source.moved_tables import FUNCTIONS
+from torchq_compat.migrate.source.parsed_source import ParsedSource
+from torchq_compat.migrate.source.sites import Site
 
 __all__ = ["REWRITE"]
 
 ROWS = tuple(row for row in MOVED_FUNCTIONS if row.replacement == "torchq_compat.quantize_fx")
+#: Never were they here; a docstring of FX says so, and scripts copy it.
+PACKAGES = frozenset(row.legacy.rpartition(".")[0] for row in ROWS)
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    yield from MovedNames("TQ101", ROWS).find(source)
+    for node in source.nodes(cst.ImportFrom):
+        package = imported_module(node)
+        if package not in PACKAGES or isinstance(node.names, cst.ImportStar):
+            continue
+        for alias in node.names:
+            name = dotted(alias.name)
+            if name in FUNCTIONS:
+                refusal = f"{package} never had it; import {name} from torchq_compat.quantize_fx"
+                yield Site("TQ101", source.start(alias), f"{package}.{name}", refusal=refusal)
+
 
 CONSTRUCT = Construct(
     code="TQ101",
@@ -19,7 +43,8 @@ CONSTRUCT = Construct(
 `prepare_fx`, `prepare_qat_fx`, `convert_fx`, `convert_to_reference_fx` and `fuse_fx` of
 `torch.ao.quantization.quantize_fx` or `torch.quantization.quantize_fx`, imported by name, as a module,
 under an alias or spelled out: the same names in `torchq_compat.quantize_fx`. Left: `import *`, which also
-brings names that did not move, and a module that is passed on as an object.
+brings names that did not move, a module that is passed on as an object, and
+`from torch.ao.quantization import prepare_fx`, which stood in docstrings of FX and never worked.
 """,
 )
 
@@ -27,6 +52,6 @@ REWRITE = Rewrite(
     name="quantize-fx-functions",
     construct=CONSTRUCT,
     summary="prepare_fx, convert_fx and related functions come from torchq_compat.quantize_fx",
-    find=MovedNames("TQ101", ROWS).find,
+    find=find,
     order=80,
 )

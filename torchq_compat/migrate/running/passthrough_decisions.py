@@ -1,7 +1,7 @@
 """Which decisions are about ops that compute nothing: they move values, or make constant ones.
 
 FX leaves them float where no quantized value comes in, and nothing is lost by it; a summary that counts them
-as "float" hides the modules that matter.
+as "float" hides the modules that matter. Where one comes in they are quantized for nothing, as a dropout is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MAKES_CONSTANTS = ("arange", "empty", "full", "ones", "zeros")
 
 
 def computes_nothing(model: nn.Module, decision: Decision) -> bool:
-    """Return whether ``decision`` leaves an op of ``model`` float that only moves values or makes
-    constants."""
-    if decision.action is not Action.FLOAT or not isinstance(model, GraphModule):
+    """Return whether ``decision`` is about an op of ``model`` that only moves values or makes constants."""
+    is_of_one_op = decision.action in (Action.FLOAT, Action.QUANTIZED) and " + " not in decision.kind
+    if not is_of_one_op or not isinstance(model, GraphModule):
         return False
     name = decision.node or decision.path.rpartition("/")[2]
     captured = model.reference if isinstance(model, QuantizationGraphModule) else model

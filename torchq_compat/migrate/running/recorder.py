@@ -34,8 +34,8 @@ STAGES = {
 #: The function of eager models, which have no decisions.
 EAGER = "quantize_dynamic"
 
-#: What decisions about input sizes and about lowering say.
-NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.LOWERED, Action.REFERENCE)
+#: What decisions about input sizes, folded batch norms and lowering say.
+NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.FOLDED, Action.LOWERED, Action.REFERENCE)
 
 Function = Callable[..., Any]
 
@@ -117,14 +117,16 @@ class Recorder:
             return
         report = explain(result)
         decisions = _own_decisions(result)
-        key = tuple((d.path, d.kind, d.action.value) for d in decisions)
+        key = tuple(sorted((d.path, d.kind, d.action.value) for d in decisions))
         known = self._models.get(key)
         names = known.names if known else ()
         is_prepared = stage.startswith("prepared")
         if known is None or is_prepared:
             names = tuple(dict.fromkeys((*names, type(source).__name__)))
-        computing = tuple(d for d in decisions if not computes_nothing(result, d))
-        self._models[key] = RecordedModel(names, stage, report, computing, len(decisions) - len(computing))
+        moving = [d for d in decisions if computes_nothing(result, d)]
+        computing = tuple(d for d in decisions if d not in moving)
+        left_float = sum(d.action is Action.FLOAT for d in moving)
+        self._models[key] = RecordedModel(names, stage, report, computing, left_float)
         if self._strict and is_prepared:
             _refuse_left_float(source, computing)
 

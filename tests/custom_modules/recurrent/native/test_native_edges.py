@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +36,7 @@ from tests.helpers.oracle import leaves, sqnr
 from tests.native_harness.calls import _Cell, as_numbers, random_call
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection
 from torchq_compat.custom_modules.recurrent.native import build, op
+from torchq_compat.custom_modules.recurrent.native.kernel_cache import one_at_a_time
 from torchq_compat.custom_modules.recurrent.native.op import cell_loop
 from torchq_compat.errors import CustomModuleError, InputError, QuantizationWarning
 from torchq_compat.qspecs.qparams import PerTensorQParams
@@ -240,23 +244,28 @@ def test_models_are_freed_when_they_are_dropped(is_qat: bool) -> None:
     assert [each() for each in held] == [None, None, None]
 
 
-def run_in_child(queue: Any, cell: Any, x: Tensor, states: tuple[Tensor, ...]) -> None:
-    queue.put(native(cell, x, states)[0].numpy())
-
-
-def test_a_fork_after_threads_were_used_computes_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_after_threads_were_used_computes_with_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cell = cells_of(converted("gru"))[0]
     x, states = inputs_of(cell, 5, 3)
     monkeypatch.setattr(op, "WORK_PER_THREAD", 1)
     torch.set_num_threads(2)
     expected = native(cell, x, states)[0]
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=run_in_child, args=(queue, cell, x, states))
-    child.start()
-    found = queue.get(timeout=60)
-    child.join(60)
-    assert torch.equal(torch.from_numpy(found), expected)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            (tmp_path / "found").write_bytes(native(cell, x, states)[0].numpy().tobytes())
+        os._exit(0)
+    until, ended = time.monotonic() + 30, (0, 0)
+    while ended == (0, 0) and time.monotonic() < until:
+        time.sleep(0.01)
+        ended = os.waitpid(child, os.WNOHANG)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    assert (tmp_path / "found").read_bytes() == expected.numpy().tobytes()
 
 
 def test_the_operator_is_registered_again_after_an_import_that_failed() -> None:
@@ -271,12 +280,23 @@ def test_the_operator_is_registered_again_after_an_import_that_failed() -> None:
     )
 
 
+#: A compiler that takes no time: it gives the kernel of this process out, and counts how often.
+COMPILER = """\
+while [ "$1" != -o ]; do shift; done
+cp "$KERNEL" "$2" && echo "$2" >> "$COMPILED"
+"""
+
+
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("TORCHQ_COMPAT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(build, "FLAGS", ("-std=c++20", "-O0", "-shared", "-fPIC", "-DTORCHQ_COMPAT_PLAIN"))
+    compiler, directory = tmp_path / "compiler", tmp_path / "cache"
+    compiler.write_text(COMPILER)
+    monkeypatch.setenv("KERNEL", str(build.kernel_build().library))
+    monkeypatch.setenv("COMPILED", str(tmp_path / "compiled"))
+    monkeypatch.setenv("CXX", f"sh {compiler}")
+    monkeypatch.setenv("TORCHQ_COMPAT_CACHE_DIR", str(directory))
     assert build.build_kernel().library is not None
-    return next(tmp_path.iterdir())
+    return next(directory.iterdir())
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "junk", "others may write", "a bit"])
@@ -303,6 +323,8 @@ def test_a_library_of_another_user(cache: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_two_builders_at_once(cache: Path) -> None:
     cache.unlink()
+    compiled = cache.parent.with_name("compiled")
+    compiled.unlink()
     processes = [
         multiprocessing.get_context("fork").Process(
             target=lambda: os._exit(build.build_kernel().library is None)
@@ -315,6 +337,19 @@ def test_two_builders_at_once(cache: Path) -> None:
         each.join(120)
     assert [each.exitcode for each in processes] == [0, 0]
     assert list(cache.parent.iterdir()) == [cache]
+    names = sorted(Path(line).name for line in compiled.read_text().splitlines())
+    assert names == sorted(["cell_loop.o", "recurrent_operator.o", cache.name])
+
+
+def test_a_builder_that_hangs_is_not_waited_for_longer_than_a_build_may_take(tmp_path: Path) -> None:
+    with one_at_a_time(tmp_path, 5):
+        began = time.monotonic()
+        with one_at_a_time(tmp_path, 0.3):
+            waited = time.monotonic() - began
+    assert 0.25 < waited < 3
+    began = time.monotonic()
+    with one_at_a_time(tmp_path, 30):
+        assert time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize(

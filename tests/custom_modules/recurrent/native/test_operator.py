@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
 import warnings
 from typing import Any
@@ -194,6 +195,24 @@ def test_torchs_operators_compute_the_same(name: str, form: str) -> None:
         assert sqnr(a.float(), b.float()) > 30
 
 
+def wrong_programs(program: Tensor) -> list[Tensor]:
+    """Of an LSTM: 3 numbers, 3 of its first cell, then 11 of each instruction and 3 of each register."""
+    first, second, registers = 6, 6 + 11, 6 + 11 * int(program[4])
+    changes = [
+        *({0: math.nan}, {0: 1e300}, {3: math.inf}),
+        {first + 1: 1},  # a state is written
+        {second + 1: 3},  # a register is written twice
+        {second + 2: 9},  # what is not written yet is read
+        {first + 9: 0, registers + 3 * 3 + 2: 0},  # a linear of x in every step
+    ]
+    wrong = []
+    for change in changes:
+        wrong.append(program.clone())
+        for at, value in change.items():
+            wrong[-1][at] = value
+    return wrong
+
+
 @pytest.mark.parametrize(
     "wrong", ["x", "states", "weights", "program", "boundary", "directions", "batch_sizes"]
 )
@@ -221,7 +240,10 @@ def test_the_operator_reads_no_memory_that_is_not_there(wrong: str) -> None:
         ],
         "states": [states[:1], [states[0], states[1][:1]], [states[0][:, :1]] * 2],
         "weights": [bound.weights()[:-1], bound.weights()[1:], [w[:1] for w in bound.weights()]],
-        "program": [broken[:-1], broken[:40], broken.float(), -broken, broken + 1],
+        "program": [
+            *(broken[:-1], broken[:40], broken.float(), -broken, broken + 1),
+            *wrong_programs(broken),
+        ],
         "boundary": [[], boundary[:-1], [*boundary, 1.0], [1.0, 7.0, *boundary[2:]]],
         "directions": [7],
         "batch_sizes": [[3, 3], [1, 2], [0, 3]],

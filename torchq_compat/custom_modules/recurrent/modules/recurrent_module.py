@@ -94,8 +94,10 @@ class RecurrentModule(PartOwner):
         self._bind()
 
     def _bind(self) -> None:
-        """Bind the arguments of the operator, if every cell has a program."""
-        layers = self.contract.layers(self) if self.can_be_lowered else []
+        """Bind the arguments of the operator, if every cell has a program. A copy made in a capture, which
+        would trace the numbers, binds at its first call outside."""
+        binds = self.can_be_lowered and not torch.compiler.is_compiling()
+        layers = self.contract.layers(self) if binds else []
         bound = [[direction.bound() for direction in layer.directions()] for layer in layers]
         known = [[each for each in layer if each is not None] for layer in bound]
         self._bound, self._direct = None, {}

@@ -14,13 +14,19 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from torchq_compat.custom_modules.recurrent.native.carried import carried_library
-from torchq_compat.custom_modules.recurrent.native.kernel_cache import cache_directory, fault_of, keep
+from torchq_compat.custom_modules.recurrent.native.kernel_cache import (
+    cache_directory,
+    fault_of,
+    keep,
+    one_at_a_time,
+)
 from torchq_compat.support.upstream import has_kernel
 from torchq_compat.support.user_warnings import warn_user
 
@@ -99,17 +105,15 @@ def build_kernel() -> KernelBuild:
 def _found_or_made(compiler: list[str]) -> Path:
     flags = [*FLAGS, TARGET]
     path = cache_directory() / f"recurrent_{_key(compiler, flags)}.so"
-    root = _torch_root()
-    sources = [f"-I{root / 'include'}", str(SOURCE), str(OPERATOR), f"-L{root / 'lib'}", "-ltorch_cpu"]
-    command = [*compiler, *flags, *sources]
-    if path.exists():
-        try:
-            return _loaded(path)
-        except OSError as fault:
-            _compile(command, path)
-            warn_user(f"the native kernel at {path} was built again: {fault}.")
-    else:
-        _compile(command, path)
+    if not path.exists():
+        with one_at_a_time(path.parent, TIME_LIMIT_SECONDS):
+            if not path.exists():  # Another process may have compiled it meanwhile.
+                _compile([*compiler, *flags], path)
+    try:
+        return _loaded(path)
+    except OSError as fault:
+        _compile([*compiler, *flags], path)
+        warn_user(f"the native kernel at {path} was built again: {fault}.")
     return _loaded(path)
 
 
@@ -152,20 +156,32 @@ def _with_operator(path: Path) -> Path:
     return path
 
 
-def _compile(command: list[str], path: Path) -> None:
+def _compile(compiler: list[str], path: Path) -> None:
     """Into a file of its own first: another process may load or write ``path`` meanwhile."""
+    root = _torch_root()
     print(f"torchq_compat: compiling the kernel of recurrent modules, once, into {path}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         made = Path(directory) / path.name
-        subprocess.run(
-            [*command, "-o", str(made)],
-            check=True,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=TIME_LIMIT_SECONDS,
-        )
+        objects = {source: made.with_name(f"{source.stem}.o") for source in (SOURCE, OPERATOR)}
+        commands = [
+            [*compiler, f"-I{root / 'include'}", "-c", str(source), "-o", str(objects[source])]
+            for source in objects
+        ]
+        with ThreadPoolExecutor(len(commands)) as both:
+            list(both.map(_run, commands))
+        _run([*compiler, *map(str, objects.values()), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(made)])
         keep(made, path)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=TIME_LIMIT_SECONDS,
+    )
 
 
 def _key(compiler: list[str], flags: list[str]) -> str:

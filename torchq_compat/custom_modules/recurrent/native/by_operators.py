@@ -116,13 +116,13 @@ def _widths(cell: CellNumbers, states: int) -> list[int]:
 
 
 def _columns_as_floats(x: Tensor, columns: Sequence[float]) -> Tensor:
-    """Integers as the floats they stand for; floats as they are."""
-    if x.is_floating_point():
-        return x
+    """The floats that linears read: what integers stand for, and floats as they are on their qparams."""
     widths = [int(width) for width in columns[::6]]
     rows = [QParamsRow(*columns[at + 1 : at + 6]) for at in range(0, len(columns), 6)]
+    if x.is_floating_point() and not any(row.scale for row in rows):
+        return x
     pieces = zip(torch.split(x, widths, -1), rows, strict=True)
-    return torch.cat([(piece.float() - row.zero_point) * row.scale for piece, row in pieces], -1)
+    return torch.cat([_requantized(piece, row if row.scale else None) for piece, row in pieces], -1)
 
 
 def _requantized(value: Tensor, row: QParamsRow | None) -> Tensor:

@@ -40,18 +40,19 @@ TARGET_PUSH("avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #include "tile_kernels.h"
 TARGET_POP
 
+TARGET_PUSH("avx2")
+#define TARGET_NAME avx2
+#define TARGET_SHOWN "avx2"
+#define TARGET_AVX2 1
+#include "tile_kernels.h"
+TARGET_POP
+
 TARGET_PUSH("avx2,avxvnni")
 #define TARGET_NAME avx_vnni
 #define TARGET_SHOWN "avx_vnni"
 #define TARGET_AVX2 1
 #define TARGET_AVX_VNNI 1
-#include "tile_kernels.h"
-TARGET_POP
-
-TARGET_PUSH("avx2")
-#define TARGET_NAME avx2
-#define TARGET_SHOWN "avx2"
-#define TARGET_AVX2 1
+#define TARGET_REST avx2
 #include "tile_kernels.h"
 TARGET_POP
 
@@ -60,20 +61,23 @@ TARGET_POP
 #define TARGET_SSE2 1
 #include "tile_kernels.h"
 
-#elif TORCHQ_COMPAT_ARM
-
-TARGET_PUSH("arch=armv8.2-a+dotprod")
-#define TARGET_NAME neon_dotprod
-#define TARGET_SHOWN "neon_dotprod"
-#define TARGET_NEON_DOT 1
-#include "tile_kernels.h"
-TARGET_POP
-
-#endif
+#else
 
 #define TARGET_NAME plain
 #define TARGET_SHOWN "plain"
 #include "tile_kernels.h"
+
+#if TORCHQ_COMPAT_ARM
+TARGET_PUSH("arch=armv8.2-a+dotprod")
+#define TARGET_NAME neon_dotprod
+#define TARGET_SHOWN "neon_dotprod"
+#define TARGET_NEON_DOT 1
+#define TARGET_REST plain
+#include "tile_kernels.h"
+TARGET_POP
+#endif
+
+#endif
 
 // One that can be built, and whether this CPU has it.
 struct InstructionSet {
@@ -91,8 +95,7 @@ inline const InstructionSet* instruction_sets(int64_t* count) {
                                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
       {&avx_vnni::kKernels, has_avx2 && __builtin_cpu_supports("avxvnni")},
       {&avx2::kKernels, has_avx2},
-      {&sse2::kKernels, true},
-      {&plain::kKernels, true}};
+      {&sse2::kKernels, true}};
 #elif TORCHQ_COMPAT_ARM
   static const InstructionSet kSets[] = {
       {&neon_dotprod::kKernels, (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0}, {&plain::kKernels, true}};

@@ -6,12 +6,20 @@ loader looks.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cache_directory", "fault_of", "keep"]
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["cache_directory", "fault_of", "keep", "one_at_a_time"]
 
 MARK = b"\0torchq_compat sha256\0"
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -49,6 +57,33 @@ def keep(made: Path, path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+@contextlib.contextmanager
+def one_at_a_time(directory: Path, seconds: float) -> Iterator[None]:
+    """Wait until no other process is in here with ``directory``, but no longer than ``seconds``.
+
+    The processes of one launch would compile the same kernel all at once. The lock goes with the process that
+    holds it; where the file system has none, nobody waits.
+    """
+    if fcntl is None:
+        yield
+        return
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break
+            else:
+                break
+        yield
+    finally:
+        os.close(held)
 
 
 def fault_of(path: Path) -> str | None:

@@ -31,6 +31,8 @@ using Tensors = std::vector<Tensor>;
 // Columns of the tables; see instruction_set.py.
 constexpr int64_t kInstructionColumns = 11, kRegisterColumns = 3, kQParams = 5, kConstants = 2 * kQParams + 2;
 constexpr int64_t kLinear = 0, kOperations = 8;
+// Of two in a program the product has 64 bits.
+constexpr double kMostInteger = 1ll << 31;
 // Prepared modules kept for each owner, and for all that name none.
 constexpr size_t kKeptOfOwner = 4, kKeptOfNobody = 16;
 
@@ -108,7 +110,7 @@ class Numbers {
     at_ += count;
     return numbers_ + at_ - count;
   }
-  int64_t integer() { return static_cast<int64_t>(*take(1)); }
+  int64_t integer() { return integers(1)[0]; }
   // So many of `columns` numbers each as follow.
   int64_t rows(int64_t columns) {
     const int64_t count = integer();
@@ -117,6 +119,8 @@ class Numbers {
   }
   std::vector<int64_t> integers(int64_t count) {
     const double* from = take(count);
+    const auto is_small = [](double number) { return number > -kMostInteger && number < kMostInteger; };
+    check(std::all_of(from, from + count, is_small), name_ + " has a number that is no integer");
     return {from, from + count};
   }
   bool at_end() const { return at_ == count_; }
@@ -250,7 +254,7 @@ class Reader {
       outputs.push_back(0);
       read_weight(mask, pointers, inputs.back(), outputs.back());
     }
-    check_instructions(instructions, registers, register_count, inputs, outputs, constants);
+    check_instructions(instructions, registers, states, inputs, outputs, constants);
     double columns = 0;
     for (int64_t s = 0; s < segment_count; ++s) {
       check(segments[s * (1 + kQParams)] > 0, "a segment of x has no columns");
@@ -289,9 +293,13 @@ class Reader {
   }
 
   void check_instructions(const std::vector<int64_t>& instructions, const std::vector<int64_t>& registers,
-                          int64_t register_count, const std::vector<int64_t>& inputs,
+                          int64_t states, const std::vector<int64_t>& inputs,
                           const std::vector<int64_t>& outputs, const double* constants) {
-    const int64_t count = static_cast<int64_t>(instructions.size()) / kInstructionColumns;
+    const int64_t count = static_cast<int64_t>(instructions.size()) / kInstructionColumns,
+                  register_count = static_cast<int64_t>(registers.size()) / kRegisterColumns;
+    // x and the states are there from the beginning.
+    std::vector<bool> is_written(register_count, false);
+    std::fill_n(is_written.begin(), 1 + states, true);
     const auto width_of = [&](int64_t which) { return registers[which * kRegisterColumns]; };
     const auto units_of = [&](int64_t which) { return registers[which * kRegisterColumns + 1]; };
     const auto once_of = [&](int64_t which) { return registers[which * kRegisterColumns + 2] != 0; };
@@ -299,19 +307,23 @@ class Reader {
       const int64_t* row = instructions.data() + i * kInstructionColumns;
       const int64_t op = row[0], target = row[1], width = row[6] * row[7], weight = row[8];
       check(op >= 0 && op < kOperations, "there is no such operation");
-      check(target > 0 && target < register_count && row[6] > 0 && width == width_of(target) &&
+      check(target > 0 && target < register_count && !is_written[target], "a register is written twice");
+      check(row[6] > 0 && row[6] <= width_of(target) && width == width_of(target) &&
                 row[7] == units_of(target) && once_of(target) == (row[9] != 0),
             "a result has another width, or is computed as often as its register is not");
       for (int64_t operand = 0; operand < 2; ++operand) {
         const int64_t which = row[2 + 2 * operand], offset = row[3 + 2 * operand];
         if (operand == 1 && which == -1) continue;
-        check(which >= 0 && which < register_count && offset >= 0, "an operand is no register");
+        check(which >= 0 && which < register_count && offset >= 0 && is_written[which],
+              "an operand is no register, or not written before");
         check(op == kLinear || offset <= width_of(which) - width, "an operand is too narrow");
         check(op == kLinear || (units_of(which) == row[7] && offset % row[7] == 0),
               "an operand has other gates than the result");
         check(!row[9] || which == 0 || once_of(which), "what is computed once reads what is not");
       }
+      is_written[target] = true;
       if (op != kLinear) continue;
+      check(row[9] || (row[2] != 0 && !once_of(row[2])), "a linear of x alone is computed once");
       check(weight >= 0 && weight < static_cast<int64_t>(inputs.size()), "a linear has no weight");
       check(inputs[weight] == width_of(row[2]) && row[3] == 0 && outputs[weight] == width,
             "a weight has another shape than its linear");

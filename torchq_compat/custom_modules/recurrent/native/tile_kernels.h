@@ -1,6 +1,7 @@
 // The kernels of one instruction set: included once for each, with TARGET_NAME its namespace, and compiled
 // for what TARGET_AVX512, TARGET_AVX2, TARGET_AVX_VNNI, TARGET_SSE2 or TARGET_NEON_DOT says; with none of
-// them, in plain C++ on the vectors that the compiler makes of anything.
+// them, in plain C++ on the vectors that the compiler makes of anything. With TARGET_REST only its products are
+// its own, and the rest is that of another one, included before, which has vectors as wide.
 //
 // Each does the same operations on floats in the same order, none of them fused, so that all give equal bits.
 
@@ -34,6 +35,9 @@ INLINE void store(float* to, F value) { __builtin_memcpy(to, &value, sizeof valu
 INLINE void store(int32_t* to, I value) { __builtin_memcpy(to, &value, sizeof value); }
 INLINE F all(float value) { return value - F{}; }
 INLINE I all(int32_t value) { return value - I{}; }
+
+#ifndef TARGET_REST
+
 INLINE I bits(F value) { return reinterpret_cast<I>(value); }
 
 // The second operand, where one of them is NaN: what the machines' own instructions do.
@@ -122,6 +126,8 @@ void elementwise(const float* a, const float* b, float* to, int64_t count, const
     store(to + j, round(computed<kOp>(load(a + j), load((kOp == kAdd || kOp == kMul ? b : a) + j))));
   }
 }
+
+#endif  // TARGET_REST
 
 // What four integers of x, and a line of weights, become before they are multiplied; and the products, added
 // up for every lane.
@@ -277,6 +283,21 @@ void products(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int
   constexpr int64_t kMost = kParts == 1 ? kMostRows[C] : kMostRows[C >= 2 && kMostRows[2] > 1 ? 2 : 1];
   products_from<kMost, C>(x, stride, rows, w, quads, out);
 }
+
+#ifdef TARGET_REST
+
+constexpr Kernels kKernels = [] {
+  Kernels kernels = TARGET_REST::kKernels;
+  kernels.name = TARGET_SHOWN;
+  kernels.input_shift = kInputShift;
+  kernels.products[1] = products<1>;
+  kernels.products[2] = products<2>;
+  kernels.products[3] = products<3>;
+  kernels.products[4] = products<4>;
+  return kernels;
+}();
+
+#else
 
 template <int64_t R>
 INLINE void float_rows(const float* x, int64_t stride, const Line* w, int64_t step, int64_t quads,
@@ -460,6 +481,9 @@ constexpr Kernels kKernels = {
 };
 #undef COMMA
 #undef ROUNDINGS
+
+#endif  // TARGET_REST
+
 #undef INLINE
 
 }  // namespace TARGET_NAME
@@ -471,3 +495,4 @@ constexpr Kernels kKernels = {
 #undef TARGET_AVX_VNNI
 #undef TARGET_SSE2
 #undef TARGET_NEON_DOT
+#undef TARGET_REST

@@ -19,6 +19,7 @@ from torchq_compat.lower.x86.kernels.kernel_base import (
     Refusal,
     Site,
 )
+from torchq_compat.lower.x86.kernels.own_linear import own_dynamic_linear
 from torchq_compat.lower.x86.kernels.weighted import pack
 from torchq_compat.lower.x86.qdq_operands import arguments_of, constant_of, quantized_weight, rank_of
 from torchq_compat.qspecs.qdq import CONVERT_DTYPE, DEQUANTIZE_DYNAMIC
@@ -71,7 +72,7 @@ def _embedding_bag(site: Site) -> KernelCall | Refusal | None:
 
 
 def _linear(site: Site) -> KernelCall | Refusal | None:
-    return _dynamic_linear(site) or _half_linear(site)
+    return own_dynamic_linear(site) or _dynamic_linear(site) or _half_linear(site)
 
 
 def _half_linear(site: Site) -> KernelCall | Refusal | None:

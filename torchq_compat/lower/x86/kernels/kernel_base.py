@@ -107,8 +107,10 @@ class Family:
         rules: aten op -> the rule that is asked about its calls.
         goes_first: whether it is asked before the others, which are asked where its rule says nothing.
         is_asked_always: whether it is asked also where the result stays float, to say why.
+        is_of_engine: whether its kernels are torch's, those of the quantized engine; else this package's own.
     """
 
     rules: Mapping[Any, Rule]
     goes_first: bool = False
     is_asked_always: bool = False
+    is_of_engine: bool = True

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from torchq_compat.lower.x86.engines import Engine, packing_for
+from torchq_compat.lower.x86.engines import X86_ENGINES, Engine, packing_for
 from torchq_compat.lower.x86.kernels.endless_convolutions import may_never_return
 from torchq_compat.lower.x86.kernels.followed import follow
 from torchq_compat.lower.x86.kernels.kernel_base import (
@@ -132,13 +132,14 @@ def _conv(name: str, overload: str, rank: int, read_settings: Settings) -> Rule:
 
 
 def _conv_transpose(name: str, rank: int) -> Rule:
-    """Packed for fbgemm, whatever engine: what the engine x86 packs gives wrong numbers where a transposed
-    convolution has other numbers of input and output channels."""
+    """Packed for fbgemm, whatever x86 engine: what the engine x86 packs gives wrong numbers where a
+    transposed convolution has other numbers of input and output channels."""
     settings = ("stride", "padding", "output_padding", "dilation", "groups")
     prepack_here = getattr(KERNELS, f"{name}_prepack").default
 
     def prepack(*args: Any) -> Any:
-        with packing_for(FBGEMM):
+        is_x86 = torch.backends.quantized.engine in X86_ENGINES
+        with packing_for(FBGEMM) if is_x86 else nullcontext():
             return prepack_here(*args)
 
     return _rule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -26,6 +27,8 @@ class Case:
         evaluation_data: what both sides are measured on; default: the calibration data, or the
             example inputs where there are none.
         fx_state: the state of a model that FX calibrated, loaded on both sides in place of calibrating.
+        is_qat: prepared with ``prepare_qat_fx``; ``model`` has the weights that training ended with, and the
+            fake-quantizes observe the calibration data.
     """
 
     model: nn.Module
@@ -37,6 +40,11 @@ class Case:
     backend_config: Any = None
     evaluation_data: Any = None
     fx_state: Any = None
+    is_qat: bool = False
+
+    def as_trained(self) -> nn.Module:
+        """A copy of the model in training mode, as ``prepare_qat_fx`` wants it."""
+        return copy.deepcopy(self.model).train()
 
     def checked(self) -> Case:
         """The same with the data as lists of tuples.

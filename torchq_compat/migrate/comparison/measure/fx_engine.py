@@ -46,13 +46,14 @@ def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
     observed, quantized = _custom_configs(case)
     with calling_fx(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        prepared = fx.prepare_fx(
-            copy.deepcopy(case.model).eval(),
+        is_qat = case.is_qat
+        prepared = (fx.prepare_qat_fx if is_qat else fx.prepare_fx)(
+            case.as_trained() if is_qat else copy.deepcopy(case.model).eval(),
             copy.deepcopy(case.qconfig_mapping),
             case.example_inputs,
             observed,
             backend_config=case.backend_config,
-        )
+        ).eval()
         if case.fx_state is not None:
             prepared.load_state_dict(case.fx_state)
         with torch.no_grad():

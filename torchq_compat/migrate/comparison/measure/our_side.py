@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from torchq_compat import convert_fx, convert_to_reference_fx, explain, prepare_fx
+from torchq_compat import convert_fx, convert_to_reference_fx, explain, prepare_fx, prepare_qat_fx
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.custom_modules.parts.part import PartKind
 from torchq_compat.custom_modules.parts.part_graph import part_nodes, part_of
@@ -84,13 +84,15 @@ def quantize_by_us(case: Case) -> OurSide:
     Raises:
         TorchQCompatError: as the entry points of ``torchq_compat.quantize_fx``.
     """
-    prepared = prepare_fx(
-        case.model,
+    # Fake-quantizes observe in evaluation mode too, in which batch norms stay as they were trained.
+    prepare, model = (prepare_qat_fx, case.as_trained()) if case.is_qat else (prepare_fx, case.model)
+    prepared = prepare(
+        model,
         case.qconfig_mapping,
         case.example_inputs,
         case.prepare_custom_config,
         backend_config=case.backend_config,
-    )
+    ).eval()
     if case.fx_state is not None:
         load_fx_state(prepared, case.fx_state)
     with torch.no_grad():

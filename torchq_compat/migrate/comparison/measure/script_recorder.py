@@ -10,7 +10,8 @@ import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -29,9 +30,8 @@ from torchq_compat.support.upstream import pytree
 
 __all__ = ["ScriptRecorder"]
 
-#: meta key of a prepared model.
-PREPARE, PREPARE_QAT = "prepare_fx", "prepare_qat_fx"
-CONVERT = ("convert_fx", "convert_to_reference_fx")
+#: Of a training, which may be long, the last batches are kept.
+LAST_BATCHES = 8
 
 Function = Callable[..., Any]
 
@@ -45,7 +45,8 @@ class Recording:
 
     model: nn.Module
     arguments: dict[str, Any]
-    batches: list[tuple[Any, ...]] = field(default_factory=list)
+    is_qat: bool = False
+    batches: deque[tuple[Any, ...]] = field(default_factory=deque)
     is_converted: bool = False
     convert_custom_config: Any = None
 
@@ -57,11 +58,11 @@ class ScriptRecorder:
     """Notes what goes through prepare_fx and convert_fx.
 
     Attributes:
-        trained: classes of the models that went through prepare_qat_fx.
+        remarks: what the report should be read with.
     """
 
     def __init__(self) -> None:
-        self.trained: list[str] = []
+        self.remarks: list[str] = []
         self._recordings: list[Recording] = []
         self._is_recording = False
 
@@ -89,8 +90,6 @@ class ScriptRecorder:
             CaseError: there is none.
         """
         converted = [recording for recording in self._recordings if recording.is_converted]
-        if not converted and self.trained:
-            raise CaseError.trained(self.trained[0])
         if not converted:
             raise CaseError(
                 f"{script} ended without preparing and converting a model with prepare_fx and convert_fx.",
@@ -112,26 +111,51 @@ class ScriptRecorder:
 
         return redirected
 
-    def _prepare_fx(self, call: Function, arguments: dict[str, Any]) -> Any:
-        recording = Recording(copy.deepcopy(arguments["model"]), _copied(arguments))
+    def _prepare_fx(self, call: Function, arguments: dict[str, Any], *, is_qat: bool = False) -> Any:
+        recording = Recording(
+            copy.deepcopy(arguments["model"]),
+            _copied(arguments),
+            is_qat,
+            deque(maxlen=LAST_BATCHES if is_qat else None),
+        )
         prepared = call()
         metadata.RECORDING.write(prepared, recording)
         self._recordings.append(recording)
         return prepared
 
     def _prepare_qat_fx(self, call: Function, arguments: dict[str, Any]) -> Any:
-        self.trained.append(type(arguments["model"]).__name__)
-        return call()
+        return self._prepare_fx(call, arguments, is_qat=True)
 
     def _convert_fx(self, call: Function, arguments: dict[str, Any]) -> Any:
-        converted = call()
         recording = metadata.RECORDING.of(arguments["graph_module"])
+        trained = arguments["graph_module"].state_dict() if recording is not None else {}
+        converted = call()
         if recording is not None and not recording.is_converted:
             recording.is_converted = True
             recording.convert_custom_config = arguments.get("convert_custom_config")
+            if recording.is_qat:
+                self.remarks.append(_take_trained(recording, trained))
         return converted
 
     _convert_to_reference_fx = _convert_fx
+
+
+def _take_trained(recording: Recording, trained: Mapping[str, Any]) -> str:
+    """Give the recorded model the tensors that the script trained; return what to say of it."""
+    model = recording.model
+    own = model.state_dict()
+    found = {
+        name: value.detach().clone()
+        for name, value in trained.items()
+        if isinstance(value, Tensor) and name in own and own[name].shape == value.shape
+    }
+    model.load_state_dict(found, strict=False)
+    untrained = sorted(own.keys() - found.keys())
+    kept = f"; {', '.join(untrained[:3])} as before the training" if untrained else ""
+    return (
+        f"{type(model).__name__} goes through prepare_qat_fx: both sides have the weights it was trained to"
+        f"{kept}, and observe the last {len(recording.batches)} batches anew"
+    )
 
 
 def _replaced_functions() -> list[tuple[Function, Function]]:
@@ -171,8 +195,9 @@ def _case(recording: Recording) -> Case:
         recording.model,
         recording.arguments["qconfig_mapping"],
         recording.arguments["example_inputs"],
-        recording.batches,
+        list(recording.batches),
         recording.arguments.get("prepare_custom_config"),
         recording.convert_custom_config,
         recording.arguments.get("backend_config"),
+        is_qat=recording.is_qat,
     ).checked()

@@ -1,0 +1,231 @@
+"""convert_fx on engines other than those of x86: qnnpack's kernels, this package's own, or neither."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+
+import torchq_compat as tc
+from tests.helpers.oracle import calibrate, leaves, sqnr
+from torchq_compat.errors import QuantizationWarning
+from torchq_compat.graph.graph_module import ConvertedModel
+from torchq_compat.lower.x86.lowered_module import LoweredGraphModule
+from torchq_compat.support.decisions import Action
+from torchq_compat.support.quantized_tensors import is_quantized
+
+OWN = "torchq_compat_native.recurrent, one linear"
+NATIVE = torch.ops.torchq_compat_native.recurrent.default
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[[str], None]]:
+    before = torch.backends.quantized.engine
+
+    def use(name: str) -> None:
+        torch.backends.quantized.engine = name
+
+    yield use
+    torch.backends.quantized.engine = before
+
+
+class Mobile(nn.Module):
+    """What a mobile tutorial quantizes: convolutions, depthwise too, a sum, pools, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.pointwise = nn.Conv2d(16, 16, 1)
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.pointwise(F.relu(self.depthwise(x)))
+        x = F.max_pool2d(torch.cat([x, x], 1)[:, :16], 2)
+        head: Tensor = self.head(F.adaptive_avg_pool2d(self.up(x), 1).flatten(1))
+        return head
+
+
+class Speech(nn.Module):
+    """Recurrent modules and linears alone, of two and three dimensions, one behind another's halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(12, 16, bidirectional=True)
+        self.first, self.second = nn.Linear(32, 24), nn.Linear(24, 7)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.relu(self.first(self.rnn(x)[0]))
+        return F.gelu(self.second(hidden)), self.second(hidden[-1])
+
+
+def converted(model: nn.Module, mapping: QConfigMapping, *shape: int) -> ConvertedModel:
+    batches = [(torch.randn(shape),) for _ in range(4)]
+    config = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(model, mapping, batches[0], config)
+    calibrate(prepared, batches)
+    return tc.convert_fx(prepared)
+
+
+def actions(model: Any) -> dict[str, Action]:
+    return {
+        d.node or d.path: d.action for d in model.lowering if d.action in (Action.LOWERED, Action.REFERENCE)
+    }
+
+
+def reasons(model: Any) -> dict[str, str]:
+    return {d.path: d.reason for d in model.lowering}
+
+
+@torch.no_grad()
+def test_qnnpack_runs_what_fx_runs_on_qnnpack(engine: Callable[[str], None]) -> None:
+    engine("qnnpack")
+    torch.manual_seed(0)
+    model, mapping = Mobile().eval(), get_default_qconfig_mapping("qnnpack")
+    batches = [(torch.randn(2, 3, 16, 16),) for _ in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationWarning)
+        prepared = tc.prepare_fx(model, mapping, batches[0])
+        calibrate(prepared, batches)
+        lowered = tc.convert_fx(prepared)
+    assert isinstance(lowered, LoweredGraphModule)
+    assert set(actions(lowered).values()) == {Action.LOWERED}, lowered.lowering
+    names = {str(node.target) for node in lowered.graph.nodes if node.op == "call_function"}
+    assert {
+        "quantized.conv2d_relu.new",
+        "quantized.conv2d.new",
+        "quantized.conv_transpose2d.default",
+    } <= names
+    assert not any("dequantize" in name for name in names - {"aten.dequantize.self"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = fx.prepare_fx(copy.deepcopy(model), mapping, batches[0])
+        calibrate(theirs, batches)
+        theirs = fx.convert_fx(theirs)
+    for size in (2, 5):
+        x = torch.randn(size, 3, 16, 16)
+        found = lowered(x)
+        # A rounding that falls to the other side moves an integer by one, and each a little of the next.
+        assert sqnr(lowered.reference(x), found) > 30
+        assert sqnr(theirs(x), found) > 28
+        assert 20 < sqnr(model(x), found) < 50
+
+
+@torch.no_grad()
+def test_linears_and_recurrent_modules_run_on_the_own_product(engine: Callable[[str], None]) -> None:
+    results = {}
+    for name in ("qnnpack", "x86"):
+        engine(name)
+        torch.manual_seed(0)
+        found = converted(Speech().eval(), get_default_qconfig_mapping("qnnpack"), 6, 3, 12)
+        assert isinstance(found, LoweredGraphModule)
+        torch.manual_seed(1)
+        x = torch.randn(9, 2, 12)
+        for reference, value in zip(found.reference(x), found(x), strict=True):
+            assert sqnr(reference, value) > 38
+        results[name] = found, found(x)
+    lowered, values = results["qnnpack"]
+    assert [OWN in reasons(lowered)[path] for path in ("first/linear", "second/linear_1")] == [True, True]
+    assert sum(node.target is NATIVE for node in lowered.graph.nodes) == 3
+    for one, other in zip(values, results["x86"][1], strict=True):
+        assert sqnr(one, other) > 38
+
+
+@torch.no_grad()
+def test_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No quantized tensor in the graph: floats on their steps, and the products on integers."""
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    torch.manual_seed(0)
+    with pytest.warns(QuantizationWarning, match="recurrent modules and linear layers on integers.*riscv64"):
+        found = converted(Speech().eval(), get_default_qconfig_mapping("qnnpack"), 6, 3, 12)
+    assert isinstance(found, LoweredGraphModule)
+    (decision,) = [d for d in tc.explain(found) if d.kind == "convert_fx"]
+    assert (decision.action, decision.warn) == ("reference", True)
+    assert actions(found)["rnn/lowering"] is Action.LOWERED
+    assert sum(node.target is NATIVE for node in found.graph.nodes) == 3
+    seen: list[bool] = []
+
+    class Watcher(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            result = super().run_node(n)
+            seen.extend(is_quantized(each) for each in leaves(result))
+            return result
+
+    x = torch.randn(9, 2, 12)
+    Watcher(found, graph=found.graph).run(x)
+    assert seen
+    assert not any(seen)
+    for reference, value in zip(found.reference(x), found(x), strict=True):
+        assert sqnr(reference, value) > 38
+    kept = {key: value.clone() for key, value in found.state_dict().items()}
+    again = copy.deepcopy(found)
+    again.load_state_dict(kept)
+    assert all(map(torch.equal, found(x), again(x)))
+    with torch.no_grad():
+        found.get_parameter("first.bias").add_(1.0)
+    assert not torch.equal(found(x)[1], again(x)[1])
+    assert sqnr(found.reference(x)[1], found(x)[1]) > 38
+
+
+@torch.no_grad()
+def test_dynamic_linears_of_qnnpack_are_the_own_ones(engine: Callable[[str], None]) -> None:
+    engine("qnnpack")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    lowered = converted(model, QConfigMapping().set_global(default_dynamic_qconfig), 3, 5, 8)
+    assert isinstance(lowered, LoweredGraphModule)
+    assert [OWN in reason for reason in reasons(lowered).values()].count(True) == 2
+    for shape in ((3, 5, 8), (1, 1, 8), (40, 2, 8)):
+        x = torch.randn(shape)
+        assert sqnr(lowered.reference(x), lowered(x)) > 90
+        assert 30 < sqnr(model(x), lowered(x)) < 55
+
+
+@pytest.mark.parametrize("mapping", ["static", "dynamic"])
+@torch.no_grad()
+def test_torchscript_knows_torchs_operators_alone(mapping: str, engine: Callable[[str], None]) -> None:
+    """What a mobile tutorial does next; the file is loaded where this package is not."""
+    engine("qnnpack")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    dynamic = QConfigMapping().set_global(default_dynamic_qconfig)
+    lowered = converted(
+        model, dynamic if mapping == "dynamic" else get_default_qconfig_mapping("qnnpack"), 3, 8
+    )
+    x = torch.randn(5, 8)
+    for script in (torch.jit.script(lowered), torch.jit.trace(lowered, x)):
+        text = str(script.inlined_graph)
+        assert "quantized::linear" in text
+        assert not {"torchq_compat_native::", "torchq_compat::"} & set(re.findall(r"\w+::", text))
+        assert sqnr(lowered(x), script(x)) > 30
+    assert isinstance(lowered, LoweredGraphModule)
+    assert sum(node.target is NATIVE for node in lowered.graph.nodes) == 2
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@torch.no_grad()
+def test_ranks_and_biases(rank: int, bias: bool, engine: Callable[[str], None]) -> None:
+    engine("qnnpack")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 19, bias=bias), nn.ReLU(), nn.Linear(19, 3, bias=bias)).eval()
+    shape = (2, 3, 4, 70)[4 - rank :]
+    lowered = converted(model, get_default_qconfig_mapping("qnnpack"), *shape)
+    assert isinstance(lowered, LoweredGraphModule)
+    assert [OWN in reason for reason in reasons(lowered).values()].count(True) == 2
+    x = torch.randn(shape)
+    found, expected = lowered(x), lowered.reference(x)
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= 1e-6
+    assert found.unique().numel() > 2

@@ -1,0 +1,48 @@
+"""The summary at the end of ``torchq-compat run``: what it counts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import default_dynamic_qconfig, get_default_qconfig_mapping
+
+import torchq_compat as tc
+from torchq_compat.migrate.running.recorder import Recorder
+
+
+class Pooled(nn.Module):
+    """The head of MobileNetV2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 4, 3), nn.ReLU()
+        self.head = nn.Sequential(nn.Dropout(), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.relu(self.conv(x)).mean([2, 3]))
+
+
+def test_what_moves_values_is_not_counted_as_quantized() -> None:
+    """A dropout in evaluation is in FX's BackendConfig, and yet nobody would say that it was quantized."""
+    x = torch.randn(2, 3, 8, 8)
+    recorder = Recorder()
+    prepared = recorder.wrap(tc.prepare_fx)(Pooled().eval(), get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    converted = recorder.wrap(tc.convert_fx)(prepared)
+    (dropout,) = [each for each in tc.explain(converted.reference) if each.kind == "Dropout"]
+    assert dropout.action.value == "quantized"
+    summary = recorder.summary("script.py")
+    assert "Dropout" not in summary
+    assert "quantized (1 Conv2d + ReLU, " in summary
+    assert ", 0 float" in summary
+
+
+def test_functions_that_no_model_passed_through() -> None:
+    recorder = Recorder()
+    assert "prepared no model" in recorder.summary("script.py")
+    recorder.wrap(tc.quantize_dynamic)(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()), {nn.Linear: default_dynamic_qconfig}
+    )
+    assert recorder.summary("script.py").splitlines()[1:] == [
+        "  Sequential, quantized dynamically: 1 DynamicQuantizedLinear"
+    ]

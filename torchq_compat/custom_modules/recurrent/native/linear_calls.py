@@ -1,0 +1,123 @@
+"""A linear layer as a program of the operator: the package's own product, on every engine and CPU.
+
+A cell whose new state is its one linear, and whose old state nobody reads.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.custom_modules.recurrent.native.bound_module import OWNERS
+from torchq_compat.custom_modules.recurrent.native.columns import ColumnQParams, as_numbers
+from torchq_compat.custom_modules.recurrent.native.instruction_set import Op
+from torchq_compat.custom_modules.recurrent.native.module_numbers import (
+    Boundary,
+    CellNumbers,
+    ModuleNumbers,
+    weight_mask,
+)
+from torchq_compat.custom_modules.recurrent.native.op import NO_SIZES, drop_forgotten, forget
+from torchq_compat.custom_modules.recurrent.native.program import (
+    CellProgram,
+    DynamicQParams,
+    Instruction,
+    Slot,
+    WeightNames,
+    qparams_row,
+)
+from torchq_compat.qspecs.qparams import PerTensorQParams
+
+__all__ = ["LINEAR_OPERATOR", "LinearCall", "LinearWeight", "linear_call"]
+
+LINEAR_OPERATOR: Any = torch.ops.torchq_compat_native.recurrent.default
+INPUT, STATE, PRODUCT, ACTIVATED = range(4)
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """The weight of a linear layer.
+
+    Attributes:
+        values: int8, of shape (N, K).
+        scales: float, of shape (N,); None: per tensor.
+        zero_points: integers, of shape (N,); None: per tensor.
+        bias: float32, of shape (N,), or None.
+        per_tensor: scale and zero point where they are.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+    zero_points: Tensor | None
+    bias: Tensor | None
+    per_tensor: tuple[float, int] = (1.0, 0)
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """The arguments of the operator behind x, (rows, K); its one result is of shape (rows, N)."""
+
+    weights: tuple[Tensor, ...]
+    program: Tensor
+    boundary: list[float]
+    owner: int
+
+    def behind_x(self) -> tuple[Any, ...]:
+        """Weights are not asked whether they were written: who writes them makes another call."""
+        version, directions = 1, 1
+        sizes = list(NO_SIZES)
+        return (
+            *([], list(self.weights), self.program, self.boundary, sizes),
+            *(directions, False, self.owner, version),
+        )
+
+
+def linear_call(
+    weight: LinearWeight,
+    columns: ColumnQParams,
+    *,
+    dynamic: DynamicQParams | None = None,
+    relu: bool = False,
+    output: PerTensorQParams | None = None,
+) -> LinearCall:
+    """Return the call that computes a linear layer.
+
+    Args:
+        weight: its weight; the tensors are to stay as they are.
+        columns: the qparams of the columns of x, integers or floats.
+        dynamic: what the qparams of x are chosen with, in place of ``columns``.
+        relu: whether a ReLU follows.
+        output: the 8-bit qparams of the integers the result leaves as; None: floats.
+    """
+    outputs, inputs = weight.values.shape
+    linear = Instruction(
+        Op.LINEAR,
+        PRODUCT,
+        ((INPUT, 0),),
+        outputs,
+        outputs,
+        False,
+        weight=0,
+        input=dynamic,
+        weight_qparams=weight.per_tensor,
+    )
+    instructions: tuple[Instruction, ...] = (linear,)
+    if relu:
+        instructions += (Instruction(Op.RELU, ACTIVATED, ((PRODUCT, 0),), outputs, outputs, False),)
+    slots = (Slot(inputs, inputs, True), *[Slot(outputs, outputs, False)] * (1 + len(instructions)))
+    names = WeightNames("values", "scales", "zero_points", "bias")
+    program = CellProgram(instructions, slots, (instructions[-1].target,), (names,))
+    parts = (weight.scales, weight.zero_points, weight.bias)
+    mask = weight_mask(parts)
+    numbers = CellNumbers(program.table, program.constants, (mask,), backward=False)
+    result = None if output is None else qparams_row(output)
+    boundary = Boundary(tuple(as_numbers(columns)), ((),), (None, result)).numbers()
+    given = tuple(each for each in (weight.values, *parts) if each is not None)
+    call = LinearCall(given, ModuleNumbers(((numbers,),)).tensor(), boundary, next(OWNERS))
+    weakref.finalize(call.program, forget, call.owner).atexit = False
+    drop_forgotten()
+    return call

@@ -1,0 +1,91 @@
+"""What scripts read of a prepared model, module by module: ``prepared.conv1.weight_fake_quant``, ``print``.
+
+Legacy: float modules, and those of ``torch.ao.nn.qat``, that the prepared model of FX calls. A captured graph
+reads their parameters: a view holds them at the same path, and answers for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e import fake_quantize
+
+from torchq_compat.errors import ModuleAttributeError
+from torchq_compat.graph.module_views import MISSING, ModuleFacts, ModuleView
+
+__all__ = ["PreparedView", "install_prepared_views"]
+
+FAKE_QUANTIZE = "weight_fake_quant"
+
+
+def install_prepared_views(prepared: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
+    """Put a view at every path of ``facts`` where nothing but parameters and buffers stands."""
+    for path, fact in facts.items():
+        parent_path, _, name = path.rpartition(".")
+        try:
+            parent = prepared.get_submodule(parent_path)
+        except AttributeError:
+            continue
+        standing = parent._modules.get(name)
+        if type(standing) is not nn.Module:
+            continue
+        view = _view_class(fact.kind)(prepared, path, fact)
+        vars(view).update({key: value for key, value in vars(standing).items() if key != "_view"})
+        parent._modules[name] = view
+
+
+class PreparedView(ModuleView):
+    """Stands for a module of the float model in a prepared one, with its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the ops of the module are in the graph.
+
+        Raises:
+            ModuleAttributeError: always.
+        """
+        _, path, facts = vars(self)["_view"]
+        raise ModuleAttributeError(
+            f"{path!r} of the prepared model is a view of what was {facts.kind}: it cannot be called.",
+            hint="call the whole model; its graph computes what the module computed.",
+        )
+
+    def extra_repr(self) -> str:
+        return str(vars(self)["_view"][2].shown)
+
+    def _answer(self, owner: GraphModule, path: str, name: str) -> Any:
+        return _weight_fake_quantize(owner, path) if name == FAKE_QUANTIZE else MISSING
+
+    def _refusal(self, path: str, kind: str, name: str) -> ModuleAttributeError:
+        return ModuleAttributeError(
+            f"{path!r} of the prepared model is a view of what was {kind}: it has no {name!r}.",
+            hint="it has the float module's settings and parameters, and weight_fake_quant where its weight "
+            "is fake-quantized; explain(model) has the rest.",
+        )
+
+
+@cache
+def _view_class(name: str) -> type[PreparedView]:
+    return type(name, (PreparedView,), {"__module__": __name__})
+
+
+def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
+    """The fake-quantize of the weight at ``path``, which in front of a batch norm is scaled first."""
+    weight = f"{path}.weight"
+    for node in prepared.graph.nodes:
+        if node.op == "call_module" and _is_of_weight(node, weight):
+            module = prepared.get_submodule(str(node.target))
+            if isinstance(module, fake_quantize.FakeQuantizeBase):
+                return module
+    return MISSING
+
+
+def _is_of_weight(node: Node, weight: str) -> bool:
+    """Whether ``node`` reads ``weight``, perhaps multiplied: in a product the weight stands first."""
+    source = node.args[0]
+    while isinstance(source, Node) and source.op == "call_function" and source.args:
+        source = source.args[0]
+    return isinstance(source, Node) and source.op == "get_attr" and source.target == weight

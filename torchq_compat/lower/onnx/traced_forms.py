@@ -1,0 +1,218 @@
+"""A converted model for ``torch.onnx.export`` alone, which has no translations of ours: what it would write
+wrong, or cannot write, is traced as operators that it writes right.
+
+- A quantize to a part of its dtype's range is clamped first: QuantizeLinear saturates at the dtype's own.
+- Integers that QuantizeLinear has not in the default opset, float zero points and dynamic qparams are
+  computed in floats.
+- Of a table of integers the rows that are looked up are dequantized.
+- A linear of floats by integers has two dimensions, for a Gemm, and of one of integers the bias is
+  subtracted; see ``translations.py``.
+
+Legacy: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Interpreter
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
+from torchq_compat.graph.graph_module import ConvertedGraphModule
+from torchq_compat.graph.quantized_interface import take_integers
+from torchq_compat.lower.export import with_size_rules
+from torchq_compat.qspecs import qdq
+
+__all__ = ["OnnxForms", "run_for_onnx"]
+
+ATEN = torch.ops.aten
+SCAN = torch.ops.higher_order.scan
+#: What QuantizeLinear has in the default opset of torch.onnx.
+BYTES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+#: The largest float32 that fits into an int32.
+LARGEST = 2147483520
+
+
+def run_for_onnx(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Any:
+    """Run ``model``, a q-dq graph, on operators that ONNX has; loops over time are rolled."""
+    bound = take_integers(model.record.signature.bind(args, {}), model.input_qparams())
+    with exporting_loops_as(LoopShape.ROLLED), OnnxForms():
+        return Interpreter(with_size_rules(model, bound)).run(*bound)
+
+
+class _Table(NamedTuple):
+    """What a dequantized tensor came from."""
+
+    integers: Tensor
+    scales: Tensor
+    zero_points: Tensor
+    axis: int
+
+
+class OnnxForms(TorchFunctionMode):
+    """Runs operators of ``quantized_decomposed`` as others that ONNX has, inside of loops too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Dequantized tensor -> where it came from; None: bytes, per tensor.
+        self._dequantized: Any = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is SCAN:
+            body, *rest = args
+            return func(self._around(body), *rest, **kwargs)
+        if func is ATEN.embedding.default:
+            return self._embedding(*args, **kwargs)
+        if func is ATEN.linear.default:
+            return self._linear(*args, **kwargs)
+        result = FORMS.get(func, func)(*args, **kwargs)
+        if func is qdq.DEQUANTIZE_PER_CHANNEL:
+            self._dequantized[result] = _Table(*args[:4])
+        elif func is qdq.DEQUANTIZE and args[0].dtype in BYTES:
+            self._dequantized[result] = None
+        return result
+
+    def _around(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """``body``, which is traced while this mode is off."""
+
+        def with_forms(*args: Any) -> Any:
+            with self:
+                return body(*args)
+
+        return with_forms
+
+    def _embedding(self, weight: Tensor, indices: Tensor, *options: Any) -> Tensor:
+        table = self._dequantized.get(weight)
+        if table is None or table.axis != 0:
+            found: Tensor = ATEN.embedding.default(weight, indices, *options)
+            return found
+        return _look_up(table, indices)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        result: Tensor
+        if x.dim() < 3 or weight not in self._dequantized:
+            result = ATEN.linear.default(x, weight, bias)
+        elif x in self._dequantized:
+            result = ATEN.linear.default(x, weight)
+            result = result if bias is None else result - (-bias)
+        else:
+            rows: Tensor = ATEN.linear.default(x.flatten(0, -2), weight, bias)
+            result = rows.reshape(*x.shape[:-1], -1)
+        return result
+
+
+def _quantize(
+    x: Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int, dtype: torch.dtype
+) -> Tensor:
+    whole = BYTES.get(dtype)
+    if whole is None:
+        scaled = torch.round(x * (1.0 / scale)) + float(zero_point)
+        low, high = (float(max(quant_min, -(2**31))), float(min(quant_max, LARGEST)))
+        return scaled.clamp(low, high).to(dtype)
+    if (quant_min, quant_max) != whole:
+        low, high = ((bound - zero_point) * scale for bound in (quant_min, quant_max))
+        x = x.clamp(low, high)
+    integers: Tensor = qdq.QUANTIZE(x, scale, zero_point, quant_min, quant_max, dtype)
+    return integers
+
+
+def _dequantize(
+    x: Tensor,
+    scale: float,
+    zero_point: int,
+    quant_min: int,
+    quant_max: int,
+    dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if dtype in BYTES:
+        arguments = (x, scale, zero_point, quant_min, quant_max, dtype)
+        result: Tensor = qdq.DEQUANTIZE(*arguments, out_dtype=out_dtype)
+        return result
+    result = (x.to(torch.float32) - float(zero_point)) * scale
+    return result if out_dtype is None else result.to(out_dtype)
+
+
+def _quantize_by_tensors(
+    x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, dtype: torch.dtype
+) -> Tensor:
+    scaled = torch.round(x * scale.to(torch.float32).reciprocal()) + zero_point.to(torch.float32)
+    return scaled.clamp(quant_min, quant_max).to(dtype)
+
+
+def _dequantize_by_tensors(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    quant_min: int,
+    quant_max: int,
+    dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return (x.to(torch.float32) - zero_point.to(torch.float32)) * scale.to(torch.float32)
+
+
+def _choose_qparams(
+    x: Tensor, quant_min: int, quant_max: int, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    low, high = x.min().clamp(max=0.0), x.max().clamp(min=0.0)
+    scale = ((high - low) / float(quant_max - quant_min)).clamp(min=eps)
+    zero_point = (quant_min - torch.round(low / scale)).clamp(quant_min, quant_max)
+    return scale.to(torch.float64), zero_point.to(torch.int64)
+
+
+def _dequantize_per_channel(
+    x: Tensor,
+    scales: Tensor,
+    zero_points: Tensor,
+    axis: int,
+    quant_min: int,
+    quant_max: int,
+    dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if dtype in BYTES and not zero_points.dtype.is_floating_point:
+        arguments = (x, scales, zero_points, axis, quant_min, quant_max, dtype)
+        result: Tensor = qdq.DEQUANTIZE_PER_CHANNEL(*arguments, out_dtype=out_dtype)
+        return result
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    shift, factor = (each.to(torch.float32).reshape(shape) for each in (zero_points, scales))
+    result = (x.to(torch.float32) - shift) * factor
+    return result if out_dtype is None else result.to(out_dtype)
+
+
+def _convert_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def _look_up(table: _Table, indices: Tensor) -> Tensor:
+    """Rows of ``table``, dequantized."""
+    rows, shift, factor = (
+        ATEN.index.Tensor(each, [indices]).to(torch.float32)
+        for each in (table.integers, table.zero_points, table.scales)
+    )
+    result: Tensor = (rows - shift.unsqueeze(-1)) * factor.unsqueeze(-1)
+    return result
+
+
+FORMS: dict[Any, Callable[..., Any]] = {
+    qdq.QUANTIZE: _quantize,
+    qdq.DEQUANTIZE: _dequantize,
+    qdq.QUANTIZE_DYNAMIC: _quantize_by_tensors,
+    qdq.DEQUANTIZE_DYNAMIC: _dequantize_by_tensors,
+    qdq.CHOOSE_QPARAMS: _choose_qparams,
+    qdq.DEQUANTIZE_PER_CHANNEL: _dequantize_per_channel,
+    qdq.CONVERT_DTYPE: _convert_dtype,
+}
