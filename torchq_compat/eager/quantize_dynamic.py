@@ -100,6 +100,12 @@ def quantize_dynamic(
         made = None if qconfig is None else _quantized(module, qconfig, path, classes)
         if made is not None:
             quantized[module] = _with_hooks_of(module, made)
+    is_asked = any(qconfig is not None for qconfig in qconfigs.values())
+    if not quantized and (mapping is not None or not (is_asked or qconfig_spec)):
+        warn_user(
+            "quantize_dynamic: nothing was quantized: no module has a type or a path that qconfig_spec and "
+            "mapping name for this dtype."
+        )
     if working in quantized:
         return _root(working, quantized[working], inplace=inplace)
     for parent in list(working.modules()):

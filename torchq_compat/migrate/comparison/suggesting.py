@@ -118,7 +118,7 @@ def suggest(
 
     Raises:
         ArgumentError: ``n`` below 1.
-        InputError: a batch of ``evaluation_data`` that the model does not take.
+        InputError: no batches to measure on, or one that the model does not take.
         ConfigError: ``qconfig_mapping`` is neither a QConfigMapping nor its dict form.
         TorchQCompatError: the model cannot be prepared; see ``prepare_fx``.
 
@@ -133,20 +133,22 @@ def suggest(
         True
     """
     if n < 1:
-        raise ArgumentError(f"suggest: n must be at least 1, got {n}.", hint="n=3 is the default.")
+        raise ArgumentError(
+            f"suggest: n must be at least 1, got {n}.", hint="give n=3, or leave it out: 3 is the default."
+        )
     mapping = (
         QConfigMapping.from_dict(qconfig_mapping) if isinstance(qconfig_mapping, dict) else qconfig_mapping
     )
     if not isinstance(mapping, QConfigMapping):
         raise ConfigError.wrong_type("qconfig_mapping", "a QConfigMapping", qconfig_mapping)
     case = Case(model, mapping, example_inputs, calibration_data, evaluation_data=evaluation_data).checked()
+    _check_batches(model, case.evaluation_data)
     prepared = prepare_fx(
         model, mapping, example_inputs, prepare_custom_config, backend_config=backend_config
     )
     with torch.no_grad():
         for batch in case.calibration_data:
             prepared(*batch)
-    _check_batches(model, case.evaluation_data)
     trial = _Trial(model, prepared, mapping, convert_custom_config, case.evaluation_data)
     before = trial.sqnr(())
     found = sorted(_sensitivities(model, prepared, trial), key=lambda each: each.sqnr)
@@ -159,6 +161,11 @@ def suggest(
 
 
 def _check_batches(model: nn.Module, batches: list[Batch]) -> None:
+    if not batches:
+        raise InputError(
+            "suggest: there are no batches to measure on.",
+            hint="give calibration_data, or evaluation_data, as a list of batches.",
+        )
     for index, batch in enumerate(batches):
         try:
             with torch.no_grad():

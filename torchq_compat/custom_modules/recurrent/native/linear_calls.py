@@ -1,6 +1,6 @@
 """A linear layer as a program of the operator: the package's own product, on every engine and CPU.
 
-A cell whose new state is its one linear, and whose old state nobody reads.
+A cell whose new state is a copy of its one linear, and whose old state nobody reads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchq_compat.qspecs.qparams import PerTensorQParams
 __all__ = ["LINEAR_OPERATOR", "LinearCall", "LinearWeight", "linear_call"]
 
 LINEAR_OPERATOR: Any = torch.ops.torchq_compat_native.recurrent.default
-INPUT, STATE, PRODUCT, ACTIVATED = range(4)
+INPUT, STATE, PRODUCT, RESULT = range(4)
 
 
 @dataclass(frozen=True)
@@ -94,23 +94,25 @@ def linear_call(
         output: the 8-bit qparams of the integers the result leaves as; None: floats.
     """
     outputs, inputs = weight.values.shape
-    linear = Instruction(
-        Op.LINEAR,
-        PRODUCT,
-        ((INPUT, 0),),
-        outputs,
-        outputs,
-        False,
-        weight=0,
-        input=dynamic,
-        weight_qparams=weight.per_tensor,
+    # What reads x alone is computed for all steps at once, and a state at every step: so two instructions.
+    instructions = (
+        Instruction(
+            Op.LINEAR,
+            PRODUCT,
+            ((INPUT, 0),),
+            outputs,
+            outputs,
+            True,
+            weight=0,
+            input=dynamic,
+            weight_qparams=weight.per_tensor,
+        ),
+        Instruction(Op.RELU if relu else Op.COPY, RESULT, ((PRODUCT, 0),), outputs, outputs, False),
     )
-    instructions: tuple[Instruction, ...] = (linear,)
-    if relu:
-        instructions += (Instruction(Op.RELU, ACTIVATED, ((PRODUCT, 0),), outputs, outputs, False),)
-    slots = (Slot(inputs, inputs, True), *[Slot(outputs, outputs, False)] * (1 + len(instructions)))
+    of_a_step = Slot(outputs, outputs, False)
+    slots = (Slot(inputs, inputs, True), of_a_step, Slot(outputs, outputs, True), of_a_step)
     names = WeightNames("values", "scales", "zero_points", "bias")
-    program = CellProgram(instructions, slots, (instructions[-1].target,), (names,))
+    program = CellProgram(instructions, slots, (RESULT,), (names,))
     parts = (weight.scales, weight.zero_points, weight.bias)
     mask = weight_mask(parts)
     numbers = CellNumbers(program.table, program.constants, (mask,), backward=False)
