@@ -68,8 +68,11 @@ def refuse_torchao_prepare(stage: str) -> None:
     Raises:
         ConvertError: ``prepare_pt2e`` or ``prepare_qat_pt2e`` was given a model of this package.
     """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torchq_compat."):
+        frame = frame.f_back
     # The first that torchao's prepare asks of a model (torchao 0.18).
-    if sys._getframe(2).f_code is get_node_name_to_scope.__code__:
+    if frame is not None and frame.f_code is get_node_name_to_scope.__code__:
         raise _other_engine(stage)
 
 

@@ -215,3 +215,32 @@ def test_inside_another_module() -> None:
 
     x = torch.randn(3, 3, 9, 9)
     check_equal(Outer(), loaded_again(torch.jit.script(Outer())), (x,))
+
+
+class Between(nn.Module):
+    """A recurrent module that takes a quantized layer's integers and hands integers to another."""
+
+    def __init__(self, recurrent: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 8)
+        self.recurrent = recurrent
+        self.behind = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, _ = self.recurrent(self.before(x).relu())
+        return self.behind(output)
+
+
+@pytest.mark.parametrize("how", [script, trace])
+@pytest.mark.parametrize("recurrent", [nn.LSTM(8, 4, bidirectional=True), nn.GRU(8, 8)], ids=["LSTM", "GRU"])
+def test_integers_go_in_and_out_of_a_recurrent_module(recurrent: nn.Module, how: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Between(recurrent).eval(), torch.randn(5, 2, 6)
+    prepared = tc.prepare_fx(model, MAPPING, (x,), tc.get_default_prepare_custom_config())
+    prepared(x)
+    quantized = tc.convert_fx(prepared, tc.get_default_convert_custom_config())
+    again = loaded_again(how(quantized, (x,)))
+    for call in (x, torch.randn(9, 3, 6)):
+        check_equal(quantized, again, (call,))
+    with torch.no_grad():
+        assert 20 < sqnr(model(x), again(x)) < 50

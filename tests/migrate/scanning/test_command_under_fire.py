@@ -198,10 +198,13 @@ def test_scanning_takes_time_in_proportion_to_what_is_found(tmp_path: Path) -> N
     for copies in (40, 160):
         path = tmp_path / f"copies_{copies}.py"
         path.write_text(FIVE_LINES * copies)
-        begin = time.process_time()
-        found = scan_paths([path]).findings
-        seconds[copies] = time.process_time() - begin
-        assert len(found) == 3 * copies  # two calls, and a dict that is written several times
+        takes = []
+        for _ in range(2):
+            begin = time.process_time()
+            found = scan_paths([path]).findings
+            takes.append(time.process_time() - begin)
+            assert len(found) == 3 * copies  # two calls, and a dict that is written several times
+        seconds[copies] = min(takes)
     # Four times the text; sixteen times the work where it is quadratic.
     assert seconds[160] < 8 * seconds[40]
 

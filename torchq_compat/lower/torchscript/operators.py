@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchq_compat.qspecs import qdq
+from torchq_compat.support.quantized_tensors import as_float
 
 __all__ = ["FUNCTIONS", "HELPERS", "INT_FLOAT", "TEMPLATES"]
 
@@ -106,5 +107,6 @@ HELPERS: Mapping[str, Any] = {
         quantize_per_channel,
         dequantize_per_channel,
         convert_element_type,
+        as_float,
     )
 }

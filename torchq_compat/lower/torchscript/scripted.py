@@ -22,8 +22,11 @@ from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporti
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.torchscript.operators import HELPERS
 from torchq_compat.lower.torchscript.source import FunctionSource, flat_results, write_function
+from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support import metadata
+from torchq_compat.support.dtypes import LEGACY_DTYPES
 from torchq_compat.support.upstream import PythonPrinter, pytree, tracing_paused
 from torchq_compat.support.user_warnings import warn_user
 
@@ -125,6 +128,8 @@ class _Leaves:
 
     def _call_of_leaf(self, node: Node, leaf: OpaqueModule, function: FunctionSource, args: list[str]) -> str:
         inner = _function_of_leaf(leaf, node, self.model)
+        if leaf.leaf_quantizes:
+            _take_and_hand_integers(inner, leaf.opaque_layouts[int(node.kwargs["opaque_layout"])], node)  # type: ignore[arg-type]
         compiled = script_source(inner, f"module_{len(function.called)}")
         name = f"module_{len(function.called)}"
         function.called[name] = compiled
@@ -159,6 +164,17 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
     return source_of_graph(captured, type(leaf).__name__, path)
+
+
+def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Node) -> None:
+    """Let the function of a leaf dequantize what comes quantized, and quantize what consumers ask for."""
+    inner.lines[:0] = [f"{name} = as_float({name})" for name, kind in inner.inputs if kind == "Tensor"]
+    handed: Any = node.kwargs.get("leaf_quantized", ())
+    for position in handed:
+        qparams = layout.output_qparams[position]
+        assert isinstance(qparams, PerTensorQParams)
+        written = f"{qparams.scale!r}, {qparams.zero_point}, {LEGACY_DTYPES[qparams.dtype]}"
+        inner.results[position] = f"torch.quantize_per_tensor({inner.results[position]}, {written})"
 
 
 def source_of_graph(captured: GraphModule, kind: str = "the module", path: str = "") -> FunctionSource:

@@ -71,7 +71,7 @@ class _Input:
     columns: ColumnQParams
 
     @property
-    def is_quantized(self) -> bool:
+    def comes_as_integers(self) -> bool:
         return isinstance(self.values, Quantized)
 
 
@@ -88,7 +88,7 @@ def _linear(site: Site) -> KernelCall | Refusal | None:
     source = _static_input(site, arguments["input"]) if weight is not None else None
     if weight is None or source is None or not kernel_build().is_loaded:
         return None
-    if site.qparams is None or not source.is_quantized:
+    if site.qparams is None or not source.comes_as_integers:
         call = linear_call(weight, source.columns, relu=site.relu is not None)
         return _returning_floats(site, source, call)
     call = linear_call(weight, source.columns, relu=site.relu is not None, output=site.qparams)
