@@ -500,3 +500,11 @@ def test_observers_of_torch_ao_by_channel(constructor: Any, reference: Any, is_q
     assert sum("dequantize_per_channel" in str(node.target) for node in ours.graph.nodes) == 1
     assert torch.equal(ours(X), theirs(X))
     assert 25 < sqnr(model(X), ours(X)) < 60
+
+
+def test_two_children_of_a_composable_quantizer_that_annotate_one_node() -> None:
+    one, other = (at(ATEN.relu.default, lambda node: annotate(node, output=INT8)) for _ in range(2))
+    with pytest.raises(AnnotationError, match="ByHand changed the annotation of 'relu'") as error:
+        converted_by(ComposableQuantizer([one, other]))
+    assert "(ByHand, ByHand)" in str(error.value)
+    assert "let one of them" in str(error.value.hint)

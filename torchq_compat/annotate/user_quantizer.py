@@ -7,12 +7,14 @@ prepared graph: what ``explain`` says is what stands there.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import (
+    ComposableQuantizer,
     QuantizationAnnotation,
     QuantizationSpec,
     Quantizer,
@@ -30,12 +32,16 @@ from torchq_compat.annotate.carried_out import (
 )
 from torchq_compat.annotate.source_partitions import SourcePartition, find_source_partitions, is_float_tensor
 from torchq_compat.annotate.wrapping_quantizer import WrappingQuantizer
+from torchq_compat.errors import AnnotationError
 from torchq_compat.multi_output.check_annotations import check_annotations
 from torchq_compat.multi_output.edges_and_nodes import has_several
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["UserQuantizer"]
+
+#: What torchao's ComposableQuantizer says where its children disagree (torchao 0.18).
+OF_TWO_CHILDREN = re.compile(r"^Quantizer (\w+) has (changed|removed) annotations on node (\S+)$")
 
 
 class UserQuantizer(WrappingQuantizer):
@@ -63,7 +69,18 @@ class UserQuantizer(WrappingQuantizer):
         self._observers: dict[Any, nn.Module] | None = None
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        model = super().annotate(model)
+        """Ask ``quantizer``, then annotate the calls of custom modules.
+
+        Raises:
+            AnnotationError: two children of a ComposableQuantizer annotate one node.
+        """
+        try:
+            model = super().annotate(model)
+        except RuntimeError as cause:
+            disagreed = OF_TWO_CHILDREN.search(str(cause))
+            if not isinstance(self.quantizer, ComposableQuantizer) or disagreed is None:
+                raise
+            raise _of_two_children(self.quantizer, *disagreed.groups()) from cause
         if self._groups is None:
             self._groups = find_source_partitions(model, self.model)
         for call, boundary in self.boundaries.items():
@@ -106,6 +123,16 @@ class UserQuantizer(WrappingQuantizer):
             _decision(partition, points, missing, idle, type(self.quantizer).__name__)
             for partition, points in zip(self._groups or (), self._points or (), strict=True)
         )
+
+
+def _of_two_children(quantizer: ComposableQuantizer, child: str, did: str, node: str) -> AnnotationError:
+    names = ", ".join(type(each).__name__ for each in quantizer.quantizers)
+    return AnnotationError(
+        f"{child} {did} the annotation of {node!r} that another Quantizer of the ComposableQuantizer "
+        f"({names}) wrote before it.",
+        hint="let one of them annotate it; one that comes later leaves alone what has a "
+        f"meta[{Q_ANNOTATION_KEY!r}].",
+    )
 
 
 def _points_of(partition: SourcePartition) -> list[PointName]:
