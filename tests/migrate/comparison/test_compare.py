@@ -28,7 +28,7 @@ from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareC
 import torchq_compat as tc
 from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, fx_activation_qparams, leaves, sqnr
 from torchq_compat import lstm_utils
-from torchq_compat.errors import CaseError, FxError
+from torchq_compat.errors import CaseError, FxError, QuantizationWarning
 from torchq_compat.migrate.comparison import recognised_differences as known_differences
 from torchq_compat.migrate.comparison.measure.fx_switch import fx_is_called
 from torchq_compat.migrate.comparison.printable import Comparison
@@ -363,7 +363,8 @@ def test_a_fake_quantize_of_a_reduced_range() -> None:
     with float weights, whatever the qconfig says."""
     batches = plain_batches()
     mapping = get_default_qat_qconfig_mapping("fbgemm")
-    comparison = tc.compare(build(Plain), mapping, batches[0], batches)
+    with pytest.warns(QuantizationWarning, match="has fake-quantizes, which are for training"):
+        comparison = tc.compare(build(Plain), mapping, batches[0], batches)
     head = point(comparison, "head")
     assert head.fx is not None
     assert head.ours.qparams is not None

@@ -196,6 +196,7 @@ def test_a_name_of_the_trees_own_is_followed(tmp_path: Path) -> None:
     assert codes == {("home.py", "TQ101"), ("middle.py", "TQ101"), ("user.py", "TQ101"), ("user.py", "TQ105")}
 
 
+@pytest.mark.slow
 def test_the_time_of_a_scan_grows_with_its_files(tmp_path: Path) -> None:
     """Of the size of real ones; one in ten has to do with FX, and uses a name of another."""
     filler = "".join(f"def f{i}(x):\n    return [x + {i} for x in range(x)]\n\n" for i in range(50))
@@ -205,11 +206,14 @@ def test_the_time_of_a_scan_grows_with_its_files(tmp_path: Path) -> None:
         folder.mkdir()
         for number in range(count):
             (folder / f"m{number}.py").write_text(filler + (FX if number % 10 == 0 else ""))
-        # Of the processor: other tests may be running.
-        start = time.process_time()
-        result = scan_paths([folder])
-        times.append(time.process_time() - start)
-        assert (result.files, len(result.findings)) == (count, count // 10)
+        takes = []
+        for _ in range(3):
+            # Of the processor: other tests may be running.
+            start = time.process_time()
+            result = scan_paths([folder])
+            takes.append(time.process_time() - start)
+            assert (result.files, len(result.findings)) == (count, count // 10)
+        times.append(min(takes))
     # Four times the files; sixteen times the time would be each file against each.
     assert times[1] < 8 * times[0], times
 
