@@ -10,10 +10,16 @@ from typing import Any
 __all__ = ["results_table"]
 
 #: Contender of the benchmarks -> its column; one that was not measured has none.
-COLUMNS = {"ours, lowered": "here", "FX static": "FX", "ONNX Runtime": "ONNX Runtime"}
+COLUMNS = {
+    "ours, lowered": "here",
+    "FX static": "FX",
+    "ONNX Runtime, dynamic int8": "ONNX Runtime, dynamic",
+}
 OURS = "ours, lowered"
 FLOAT = "float"
 PARTS = ("feedforward", "recurrent")
+#: Cases that are sizes alone.
+SIZES = "("
 RECURRENT = "LSTM {case}"
 
 
@@ -23,7 +29,8 @@ def results_table(file: Path) -> str:
     cases: dict[str, dict[str, Mapping[str, Any]]] = {}
     for part in PARTS:
         for row in data[part]:
-            name = RECURRENT.format(case=row["case"]) if part == "recurrent" else row["case"]
+            case: str = row["case"]
+            name = RECURRENT.format(case=case) if case.startswith(SIZES) else case
             cases.setdefault(name, {})[row["contender"]] = row
     shown = [column for column in COLUMNS if any(column in rows for rows in cases.values())]
     names = " / ".join(COLUMNS[column] for column in shown)
