@@ -99,7 +99,7 @@ class _Rewriting:
             if functional is None or not isinstance(written, Node) or written not in self.names:
                 self._name(node)
             elif self._is_left_in_place(node, written):
-                self.names[node] = self.names[written]
+                self.handed[node] = written
             elif _is_view_op(functional):
                 node.target = functional
                 self._name(node)
