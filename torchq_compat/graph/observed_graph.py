@@ -172,7 +172,8 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
     A reduced-range observer has quant_max 127, and PT2E's quantize op would saturate there; FX's saturates
     at the dtype's own 255. Inside the calibrated range both give the same integers.
     """
-    for node, module in observer_nodes(prepared):
+    # All of them first: places that share an observer share its name, under which the frozen one comes.
+    for node, module in list(observer_nodes(prepared)):
         if isinstance(module, WeightObserver) or not _quantizes_static(module):
             continue
         with warnings.catch_warnings():

@@ -21,6 +21,7 @@ from torchq_compat.capture.checked.trial_inputs import (
 )
 from torchq_compat.capture.checked.trial_runs import FloatRun, Runs
 from torchq_compat.capture.inlined_blocks import Block, inline_blocks
+from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.capture.sizes.input_sizes import InputSizes
 from torchq_compat.capture.sizes.size_guards import GuardLog
 from torchq_compat.capture.torch_export import Statics, capture
@@ -106,6 +107,7 @@ def attempt(case: CaptureCase, statics: Statics) -> Attempt:
         with case.runs.stubs.active(), marked_functions(), case.packing.during(case.model):
             graph_module = capture(case.model, case.args, case.dynamic_shapes, statics)
             blocks = inline_blocks(graph_module)
+            make_out_of_place(graph_module)
     finally:
         watching.remove()
     sizes = InputSizes.of(graph_module, case.inputs, log.guards())

@@ -25,6 +25,7 @@ from torchq_compat.capture.checked.trial_inputs import with_sizes
 from torchq_compat.capture.checked.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.inlined_blocks import inline_blocks
+from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.capture.loops.loop_module import GraphModel, Loop
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
 from torchq_compat.capture.loops.step_flow import NotALoopError
@@ -201,6 +202,7 @@ def _capture_rolled(
         with stubs.active(), marked_functions():
             graph_module = capture(model, args)
             inline_blocks(graph_module)
+            make_out_of_place(graph_module, keep_writes_into_views=True)
     except Exception as cause:
         raise NotALoopError(f"torch.export cannot capture it unrolled: {cause}") from cause
     rolled = roll_graph(graph_module, stubs, names)
