@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
-from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.capture.torch_export import capture
+from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError
 
 Values = list[Tensor]
@@ -228,5 +228,5 @@ def test_a_view_without_a_form_out_of_place_is_refused() -> None:
         x.unfold(3, 2, 2).mul_(2)
         return x
 
-    with pytest.raises(CaptureError, match=r"aten\.unfold\.default at test_inplace\.py:\d+ .*\n.*clone"):
+    with pytest.raises(CaptureError, match=r"aten\.unfold\.default at test_writes\.py:\d+ .*\n.*clone"):
         tc.prepare_fx(Net(overlapping).eval(), get_default_qconfig_mapping("x86"), (torch.randn(2, 3, 8, 8),))
