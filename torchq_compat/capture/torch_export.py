@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.full_slices import drop_full_slices
 from torchq_compat.capture.inlined_blocks import is_block
-from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.capture.unseen_python import with_seen_python
+from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config

@@ -42,6 +42,7 @@ __all__ = [
     "observer_faults",
     "observer_label",
     "observer_nodes",
+    "observers_without_infinity",
     "prepare_graph",
     "prepare_with",
 ]
@@ -128,6 +129,15 @@ def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]
         if fault is not None:
             found.append((observer_label(node), fault))
     return found
+
+
+def observers_without_infinity(graph_module: GraphModule) -> list[str]:
+    """Return where the observers stand that met infinite values and left them out."""
+    return [
+        observer_label(node)
+        for node, module in observer_nodes(graph_module)
+        if any(getattr(part, "left_out_infinity", False) for part in module.modules())
+    ]
 
 
 def observer_label(node: Node) -> str:

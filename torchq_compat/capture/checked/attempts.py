@@ -21,11 +21,11 @@ from torchq_compat.capture.checked.trial_inputs import (
 )
 from torchq_compat.capture.checked.trial_runs import FloatRun, Runs
 from torchq_compat.capture.inlined_blocks import Block, inline_blocks
-from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.capture.sizes.input_sizes import InputSizes
 from torchq_compat.capture.sizes.size_guards import GuardLog
 from torchq_compat.capture.torch_export import Statics, capture
 from torchq_compat.capture.wrapped_functions import marked_functions
+from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.packed_sequences.packing_mode import PackingMode
 
 __all__ = ["Attempt", "CaptureCase", "Trial", "attempt", "least_sqnr"]

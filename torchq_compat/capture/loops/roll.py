@@ -25,13 +25,13 @@ from torchq_compat.capture.checked.trial_inputs import with_sizes
 from torchq_compat.capture.checked.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.inlined_blocks import inline_blocks
-from torchq_compat.capture.inplace import make_out_of_place
 from torchq_compat.capture.loops.loop_module import GraphModel, Loop
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.loops.two_lengths import Length, follow_lengths
 from torchq_compat.capture.torch_export import capture, copied_inputs
 from torchq_compat.capture.wrapped_functions import marked_functions
+from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.opaque_calls.insert_calls import insert_calls
 from torchq_compat.support.graph_nodes import attribute_of

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.capture.origins import meta_outside_leaves
-from torchq_compat.capture.whole_of_view import is_same_view, scatters, whole_of_view
+from torchq_compat.capture.writes.whole_of_view import is_same_view, scatters, whole_of_view
 from torchq_compat.support.upstream import OpOverload, pytree
 
 __all__ = ["make_out_of_place"]
