@@ -230,6 +230,41 @@ def test_old_forms_of_packed_linears(version: int) -> None:
     )
 
 
+WRAPPED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "in a checkpoint": (
+        lambda s: {"state_dict": s, "epoch": 3},
+        r"(?s)under 'state_dict'.*checkpoint\['state",
+    ),
+    "of DataParallel": (
+        lambda s: {f"module.{name}": value for name, value in s.items()},
+        r"(?s)begin with 'module\.'.*consume_prefix_in_state_dict_if_present",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_a_state_inside_of_something_is_named(case: str) -> None:
+    wrap, message = WRAPPED[case]
+    with pytest.raises(CheckpointError, match=message):
+        load_fx_state(prepared_here(), wrap(calibrated_by_fx().state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_states_of_other_precisions(dtype: torch.dtype) -> None:
+    """Double is the same to the last bit, half nearly."""
+    state = calibrated_by_fx().state_dict()
+    converted = {name: v.to(dtype) if v.is_floating_point() else v for name, v in state.items()}
+    found = []
+    for each in (state, converted):
+        ours = prepared_here()
+        load_fx_state(ours, each)
+        assert {tensor.dtype for name, tensor in ours.named_parameters()} == {torch.float32}
+        found.append(tc.convert_to_reference_fx(ours)(*X))
+    if dtype is torch.float64:
+        assert torch.equal(*found)
+    assert sqnr(*found) > 40
+
+
 def without(state: dict[str, Any], part: str) -> dict[str, Any]:
     return {name: value for name, value in state.items() if part not in name}
 
