@@ -33,8 +33,11 @@ class Model(nn.Module):
         x = x[0] if isinstance(x, tuple) else x
         return self.head(x.flatten(0, 1)) + x.new_zeros(1)
 
+def prepare(model, x):
+    return prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+
 x = torch.randn(3, 2, 4)
-prepared = prepare_fx(Model().eval(), get_default_qconfig_mapping("x86"), (x,))
+prepared = prepare(Model().eval(), x)
 prepared(x)
 print(convert_fx.__name__, convert_to_reference_fx.__name__)
 convert_fx(prepared, keep_original_weights=True)
@@ -123,9 +126,11 @@ def test_strict_refuses_a_module_left_float(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "done" not in result.stdout
     assert "Traceback" not in result.stderr
-    told = r"torchq-compat: .*\.py:\d+: 1 module of Model left float: GRU 'gru': .* Hint: "
-    assert re.search(told, result.stderr), result.stderr
-    assert "Hint: " in result.stderr
+    told = r"torchq-compat: (.*\.py):(\d+): 1 module of Model left float: GRU 'gru': .* Hint: "
+    found = re.search(told, result.stderr)
+    assert found, result.stderr
+    # The line of the call, not of the call of the function that it is in.
+    assert "return prepare_fx(" in (tmp_path / found[1]).read_text().splitlines()[int(found[2]) - 1]
 
 
 @pytest.mark.slow
