@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import json
 import os
 import re
@@ -12,7 +15,10 @@ from pathlib import Path
 import pytest
 
 import torchq_compat
+from torchq_compat.migrate import compare
+from torchq_compat.migrate import run as run_command
 from torchq_compat.migrate.cli import main
+from torchq_compat.migrate.running.script_arguments import tell_misplaced_options
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -146,3 +152,20 @@ def test_options_behind_the_script_are_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchq_compat", "run", str(script), "--strict", "--explain"]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert result.stdout == "['--strict', '--explain']\n"
+
+
+def test_an_option_behind_a_script_that_does_not_know_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("parser.add_argument('--json')\n")
+    tell_misplaced_options(str(script), ["--html=page.html", "--json", "--epochs", "--htm"], compare.OPTIONS)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torchq-compat: --html stands behind {script} and is the script's own argument")
+    for command in (compare, run_command):
+        parser = argparse.ArgumentParser()
+        command.add_parser(parser.add_subparsers())
+        shown = io.StringIO()
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
+            parser.parse_args([command.__name__.rpartition(".")[2], "--help"])
+        assert set(command.OPTIONS) == set(re.findall(r"(?m)^  (--[a-z]+)", shown.getvalue()))
