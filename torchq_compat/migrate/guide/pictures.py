@@ -140,7 +140,7 @@ def _svg(
     labels: tuple[tuple[int, int, str], ...] = (),
 ) -> str:
     # Dark text on a dark page, or the reverse, where a page does not follow the reader's setting.
-    lines = [f'  <rect class="page" width="{width}" height="{height}" rx="8"/>']
+    lines = [f'  <rect class="page" x="0" y="0" width="{width}" height="{height}" rx="8"/>']
     lines += [_box(box) for box in boxes.values() if not box.lines]
     lines += [_arrow(boxes[start], boxes[end]) for start, end in arrows]
     lines += [_box(box) for box in boxes.values() if box.lines]
