@@ -144,7 +144,7 @@ def suggest(
     case = Case(model, mapping, example_inputs, calibration_data, evaluation_data=evaluation_data).checked()
     _check_batches(model, case.evaluation_data)
     prepared = prepare_fx(
-        model, mapping, example_inputs, prepare_custom_config, backend_config=backend_config
+        model, mapping, case.example_inputs, prepare_custom_config, backend_config=backend_config
     )
     with torch.no_grad():
         for batch in case.calibration_data:

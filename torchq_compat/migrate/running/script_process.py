@@ -25,8 +25,9 @@ from torchq_compat.migrate.stopping import stopping_cleanly
 __all__ = ["execute_script", "main", "show_script_error"]
 
 SCRIPT_RAISED = 1
-#: Where the frames above a script's own are.
+#: Where the frames above a script's own are, and those below its calls.
 TOOL = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[2])
 
 
 def main() -> int:
@@ -99,8 +100,12 @@ def execute_script(script: str, args: list[str]) -> None:
 
 
 def _script_line(error: Exception) -> str:
-    """Where the script called what raised, as ``file:line: ``."""
+    """Where the script, or a module it imports, called what raised, as ``file:line: ``."""
     traceback = _from_script_on(error.__traceback__)
+    while traceback is not None and (below := traceback.tb_next) is not None:
+        if below.tb_frame.f_code.co_filename.startswith(PACKAGE):
+            break
+        traceback = below
     return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}: " if traceback else ""
 
 
