@@ -230,3 +230,34 @@ def test_a_view_without_a_form_out_of_place_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"aten\.unfold\.default at test_writes\.py:\d+ .*\n.*clone"):
         tc.prepare_fx(Net(overlapping).eval(), get_default_qconfig_mapping("x86"), (torch.randn(2, 3, 8, 8),))
+
+
+class Cache(nn.Module):
+    """Keeps what it computed in a buffer, as decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("cache", torch.zeros(4, 6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache[:, : x.shape[1]] = self.key(x)
+        return self.out(self.cache.mean(1))
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_buffer_is_written_and_read(with_gradients: bool) -> None:
+    torch.manual_seed(0)
+    model, first, second = Cache().eval(), torch.randn(4, 5, 8), torch.randn(4, 2, 8)
+    with torch.set_grad_enabled(with_gradients):
+        prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (first,))
+        assert not model.cache.any()
+        for batch in (first, second):
+            prepared(batch)
+        for converted in (tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
+            theirs = Cache().eval()
+            theirs.load_state_dict(model.state_dict())
+            converted.cache.detach_().zero_()
+            for batch in (first, second):
+                assert 25 < sqnr(theirs(batch), converted(batch)) < 60
+            assert 25 < sqnr(theirs.cache, converted.cache) < 60
