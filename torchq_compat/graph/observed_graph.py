@@ -79,7 +79,17 @@ def prepare_with(
     if is_qat:
         _prepare_bodies(prepared, asked)
     _call_shared_observers_by_one_name(prepared)
+    if not is_qat:
+        _calibrate_with_float_weights(prepared)
     return _allow_train_eval(prepared)
+
+
+def _calibrate_with_float_weights(prepared: GraphModule) -> None:
+    """Let fake-quantizes of weights observe alone, where nothing is trained: FX has them in training only."""
+    for node, module in observer_nodes(prepared):
+        source = node.args[0]
+        if isinstance(module, FakeQuantizeBase) and isinstance(source, Node) and source.op == "get_attr":
+            module.disable_fake_quant()
 
 
 def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool = True) -> GraphModule:

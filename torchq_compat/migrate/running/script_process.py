@@ -57,6 +57,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
     """Redirect the FX names and return the function that reports what came through."""
     with import_noise_held_back():
         from torchq_compat.migrate.running.explanation_file import write_explanation
+        from torchq_compat.migrate.running.first_call import waiting_for_first_call
         from torchq_compat.migrate.running.fx_checkpoints import accept_checkpoints, remembering_prepared
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
         from torchq_compat.migrate.running.recorder import Recorder
@@ -65,7 +66,10 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
         from torchq_compat.migrate.running.removed_imports import redirect_removed_imports
 
         recorder = Recorder(strict=options.strict)
-        redirect(lambda function, _: recorder.wrap(remembering_prepared(function)), options.replacements)
+        redirect(
+            lambda function, _: waiting_for_first_call(recorder.wrap(remembering_prepared(function))),
+            options.replacements,
+        )
         refuse_numeric_suite()
         redirect_removed_imports()
         restore_removed_captures()
