@@ -29,6 +29,7 @@ from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.qspecs.contradictions import check_axis
 from torchq_compat.qspecs.observers import translate_constructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
+from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.torch_ao import HistogramObserver, ObservationType
@@ -154,6 +155,11 @@ class _State:
             return Action.FLOAT, "it has no single float output that could be observed"
         if entry is None:
             return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
+        if (infinite := _infinite_value(pattern)) is not None:
+            return (
+                Action.FLOAT,
+                f"values of {infinite} stand for infinity: no scale holds all of them",
+            )
         return self._quantize(pattern, entry, OpSpecs(qconfig))
 
     def _quantize(self, pattern: FusedPattern, entry: PatternEntry, specs: OpSpecs) -> tuple[Action, str]:
@@ -307,6 +313,15 @@ def _has_bounded_result(partition: SourcePartition) -> bool:
 
 def _is_quantized(dtype: torch.dtype | None) -> bool:
     return dtype is not None and (dtype is torch.float16 or is_integer(dtype))
+
+
+def _infinite_value(pattern: FusedPattern) -> str | None:
+    """Return the name of what the pattern reads or gives with values that stand for infinity."""
+    for producer, _ in pattern.observed_partition.inputs:
+        if metadata.INFINITE.is_on(producer):
+            return f"its input {producer.name!r}"
+    output = pattern.last.output
+    return "its result" if output is not None and metadata.INFINITE.is_on(output) else None
 
 
 def _same_observer(a: QuantizationSpec, b: QuantizationSpec) -> bool:

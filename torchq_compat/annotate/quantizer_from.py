@@ -20,7 +20,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, Quan
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.annotate.decide import decide_graph
-from torchq_compat.capture.inplace import make_out_of_place
+from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.config.backend_configs import read_backend_config
 from torchq_compat.config.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.qspecs.quantization_specs import make_spec

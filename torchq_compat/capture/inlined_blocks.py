@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.support.upstream import FakeTensor
 
-__all__ = ["Block", "inline_blocks"]
+__all__ = ["Block", "inline_blocks", "is_block"]
 
 HIGHER_ORDER = torch.ops.higher_order
 #: Higher-order op -> how many settings stand before the submodule.
@@ -40,6 +40,11 @@ class Block:
     path: str
     context: str
     casts: bool
+
+
+def is_block(node: Node) -> bool:
+    """Return whether ``node`` calls a block. One that gives nothing may still write into what it is given."""
+    return node.target in SETTINGS
 
 
 def inline_blocks(graph_module: GraphModule) -> tuple[Block, ...]:
@@ -67,7 +72,7 @@ def inline_blocks(graph_module: GraphModule) -> tuple[Block, ...]:
 
 
 def _next_call(graph: Graph) -> Node | None:
-    return next((node for node in graph.nodes if node.target in SETTINGS), None)
+    return next((node for node in graph.nodes if is_block(node)), None)
 
 
 def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:

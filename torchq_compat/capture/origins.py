@@ -21,7 +21,7 @@ from torch.fx import Node
 from torchq_compat.capture.wrapped_functions import wrapped_call_of
 from torchq_compat.config.qconfig_mappings import ObjectType
 
-__all__ = ["Origin", "computes_like", "find_origin", "innermost_call", "is_fx_leaf"]
+__all__ = ["Origin", "computes_like", "find_origin", "innermost_call", "is_fx_leaf", "meta_outside_leaves"]
 
 #: Modules whose functions ``torch_fn`` calls "builtin_function_or_method".
 BUILTIN_HOMES = (torch, torch._C._nn)
@@ -79,6 +79,18 @@ def innermost_call(node: Node) -> tuple[str, type[nn.Module]] | None:
     """Return the call of a module whose code ``node`` is, and its class; None outside of modules."""
     *_, last = (None, *_module_calls(node))
     return None if last is None else (last[0], _class_by_name(last[2]))
+
+
+def meta_outside_leaves(node: Node) -> dict[str, Any]:
+    """Return the metadata of ``node`` for one that is put beside it: a call of a module that FX keeps as one
+    node has no more nodes than it had."""
+    meta = dict(node.meta)
+    leaves = [key for key, _, name in _module_calls(node) if is_fx_leaf_class(_class_by_name(name))]
+    if leaves:
+        calls = list(node.meta["nn_module_stack"].items())
+        first = next(index for index, (key, _) in enumerate(calls) if key == leaves[0])
+        meta["nn_module_stack"] = dict(calls[:first])
+    return meta
 
 
 def is_fx_leaf(module: nn.Module) -> bool:

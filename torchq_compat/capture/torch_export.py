@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.full_slices import drop_full_slices
-from torchq_compat.capture.inplace import make_out_of_place
+from torchq_compat.capture.inlined_blocks import is_block
+from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config
@@ -56,9 +57,8 @@ def capture(
     options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
     graph_module = program.module(**options)
     assert isinstance(graph_module, GraphModule)
-    graph_module.graph.eliminate_dead_code()
+    graph_module.graph.eliminate_dead_code(lambda node: is_block(node) or node.is_impure())
     drop_full_slices(graph_module)
-    make_out_of_place(graph_module)
     return graph_module
 
 
@@ -66,6 +66,7 @@ def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
     """Return ``capture`` of a module with tensor arguments and a tuple of tensors as result, without pytree
     in its calling code: it is called once per time step."""
     captured = capture(model, args)
+    make_out_of_place(captured)
     flat = GraphModule(captured, captured.graph)
     flat.graph.set_codegen(torch.fx.graph.CodeGen())
     flat.recompile()

@@ -42,6 +42,7 @@ __all__ = [
     "observer_faults",
     "observer_label",
     "observer_nodes",
+    "observers_without_infinity",
     "prepare_graph",
     "prepare_with",
 ]
@@ -130,6 +131,15 @@ def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]
     return found
 
 
+def observers_without_infinity(graph_module: GraphModule) -> list[str]:
+    """Return where the observers stand that met infinite values and left them out."""
+    return [
+        observer_label(node)
+        for node, module in observer_nodes(graph_module)
+        if any(getattr(part, "left_out_infinity", False) for part in module.modules())
+    ]
+
+
 def observer_label(node: Node) -> str:
     """Return where the observer called by ``node`` stands, for people: module path, observed op, observer."""
     source = node.args[0]
@@ -172,7 +182,8 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
     A reduced-range observer has quant_max 127, and PT2E's quantize op would saturate there; FX's saturates
     at the dtype's own 255. Inside the calibrated range both give the same integers.
     """
-    for node, module in observer_nodes(prepared):
+    # All of them first: places that share an observer share its name, under which the frozen one comes.
+    for node, module in list(observer_nodes(prepared)):
         if isinstance(module, WeightObserver) or not _quantizes_static(module):
             continue
         with warnings.catch_warnings():

@@ -15,7 +15,13 @@ from torchq_compat.custom_modules.registry import ConvertRequest, handler_of
 from torchq_compat.custom_modules.user.float_calls import convert_float_calls
 from torchq_compat.errors import ConfigError, ConvertError
 from torchq_compat.graph.graph_module import ConvertedGraphModule, Stage, record_of
-from torchq_compat.graph.observed_graph import ObserverFault, convert_graph, observer_faults, observer_nodes
+from torchq_compat.graph.observed_graph import (
+    ObserverFault,
+    convert_graph,
+    observer_faults,
+    observer_nodes,
+    observers_without_infinity,
+)
 from torchq_compat.graph.other_engines import unguard
 from torchq_compat.graph.quantized_interface import expose_integers
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes, tensor_arguments
@@ -172,6 +178,12 @@ def _check_observers(prepared: GraphModule) -> None:
             f"{_shorten(not_finite)}.",
             hint="find the batch with torch.isfinite, prepare again, or load the state saved before it, "
             "and calibrate without it.",
+        )
+    left_out = observers_without_infinity(prepared)
+    if left_out:
+        warn_user(
+            f"observers have met infinite values, which no integer stands for: {_shorten(left_out)}. A mask "
+            "of them is lost. Give prepare_fx example inputs that have them: what reads them is float then."
         )
     if faults:
         warn_user(

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torchq_compat import batch_norm
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.checked.checked_prepare import check_prepared
+from torchq_compat.capture.checked.infinite_values import mark_infinite_values
 from torchq_compat.capture.checked.size_decisions import decide_blocks, decide_sizes
 from torchq_compat.capture.leftovers import decide_leftovers
 from torchq_compat.capture.parametrizations import decide_parametrizations
@@ -127,6 +128,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
         tried = try_model(as_written, swaps, request, is_rolled=bool(with_loops.steps))
         captured = capture_model(working, model, tried, signature, swaps, request)
     graph_module = captured.found.graph_module
+    mark_infinite_values(graph_module, captured.case)
     fix_modes(graph_module, working, in_evaluation, is_qat=is_qat)
 
     # Observe the custom modules, and place them.

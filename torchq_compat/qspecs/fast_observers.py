@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
@@ -27,7 +28,14 @@ SEARCH_STEP = 1e-5
 
 @recognised_by_torch_ao
 class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
-    """torchao's HistogramObserver; values inside the range seen so far are only counted."""
+    """torchao's HistogramObserver; values inside the range seen so far are only counted.
+
+    Attributes:
+        left_out_infinity: whether it has met infinite values, which torchao's leaves out with a warning that
+            names no place.
+    """
+
+    left_out_infinity = False
 
     def forward(self, x_orig: Tensor) -> Tensor:
         values = x_orig.detach()
@@ -35,7 +43,11 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
         if values.device == self.histogram.device and _is_inside(values, low, high):
             self.histogram.add_(torch.histc(values, self.bins, min=low.item(), max=high.item()))
             return x_orig
-        observed: Tensor = super().forward(x_orig)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.inf detected", UserWarning)
+            observed: Tensor = super().forward(x_orig)
+        if not torch.compiler.is_compiling() and bool(values.isinf().any()):
+            self.left_out_infinity = True
         return observed
 
     def _non_linear_param_search(self) -> tuple[Tensor, Tensor]:

@@ -96,6 +96,10 @@ INTEGERS: MetaKey[QParams | None] = MetaKey(
 DEQUANTIZED: MetaKey[QParams] = MetaKey(
     "torchq_compat_qparams", "node", "opaque_calls.quantized_boundary", "opaque_calls.quantized_boundary"
 )
+#: Whether some of its values on the example inputs stand for infinity.
+INFINITE: MetaKey[bool] = MetaKey(
+    "torchq_compat_infinite", "node", "capture.checked.infinite_values", "annotate.decide"
+)
 #: (least, largest) integer that the calibrated range takes; a reduced range leaves out half of them.
 OBSERVED_RANGE: MetaKey[tuple[int, int]] = MetaKey(
     "torchq_compat_observed_range", "node", "graph.observed_graph", "lower.x86.qdq_operands"

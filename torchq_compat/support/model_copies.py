@@ -19,10 +19,11 @@ def copied_model(model: Model) -> Model:
 
 def copied_weights(model: nn.Module) -> dict[int, Any]:
     """A memo for ``copy.deepcopy`` with the weights that parametrizations and ``torch.nn.utils.weight_norm``
-    compute: they hang on an autograd graph, which torch does not copy."""
+    compute, and buffers that were written with gradients on: they hang on an autograd graph, which torch does
+    not copy."""
     computed = {}
     for module in model.modules():
-        for value in vars(module).values():
+        for value in (*vars(module).values(), *module._buffers.values()):
             # A recurrent module has its weights once more, in a list.
             for tensor in value if isinstance(value, list) else [value]:
                 if isinstance(tensor, Tensor) and not tensor.is_leaf:

@@ -34,6 +34,7 @@ from torchq_compat.lower.x86.kernels.kernel_base import KernelCall, Refusal, Sit
 from torchq_compat.lower.x86.lowered_module import lower
 from torchq_compat.lower.x86.trials import Trials
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.metadata import OBSERVED_RANGE
 
 ENGINES = ("x86", "fbgemm", "onednn")
 ATEN = torch.ops.aten
@@ -338,3 +339,36 @@ def test_equal_trials_run_once() -> None:
     torch.manual_seed(3)
     lower(lowered.reference, decide_engine("x86"))
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_places_that_share_an_observer_keep_the_range_that_was_observed() -> None:
+    """A chain of a mobile net: the activation has the qparams of the convolution before it, and the depthwise
+    convolution behind it is right in the half of the range that was observed alone."""
+    torch.manual_seed(0)
+    wide = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+    wide.weight.data = wide.weight.data.abs() + 0.2
+    model = nn.Sequential(nn.Conv2d(3, 32, 1), nn.Identity(), nn.ReLU6(inplace=True), wide).eval()
+    x = torch.randn(2, 3, 8, 8)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    calibrate(prepared, [(x,)])
+    lowered = tc.convert_fx(prepared)
+    nodes = lowered.reference.graph.nodes
+    assert {OBSERVED_RANGE.of(node) for node in nodes if OBSERVED_RANGE.is_on(node)} == {(0, 127)}
+    assert {row.action for row in lowered.lowering} == {"lowered"}
+    assert 25 < sqnr(model(x), lowered(x)) < 60
+    check_explained(lowered, x)
+
+
+def test_how_a_kernel_fails_is_said(monkeypatch: pytest.MonkeyPatch, engine: Callable[[str], None]) -> None:
+    engine("onednn")
+    rule = plan.RULES[ATEN.conv1d.default]
+
+    def failing(site: Site) -> KernelCall | Refusal | None:
+        call = rule(site)
+        return KernelCall(call.kernel, call.args[:2], call.covers) if isinstance(call, KernelCall) else call
+
+    lowered, (decision,), told, x = lowered_with(failing, monkeypatch)
+    assert decision.action == "reference"
+    assert "quantized.conv1d.default fails (quantized::conv1d() is missing value for" in decision.reason
+    assert len(told) == 1
+    torch.testing.assert_close(lowered(x), lowered.reference(x), rtol=0, atol=1e-5)

@@ -25,6 +25,7 @@ from torchq_compat.capture.sizes.input_sizes import InputSizes
 from torchq_compat.capture.sizes.size_guards import GuardLog
 from torchq_compat.capture.torch_export import Statics, capture
 from torchq_compat.capture.wrapped_functions import marked_functions
+from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.packed_sequences.packing_mode import PackingMode
 
 __all__ = ["Attempt", "CaptureCase", "Trial", "attempt", "least_sqnr"]
@@ -106,6 +107,7 @@ def attempt(case: CaptureCase, statics: Statics) -> Attempt:
         with case.runs.stubs.active(), marked_functions(), case.packing.during(case.model):
             graph_module = capture(case.model, case.args, case.dynamic_shapes, statics)
             blocks = inline_blocks(graph_module)
+            make_out_of_place(graph_module)
     finally:
         watching.remove()
     sizes = InputSizes.of(graph_module, case.inputs, log.guards())

@@ -72,13 +72,20 @@ class Runs:
         except Exception as cause:
             return FloatRun(args, error=cause)
 
-    def of_graph(self, graph_module: GraphModule, args: tuple[Any, ...], *, double: bool = False) -> Any:
+    def of_graph(
+        self,
+        graph_module: GraphModule,
+        args: tuple[Any, ...],
+        *,
+        double: bool = False,
+        runner: type[GraphRunner] | None = None,
+    ) -> Any:
         """Run a captured graph, custom modules as the float modules they were."""
         modules = {handle: trial_copy(module) for handle, module in self.modules.items()}
         if double:
             graph_module, args = copy.deepcopy(graph_module).double(), _in_double(args)
             modules = {handle: copied_model(module).double() for handle, module in modules.items()}
-        return run_graph(graph_module, args, self.stubs, modules)
+        return run_graph(graph_module, args, self.stubs, modules, runner)
 
 
 def trial_copy(model: nn.Module) -> nn.Module:

@@ -31,6 +31,7 @@ from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.loops.two_lengths import Length, follow_lengths
 from torchq_compat.capture.torch_export import capture, copied_inputs
 from torchq_compat.capture.wrapped_functions import marked_functions
+from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.opaque_calls.insert_calls import insert_calls
 from torchq_compat.support.graph_nodes import attribute_of
@@ -201,6 +202,7 @@ def _capture_rolled(
         with stubs.active(), marked_functions():
             graph_module = capture(model, args)
             inline_blocks(graph_module)
+            make_out_of_place(graph_module, keep_writes_into_views=True)
     except Exception as cause:
         raise NotALoopError(f"torch.export cannot capture it unrolled: {cause}") from cause
     rolled = roll_graph(graph_module, stubs, names)

@@ -21,7 +21,7 @@ from torchq_compat.lower.x86.qdq_operands import (
     is_integers,
     tensor_inputs,
 )
-from torchq_compat.lower.x86.trials import MOST_STEPS, Trials
+from torchq_compat.lower.x86.trials import MOST_STEPS, Outcome, Trials
 from torchq_compat.qspecs.qdq import ALL_OPS, DEQUANTIZE, DEQUANTIZES, QUANTIZE, is_dequantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.decisions import Action, Decision
@@ -156,20 +156,18 @@ class _Planner:
         return replace(verdict, reason=f"{verdict.reason}; packed for fbgemm too")
 
     def _verdict(self, result: Node, call: KernelCall) -> KernelCall | Refusal:
-        steps = self._steps_off(result, call)
-        if steps <= MOST_STEPS:
+        outcome = self._outcome(result, call)
+        if outcome.steps <= MOST_STEPS:
             return call
-        within = self._steps_off(result, call, only_observed=True)
-        if within <= MOST_STEPS:
-            note = f"within the observed range; up to {_amount(steps)} off its q-dq op beyond, as FX's is"
+        within = self._outcome(result, call, only_observed=True)
+        if within.steps <= MOST_STEPS:
+            note = f"within the observed range; beyond it the kernel {outcome.fault}, as in FX"
             return replace(call, note=note)
-        fault = (
-            f"{call.label} is {_amount(within)} off its q-dq op on this CPU, on values that fill its qparams"
-        )
+        fault = f"{call.label} {within.fault} on this CPU, on values that fill its qparams"
         return Refusal(fault, warn=True)
 
-    def _steps_off(self, result: Node, call: KernelCall, *, only_observed: bool = False) -> float:
-        tried = self.trials.steps_off
+    def _outcome(self, result: Node, call: KernelCall, *, only_observed: bool = False) -> Outcome:
+        tried = self.trials.outcome
         return tried(self.graph_module, self.qparams_of, result, call, only_observed=only_observed)
 
     def decisions(self) -> Iterator[Decision]:
@@ -195,10 +193,6 @@ class _Planner:
         if why_float is None:
             return "runs on the integers as it is"
         return f"runs on the integers as it is, with the values it has in floats; it has no q-dq: {why_float}"
-
-
-def _amount(steps: float) -> str:
-    return "infinitely many steps" if steps == float("inf") else f"{steps:.0f} steps"
 
 
 def _known_inputs(

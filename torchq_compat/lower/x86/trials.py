@@ -10,7 +10,8 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +28,28 @@ from torchq_compat.qspecs.qdq import DEQUANTIZES
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support.quantized_tensors import as_float, integers_of, of_integers
 
-__all__ = ["MOST_STEPS", "Trials"]
+__all__ = ["MOST_STEPS", "Outcome", "Trials"]
 
 ATEN = torch.ops.aten
 #: Kernels round where the q-dq op rounds, but not always to the same side.
 MOST_STEPS = 1.001
+
+
+class Outcome(NamedTuple):
+    """What a trial found.
+
+    Attributes:
+        steps: the most quantization steps between the kernel and its q-dq op; infinite where it fails.
+        failure: how the kernel fails where the q-dq op does not.
+    """
+
+    steps: float
+    failure: str | None = None
+
+    @property
+    def fault(self) -> str:
+        """The outcome as the end of a sentence about the kernel."""
+        return self.failure or f"is {self.steps:.0f} steps off its q-dq op"
 
 
 @dataclass(frozen=True)
@@ -67,12 +85,12 @@ class Trials:
     """Runs trials; equal ones once.
 
     Attributes:
-        seen: trial -> the steps its kernel is off at most.
+        seen: trial -> its outcome.
     """
 
-    seen: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, Outcome] = field(default_factory=dict)
 
-    def steps_off(
+    def outcome(
         self,
         graph_module: GraphModule,
         qparams_of: dict[Node, PerTensorQParams],
@@ -80,13 +98,11 @@ class Trials:
         call: KernelCall,
         *,
         only_observed: bool = False,
-    ) -> float:
-        """Return the most quantization steps between what ``call`` and the q-dq nodes up to ``result`` give.
+    ) -> Outcome:
+        """Compare what ``call`` and the q-dq nodes up to ``result`` give; 0 steps if nothing can be tried.
 
         Args:
             only_observed: whether only integers are tried that the observers gave to what they measured.
-
-        Infinite where the kernel fails and the q-dq op does not; zero where nothing could be tried.
         """
         trial = _Trial(graph_module, qparams_of, result, call, only_observed)
         sources = trial.sources()
@@ -94,8 +110,8 @@ class Trials:
         key = _key(trial, sources, sizes)
         if key not in self.seen:
             constants: dict[Node, Any] = {}
-            steps = (_steps_at(trial, sources, each, index, constants) for index, each in enumerate(sizes))
-            self.seen[key] = max(steps, default=0.0)
+            outcomes = (_try_at(trial, sources, each, index, constants) for index, each in enumerate(sizes))
+            self.seen[key] = max(outcomes, default=Outcome(0.0), key=attrgetter("steps"))
         return self.seen[key]
 
 
@@ -147,13 +163,13 @@ def _reference_nodes(trial: _Trial, boundary: set[Node]) -> list[Node]:
     return list(found)
 
 
-def _steps_at(
+def _try_at(
     trial: _Trial,
     sources: list[Quantized | Floats],
     sizes: Sizes,
     index: int,
     constants: dict[Node, Any],
-) -> float:
+) -> Outcome:
     generator = torch.Generator().manual_seed(index)
     given = {source.node: _value(trial, source, sizes, index, generator) for source in sources}
     floats = {node: _dequantized(value) for node, value in given.items()}
@@ -161,18 +177,19 @@ def _steps_at(
     try:
         expected = evaluate(trial.result)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return 0.0  # The op itself does not take these sizes, or they come from beyond the trial.
+        return Outcome(0.0)  # The op itself does not take these sizes, or they come from beyond the trial.
     try:
         found = _run_call(trial.call, given, evaluate)
-    except RuntimeError:
-        return float("inf")
+    except RuntimeError as error:
+        return Outcome(float("inf"), f"fails ({str(error).splitlines()[0]})")
     if found.shape != expected.shape:
-        return float("inf")
+        shapes = f"{tuple(found.shape)} for {tuple(expected.shape)}"
+        return Outcome(float("inf"), f"gives another shape than its q-dq op ({shapes})")
     if not expected.numel():
-        return 0.0
+        return Outcome(0.0)
     if not trial.call.returns_floats:
-        return _steps_of_integers(found, expected, PerTensorQParams.of_node(trial.result))
-    return steps_of_floats(trial.op, evaluate, expected, found)
+        return Outcome(_steps_of_integers(found, expected, PerTensorQParams.of_node(trial.result)))
+    return Outcome(steps_of_floats(trial.op, evaluate, expected, found))
 
 
 def _steps_of_integers(found: Tensor, expected: Tensor, qparams: PerTensorQParams) -> float:

@@ -1,0 +1,79 @@
+"""Values that stand for infinity, as those of masks that are added to the scores of attention.
+
+No scale holds them and the others: with one for -1e9, every score is 0. What has them stays float.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.capture.checked.attempts import CaptureCase
+from torchq_compat.capture.checked.trial_runs import GraphRunner
+from torchq_compat.support import metadata
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["mark_infinite_values"]
+
+#: From here on a number may stand for infinity ...
+LARGE = 1e8
+#: ... if all others are smaller than it by this factor at least.
+APART = 1e-4
+
+
+def mark_infinite_values(graph_module: GraphModule, case: CaptureCase) -> None:
+    """Mark the nodes of a captured graph whose values on the example inputs stand for infinity in part.
+
+    It runs only where a constant or an example input is that large.
+    """
+    if _may_have_any(graph_module, case.args):
+        case.runs.of_graph(graph_module, case.args, runner=_Marking)
+
+
+class _Marking(GraphRunner):
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and stands_for_infinity(result):
+            metadata.INFINITE.write(n, True)
+        return result
+
+
+def stands_for_infinity(values: Tensor) -> bool:
+    """Return whether some of ``values`` are infinite, or so much larger than all others that they mean it."""
+    if not values.is_floating_point() or not values.numel():
+        return False
+    sizes = values.detach().abs().double()
+    others = sizes[sizes < LARGE]
+    largest = float(sizes.max())
+    if not largest >= LARGE:
+        return False
+    return math.isinf(largest) or (bool(others.numel()) and float(others.max()) <= APART * largest)
+
+
+def _may_have_any(graph_module: GraphModule, args: tuple[Any, ...]) -> bool:
+    constants = [leaf for node in graph_module.graph.nodes for leaf in pytree.tree_leaves(node.args)]
+    if any(isinstance(leaf, (int, float)) and abs(leaf) >= LARGE and not _is_end(leaf) for leaf in constants):
+        return True
+    read = [_tensor_at(graph_module, node) for node in graph_module.graph.find_nodes(op="get_attr")]
+    return any(isinstance(leaf, Tensor) and _has_large(leaf) for leaf in (*read, *pytree.tree_leaves(args)))
+
+
+def _is_end(number: float) -> bool:
+    """Return whether it is the end of a slice: the largest index."""
+    return isinstance(number, int) and number == 2**63 - 1
+
+
+def _tensor_at(graph_module: GraphModule, node: Node) -> Any:
+    found: Any = graph_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    return None if isinstance(found, nn.Parameter) else found
+
+
+def _has_large(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return False
+    return bool((tensor.detach().abs() >= LARGE).any())

@@ -1,0 +1,1 @@
+"""Writes in place, as values."""

@@ -1,0 +1,241 @@
+"""In-place ops of intermediate values, made out of place; ``x += y`` becomes ``x + y``, as FX traced it.
+
+A converted graph has a dequantize per consumer, and a lowered one has integers: an op that writes into one of
+them would be seen by that consumer alone. So whoever reads the value later is handed the result instead, by
+whatever name: also through a view that was written into, or a view of what was written. A write into a view
+becomes the base with that part replaced (``select_scatter``, ``slice_scatter``, ...).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from torchq_compat.capture.origins import meta_outside_leaves
+from torchq_compat.capture.writes.whole_of_view import is_same_view, scatters, whole_of_view
+from torchq_compat.support.upstream import OpOverload, pytree
+
+__all__ = ["make_out_of_place"]
+
+ATEN = torch.ops.aten
+#: They show their input where its memory allows and copy it where it does not.
+MAY_COPY = (
+    ATEN.contiguous.default,
+    ATEN.flatten.using_ints,
+    ATEN.ravel.default,
+    ATEN.reshape.default,
+    ATEN.reshape_as.default,
+    ATEN.to.device,
+    ATEN.to.dtype,
+    ATEN.to.dtype_layout,
+    ATEN.to.other,
+)
+
+
+def make_out_of_place(graph_module: GraphModule, *, keep_writes_into_views: bool = False) -> None:
+    """Rewrite the in-place ops of ``graph_module``.
+
+    What a float buffer or input holds in the end is written into it; counters stay as they are.
+
+    Args:
+        keep_writes_into_views: leave alone what is seen under more than one name.
+
+    Raises:
+        CaptureError: an op writes into a view that has no form out of place, as one of ``Tensor.unfold``.
+    """
+    if any(_functional_overload(node) is not None for node in graph_module.graph.nodes):
+        _Rewriting(graph_module, keep_writes_into_views).run()
+    graph_module.recompile()
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What one or more nodes are names of.
+
+    Attributes:
+        home: the node that made it.
+        value: the node that gives what it holds now.
+        version: how often it was written.
+        names: the nodes that show it.
+    """
+
+    home: Node
+    value: Node
+    version: int = 0
+    names: list[Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A node that shows ``memory`` as it was at ``version``: a view of ``parent``, or the whole."""
+
+    memory: _Memory
+    parent: Node | None
+    version: int
+
+
+class _Rewriting:
+    """One walk over a graph: writes become values, and what was read before a write is read again."""
+
+    def __init__(self, graph_module: GraphModule, keep_writes_into_views: bool) -> None:
+        self.graph = graph_module.graph
+        self.keep_writes_into_views = keep_writes_into_views
+        self.names: dict[Node, _Name] = {}
+        #: Nodes whose readers are handed another: results of writes into views, and tensors whose shape was
+        #: changed in place.
+        self.handed: dict[Node, Node] = {}
+        self.again: dict[tuple[Node, int], Node] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            self._read_current_values(node)
+            functional = _functional_overload(node)
+            written = node.args[0] if node.args else None
+            if functional is None or not isinstance(written, Node) or written not in self.names:
+                self._name(node)
+            elif self._is_left_in_place(node, written):
+                self.handed[node] = written
+            elif _is_view_op(functional):
+                node.target = functional
+                self._name(node)
+                self.handed[written] = node
+            else:
+                self._write(node, written, functional)
+        self._drop_what_nobody_reads()
+
+    def _read_current_values(self, reader: Node) -> None:
+        reader.args = map_arg(reader.args, lambda node: self._current(node, reader))
+        reader.kwargs = map_arg(reader.kwargs, lambda node: self._current(node, reader))
+
+    def _current(self, node: Node, reader: Node) -> Node:
+        """Return what shows now what ``node`` is a name of; made before ``reader`` where it is a view."""
+        while node in self.handed:
+            node = self.handed[node]
+        return self._shown(node, reader)
+
+    def _shown(self, node: Node, reader: Node) -> Node:
+        name = self.names.get(node)
+        if name is None or name.version == name.memory.version:
+            return node
+        if name.parent is None:
+            return name.memory.value
+        key = node, name.memory.version
+        if key not in self.again:
+            parent = self._shown(name.parent, reader)
+            with self.graph.inserting_before(reader):
+                again = self.graph.create_node(node.op, node.target, (parent, *node.args[1:]), node.kwargs)
+            again.meta = meta_outside_leaves(node)
+            self._add_name(again, name.memory, parent)
+            self.again[key] = again
+        return self.again[key]
+
+    def _name(self, node: Node) -> None:
+        source = node.args[0] if node.op == "call_function" and node.args else None
+        if isinstance(source, Node) and source in self.names and _is_view(node, source):
+            self._add_name(node, self.names[source].memory, source)
+        elif node.op != "output":
+            self._add_name(node, _Memory(node, node), None)
+
+    def _add_name(self, node: Node, memory: _Memory, parent: Node | None) -> None:
+        self.names[node] = _Name(memory, parent, memory.version)
+        memory.names.append(node)
+
+    def _is_left_in_place(self, node: Node, written: Node) -> bool:
+        name = self.names[written]
+        is_made_here = name.memory.home.op not in ("placeholder", "get_attr")
+        if self.keep_writes_into_views:
+            is_seen_twice = name.parent is not None or any(_is_view(user, written) for user in written.users)
+            return not is_made_here or is_seen_twice
+        value = node.meta.get("val")
+        return not is_made_here and not (isinstance(value, Tensor) and value.is_floating_point())
+
+    def _write(self, node: Node, written: Node, functional: OpOverload) -> None:
+        """Make ``node`` give what it wrote, and the memory hold its old value with that part replaced."""
+        memory, part, value = self.names[written].memory, written, node
+        node.target = functional
+        if functional is ATEN.copy.default and scatters(written):
+            source = node.args[1]
+            assert isinstance(source, Node)
+            if is_same_view(source, written):  # ``x[0] += y`` writes its result, and then once more.
+                self.handed[node] = written
+                return
+            value = source if _are_alike(source, written) else node
+        meta = {key: value for key, value in meta_outside_leaves(node).items() if key != "torch_fn"}
+        with self.graph.inserting_before(node.next):
+            while (parent := self.names[part].parent) is not None:
+                part, value = whole_of_view(part, parent, value, meta)
+            if memory.home.op in ("placeholder", "get_attr"):
+                kept = self.graph.call_function(ATEN.copy_.default, (memory.home, value))
+                kept.meta = {**meta, "val": memory.home.meta.get("val")}
+        memory.value, memory.version = value, memory.version + 1
+        self._add_name(value, memory, None)
+        if value is not node:
+            self.handed[node] = written
+            memory.names.append(node)
+
+    def _drop_what_nobody_reads(self) -> None:
+        rewritten = {id(name.memory): name.memory for name in self.names.values() if name.memory.version}
+        ours = {node for memory in rewritten.values() for node in memory.names}
+        for node in reversed(list(self.graph.nodes)):
+            if node in ours and node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+
+
+def _functional_overload(node: Node) -> OpOverload | None:
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return None
+    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
+    if not target._schema.is_mutable or not name.endswith("_"):
+        return None
+    packet = getattr(ATEN, name.removesuffix("_"), None)
+    return getattr(packet, overload, None) if packet is not None else None
+
+
+def _is_view(node: Node, source: Node) -> bool:
+    """Return whether ``node`` reads ``source`` and shows the same memory."""
+    ours, theirs = _storage_of(node), _storage_of(source)
+    if ours is not None and ours == theirs:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    # Example values of a block that was inlined have memory of their own; the ops that copy where they
+    # cannot show are asked.
+    return _is_view_op(node.target) and not (node.target in MAY_COPY and _copies(node))
+
+
+def _copies(node: Node) -> bool:
+    args, kwargs = pytree.tree_map_only(
+        Node, lambda each: each.meta.get("val"), (node.args, dict(node.kwargs))
+    )
+    try:
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, TypeError, ValueError):
+        return True
+    return bool(made.untyped_storage()._cdata != args[0].untyped_storage()._cdata)
+
+
+def _is_view_op(target: OpOverload) -> bool:
+    schema: Any = target._schema
+    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+
+
+def _storage_of(node: Node) -> Any:
+    """Return what is equal for example values in the same memory; None where there is no such value."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    tensors = [each for each in values if isinstance(each, Tensor)]
+    storages = {each.untyped_storage()._cdata for each in tensors}
+    return storages.pop() if len(tensors) == len(values) and len(storages) == 1 else None
+
+
+def _are_alike(node: Node, other: Node) -> bool:
+    ours, theirs = node.meta.get("val"), other.meta.get("val")
+    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
+        return False
+    return (str(ours.shape), ours.dtype, ours.device) == (str(theirs.shape), theirs.dtype, theirs.device)

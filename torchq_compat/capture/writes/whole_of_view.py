@@ -1,0 +1,139 @@
+"""From a value for a view to one for what it is a view of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torchq_compat.errors import CaptureError
+from torchq_compat.support.graph_nodes import user_line_of
+
+__all__ = ["is_same_view", "scatters", "whole_of_view"]
+
+ATEN = torch.ops.aten
+#: They give the elements of their input, in its order, in another shape or the same.
+RESHAPES = (
+    "_reshape_alias",
+    "_unsafe_view",
+    "alias",
+    "contiguous",
+    "detach",
+    "flatten",
+    "ravel",
+    "reshape",
+    "reshape_as",
+    "squeeze",
+    "to",
+    "unflatten",
+    "unsqueeze",
+    "view",
+    "view_as",
+)
+#: Done again, they give their input.
+EXCHANGES = ("adjoint", "mH", "mT", "matrix_H", "numpy_T", "swapaxes", "swapdims", "t", "transpose")
+#: A part of a tensor -> the tensor with that part replaced.
+SCATTERS = {
+    "select": ATEN.select_scatter.default,
+    "slice": ATEN.slice_scatter.default,
+    "diagonal": ATEN.diagonal_scatter.default,
+}
+#: They take a tensor apart along a dimension; the pieces in a row are the tensor.
+SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split")
+
+
+def scatters(view: Node) -> bool:
+    """Return whether ``view`` is a part that an op of ATEN puts back."""
+    return _name_of(view) in SCATTERS
+
+
+def is_same_view(node: Node, other: Node) -> bool:
+    """Return whether both nodes are the same view of the same value."""
+    return (node.target, node.args, node.kwargs) == (other.target, other.args, other.kwargs)
+
+
+def whole_of_view(view: Node, parent: Node, value: Node, meta: dict[str, Any]) -> tuple[Node, Node]:
+    """Return what ``view`` is a view of, and its value once ``value`` is what the view shows.
+
+    Args:
+        view: a view of ``parent``, or a piece of one that ``parent`` took apart.
+        value: of the view's shape. New nodes come where the graph inserts.
+        meta: of new nodes, but for their example values.
+
+    Raises:
+        CaptureError: there is no op that does so.
+    """
+    if view.target is operator.getitem:
+        return _whole_of_piece(view, parent, value, meta)
+    base: Any = view.args[0]
+    rest: Any = view.args[1:]
+    name, graph = _name_of(view), view.graph
+    if name in SCATTERS:
+        made = graph.call_function(SCATTERS[name], (base, value, *rest), view.kwargs)
+    elif name == "narrow":
+        dim, start, length = rest
+        are_known = isinstance(start, int) and isinstance(length, int)
+        end = start + length if are_known else graph.call_function(operator.add, (start, length))
+        made = graph.call_function(ATEN.slice_scatter.default, (base, value, dim, start, end))
+    elif name in RESHAPES and _dtype_of(view) == _dtype_of(base):
+        made = graph.call_function(ATEN.reshape_as.default, (value, base))
+    elif name in EXCHANGES:
+        made = graph.call_function(view.target, (value, *rest), view.kwargs)  # type: ignore[arg-type]
+    elif name == "permute":
+        made = graph.call_function(ATEN.permute.default, (value, _inverse(rest[0])))
+    elif name == "movedim":
+        made = graph.call_function(view.target, (value, rest[1], rest[0]))  # type: ignore[arg-type]
+    else:
+        raise _without_form(view)
+    made.meta = {**meta, "val": base.meta.get("val")}
+    return base, made
+
+
+def _whole_of_piece(view: Node, parent: Node, value: Node, meta: dict[str, Any]) -> tuple[Node, Node]:
+    base: Any = parent.args[0]
+    graph, name, count = view.graph, _name_of(parent), len(parent.meta["val"])
+    if name not in (*SPLITS, "unbind"):
+        raise _without_form(view)
+    pieces: list[Node] = []
+    for index in range(count):
+        if index == view.args[1]:
+            pieces.append(value)
+            continue
+        pieces.append(graph.call_function(operator.getitem, (parent, index)))
+        pieces[-1].meta = {**meta, "val": parent.meta["val"][index]}
+    dim = _dim_of(parent, 1 if name == "unbind" else 2)
+    made = graph.call_function(ATEN.stack.default if name == "unbind" else ATEN.cat.default, (pieces, dim))
+    made.meta = {**meta, "val": base.meta.get("val")}
+    return base, made
+
+
+def _name_of(node: Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name).removeprefix("aten::")
+
+
+def _dim_of(split: Node, position: int) -> Any:
+    return split.kwargs.get("dim", split.args[position] if len(split.args) > position else 0)
+
+
+def _dtype_of(node: Any) -> Any:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _inverse(dims: Sequence[int]) -> list[int]:
+    positive = [dim % len(dims) for dim in dims]
+    return [positive.index(dim) for dim in range(len(dims))]
+
+
+def _without_form(view: Node) -> CaptureError:
+    line = user_line_of(view)
+    where = f" at {line}" if line else ""
+    return CaptureError(
+        f"the model writes into a view of an intermediate value, made by {view.target}{where}: "
+        "quantized, it would write into a copy.",
+        hint="write into a clone and use that: `part = value.unfold(...).clone()`, or write into the value "
+        "itself by indices. The model was not changed.",
+    )
