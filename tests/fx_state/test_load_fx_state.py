@@ -26,6 +26,7 @@ from tests.fx_state.pairs import DEFAULT, SLOW, differences_of, saved_by_fx, ten
 from tests.helpers.oracle import activation_qparams, fx_activation_qparams, sqnr
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import ArgumentError, CheckpointError
+from torchq_compat.fx_state.given import FxState
 
 FORMS = ("prepared", "reference", "lowered")
 X86 = get_default_qconfig_mapping("x86")
@@ -228,6 +229,12 @@ def test_old_forms_of_packed_linears(version: int) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(tensors_of(new).values(), tensors_of(old).values(), strict=True)
     )
+
+
+def test_a_gamma_of_ones_own_is_no_batch_norm() -> None:
+    state = {"scale.gamma": torch.ones(3), "conv.gamma": torch.ones(3), "conv.beta": torch.ones(3)}
+    state |= {"conv.running_mean": torch.ones(3), "conv.running_var": torch.ones(3)}
+    assert {"scale.gamma", "conv.bn.weight", "conv.bn.bias"} <= FxState.read(state).entries.keys()
 
 
 WRAPPED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
