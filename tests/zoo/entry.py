@@ -6,13 +6,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 
-__all__ = ["Entry", "Inputs"]
+__all__ = ["Entry", "Inputs", "of_log_probabilities", "of_probabilities", "whole"]
 
 Inputs = tuple[Any, ...]
 #: By how much a batch is larger from which norms take their statistics.
 LARGER = 8
+
+
+def whole(result: Any) -> Any:
+    """All of it."""
+    return result
+
+
+def of_log_probabilities(result: Any) -> Any:
+    """Logits of log-probabilities, as far as they are known: up to a number for each row, here their mean.
+    The rows' log-sum is a large number of its own, beside which an SQNR says little."""
+
+    def logits(value: Tensor) -> Tensor:
+        return value - value.mean(-1, keepdim=True)
+
+    first, *rest = pytree.tree_leaves(result)
+    return [logits(first), *rest]
+
+
+def of_probabilities(result: Any) -> Any:
+    """The same of probabilities."""
+    first, *rest = pytree.tree_leaves(result)
+    return of_log_probabilities([torch.log(first), *rest])
 
 
 @dataclass(frozen=True)
@@ -26,6 +50,7 @@ class Entry:
         sizes: the sizes it is prepared at.
         others: sizes it is called with besides, as changes of ``sizes``.
         is_recurrent: whether its recurrent modules are mapped, as a script with an LSTM does.
+        measured: what of a result is measured: of a model that ends in a log-softmax its logits.
     """
 
     name: str
@@ -35,6 +60,7 @@ class Entry:
     sizes: Mapping[str, int]
     others: tuple[Mapping[str, int], ...] = ()
     is_recurrent: bool = False
+    measured: Callable[[Any], Any] = whole
 
     def batch(self, **changes: int) -> Inputs:
         return self.inputs(**{**self.sizes, **changes})

@@ -27,17 +27,20 @@ from tests.helpers.oracle import (
     leaves,
     sqnr,
 )
+from tests.helpers.plain_loops import with_plain_loops
 from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
 from tests.zoo.entry import Entry, Inputs
 from tests.zoo.sane_statistics import settle
 from torchq_compat.errors import QuantizationWarning, TorchQCompatError
 
-__all__ = ["measure", "name_of_sizes"]
+__all__ = ["OWN_SIZE", "measure", "name_of_sizes"]
 
 MAPPING = "x86"
 BATCHES = 3
 #: Batches of a size whose noise and signal are pooled: of a few numbers alone the SQNR varies by 20 dB.
 POOLED = 6
+#: The name of the sizes a model is prepared at, among those that plain loops run at.
+OWN_SIZE = "as prepared"
 WRONG_SHAPE = -1000.0  # dB
 #: A float64 zero of noise, so that the numbers stay JSON.
 EQUAL = 999.0
@@ -64,19 +67,30 @@ def measure(entry: Entry) -> dict[str, Any]:
     for side in (theirs, ours):
         name = "fx" if side is theirs else "ours"
         row[name]["sqnr"] = {
-            form: _sqnr(model, runner, tested) for form, runner in side["sides"].items() if form != "prepared"
+            form: _sqnr(entry, model, runner, tested)
+            for form, runner in side["sides"].items()
+            if form != "prepared"
         }
     row["prepared"] = ours.get("prepared_sqnr", {})
     row["own_size"] = {
-        form: _sqnr(model, runner, unseen, pooled=True)
+        form: _sqnr(entry, model, runner, unseen, pooled=True)
         for form, runner in ours["sides"].items()
         if form != "prepared"
     }
+    if entry.is_recurrent and ours["sides"]:
+        loops = with_plain_loops(ours["sides"]["reference"], model)
+        row["plain_loops"] = {
+            name: _sqnr(entry, model, loops, given, pooled=True)
+            for name, given in {OWN_SIZE: unseen, **others}.items()
+        }
     row["other_sizes"] = {
         name: {
-            **{form: _sqnr(model, runner, given, pooled=True) for form, runner in ours["sides"].items()},
             **{
-                f"fx_{form}": _sqnr(model, runner, given, pooled=True)
+                form: _sqnr(entry, model, runner, given, pooled=True)
+                for form, runner in ours["sides"].items()
+            },
+            **{
+                f"fx_{form}": _sqnr(entry, model, runner, given, pooled=True)
                 for form, runner in theirs["sides"].items()
             },
         }
@@ -156,7 +170,7 @@ def _our_side(
                 "lowered": lowered,
             }
             # Now, since each run is observed.
-            side["prepared_sqnr"] = _sqnr(model, prepared, batches[:1])
+            side["prepared_sqnr"] = _sqnr(entry, model, prepared, batches[:1])
         except TorchQCompatError as refusal:
             side["refused"] = str(refusal)
         except Exception as failure:
@@ -211,18 +225,18 @@ def _contradictions(lowered: GraphModule) -> list[str]:
 
 
 def _sqnr(
-    model: nn.Module, runner: nn.Module, given: Sequence[Inputs], *, pooled: bool = False
+    entry: Entry, model: nn.Module, runner: nn.Module, given: Sequence[Inputs], *, pooled: bool = False
 ) -> dict[str, Any]:
     """The worst of all results of all batches in dB, or who refused. ``pooled`` takes a result of all
     batches as one, as far as their sizes allow."""
     pairs: list[list[tuple[Tensor, Tensor]]] = []
     for inputs in given:
         try:
-            expected = leaves(_run(model, inputs))
+            expected = leaves(entry.measured(_run(model, inputs)))
         except Exception as failure:
             return {"float_fails": _first_line(failure)}
         try:
-            found = leaves(_run(runner, inputs))
+            found = leaves(entry.measured(_run(runner, inputs)))
         except TorchQCompatError as refusal:
             return {"refused": str(refusal)}
         except Exception as failure:

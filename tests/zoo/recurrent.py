@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.entry import Entry, Inputs
+from tests.zoo.entry import Entry, Inputs, of_log_probabilities, of_probabilities, whole
 
 __all__ = ["recurrent_models"]
 
@@ -409,12 +410,14 @@ def recurrent_models() -> Iterator[Entry]:
         "pytorch/examples",
         WordLanguageModel,
         lambda batch, length: (torch.randint(0, WORDS, (length, batch)), states(2, batch, 32)),
+        of_log_probabilities,
     )
     yield _entry(
         "seq2seq_attention",
         "pytorch/tutorials",
         Seq2Seq,
         lambda batch, length: (*words(batch, length), torch.randint(0, WORDS, (batch, 4))),
+        of_log_probabilities,
     )
     yield Entry(
         "crnn",
@@ -430,6 +433,7 @@ def recurrent_models() -> Iterator[Entry]:
         "SeanNaren/deepspeech.pytorch",
         DeepSpeech2,
         lambda batch, length: (torch.randn(batch, 1, 32, 2 * length + 8),),
+        of_probabilities,
     )
     yield _entry("sentiment_classifier", "bentrevett/pytorch-sentiment-analysis", SentimentClassifier, words)
     yield _entry(
@@ -446,6 +450,7 @@ def recurrent_models() -> Iterator[Entry]:
         {"length": 9},
         ({"length": 5}, {"length": 1}, {"length": 14}),
         is_recurrent=True,
+        measured=of_log_probabilities,
     )
     yield _entry(
         "time_sequence",
@@ -466,6 +471,7 @@ def recurrent_models() -> Iterator[Entry]:
         "Graves 2012",
         Transducer,
         lambda batch, length: (torch.randn(batch, length + 3, 12), *words(batch, length)),
+        of_log_probabilities,
     )
     yield _entry("rnnoise", "xiph/rnnoise", RNNoise, lambda batch, length: (torch.randn(batch, length, 42),))
 
@@ -475,5 +481,11 @@ def _awd_inputs(batch: int, length: int) -> Inputs:
     return (torch.randint(0, WORDS, (length, batch)), hidden)
 
 
-def _entry(name: str, source: str, make: Callable[[], nn.Module], inputs: Callable[..., Inputs]) -> Entry:
-    return Entry(name, source, make, inputs, TEXT, OTHER_TEXT, is_recurrent=True)
+def _entry(
+    name: str,
+    source: str,
+    make: Callable[[], nn.Module],
+    inputs: Callable[..., Inputs],
+    measured: Callable[[Any], Any] = whole,
+) -> Entry:
+    return Entry(name, source, make, inputs, TEXT, OTHER_TEXT, is_recurrent=True, measured=measured)

@@ -14,6 +14,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.packed_models import map_all
+from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
 from tests.zoo.packed import PACKED_ZOO, PackedEntry
 from tests.zoo.sane_statistics import settle
 from torchq_compat.support.decisions import Action
@@ -43,10 +44,10 @@ def test_packed_model(entry: PackedEntry) -> None:
         )
     for batch, length in ((3, 15), (7, 5), (1, 9)):
         given = entry.batch(batch, length)
-        for exact, found, fast in zip(*(leaves(m(*given)) for m in (model, reference, lowered)), strict=True):
-            assert exact.shape == found.shape
-            assert 25 < sqnr(exact, found) < 60
-            assert sqnr(found, fast) > 35
+        exact, found, fast = (leaves(m(*given)) for m in (model, reference, lowered))
+        check_against_plain_loops(exact, found, with_plain_loops(reference, model)(*given))
+        assert all(25 < sqnr(a, b) < 60 for a, b in zip(exact, found, strict=True))
+        assert all(sqnr(b, c) > 35 for b, c in zip(found, fast, strict=True))
 
 
 def test_fx_takes_none_of_them() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tests.zoo.explained import EXPLAINED
+from tests.zoo.measure import OWN_SIZE
 
-__all__ = ["is_good", "problems", "size_word", "verdict"]
+__all__ = ["beside_plain_loops", "is_good", "problems", "size_word", "verdict"]
 
 Row = Mapping[str, Any]
 
@@ -19,6 +20,8 @@ BELOW_FX = 1.0
 #: At another size, which was not calibrated, against the own size: both over several unseen batches.
 BELOW_AT_OTHER_SIZE = 6.0
 LOWERED_BELOW_REFERENCE = 2.0
+#: Below plain loops; and the least wherever these have it.
+BELOW_LOOPS, LEAST = 1.0, 25.0
 
 
 def verdict(row: Row) -> str:
@@ -51,6 +54,7 @@ def problems(row: Row) -> Iterator[tuple[str, str]]:
     else:
         yield from _of_results(row)
         yield from _of_sizes(row)
+        yield from _of_loops(row)
     extra = set(EXPLAINED.get(row["model"], {})) - KINDS
     assert not extra, f"no such kind: {extra}"
 
@@ -67,6 +71,7 @@ KINDS = {
     "ops",
     "float",
     "told",
+    "loops",
 }
 
 
@@ -103,6 +108,26 @@ def _of_sizes(row: Row) -> Iterator[tuple[str, str]]:
     wrong = [f"{name}: {word}" for name in row["other_sizes"] if (word := size_word(row, name)) not in RIGHT]
     if wrong:
         yield "sizes", "; ".join(wrong)
+
+
+def beside_plain_loops(row: Row) -> dict[str, tuple[float, float]]:
+    """Of every size at which both run, the dB of the reference and of plain loops."""
+    pairs = {}
+    for name, loops in row.get("plain_loops", {}).items():
+        found = row["own_size"] if name == OWN_SIZE else row["other_sizes"][name]
+        if "dB" in loops and "dB" in found["reference"]:
+            pairs[name] = (found["reference"]["dB"], loops["dB"])
+    return pairs
+
+
+def _of_loops(row: Row) -> Iterator[tuple[str, str]]:
+    short = [
+        f"{name}: {here:.1f} dB, plain loops {there:.1f}"
+        for name, (here, there) in beside_plain_loops(row).items()
+        if here < there - BELOW_LOOPS or here < LEAST <= there
+    ]
+    if short:
+        yield "loops", "; ".join(short)
 
 
 RIGHT = ("right", "refused", "float fails")

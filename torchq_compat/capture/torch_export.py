@@ -6,6 +6,7 @@ import inspect
 import itertools
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.full_slices import drop_full_slices
 from torchq_compat.capture.inlined_blocks import is_block
+from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError, ExampleInputsError, TorchQCompatError
 from torchq_compat.support.model_copies import copied_model
@@ -101,12 +103,13 @@ def export_with_free_sizes(
     """Return ``torch.export.export``; without ``dynamic_shapes`` every dimension is free that ``model``
     allows."""
     args = _distinct(args)
+    export = partial(torch.export.export, model, args, strict=False)
     if dynamic_shapes is not None:
-        return torch.export.export(model, args, dynamic_shapes=dynamic_shapes, strict=False)
+        return with_seen_python(model, partial(export, dynamic_shapes=dynamic_shapes))
     shapes = _every_dimension(model, args, statics)
     # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
     with symbolic_shapes_config.patch(backed_size_oblivious=True):
-        return torch.export.export(model, args, dynamic_shapes=shapes, strict=False)
+        return with_seen_python(model, partial(export, dynamic_shapes=shapes))
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:

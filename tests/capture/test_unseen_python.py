@@ -1,0 +1,92 @@
+"""``tensor.data`` and ``len(tensor)`` in the code of a model: traced, and free in their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import torchq_compat as tc
+from tests.helpers.oracle import calibrate, leaves
+from tests.helpers.packed_models import map_all
+from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
+from torchq_compat.errors import CaptureError, InputError
+
+Forward = Callable[..., Any]
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 8, batch_first=True)
+        self.steps_first = nn.LSTM(6, 8)
+        self.fc = nn.Linear(8, 3)
+        vars(self)["given"] = forward
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.given(self, *args)
+
+
+def sequences(batch: int, steps: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, steps, 6), torch.randint(1, steps + 1, (batch,))
+
+
+def sorted_by_hand(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    """As written for torch 0.3: everything is taken out of its Variable."""
+    by_length, order = lengths.data.sort(0, descending=True)
+    back = torch.arange(0, len(lengths)).index_select(0, order.sort(0)[1])
+    packed = pack_padded_sequence(x.index_select(0, order), by_length.data.tolist(), batch_first=True)
+    output, (h, _) = model.rnn(packed)
+    output, _ = pad_packed_sequence(output, batch_first=True)
+    return model.fc(output.index_select(0, back)), h.data[-1].index_select(0, back)
+
+
+def tagger(model: Any, x: Tensor, _lengths: Tensor) -> Any:
+    """Of torch's tutorials: a sentence of ``len(sentence)`` words."""
+    sentence = x[0]
+    output, _ = model.steps_first(sentence.view(len(sentence), 1, -1))
+    return model.fc(output.view(len(sentence), -1))
+
+
+@pytest.mark.parametrize("forward", [sorted_by_hand, tagger])
+def test_both_are_free(forward: Forward) -> None:
+    torch.manual_seed(0)
+    model = Model(forward).eval()
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), sequences(4, 7), map_all())
+    calibrate(prepared, [sequences(5, 9) for _ in range(4)])
+    reference = tc.convert_to_reference_fx(prepared)
+    looped = with_plain_loops(reference, model)
+    for given in (sequences(6, 11), sequences(2, 4), sequences(1, 3)):
+        check_against_plain_loops(model(*given), reference(*given), looped(*given))
+
+
+def cached(model: Any, x: Tensor, _lengths: Tensor) -> Any:
+    table = {4: 2.0, 5: 3.0}
+    return model.fc(model.rnn(x)[0]) * table[len(x)]
+
+
+def test_a_length_that_has_to_be_an_integer_is_one() -> None:
+    model, given = Model(cached).eval(), sequences(4, 7)
+    prepared = tc.prepare_fx(model, QConfigMapping(), given)
+    for a, b in zip(leaves(model(*given)), leaves(prepared(*given)), strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(InputError, match="fixed to 4"):
+        prepared(*sequences(5, 7))
+
+
+def refused(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    return model.fc(model.rnn(x)[0])[: int(lengths.sum())] * len(x)
+
+
+def test_the_code_of_the_model_is_left_as_it_was() -> None:
+    tc.prepare_fx(Model(tagger).eval(), QConfigMapping(), sequences(4, 7))
+    assert "len" not in globals()
+    with pytest.raises(CaptureError):
+        tc.prepare_fx(Model(refused).eval(), QConfigMapping(), sequences(4, 7))
+    assert "len" not in globals()
+    assert len(torch.zeros(3, 2)) == 3
