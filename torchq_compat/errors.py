@@ -21,6 +21,7 @@ __all__ = [
     "ConfigError",
     "ConvertError",
     "CustomModuleError",
+    "ExampleInputsError",
     "ExecutorchError",
     "ExportError",
     "FxError",
@@ -58,8 +59,12 @@ class TorchQCompatError(Exception):
 class InputError(TorchQCompatError, ValueError):
     """Example inputs or call arguments that do not fit the model."""
 
+
+class ExampleInputsError(InputError):
+    """Example inputs that the float model itself does not run on."""
+
     @classmethod
-    def does_not_fit(cls, model: str, cause: BaseException) -> InputError:
+    def does_not_fit(cls, model: str, cause: BaseException) -> ExampleInputsError:
         reason = cause.message if isinstance(cause, TorchQCompatError) else f"{type(cause).__name__}: {cause}"
         return cls(
             f"{model}.forward does not run on the example_inputs: {reason}",

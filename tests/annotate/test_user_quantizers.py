@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.ao.quantization as legacy
+import torchao.quantization.pt2e as pt2e
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize
 from torchao.quantization.pt2e.observer import (
@@ -220,6 +223,7 @@ class Own(legacy.MinMaxObserver):
         (legacy.MinMaxObserver.with_args(eps=0.25).with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
         (MinMaxObserver.with_args(eps=0.25).with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
         (Own.with_args(eps=0.5), MinMaxObserver.with_args(eps=0.5)),
+        (partial(legacy.MinMaxObserver, eps=0.5), MinMaxObserver.with_args(eps=0.5)),
         (
             legacy.FakeQuantize.with_args(observer=legacy.MinMaxObserver),
             FakeQuantize.with_args(observer=MinMaxObserver),
@@ -255,6 +259,132 @@ def test_fake_quantizes_of_torch_ao_train() -> None:
     )
     assert len(quantize_nodes(converted)) == 1
     assert tc.explain(prepared).find("relu")[0].action == "quantized"
+
+
+@pytest.mark.parametrize(
+    ("fake_quantize", "observer"),
+    [
+        (legacy.FixedQParamsFakeQuantize, legacy.FixedQParamsObserver),
+        (pt2e.fake_quantize.FixedQParamsFakeQuantize, pt2e.observer.FixedQParamsObserver),
+    ],
+)
+def test_fake_quantizes_of_fixed_qparams(fake_quantize: Any, observer: Any) -> None:
+    """They take nothing but the constructor of their observer."""
+    constructor = fake_quantize.with_args(observer=observer.with_args(scale=0.125, zero_point=3))
+    _, converted = converted_by(
+        at(ATEN.relu.default, lambda n: annotate(n, output=int8_spec(constructor))), is_qat=True
+    )
+    (quantize,) = quantize_nodes(converted)
+    assert quantize.args[1:] == (0.125, 3, -128, 127, torch.int8)
+
+
+@pytest.mark.parametrize("constructor", [legacy.MinMaxObserver, MinMaxObserver, PlaceholderObserver])
+def test_dynamic_specs(constructor: Any) -> None:
+    torch.manual_seed(0)
+    dynamic = QuantizationSpec(torch.int8, constructor, -128, 127, torch.per_tensor_affine, is_dynamic=True)
+    model = nn.Sequential(nn.Linear(8, 4)).eval()
+    quantizer = at(ATEN.linear.default, lambda n: annotate(n, {n.args[0]: dynamic, n.args[1]: INT8}))
+    prepared = tc.prepare_fx(model, quantizer, (X,))
+    prepared(X)
+    converted = tc.convert_to_reference_fx(prepared)
+    assert 25 < sqnr(model(X), converted(X)) < 60
+    assert 25 < sqnr(model(100 * X), converted(100 * X)) < 60
+
+
+def test_an_observer_is_no_constructor() -> None:
+    with pytest.raises(AnnotationError, match=r"is an observer: MinMaxObserver\(\.\.\.\)"):
+        converted_by(at(ATEN.relu.default, lambda n: annotate(n, output=int8_spec(MinMaxObserver(eps=0.5)))))
+
+
+def test_inputs_weights_and_results_are_said() -> None:
+    """What is annotated at no operator is quantized and stands in explain."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4)).eval()
+
+    def write(node: Node) -> None:
+        if node.op == "placeholder" or str(node.target).endswith("weight"):
+            annotate(node, output=INT8)
+        elif node.op == "output":
+            annotate(node, {node.all_input_nodes[0]: INT8})
+
+    prepared = tc.prepare_fx(model, ByHand(write), (X,))
+    prepared(X)
+    converted = tc.convert_to_reference_fx(prepared)
+    assert len(quantize_nodes(converted)) == 2  # the weight is folded
+    quantized = {d.kind for d in tc.explain(converted) if d.action == "quantized"}
+    assert quantized == {"input", "output", "Linear"}
+
+
+def test_an_output_that_nothing_reads_is_said() -> None:
+    class First(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.chunk(2, 1)[0] + 1
+
+    quantizer = at(ATEN.chunk.default, lambda n: annotate(n, output=[None, INT8]))
+    static = torch.export.Dim.STATIC
+    prepared = tc.prepare_fx(First(), quantizer, (X,), dynamic_shapes=([static, static],))
+    prepared(X)
+    converted = tc.convert_to_reference_fx(prepared)
+    assert quantize_nodes(converted) == []
+    (decision,) = (d for d in tc.explain(converted) if d.kind == "chunk.default")
+    assert (decision.action, "where nothing reads it" in decision.reason) == ("float", True)
+
+
+class Loop(nn.Module):
+    """A scan of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.relu(self.fc(h) + x)
+            return h, h.clone()
+
+        return torch.sigmoid(scan(step, x[0], x)[1])
+
+
+@pytest.mark.filterwarnings("ignore::torchq_compat.errors.QuantizationWarning")
+@pytest.mark.parametrize(
+    ("by_mapping", "is_qat"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_bodies_of_loops_stay_float(by_mapping: bool, is_qat: bool) -> None:
+    torch.manual_seed(0)
+
+    def write(node: Node) -> None:
+        if node.target in (ATEN.sigmoid.default, ATEN.relu.default):
+            annotate(node, output=INT8)
+
+    model, x = Loop().train(is_qat), torch.randn(5, 3, 8)
+    mapping = (legacy.get_default_qat_qconfig_mapping if is_qat else legacy.get_default_qconfig_mapping)(
+        "x86"
+    )
+    prepare = tc.prepare_qat_fx if is_qat else tc.prepare_fx
+    prepared = prepare(model, mapping if by_mapping else ByHand(write), (x,))
+    with torch.no_grad():
+        prepared(x)
+        converted = tc.convert_to_reference_fx(prepared.eval())
+        assert 25 < sqnr(model(x), converted(x)) < 60
+    assert [d.action for d in tc.explain(converted) if d.kind == "sigmoid.default"] == ["quantized"]
+
+
+def test_a_quantizer_that_returns_nothing() -> None:
+    """torchao goes on with the graph it handed in."""
+
+    class Silent(ByHand):
+        def annotate(self, model: GraphModule) -> None:
+            super().annotate(model)
+
+    _, converted = converted_by(
+        Silent(lambda n: annotate(n, output=INT8) if n.target is ATEN.relu.default else None)
+    )
+    assert len(quantize_nodes(converted)) == 1
 
 
 def test_observers_that_quantize_nothing_are_said() -> None:

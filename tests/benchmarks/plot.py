@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from tests.benchmarks.contenders import FEEDFORWARD_CONTENDERS, RECURRENT_CONTENDERS
 from tests.benchmarks.flows import FLOWS, STAGES
@@ -19,6 +20,7 @@ __all__ = ["save_plot"]
 CONTENDERS = dict.fromkeys(contender.name for contender in (*RECURRENT_CONTENDERS, *FEEDFORWARD_CONTENDERS))
 #: The same in every panel.
 COLORS = {name: f"C{index}" for index, name in enumerate(CONTENDERS)}
+MARKERS = {name: "osD^vPX<>*"[index % 10] for index, name in enumerate(CONTENDERS)}
 #: Our model as it runs, and who else there is; what is ours for other places stands in the tables.
 OURS = "ours, lowered"
 SHOWN = (OURS, *(name for name in CONTENDERS if not name.startswith("ours")))
@@ -57,7 +59,8 @@ def _draw_stages(axis: Axes, rows: Sequence[Row]) -> None:
     for flow in FLOWS:
         measured = [row for row in rows if row["flow"] == flow and "limit_s" not in row]
         total = [sum(row[stage] for stage in STAGES) for row in measured]
-        (line,) = axis.loglog([row["length"] for row in measured], total, marker="o", label=flow)
+        color = COLORS.get({"ours": OURS, "FX": "FX static"}.get(flow, ""), "0.5")
+        (line,) = axis.loglog([row["length"] for row in measured], total, marker="o", label=flow, color=color)
         ended = [row for row in rows if row["flow"] == flow and "limit_s" in row]
         limits = [row["limit_s"] for row in ended]
         axis.loglog([row["length"] for row in ended], limits, "^", mfc="none", color=line.get_color())
@@ -70,26 +73,43 @@ def _draw_stages(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_latency(axis: Axes, rows: Sequence[Row], title: str) -> None:
-    """Our lowered model beside each peer, in its own time: below 1 a peer is faster."""
+    """Each peer in the time of our lowered model, a row for each case: right of 1 it is slower."""
     measured = {(row["case"], row["contender"]): row for row in rows if "unavailable" not in row}
     cases = [case for case in dict.fromkeys(row["case"] for row in rows) if (case, OURS) in measured]
-    contenders = [name for name in SHOWN if any((case, name) in measured for case in cases)]
-    width = 0.85 / max(1, len(contenders))
+    contenders = [name for name in SHOWN[1:] if any((case, name) in measured for case in cases)]
+    axis.axvline(1, color=COLORS[OURS], linewidth=2, label=OURS)
     for index, contender in enumerate(contenders):
         pairs = [(at, measured.get((case, contender)), measured[case, OURS]) for at, case in enumerate(cases)]
         found = [(at, row, ours["median_ms"]) for at, row, ours in pairs if row is not None]
-        places = [at + (index - len(contenders) / 2 + 0.5) * width for at, _, _ in found]
-        heights = [row["median_ms"] / ours for _, row, ours in found]
+        # Beside each other, so that none hides another.
+        places = [at + (index + 1) / (len(contenders) + 1) - 0.5 for at, _, _ in found]
+        ratios = [row["median_ms"] / ours for _, row, ours in found]
         errors = [
             [(row["median_ms"] - row["low_ms"]) / ours for _, row, ours in found],
             [(row["high_ms"] - row["median_ms"]) / ours for _, row, ours in found],
         ]
-        axis.bar(places, heights, width, yerr=errors, label=contender, color=COLORS[contender], ecolor="0.3")
-    axis.axhline(1, color="black", linewidth=1)
-    axis.set_yscale("log")
-    axis.set_xticks(range(len(cases)), cases, fontsize="small", rotation=20, ha="right")
-    axis.set(title=title, ylabel="time, of ours (lower is better)")
-    axis.legend(ncols=4, fontsize="small")
+        axis.errorbar(
+            ratios,
+            places,
+            xerr=errors,
+            fmt=MARKERS[contender],
+            label=contender,
+            color=COLORS[contender],
+            markersize=7,
+            ecolor="0.4",
+        )
+    for at in range(1, len(cases)):
+        axis.axhline(at - 0.5, color="0.85", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.xaxis.set_major_formatter("{x:g}x")
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.grid(axis="x", color="0.9")
+    axis.set_axisbelow(True)
+    axis.set_yticks(range(len(cases)), cases)
+    axis.set_ylim(len(cases) - 0.5, -0.5)
+    axis.set(title=title, xlabel="time, of ours: left of the line is faster than ours, right of it slower")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -339,6 +339,25 @@ def test_model_inputs_and_generators_stay_as_they_were(is_qat: bool) -> None:
     assert dict(ours.named_buffers())["calls"].item() == 0
 
 
+@pytest.mark.parametrize("is_qat", [False, True])
+def test_no_step_draws_from_the_generators(is_qat: bool) -> None:
+    """Numbers that a script draws later are the same with and without quantization; FX's are not."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    x = torch.randn(2, 3, 6, 6)
+    mapping = get_default_qat_qconfig_mapping() if is_qat else MAPPING
+    torch.manual_seed(3)
+    random.seed(3)
+    state, python = torch.get_rng_state(), random.getstate()
+    prepared = (tc.prepare_qat_fx if is_qat else tc.prepare_fx)(model.train(is_qat), mapping, (x,))
+    prepared(x)
+    converted = tc.convert_fx(prepared.eval())
+    torch.jit.script(converted)
+    tc.fuse_fx(model.eval())
+    tc.convert_to_reference_fx(prepared)(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+
+
 def test_arguments_that_are_no_tensors_are_fixed() -> None:
     class Scaled(nn.Module):
         def forward(self, x: Tensor, factor: int) -> Tensor:
@@ -436,3 +455,33 @@ def test_what_kept_float64_from_deciding_is_said() -> None:
     problem = compare_runs(runs, run, fails_in_float64, 80)
     assert problem is not None
     assert problem.endswith("40.0 dB; in float64 it fails: KeyError: 'wide'")
+
+
+@pytest.mark.parametrize("made_of", [torch.ones, torch.zeros])
+def test_an_example_of_one_value_is_no_difference(made_of: Any) -> None:
+    """In training a batch norm divides nothing by nothing there: what float32 gives is rounding."""
+    model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1), nn.ReLU())
+    mapping, example, x = (
+        get_default_qat_qconfig_mapping("qnnpack"),
+        made_of(1, 1, 28, 28),
+        torch.randn(4, 1, 9, 9),
+    )
+    theirs = fx.prepare_qat_fx(copy.deepcopy(model).train(), mapping, (example,))
+    ours = tc.prepare_qat_fx(model, mapping, (example,))
+    expected = theirs(x)
+    assert sqnr(expected, ours(x)) > 100
+    assert expected.std() > 0.1
+
+
+def test_rounding_excuses_no_other_computation() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1), nn.ReLU()).train()
+    runs, example = Runs(model, StubRegistry(), {}), (torch.ones(1, 1, 28, 28),)
+    run = runs.of_float_model(example)
+
+    def other(*, double: bool) -> Tensor:
+        return torch.full_like(run.value, 1e-3, dtype=torch.float64 if double else torch.float32)
+
+    assert "dB" in str(compare_runs(runs, run, other, 60))
+    # Values that rounding does not reach: 20 dB and less are another computation, and float64 is not asked.
+    run = runs.of_float_model((torch.randn(4, 1, 9, 9),))
+    assert "dB" in str(compare_runs(runs, run, lambda double: run.value * (1.5 if not double else 1.0), 60))

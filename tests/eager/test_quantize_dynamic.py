@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.ao.quantization import quantize_dynamic as by_torch_ao
 
 import torchq_compat as tc
 from tests.helpers.oracle import leaves, sqnr
-from torchq_compat.errors import ConfigError
+from torchq_compat.errors import ConfigError, QuantizationWarning
 
 
 class Around(nn.Module):
@@ -204,3 +205,16 @@ def test_refused(arguments: dict[str, Any]) -> None:
 def test_what_matches_nothing_is_told() -> None:
     with pytest.warns(UserWarning, match="decodr matches no module"):
         tc.quantize_dynamic(LanguageModel(), {"decodr"})
+
+
+def test_a_list_of_all_that_can_be_quantized_is_no_mistake() -> None:
+    everything = {nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.Linear}
+    model = nn.Sequential(nn.Linear(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationWarning)
+        tc.quantize_dynamic(model, everything)
+    with pytest.warns(
+        QuantizationWarning, match=r"qconfig_spec: GRU(Cell)?, GRU(Cell)? match no module of"
+    ) as told:
+        tc.quantize_dynamic(model, {nn.GRU, nn.GRUCell})
+    assert len(told) == 1

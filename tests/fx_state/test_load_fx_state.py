@@ -26,6 +26,7 @@ from tests.fx_state.pairs import DEFAULT, SLOW, differences_of, saved_by_fx, ten
 from tests.helpers.oracle import activation_qparams, fx_activation_qparams, sqnr
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import ArgumentError, CheckpointError
+from torchq_compat.fx_state.given import FxState
 
 FORMS = ("prepared", "reference", "lowered")
 X86 = get_default_qconfig_mapping("x86")
@@ -228,6 +229,47 @@ def test_old_forms_of_packed_linears(version: int) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(tensors_of(new).values(), tensors_of(old).values(), strict=True)
     )
+
+
+def test_a_gamma_of_ones_own_is_no_batch_norm() -> None:
+    state = {"scale.gamma": torch.ones(3), "conv.gamma": torch.ones(3), "conv.beta": torch.ones(3)}
+    state |= {"conv.running_mean": torch.ones(3), "conv.running_var": torch.ones(3)}
+    assert {"scale.gamma", "conv.bn.weight", "conv.bn.bias"} <= FxState.read(state).entries.keys()
+
+
+WRAPPED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "in a checkpoint": (
+        lambda s: {"state_dict": s, "epoch": 3},
+        r"(?s)under 'state_dict'.*checkpoint\['state",
+    ),
+    "of DataParallel": (
+        lambda s: {f"module.{name}": value for name, value in s.items()},
+        r"(?s)begin with 'module\.'.*consume_prefix_in_state_dict_if_present",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_a_state_inside_of_something_is_named(case: str) -> None:
+    wrap, message = WRAPPED[case]
+    with pytest.raises(CheckpointError, match=message):
+        load_fx_state(prepared_here(), wrap(calibrated_by_fx().state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_states_of_other_precisions(dtype: torch.dtype) -> None:
+    """Double is the same to the last bit, half nearly."""
+    state = calibrated_by_fx().state_dict()
+    converted = {name: v.to(dtype) if v.is_floating_point() else v for name, v in state.items()}
+    found = []
+    for each in (state, converted):
+        ours = prepared_here()
+        load_fx_state(ours, each)
+        assert {tensor.dtype for name, tensor in ours.named_parameters()} == {torch.float32}
+        found.append(tc.convert_to_reference_fx(ours)(*X))
+    if dtype is torch.float64:
+        assert torch.equal(*found)
+    assert sqnr(*found) > 40
 
 
 def without(state: dict[str, Any], part: str) -> dict[str, Any]:

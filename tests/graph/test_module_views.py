@@ -162,3 +162,19 @@ def test_a_module_prepared_without_training_has_no_weight_fake_quantize() -> Non
     prepared = tc.prepare_fx(Net().eval(), MAPPING, (x,))
     assert not hasattr(prepared.fc, "weight_fake_quant")
     assert str(prepared.fc) == "Linear(in_features=4, out_features=2, bias=True)"
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hook_that_nothing_would_call_is_refused(
+    kind: str, both: tuple[nn.Module, nn.Module, Tensor]
+) -> None:
+    _, converted, x = both
+    prepared = tc.prepare_fx(Net().eval(), MAPPING, (x,))
+    for model in (converted, prepared):
+        with pytest.raises(ModuleAttributeError, match=r"a hook at 'conv1' would never be called"):
+            getattr(model.conv1, f"register_{kind}_hook")(print)
+    seen: list[str] = []
+    prepared.register_forward_hook(lambda *_: seen.append("model"))
+    prepared.activation_post_process_0.register_forward_hook(lambda *_: seen.append("observer"))
+    prepared(x)
+    assert seen == ["observer", "model"]

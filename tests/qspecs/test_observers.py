@@ -18,7 +18,7 @@ from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
 import torchq_compat as tc
 from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, quantize_nodes, sqnr
 from torchq_compat import quantize_fx
-from torchq_compat.errors import ConfigError, InputError
+from torchq_compat.errors import ConfigError, InputError, QuantizationWarning
 from torchq_compat.qspecs.observers import ObserverConstructor
 
 CONSTRUCTORS = {
@@ -260,3 +260,30 @@ def test_default_custom_configs_quantize_an_lstm() -> None:
     x = torch.randn(9, 4, 8)
     assert 25 < sqnr(model(x)[0], converted(x)[0]) < 60
     assert isinstance(converted.get_submodule("0"), torch.ao.nn.quantized.LSTM)
+
+
+@pytest.mark.parametrize("engine", ["x86", "qnnpack"])
+def test_fake_quantizes_in_calibration_leave_the_weights_float_as_fx_does(engine: str) -> None:
+    """prepare_fx with a mapping for training: FX fake-quantizes activations, and no weight of a layer."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 1),
+        nn.Flatten(),
+        nn.Linear(96, 4),
+    ).eval()
+    batches = [(torch.randn(4, 3, 6, 6),) for _ in range(3)]
+    mapping = legacy.get_default_qat_qconfig_mapping(engine)
+    with pytest.warns(QuantizationWarning, match="which are for training"):
+        prepared, converted = by_us(model, mapping, batches)
+    ours = sorted(activation_qparams(converted))
+    theirs = sorted(fx_activation_qparams(by_fx(model, mapping, batches)[1]))
+    assert [zero_point for _, zero_point in ours] == [zero_point for _, zero_point in theirs]
+    assert [scale for scale, _ in ours] == pytest.approx([scale for scale, _ in theirs], rel=1e-4)
+    assert len(ours) == 5
+    # With rounded weights ranges would differ by half a percent; those that train have them.
+    fakes = [m for m in prepared.modules() if isinstance(m, FakeQuantizeBase)]
+    assert sorted(int(m.fake_quant_enabled) for m in fakes) == [0] * 3 + [1] * 5
+    trained = tc.prepare_qat_fx(model.train(), mapping, batches[0])
+    assert all(int(m.fake_quant_enabled) for m in trained.modules() if isinstance(m, FakeQuantizeBase))

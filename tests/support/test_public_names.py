@@ -8,7 +8,8 @@ import pytest
 
 ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
-    CheckpointError CodeError ConfigError ConvertError CustomModuleError ExecutorchError ExportError FxError
+    CheckpointError CodeError ConfigError ConvertError CustomModuleError ExampleInputsError ExecutorchError
+    ExportError FxError
     InputError LeftFloatError ModuleAttributeError OnnxError PartConfigError PathError QuantizationWarning
     RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError TorchQCompatError
     UserModuleError

@@ -13,7 +13,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, Edge
 from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.upstream import is_activation_post_process
 
-__all__ = ["PointName", "annotated_points", "name_of", "quantizes", "unobserved_points"]
+__all__ = ["PointName", "annotated_points", "name_of", "quantizes", "unobserved_points", "unread_points"]
 
 #: A point by names, which last longer than nodes: (producer, consumer), or (node,) for its output.
 PointName = tuple[str, ...]
@@ -65,6 +65,17 @@ def unobserved_points(
         if observer is not None and source not in places and not is_moved:
             missing.add(name_of(point))
     return missing
+
+
+def unread_points(prepared: GraphModule) -> set[PointName]:
+    """Return the outputs in ``prepared`` that are observed and then read by nothing: convert drops them."""
+    return {
+        name_of(_observed(node, prepared))
+        for node in prepared.graph.nodes
+        if node.op == "call_module"
+        and not node.users
+        and is_activation_post_process(prepared.get_submodule(str(node.target)))
+    }
 
 
 def _observed(node: Node, prepared: GraphModule) -> Node:

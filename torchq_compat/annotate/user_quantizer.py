@@ -29,6 +29,7 @@ from torchq_compat.annotate.carried_out import (
     name_of,
     quantizes,
     unobserved_points,
+    unread_points,
 )
 from torchq_compat.annotate.source_partitions import SourcePartition, find_source_partitions, is_float_tensor
 from torchq_compat.annotate.wrapping_quantizer import WrappingQuantizer
@@ -40,14 +41,14 @@ from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["UserQuantizer"]
 
+#: Annotated nodes that are no op -> what they are called.
+ENDS = {"placeholder": "input", "output": "output"}
 #: What torchao's ComposableQuantizer says where its children disagree (torchao 0.18).
 OF_TWO_CHILDREN = re.compile(r"^Quantizer (\w+) has (changed|removed) annotations on node (\S+)$")
 
 
 class UserQuantizer(WrappingQuantizer):
     """``quantizer`` for a graph with opaque calls.
-
-    torchao asks it about the bodies of scans and other loops as well, after the graph around them.
 
     Args:
         leaves: the boundary of each opaque call of the graph.
@@ -63,9 +64,9 @@ class UserQuantizer(WrappingQuantizer):
         super().__init__(quantizer)
         self.boundaries = boundaries
         self.model = model
-        #: Of the outer graph, which comes first.
         self._groups: list[SourcePartition] | None = None
         self._points: list[list[PointName]] | None = None
+        self._ends: list[Node] = []
         self._observers: dict[Any, nn.Module] | None = None
 
     def annotate(self, model: GraphModule) -> GraphModule:
@@ -108,6 +109,7 @@ class UserQuantizer(WrappingQuantizer):
                 partition for partition in self._groups or () if not all(n._erased for n in partition.nodes)
             ]
             self._groups, self._points = partitions, [_points_of(partition) for partition in partitions]
+            self._ends = [node for node in model.graph.nodes if node.op in ENDS and annotated_points(node)]
 
     def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
         super().prepare_obs_or_fq_callback(model, observers)
@@ -119,8 +121,15 @@ class UserQuantizer(WrappingQuantizer):
         observers = self._observers or {}
         missing = unobserved_points(prepared, observers)
         idle = {name_of(point) for point, each in observers.items() if each is None or not quantizes(each)}
-        return tuple(
-            _decision(partition, points, missing, idle, type(self.quantizer).__name__)
+        unread = unread_points(prepared)
+        name = type(self.quantizer).__name__
+        ends = [
+            Decision(end.name, ENDS[end.op], Action.QUANTIZED, f"annotated by {name}", node=end.name)
+            for end in self._ends
+            if any(point not in missing | idle for point in annotated_points(end))
+        ]
+        return *ends, *(
+            _decision(partition, points, missing, idle, unread, name)
             for partition, points in zip(self._groups or (), self._points or (), strict=True)
         )
 
@@ -136,16 +145,19 @@ def _of_two_children(quantizer: ComposableQuantizer, child: str, did: str, node:
 
 
 def _points_of(partition: SourcePartition) -> list[PointName]:
-    """Return where ``group`` is annotated; the outputs of an operator with several are its getitems'."""
+    """Return where ``partition`` and its parameters are annotated; the outputs of an operator with several
+    are its getitems'."""
     several = [node for node in partition.nodes if has_several(node)]
-    nodes = dict.fromkeys([*partition.nodes, *(user for node in several for user in node.users)])
+    read = [source for node in partition.nodes for source in node.all_input_nodes]
+    parameters = [node for node in read if node.op == "get_attr"]
+    nodes = dict.fromkeys([*partition.nodes, *parameters, *(user for node in several for user in node.users)])
     outside = {node for node in nodes if node not in partition.nodes}
     return [
         point
         for node in nodes
         if not node._erased
         for point in annotated_points(node)
-        if node not in outside or (node.target is operator.getitem and len(point) == 1)
+        if node not in outside or node in parameters or (node.target is operator.getitem and len(point) == 1)
     ]
 
 
@@ -184,11 +196,12 @@ def _decision(
     points: list[PointName],
     missing: set[PointName],
     idle: set[PointName],
+    unread: set[PointName],
     name: str,
 ) -> Decision:
     output = partition.output.name if partition.output else ""
     lost = [point for point in points if point in missing]
-    if any(point not in missing and point not in idle for point in points):
+    if any(point not in missing | idle | unread for point in points):
         reason = f"annotated by {name}"
         if lost:
             reason += f", but torchao observes nothing at {_shown(lost)}"
@@ -197,11 +210,14 @@ def _decision(
         )
     if lost:
         reason = f"annotated by {name}, but torchao observes nothing at {_shown(lost)}"
+    elif unread.intersection(points):
+        reason = f"annotated by {name} where nothing reads it: {_shown(points)}"
     elif points:
         reason = f"annotated by {name} with observers that quantize nothing"
     else:
         reason = f"{name} does not annotate it"
-    return Decision(partition.label, partition.kind, Action.FLOAT, reason, node=output, warn=bool(points))
+    is_misleading = bool(points) and not unread.intersection(points)
+    return Decision(partition.label, partition.kind, Action.FLOAT, reason, node=output, warn=is_misleading)
 
 
 def _shown(points: list[PointName]) -> str:

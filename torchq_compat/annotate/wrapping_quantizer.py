@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-__all__ = ["WrappingQuantizer"]
+__all__ = ["OuterGraphQuantizer", "WrappingQuantizer"]
 
 
 class WrappingQuantizer(Quantizer):  # type: ignore[misc]
@@ -22,11 +22,37 @@ class WrappingQuantizer(Quantizer):  # type: ignore[misc]
         return transformed
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        annotated: GraphModule = self.quantizer.annotate(model)
-        return annotated
+        annotated: GraphModule | None = self.quantizer.annotate(model)
+        # torchao goes on with the graph it handed in; some Quantizers return nothing.
+        return model if annotated is None else annotated
 
     def validate(self, model: GraphModule) -> None:
         self.quantizer.validate(model)
 
     def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
         self.quantizer.prepare_obs_or_fq_callback(model, observers)
+
+
+class OuterGraphQuantizer(WrappingQuantizer):
+    """Answers for the graph that comes first. torchao asks about the bodies of scans and while loops in it
+    next; they stay float: observers inside of them cannot be run where something is trained, nor be
+    converted."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__(quantizer)
+        self._is_inside = False
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        return model if self._is_inside else super().transform_for_annotation(model)
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        return model if self._is_inside else super().annotate(model)
+
+    def validate(self, model: GraphModule) -> None:
+        if not self._is_inside:
+            super().validate(model)
+
+    def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
+        if not self._is_inside:
+            super().prepare_obs_or_fq_callback(model, observers)
+        self._is_inside = True

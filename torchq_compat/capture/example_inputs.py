@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from torchq_compat.config.custom_configs import PREPARE_KEYS
-from torchq_compat.errors import InputError
+from torchq_compat.errors import ExampleInputsError, InputError
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.torch_ao import (
     ConvertCustomConfig,
@@ -175,7 +175,7 @@ def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
         return
     count = sum(each.kind in BY_POSITION for each in parameters)
     if len(args) > count:
-        raise InputError(
+        raise ExampleInputsError(
             f"{type(model).__name__}.forward does not run on the example_inputs: it takes {count} positional "
             f"arguments, and they are {len(args)}.",
             hint="leave out what is no argument of the model, as the targets in a batch of a loader: "

@@ -19,7 +19,7 @@ from torchq_compat.capture.full_slices import drop_full_slices
 from torchq_compat.capture.inlined_blocks import is_block
 from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
-from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
+from torchq_compat.errors import CaptureError, ExampleInputsError, TorchQCompatError
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config
 from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
@@ -91,7 +91,7 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
             copied_model(model)(*copied_inputs(args))
     except Exception as problem:
         reason = cause if isinstance(cause, TorchQCompatError) else problem
-        return InputError.does_not_fit(type(model).__name__, reason)
+        return ExampleInputsError.does_not_fit(type(model).__name__, reason)
     if isinstance(cause, TorchQCompatError):
         return cause
     return _capture_refused(type(model).__name__, _user_line(cause), cause)

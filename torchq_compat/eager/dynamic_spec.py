@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,12 +79,22 @@ def qconfigs_by_path(model: nn.Module, spec: ModuleSpec, *, is_given: bool) -> d
         is_given: whether a user wrote ``spec``, and wants to know what in it matches nothing.
     """
     found = dict(_propagated(model, spec, spec.get("") if "" in spec else None, ""))
-    types = {type(module) for module in model.modules()}
-    for key in spec if is_given else ():
-        if key not in types and key not in found and key != "":
-            name = key if isinstance(key, str) else key.__name__
-            warn_user(f"qconfig_spec: {name} matches no module of {type(model).__name__}.")
+    if is_given:
+        _warn_of_no_match(model, spec, found)
     return found
+
+
+def _warn_of_no_match(model: nn.Module, spec: ModuleSpec, paths: Container[str]) -> None:
+    """Name the paths of ``spec`` that are none, and its classes where no class is right: scripts list all
+    that can be quantized, {nn.LSTM, nn.GRU, nn.Linear}, and have some of them."""
+    types = {type(module) for module in model.modules()}
+    classes = [key for key in spec if not isinstance(key, str)]
+    unmatched = [key for key in spec if isinstance(key, str) and key not in paths and key != ""]
+    if types.isdisjoint(classes):
+        unmatched += [key.__name__ for key in classes]
+    if unmatched:
+        verb = "matches" if len(unmatched) == 1 else "match"
+        warn_user(f"qconfig_spec: {', '.join(unmatched)} {verb} no module of {type(model).__name__}.")
 
 
 def _propagated(

@@ -144,7 +144,13 @@ class FxState:
 
 def _in_current_form(state: Mapping[str, Any]) -> dict[str, Any]:
     current: dict[str, Any] = {}
-    conv_bn_v1 = {name.removesuffix("gamma") for name in state if re.search(r"(^|\.)gamma$", name)}
+    gammas = {name.removesuffix("gamma") for name in state if re.search(r"(^|\.)gamma$", name)}
+    # Layers of one's own have a gamma as well, and not the rest of a batch norm.
+    conv_bn_v1 = {
+        prefix
+        for prefix in gammas
+        if all(f"{prefix}{each}" in state for each in CONV_BN_V1 if each != "num_batches_tracked")
+    }
     for name, value in state.items():
         prefix, _, last = name.rpartition(".")
         prefix = f"{prefix}." if prefix else ""

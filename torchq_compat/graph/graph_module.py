@@ -10,12 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
+from torch.fx.graph import PythonCode
 
 from torchq_compat import batch_norm
 from torchq_compat.capture.call_signature import CallSignature
@@ -36,6 +38,7 @@ from torchq_compat.graph.module_views import ModuleFacts, install_views
 from torchq_compat.graph.numeric_suite import StateOfCaptured, refuse_numeric_suite
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer, refuse_torchao_prepare
+from torchq_compat.graph.plain_tables import with_plain_tables
 from torchq_compat.graph.prepared_views import install_prepared_views
 from torchq_compat.graph.qparams_state import qparams_state, set_qparams_state
 from torchq_compat.graph.quantized_interface import (
@@ -434,12 +437,32 @@ class ConvertedGraphModule(ConvertedModel):
 
     @property
     def graph(self) -> Graph:
-        """The q-dq graph; for torch.onnx, which interprets it, one of operators that ONNX has."""
-        return graph_for_onnx(self) if self._is_asked_for_onnx() else super().graph
+        """The q-dq graph; for torch.export and torch.onnx, which interpret it, one of operators that every
+        runtime has."""
+        if self._is_asked_for_onnx():
+            return graph_for_onnx(self)
+        graph = super().graph
+        return (with_plain_tables(self, graph) or graph) if _is_exported_alone() else graph
 
     @graph.setter
     def graph(self, graph: Graph) -> None:
         GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    def recompile(self) -> PythonCode:
+        """See ``torch.fx.GraphModule``. Inside of another model torch.export goes through ``forward``."""
+        code = super().recompile()
+        plain = with_plain_tables(self, self._graph)
+        if plain is None:
+            return code
+        compiled = type(self).forward
+        exported = type(GraphModule(self, plain)).forward
+
+        @wraps(compiled)
+        def forward(self: ConvertedGraphModule, *args: Any) -> Any:
+            return exported(self, *args) if _is_exported_alone() else compiled(self, *args)
+
+        type(self).forward = forward
+        return code
 
     def _is_asked_for_onnx(self) -> bool:
         return is_captured_for_onnx() and record_of(self) is not None
@@ -462,6 +485,11 @@ class ConvertedGraphModule(ConvertedModel):
             if isinstance(module, ConvertedGraphModule):
                 refresh_boundaries(module)
         return keys
+
+
+def _is_exported_alone() -> bool:
+    """Whether ``torch.export.export`` is capturing; ``torch.onnx.export`` runs the graph itself."""
+    return torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export()
 
 
 def preserved_of(model: GraphModule) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,27 @@ class ModuleView(nn.Module):
             f"{path!r} of the converted model is a view of what was {facts.kind}: it cannot be called.",
             hint="call the whole model; its graph computes what the module computed.",
         )
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a hook, which nothing would call.
+
+        Raises:
+            ModuleAttributeError: always.
+        """
+        _, path, facts = vars(self)["_view"]
+        raise ModuleAttributeError(
+            f"a hook at {path!r} would never be called: it is a view of what was {facts.kind}, whose ops are "
+            "in the graph of the model.",
+            hint="torch.fx.Interpreter runs a graph op by op, and its run_node sees every value: give it "
+            "model.reference of a converted model; compare(...) measures each place. Hooks of the whole "
+            "model are called, and those of the observers of a prepared one.",
+        )
+
+    register_forward_hook = _refuse_hook
+    register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = _refuse_hook
+    register_full_backward_pre_hook = _refuse_hook
+    register_backward_hook = _refuse_hook
 
     def __copy__(self) -> nn.Module:
         return self

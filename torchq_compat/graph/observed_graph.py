@@ -27,6 +27,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
+from torchq_compat.annotate.wrapping_quantizer import OuterGraphQuantizer
 from torchq_compat.qspecs.dynamic_qparams import DynamicQuantization
 from torchq_compat.qspecs.loaded_qparams import has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
@@ -34,6 +35,7 @@ from torchq_compat.qspecs.weight_observers import WeightObserver
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.torchao_flow import prepare_pt2e
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
 
 __all__ = [
@@ -49,6 +51,8 @@ __all__ = [
 
 SIXTEEN_BITS = (torch.int16, torch.uint16)
 TO_DTYPE = torch.ops.aten.to.dtype
+#: Operators that call a graph module -> which argument it is.
+BODY_OF_LOOP = {torch.ops.higher_order.scan: 0, torch.ops.higher_order.while_loop: 1}
 
 
 def prepare_graph(
@@ -70,9 +74,22 @@ def prepare_with(
     Args:
         cumulative: what ``batch_norm.before_capture`` returned.
     """
-    prepared = batch_norm.prepare(graph_module, quantizer, is_qat=is_qat, cumulative=cumulative)
+    asked = OuterGraphQuantizer(quantizer)
+    prepared = batch_norm.prepare(graph_module, asked, is_qat=is_qat, cumulative=cumulative)
+    if is_qat:
+        _prepare_bodies(prepared, asked)
     _call_shared_observers_by_one_name(prepared)
+    if not is_qat:
+        _calibrate_with_float_weights(prepared)
     return _allow_train_eval(prepared)
+
+
+def _calibrate_with_float_weights(prepared: GraphModule) -> None:
+    """Let fake-quantizes of weights observe alone, where nothing is trained: FX has them in training only."""
+    for node, module in observer_nodes(prepared):
+        source = node.args[0]
+        if isinstance(module, FakeQuantizeBase) and isinstance(source, Node) and source.op == "get_attr":
+            module.disable_fake_quant()
 
 
 def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool = True) -> GraphModule:
@@ -161,10 +178,22 @@ def _call_shared_observers_by_one_name(prepared: GraphModule) -> None:
     prepared.recompile()
 
 
+def _prepare_bodies(prepared: GraphModule, asked: OuterGraphQuantizer) -> None:
+    """torchao's convert goes into the bodies of loops; its prepare for training does not (torchao 0.18)."""
+    for node in list(prepared.graph.nodes):
+        if node.target in BODY_OF_LOOP:
+            name = str(node.args[BODY_OF_LOOP[node.target]].target)
+            body = prepared.get_submodule(name)
+            assert isinstance(body, GraphModule)
+            setattr(prepared, name, prepare_pt2e(body, asked))
+
+
 def _allow_train_eval(graph_module: GraphModule) -> GraphModule:
-    """torchao makes train() and eval() of its graphs raise; legacy scripts call both."""
-    graph_module.__dict__.pop("train", None)
-    graph_module.__dict__.pop("eval", None)
+    """torchao makes train() and eval() of its graphs raise, also of bodies of loops; scripts call both."""
+    for module in graph_module.modules():
+        if isinstance(module, GraphModule):
+            module.__dict__.pop("train", None)
+            module.__dict__.pop("eval", None)
     return graph_module
 
 

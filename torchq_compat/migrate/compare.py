@@ -29,7 +29,7 @@ from torchq_compat.migrate.comparison.report.json_report import report_data
 from torchq_compat.migrate.comparison.report.terminal_report import as_text, print_report
 from torchq_compat.migrate.comparison.results import ComparedModel
 from torchq_compat.migrate.run import PACKAGE_PARENT, check_script
-from torchq_compat.migrate.running.script_arguments import add_script_arguments
+from torchq_compat.migrate.running.script_arguments import add_script_arguments, tell_misplaced_options
 from torchq_compat.migrate.stopping import stopping_cleanly
 
 __all__ = ["add_parser", "compare_command"]
@@ -43,6 +43,7 @@ sys.path.insert(0, sys.argv[1])
 from torchq_compat.migrate.comparison.comparison_process import main
 sys.exit(main())
 """
+OPTIONS = ("--json", "--html", "--timeout", "--fx")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 EXAMPLES = """\
 examples:
@@ -128,6 +129,7 @@ def _read_target(args: argparse.Namespace) -> Target:
                 "mymodels.cases:tagger.",
             )
         check_script(args.target)
+        tell_misplaced_options(args.target, args.args, OPTIONS)
     return Target(args.target, is_function, tuple(args.args), args.fx)
 
 

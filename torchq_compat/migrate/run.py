@@ -19,7 +19,7 @@ from typing import Any
 
 from torchq_compat.errors import ScriptError
 from torchq_compat.migrate.running.run_options import RunOptions
-from torchq_compat.migrate.running.script_arguments import add_script_arguments
+from torchq_compat.migrate.running.script_arguments import add_script_arguments, tell_misplaced_options
 
 __all__ = ["PACKAGE_PARENT", "add_parser", "check_script", "run_command"]
 
@@ -39,6 +39,7 @@ examples:
 
 options of this command stand before SCRIPT, what follows SCRIPT is the script's own
 """
+OPTIONS = ("--reference", "--lower", "--explain", "--strict")
 PYTHON_SUFFIXES = (".py", ".pyw")
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
 SIGNAL_EXIT_BASE = 128
@@ -91,6 +92,7 @@ def run_command(args: argparse.Namespace) -> int:
     """
     check_script(args.script)
     check_explain(args.explain)
+    tell_misplaced_options(args.script, args.args, OPTIONS)
     explain = os.path.abspath(args.explain) if args.explain else ""
     options = RunOptions(args.convert, explain, args.strict).to_json()
     command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, options, args.script, *args.args]

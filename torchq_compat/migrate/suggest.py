@@ -12,10 +12,22 @@ __all__ = ["add_parser", "suggest_command"]
 EXAMPLES = """\
 example:
   torchq-compat suggest -n 3 mymodels.cases:tagger
+  torchq-compat suggest --instead 16-bit mymodels.cases:tagger
 
 module:function names a function without arguments that returns model, qconfig_mapping, example_inputs and
 calibration_data, as for compare
 """
+
+#: What the printed lines call the QConfig of 16 bits.
+SIXTEEN_BITS = "sixteen_bits"
+#: As suggest makes it.
+QCONFIG_LINE = f"""\
+{SIXTEEN_BITS} = torch.ao.quantization.QConfig(
+    activation=torch.ao.quantization.MinMaxObserver.with_args(
+        dtype=torch.int16, qscheme=torch.per_tensor_symmetric, quant_min=-(2**15), quant_max=2**15 - 1
+    ),
+    weight=torch.ao.quantization.default_per_channel_weight_observer,
+)"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,6 +40,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-n", type=_count, default=3, help="how many modules, at most (default 3)")
+    parser.add_argument(
+        "--instead",
+        choices=("float", "16-bit"),
+        default="float",
+        help="leave the modules float, or give their activations 16 bits, which the backend has to list "
+        "(default float)",
+    )
     parser.add_argument("target", metavar="module:function", help="what returns the case")
     parser.set_defaults(command=suggest_command)
 
@@ -56,14 +75,18 @@ def suggest_command(args: argparse.Namespace) -> int:
         case.example_inputs,
         case.calibration_data,
         n=args.n,
+        instead=args.instead,
         prepare_custom_config=case.prepare_custom_config,
         convert_custom_config=case.convert_custom_config,
         backend_config=case.backend_config,
         evaluation_data=case.evaluation_data,
     )
     print(mapping)
+    in_float = args.instead == "float"
+    if mapping.chosen and not in_float:
+        print(QCONFIG_LINE)
     for path in mapping.chosen:
-        print(f"qconfig_mapping.set_module_name({path!r}, None)")
+        print(f"qconfig_mapping.set_module_name({path!r}, {None if in_float else SIXTEEN_BITS})")
     return 0
 
 

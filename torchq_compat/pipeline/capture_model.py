@@ -15,7 +15,7 @@ from torchq_compat.capture.identities import show_identities
 from torchq_compat.capture.short_tracebacks import failed_attempts_held_back, without_frames_of_torch
 from torchq_compat.capture.torch_export import explain_failure
 from torchq_compat.custom_modules.swap import Swap, apply_swaps
-from torchq_compat.errors import InputError
+from torchq_compat.errors import ExampleInputsError
 from torchq_compat.opaque_calls.capture_stub import StubRegistry
 from torchq_compat.pipeline.prepare_request import PrepareRequest
 
@@ -34,12 +34,12 @@ class TriedModel:
     example: FloatRun
 
     @property
-    def problem(self) -> InputError | None:
+    def problem(self) -> ExampleInputsError | None:
         """Say what is wrong with the example: torch.export accepts some that no kernel does, integers for a
         float linear."""
         if self.example.error is None:
             return None
-        return InputError.does_not_fit(type(self.runs.model).__name__, self.example.error)
+        return ExampleInputsError.does_not_fit(type(self.runs.model).__name__, self.example.error)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def capture_model(
 
     Raises:
         CaptureError: torch.export or the model fails, or every graph computes something else.
-        InputError: the float model does not take the example inputs.
+        ExampleInputsError: the float model does not take the example inputs.
     """
     args, stubs = request.example_inputs, tried.runs.stubs
     apply_swaps(working, swaps, stubs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -94,11 +95,13 @@ def convert_to_reference(
     unguard(working)
     if switched_off:
         remove_observers(working, switched_off)
-    _convert_opaque_modules(working, settings)
-    converted = convert_graph(working, as_fx=record.rules is not None, is_trained=record.is_qat)
-    quantize_boundaries(converted)
-    expose_integers(converted, record.interface)
-    replaced = convert_float_calls(converted, settings.observed_to_quantized.get(QuantType.STATIC, {}))
+    # torchao's convert of a model in training makes random example inputs of its own.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        _convert_opaque_modules(working, settings)
+        converted = convert_graph(working, as_fx=record.rules is not None, is_trained=record.is_qat)
+        quantize_boundaries(converted)
+        expose_integers(converted, record.interface)
+        replaced = convert_float_calls(converted, settings.observed_to_quantized.get(QuantType.STATIC, {}))
     decisions = tuple(
         _with_quantized_class(decision, replaced)
         for decision in with_switched_off(record.decisions, switched_off)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torchq_compat.capture.call_signature import CallSignature
-from torchq_compat.errors import InputError
+from torchq_compat.errors import ExampleInputsError, InputError
 from torchq_compat.graph.graph_module import record_of
 from torchq_compat.graph.other_engines import OBSERVED_KEY
 from torchq_compat.support.torch_ao import FloatFunctional, FXFloatFunctional, QuantizedGraphModule
@@ -45,12 +45,12 @@ def signature_of(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
     """Return how ``model`` is called with ``args``.
 
     Raises:
-        InputError: ``args`` do not fit its ``forward``.
+        ExampleInputsError: ``args`` do not fit its ``forward``.
     """
     try:
         return CallSignature.of(model, args)
     except ValueError as cause:
-        raise InputError.does_not_fit(type(model).__name__, cause) from cause
+        raise ExampleInputsError.does_not_fit(type(model).__name__, cause) from cause
 
 
 def _stage_of(module: nn.Module) -> str | None:

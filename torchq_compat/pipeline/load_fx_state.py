@@ -41,6 +41,7 @@ def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> N
     Raises:
         CheckpointError: see ``torchq_compat.checkpoints.load_fx_state``; ``prepared`` is unchanged.
     """
+    _refuse_wrapped(prepared, given)
     state = FxState.read(given)
     wanted = wanted_by_model(prepared, state, prepared.record.rules)
     plan = _Planner(prepared, state, wanted).plan()
@@ -51,6 +52,29 @@ def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> N
             f"more "
             f"than the model asks for: {_shorten(plan.dropped)}. They are left out."
         )
+
+
+def _refuse_wrapped(prepared: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with the state in it, and the state of a wrapper such as DataParallel."""
+    states = [name for name, value in given.items() if isinstance(value, Mapping) and _has_tensors(value)]
+    if states and not _has_tensors(given):
+        raise CheckpointError(
+            f"this is no state, but has one under {states[0]!r}.",
+            hint=f"hand in checkpoint[{states[0]!r}].",
+        )
+    prefix = next(iter(given), "").partition(".")[0] + "."
+    is_ours = any(name.startswith(prefix) for name in prepared.state_dict())
+    if given and not is_ours and all(name.startswith(prefix) for name in given):
+        raise CheckpointError(
+            f"the FX state does not fit this model: all its names begin with {prefix!r}, which names nothing "
+            "here.",
+            hint="DataParallel and torch.compile save them so: remove it with torch.nn.modules.utils."
+            f"consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}).",
+        )
+
+
+def _has_tensors(state: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in state.values())
 
 
 def wanted_by_model(
@@ -377,18 +401,21 @@ def _carry_out(prepared: QuantizationGraphModule, plan: _Plan) -> None:
 def _load_observer(observer: nn.Module, given: dict[str, Tensor]) -> None:
     target = getattr(observer, "legacy", observer)
     assert isinstance(target, nn.Module)
+    own = target.state_dict()
     # Observers keep the very tensors they are given.
     state = {name: value.clone() for name, value in given.items()}
-    for name, value in target.state_dict().items():
+    for name, value in own.items():
         last = name.rpartition(".")[2]
         if last in COUNTS:
             state[name] = torch.zeros_like(value)
         elif name not in state:
             state[name] = value
+        elif value.is_floating_point():
+            state[name] = state[name].to(value.dtype)
     device = next((tensor.device for tensor in target.buffers()), None)
     ordered = OrderedDict((name, value.to(device)) for name, value in state.items())
     # Without the versions torch takes the state for an old one, and resets eps.
-    ordered._metadata = target.state_dict()._metadata  # type: ignore[attr-defined]
+    ordered._metadata = own._metadata  # type: ignore[attr-defined]
     target.load_state_dict(ordered)
 
 

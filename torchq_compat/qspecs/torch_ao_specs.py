@@ -7,13 +7,15 @@ classes. With ``.with_args`` its prepare fails, for it reads the ``__name__`` of
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
 import torchao.quantization.pt2e.observer as pt2e_observer
-from torch import nn
+from torch import Tensor, nn
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
+from torchq_compat.errors import ConfigError
 from torchq_compat.qspecs.observers import ObserverConstructor
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 from torchq_compat.support.torch_ao import observer as legacy_observer
@@ -22,6 +24,10 @@ __all__ = ["SpecObserverConstructor", "with_torchao_observer"]
 
 LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
 PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
+FIXED_QPARAMS_FAKE_QUANTIZES = (
+    legacy_fake_quantize.FixedQParamsFakeQuantize,
+    pt2e_fake_quantize.FixedQParamsFakeQuantize,
+)
 CONSTRUCTOR = "observer_or_fake_quant_ctr"
 
 
@@ -38,7 +44,7 @@ class SpecObserverConstructor(ObserverConstructor):
 
     def __init__(self, spec: QuantizationSpec, setting: str) -> None:
         self.spec = spec
-        super().__init__(lambda: make_observer(spec), setting)
+        super().__init__(lambda: _choosing_on_the_fly(make_observer(spec)), setting)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SpecObserverConstructor) and self.spec == other.spec
@@ -57,20 +63,55 @@ def with_torchao_observer(spec: QuantizationSpec, setting: str) -> tuple[Quantiz
         Exception: what the constructor raises.
     """
     made = make_observer(spec)
-    if not any(_is_legacy(module) for module in made.modules()) and _is_known_to_torchao(spec):
+    is_known = _is_known_to_torchao(spec) and _choosing_on_the_fly(made) is made
+    if is_known and not any(_is_legacy(module) for module in made.modules()):
         return spec, made
     constructor = SpecObserverConstructor(spec, setting)
     return replace(spec, observer_or_fake_quant_ctr=constructor), constructor()
 
 
 def make_observer(spec: QuantizationSpec) -> nn.Module:
-    """Call the constructor of ``spec`` with its settings, as torchao's prepare does."""
+    """Call the constructor of ``spec`` with its settings, as torchao's prepare does.
+
+    Raises:
+        ConfigError: it is an observer, whose own settings torchao would not look at.
+        Exception: what the constructor raises.
+    """
     settings = {field.name: getattr(spec, field.name) for field in fields(spec)}
     constructor: Any = settings.pop(CONSTRUCTOR)
-    if "PerChannel" not in getattr(_class_of(constructor), "__name__", ""):
+    if isinstance(constructor, nn.Module):
+        raise ConfigError(
+            f"the constructor of a spec is an observer: {type(constructor).__name__}(...).",
+            hint="pass a class or Class.with_args(...), not an instance or its result.",
+        )
+    cls = _class_of(constructor)
+    if "PerChannel" not in getattr(cls, "__name__", ""):
         del settings["ch_axis"]
-    made: nn.Module = constructor.with_args(**settings)()
+    if _takes_only_an_observer(cls):
+        observer = constructor()._observer_ctr.with_args(**settings)
+        made: nn.Module = constructor.with_args(observer=observer)()
+    elif hasattr(constructor, "with_args"):
+        made = constructor.with_args(**settings)()
+    else:
+        made = constructor(**settings)
     return made
+
+
+def _choosing_on_the_fly(made: nn.Module) -> nn.Module:
+    """``made``, or what stands for a dynamic one whose eps is a tensor: torchao's convert would write that
+    into the graph's code, and reads nothing but settings of it."""
+    settings: Any = made
+    if not getattr(made, "is_dynamic", False) or not isinstance(getattr(made, "eps", None), Tensor):
+        return made
+    stands_for: nn.Module = pt2e_observer.PlaceholderObserver(
+        dtype=settings.dtype,
+        quant_min=settings.quant_min,
+        quant_max=settings.quant_max,
+        qscheme=settings.qscheme,
+        eps=float(settings.eps),
+        is_dynamic=True,
+    )
+    return stands_for
 
 
 def _is_legacy(module: nn.Module) -> bool:
@@ -83,11 +124,16 @@ def _is_known_to_torchao(spec: QuantizationSpec) -> bool:
     constructor: Any = getattr(spec, CONSTRUCTOR)
     if isinstance(constructor, pt2e_observer.PartialWrapper):
         constructor = constructor.p.func
-    return hasattr(constructor, "__name__")
+    is_named = hasattr(constructor, "__name__") and hasattr(getattr(spec, CONSTRUCTOR), "with_args")
+    return is_named and not _takes_only_an_observer(_class_of(constructor))
+
+
+def _takes_only_an_observer(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, FIXED_QPARAMS_FAKE_QUANTIZES)
 
 
 def _class_of(constructor: Any) -> Any:
     """The class at the bottom of ``Class.with_args(...).with_args(...)``."""
-    while hasattr(constructor, "p"):
-        constructor = constructor.p.func
+    while hasattr(constructor, "p") or isinstance(constructor, partial):
+        constructor = getattr(constructor, "p", constructor).func
     return constructor

@@ -98,14 +98,23 @@ def test_the_kernel_is_about_as_fast_as_a_lowered_model() -> None:
 
 
 PLAIN = """
+import sys
 import torch
+from tests.helpers import executorch_models as plain
 from tests.lower.executorch.test_recurrent_kernel import MODELS, converted, leaves
 from torchq_compat.lower.executorch.runtime import executorch_module, runtime
 
 exir = executorch_module("exir")
-model, x = converted(*MODELS["lstm"]()), torch.randn(5, 2, 6)
+if sys.argv[1] == "lstm":
+    model, x = converted(*MODELS["lstm"]()), torch.randn(5, 2, 6)
+else:
+    words = lambda: torch.randint(0, 100, (6, 4))
+    embedding = torch.ao.quantization.float_qparams_weight_only_qconfig
+    mapping = plain.PER_CHANNEL.set_object_type(torch.nn.Embedding, embedding)
+    model, x = plain.converted(plain.Words(), mapping, words), words()
+captured = model if sys.argv[2] == "lowered" else model.reference
 with torch.no_grad():
-    program = torch.export.export(model.reference, (x,))
+    program = torch.export.export(captured, (x,))
     config = exir.EdgeCompileConfig(_check_ir_validity=False)
     pte = exir.to_edge_transform_and_lower(program, compile_config=config).to_executorch().buffer
 found = runtime().load_program(pte).load_method("forward").execute([x])
@@ -114,6 +123,9 @@ assert all(map(torch.equal, found, leaves(model.reference(x)))), "other bits"
 
 
 @pytest.mark.slow
-def test_what_torch_export_makes_does_not_stop_the_process() -> None:
-    """Its quantize of two directions is per channel, whose kernel wants scales of float64."""
-    subprocess.run([sys.executable, "-c", PLAIN], check=True, cwd=ROOT)
+@pytest.mark.parametrize("model", ["lstm", "embedding"])
+@pytest.mark.parametrize("captured", ["reference", "lowered"])
+def test_what_torch_export_makes_does_not_stop_the_process(model: str, captured: str) -> None:
+    """The quantize of two directions is per channel, whose kernel wants scales of float64; the dequantize of
+    a table has float zero points, which its kernel does not take."""
+    subprocess.run([sys.executable, "-c", PLAIN, model, captured], check=True, cwd=ROOT)

@@ -71,6 +71,21 @@ class CRNN(nn.Module):
         return self.head(self.lstm(y)[0])
 
 
+class CellLoop(nn.Module):
+    """A cell called step by step in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(8, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h, outputs = x.new_zeros(x.size(1), 16), []
+        for t in range(x.size(0)):
+            h = self.cell(x[t], h)
+            outputs.append(h)
+        return self.head(torch.stack(outputs)), h
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,6 +216,7 @@ SLOW: dict[str, Callable[[], tuple[GraphModule, Tensor, Tensor]]] = {
         LONGER,
     ),
     "crnn": lambda: (converted(CRNN(), X86, LINE), LINE, LINES),
+    "cell loop": lambda: (converted(CellLoop(), X86, SEQUENCE), SEQUENCE, LONGER),
     "attention": lambda: (converted(Attention(), X86, ROWS), ROWS, torch.randn(3, 9, 16)),
     "16 bits": lambda: (
         converted(Outputs(nn.LSTM(8, 12)), X86, SEQUENCE, observed=with_16_bits()),

@@ -26,14 +26,15 @@ from tests.helpers.oracle import MAP_LSTM
 from torchq_compat.errors import ReportError
 from torchq_compat.migrate.comparison.printable import Comparison
 from torchq_compat.migrate.comparison.report.html_report import page, write_page
-from torchq_compat.migrate.comparison.report.page_tables import bars
+from torchq_compat.migrate.comparison.report.page_tables import bars, page_table
 from torchq_compat.migrate.comparison.report.summary_sentence import (
     grade,
     noise_text,
     summary_sentence,
     worst_places,
 )
-from torchq_compat.migrate.comparison.results import ComparedModel, FxOutcome, Kind, Point
+from torchq_compat.migrate.comparison.report.terminal_report import as_text
+from torchq_compat.migrate.comparison.results import ComparedModel, Finding, FxOutcome, Kind, Point
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 #: Headless, with nothing that would reach out by itself.
@@ -155,6 +156,38 @@ def test_tables_and_findings(comparison: Comparison, text: str) -> None:
         assert finding.link in text
     for label in ("versions", "date", "processor", "command"):
         assert f"<dt>{label}</dt>" in text
+
+
+def test_a_reason_is_told_once(comparison: Comparison) -> None:
+    findings = [Finding(f"place{index}", f"what{index}", "the reason", "the#link") for index in range(9)]
+    findings.insert(1, Finding("apart", "else", "another reason", ""))
+    verdict = replace(comparison.verdict, findings=tuple(findings))
+    of_many = ComparedModel(comparison.capture, verdict)
+    shown = page((of_many,))
+    assert shown.count("the reason") == shown.count("another reason") == 1
+    assert [f"<dt>{finding.where}</dt>" in shown for finding in findings] == [True] * 10
+    printed = as_text((of_many,)).partition("What differs, and why\n")[2].splitlines()
+    assert printed == [
+        *[f"  place{index}: what{index}" for index in range(6)],
+        "  and 3 more places; --html and --json have them",
+        "    the reason",
+        "    the#link",
+        "  apart: else",
+        "    another reason",
+    ]
+
+
+def test_what_fx_has_the_same_is_told_once(comparison: Comparison) -> None:
+    point = next(each for each in comparison.capture.points if each.fx and each.ours.qparams)
+    assert point.fx is not None
+    assert point.ours.qparams is not None
+    narrow = replace(point.ours.qparams, quant_max=point.ours.qparams.quant_max // 2)
+    fx = replace(point.fx, qparams=point.ours.qparams)
+    ((_, *row),) = page_table([replace(point, ours=replace(point.ours, qparams=narrow), fx=fx)]).rows
+    told = {column.title: cell for column, cell in row}
+    assert told["FX dtype"] != told["dtype"]
+    assert {"scale", "zero point"} <= told.keys()
+    assert {"FX scale", "FX zero point"}.isdisjoint(told)
 
 
 def test_the_sentence_says_the_numbers(comparison: Comparison) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping
 
-from torchq_compat.errors import CaseError
-from torchq_compat.migrate.comparison.measure.cases import read_case
+from torchq_compat.errors import CaseError, QuantizationWarning
+from torchq_compat.migrate.comparison.comparison_process import _told_without_lines
+from torchq_compat.migrate.comparison.measure.cases import Case, read_case
 from torchq_compat.migrate.comparison.measure.measures import PlaceMeasures, state_bytes
 from torchq_compat.migrate.comparison.measure.sides import Reading
 from torchq_compat.migrate.comparison.measure.taps import tap_nodes
@@ -240,6 +243,35 @@ def test_modules_left_float_and_a_failed_lowering_are_findings() -> None:
 
 
 # Cases.
+
+
+@pytest.mark.parametrize(
+    "given", [torch.ones(2, 4), [torch.ones(2, 4)], {"input": torch.ones(2, 4)}, (torch.ones(2, 4),)]
+)
+def test_example_inputs_of_a_case_are_read_as_prepare_fx_reads_them(given: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QuantizationWarning)
+        case = Case(nn.Linear(4, 2), QConfigMapping(), given, []).checked()
+    assert isinstance(case.example_inputs, tuple)
+    assert [tuple(each.shape) for each in case.example_inputs] == [(2, 4)]
+    assert case.model(*case.example_inputs).shape == (2, 2)
+    assert [batch[0].shape for batch in case.evaluation_data] == [(2, 4)]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_warnings_while_comparing_name_no_line_of_the_tool(
+    is_known: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as others:
+        warnings.simplefilter("always")
+        with _told_without_lines(is_known=is_known):
+            for _ in range(2):
+                warnings.warn("of ours", QuantizationWarning, stacklevel=1)
+            warnings.warn("of others", stacklevel=1)
+    told = capsys.readouterr().err
+    assert told.count("torchq-compat: warning: of ours\n") == (not is_known)
+    assert told.count("of ours") == (not is_known)
+    assert [str(each.message) for each in others] == ["of others"]
 
 
 def test_a_case_is_a_dict_or_any_object() -> None:

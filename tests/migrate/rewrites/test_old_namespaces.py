@@ -53,12 +53,35 @@ b = torch.ao.nn.quantizable.LSTM, torch.ao.nn.quantized.Linear
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("from torch.quantization import default_qconfig, default_eval_fn\n", "also imports names"),
+        (
+            "from torch.quantization import (\n    default_qconfig,  # one\n    default_eval_fn,\n)\n",
+            "comments between its names",
+        ),
         ("import torch.quantization as tq\ntq.default_eval_fn\n", "not everything used"),
     ],
 )
 def test_left_for_manual_review(code: str, reason: str) -> None:
     check_left(REWRITE, IMPORTS + code, reason)
+
+
+def test_names_that_stay_are_imported_as_before() -> None:
+    check_transformed(
+        REWRITE,
+        IMPORTS
+        + """\
+from torch.quantization import default_qconfig, default_eval_fn, QConfig as Q
+from torch import quantization, fx
+quantization.quantize_fx.prepare_fx, quantization.QConfig
+""",
+        IMPORTS
+        + """\
+from torch.quantization import default_eval_fn
+from torch.ao.quantization import default_qconfig, QConfig as Q
+from torch import fx
+from torch.ao import quantization
+quantization.quantize_fx.prepare_fx, quantization.QConfig
+""",
+    )
 
 
 @pytest.mark.parametrize("old", [*NAMESPACES, "torch.nn.intrinsic.qat", "torch.nn.quantized.dynamic"])

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import itertools
 import sysconfig
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,10 @@ LEGACY = (
     "import torch.ao.quantization.quantize_fx",
     "import torch, torch.quantization.quantize_fx as old",
     "from torch.ao.quantization import quantize_fx, default_qconfig",
+    "from torch.quantization import quantize_fx, default_qconfig, default_eval_fn",
+    "from torch import quantization, nn",
+    "from torch.nn import intrinsic as nni, Linear",
+    "prepared = quantization.quantize_fx.prepare_fx(m, {'': quantization.default_qconfig}, x)",
     "from torch.ao.quantization.quantize_fx import *",
     "from torch.ao.quantization.fx.lstm_utils import _get_lstm_with_individually_observed_parts",
     "qconfig_dict = {'': q, 'object_type': [(a, b)]}  # all",
@@ -108,3 +114,46 @@ def test_the_result_parses_and_rewriting_it_changes_nothing(program: str) -> Non
 def test_what_scan_announces_rewrite_does(program: str) -> None:
     announced = any(site.edits for site in find_sites(ParsedSource(program)))
     assert (rewrite_text(program) != program) == announced
+
+
+#: Of one module: names that move to torchq_compat, to torch.ao or nowhere.
+NAMES_OF_ONE_MODULE = {
+    "torch.quantization": (
+        "quantize_fx",
+        "quantize_fx as qfx",
+        "default_qconfig",
+        "default_eval_fn",
+        "fx",
+        "QConfig as Q",
+        "quantize_dynamic",
+        "get_default_qconfig_dict",
+    ),
+    "torch.ao.quantization": ("quantize_fx", "QConfigMapping", "quantize_dynamic", "MinMaxObserver as M"),
+    "torch.ao.quantization.quantize_fx": ("prepare_fx", "PrepareCustomConfig", "_convert_fx", "fuse_fx as f"),
+    "torch": ("quantization", "nn", "quantization as tq", "ao"),
+    "torch.nn": ("intrinsic", "quantized as nnq", "Linear", "qat"),
+}
+PAIRS = [
+    (module, *pair)
+    for module, names in NAMES_OF_ONE_MODULE.items()
+    for pair in itertools.combinations(names, 2)
+]
+
+
+def test_one_statement_that_imports_names_of_two_fates_is_settled_at_once() -> None:
+    """By brute force: every pair, with a use of each that does not let it go."""
+    split = 0
+    for module, first, second in PAIRS:
+        local = [name.rpartition(" as ")[2] for name in (first, second)]
+        statement = f"from {module} import {first}, {second}"
+        uses = f"{local[0]}(m)\n{local[1]}.quantize_fx.prepare_fx(m, q)\n"
+        program = f"{statement}\nfrom torch.quantization.quantize_fx import prepare_fx as p\n{uses}"
+        once = rewrite_text(program)
+        ast.parse(once)
+        assert rewrite_text(once) == once, program
+        left = Counter((site.code, site.what) for site in find_sites(ParsedSource(once)) if not site.edits)
+        before = find_sites(ParsedSource(program))
+        # What is announced for manual review is what is left for it.
+        assert not Counter((site.code, site.what) for site in before if not site.edits) - left, program
+        split += statement not in once
+    assert split > len(PAIRS) // 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import json
 import os
 import re
@@ -12,7 +15,10 @@ from pathlib import Path
 import pytest
 
 import torchq_compat
+from torchq_compat.migrate import compare
+from torchq_compat.migrate import run as run_command
 from torchq_compat.migrate.cli import main
+from torchq_compat.migrate.running.script_arguments import tell_misplaced_options
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -33,8 +39,11 @@ class Model(nn.Module):
         x = x[0] if isinstance(x, tuple) else x
         return self.head(x.flatten(0, 1)) + x.new_zeros(1)
 
+def prepare(model, x):
+    return prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+
 x = torch.randn(3, 2, 4)
-prepared = prepare_fx(Model().eval(), get_default_qconfig_mapping("x86"), (x,))
+prepared = prepare(Model().eval(), x)
 prepared(x)
 print(convert_fx.__name__, convert_to_reference_fx.__name__)
 convert_fx(prepared, keep_original_weights=True)
@@ -123,9 +132,11 @@ def test_strict_refuses_a_module_left_float(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "done" not in result.stdout
     assert "Traceback" not in result.stderr
-    told = r"torchq-compat: .*\.py:\d+: 1 module of Model left float: GRU 'gru': .* Hint: "
-    assert re.search(told, result.stderr), result.stderr
-    assert "Hint: " in result.stderr
+    told = r"torchq-compat: (.*\.py):(\d+): 1 module of Model left float: GRU 'gru': .* Hint: "
+    found = re.search(told, result.stderr)
+    assert found, result.stderr
+    # The line of the call, not of the call of the function that it is in.
+    assert "return prepare_fx(" in (tmp_path / found[1]).read_text().splitlines()[int(found[2]) - 1]
 
 
 @pytest.mark.slow
@@ -141,3 +152,20 @@ def test_options_behind_the_script_are_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchq_compat", "run", str(script), "--strict", "--explain"]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert result.stdout == "['--strict', '--explain']\n"
+
+
+def test_an_option_behind_a_script_that_does_not_know_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("parser.add_argument('--json')\n")
+    tell_misplaced_options(str(script), ["--html=page.html", "--json", "--epochs", "--htm"], compare.OPTIONS)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torchq-compat: --html stands behind {script} and is the script's own argument")
+    for command in (compare, run_command):
+        parser = argparse.ArgumentParser()
+        command.add_parser(parser.add_subparsers())
+        shown = io.StringIO()
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
+            parser.parse_args([command.__name__.rpartition(".")[2], "--help"])
+        assert set(command.OPTIONS) == set(re.findall(r"(?m)^  (--[a-z]+)", shown.getvalue()))

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchq_compat.capture.checked.attempts import Attempt, CaptureCase, compare_runs, least_sqnr
 from torchq_compat.capture.checked.same_results import CAPTURED, FOLDED
-from torchq_compat.capture.checked.trial_runs import run_prepared
+from torchq_compat.capture.checked.trial_runs import in_double, run_prepared
 from torchq_compat.errors import CaptureError
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
@@ -44,8 +44,9 @@ def check_prepared(
         args = run.args
 
         def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:
-            model = copy.deepcopy(prepared).double() if double else prepared
-            return run_prepared(model, args, is_activation_post_process)
+            if not double:
+                return run_prepared(prepared, args, is_activation_post_process)
+            return run_prepared(copy.deepcopy(prepared).double(), in_double(args), is_activation_post_process)
 
         problem = compare_runs(case.runs, run, again, least)
         if problem is not None and users_own:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["CAPTURED", "CAST", "FOLDED", "difference", "sqnr"]
+__all__ = ["AS_LARGE", "CAPTURED", "CAST", "DOUBTFUL", "FOLDED", "difference", "sqnr"]
 
 #: dB that count as equal in float32: for the captured graph; where a batch norm was folded into a weight;
 #: where the float model runs under autocast, and the graph does not.
@@ -19,6 +19,8 @@ CAPTURED, FOLDED, CAST = 80.0, 60.0, 25.0
 OF_DTYPE = {torch.float16: 45.0, torch.bfloat16: 30.0}
 #: Least dB that may still be rounding, and is tried again in float64.
 DOUBTFUL = 20.0
+#: dB by which a difference may exceed the rounding of the float model itself, and be rounding.
+AS_LARGE = 12.0
 
 
 def difference(expected: Any, actual: Any, least: float) -> str | None:

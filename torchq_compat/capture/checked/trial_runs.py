@@ -22,7 +22,16 @@ from torchq_compat.opaque_calls.recorded_calls import RecordedCalls
 from torchq_compat.support.model_copies import copied_model, copied_weights
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["FloatRun", "GraphRunner", "Runs", "kept_buffers", "run_graph", "run_prepared", "trial_copy"]
+__all__ = [
+    "FloatRun",
+    "GraphRunner",
+    "Runs",
+    "in_double",
+    "kept_buffers",
+    "run_graph",
+    "run_prepared",
+    "trial_copy",
+]
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class Runs:
         model = trial_copy(self.model)
         recording = self.calls.recording({path: model.get_submodule(path) for path in recorded})
         if double:
-            model, args = copied_model(model).double(), _in_double(args)
+            model, args = copied_model(model).double(), in_double(args)
         try:
             with _no_trace(), recording:
                 return FloatRun(args, model(*copied_inputs(args)))
@@ -83,7 +92,7 @@ class Runs:
         """Run a captured graph, custom modules as the float modules they were."""
         modules = {handle: trial_copy(module) for handle, module in self.modules.items()}
         if double:
-            graph_module, args = copy.deepcopy(graph_module).double(), _in_double(args)
+            graph_module, args = copy.deepcopy(graph_module).double(), in_double(args)
             modules = {handle: copied_model(module).double() for handle, module in modules.items()}
         return run_graph(graph_module, args, self.stubs, modules, runner)
 
@@ -140,7 +149,9 @@ def _hand_on(x: Any) -> Any:
     return x
 
 
-def _in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` with floats in float64."""
+
     def widen(leaf: Any) -> Any:
         is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         return leaf.double() if is_float else leaf

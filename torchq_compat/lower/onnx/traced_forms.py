@@ -98,9 +98,10 @@ class OnnxForms(TorchFunctionMode):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result: Tensor
-        if x.dim() < 3 or weight not in self._dequantized:
+        is_integer, has_integers = (each in self._dequantized for each in (x, weight))
+        if not has_integers or (x.dim() < 3 and not is_integer):
             result = ATEN.linear.default(x, weight, bias)
-        elif x in self._dequantized:
+        elif is_integer:
             result = ATEN.linear.default(x, weight)
             result = result if bias is None else result - (-bias)
         else:

@@ -6,14 +6,17 @@ of the comparisons, or of the error to report.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchq_compat.errors import CaseError, TorchQCompatError
+from torchq_compat.errors import CaseError, QuantizationWarning, TorchQCompatError
 from torchq_compat.migrate.comparison.measure.targets import Target
 from torchq_compat.migrate.running.import_noise import import_noise_held_back
 from torchq_compat.migrate.running.script_process import execute_script, show_script_error
@@ -33,11 +36,25 @@ def main() -> int:
         with import_noise_held_back():
             from torchq_compat.migrate.comparison.comparing import compare_case
         cases = case_of_function(target) if target.is_function else _cases_of_script(target)
-        outcome: object = tuple(compare_case(case, target.fx_setting) for case in cases)
+        with _told_without_lines(is_known=not target.is_function):
+            outcome: object = tuple(compare_case(case, target.fx_setting) for case in cases)
     except TorchQCompatError as error:
         outcome = TorchQCompatError(error.message, hint=error.hint)
     path.write_bytes(pickle.dumps(outcome))
     return 0
+
+
+@contextlib.contextmanager
+def _told_without_lines(*, is_known: bool) -> Iterator[None]:
+    """Tell our warnings without a line, which would be one of this tool, or not at all if a script has."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    ours = [each for each in caught if issubclass(each.category, QuantizationWarning)]
+    for message in dict.fromkeys(str(each.message) for each in ours if not is_known):
+        print(f"torchq-compat: warning: {message}", file=sys.stderr)
+    for each in caught:
+        if each not in ours:
+            warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
 def case_of_function(target: Target) -> tuple[Case, ...]:

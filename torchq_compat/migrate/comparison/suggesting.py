@@ -42,6 +42,8 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["Sensitivity", "SuggestedMapping", "suggest"]
 
 FLOAT, SIXTEEN_BITS = "float", "16-bit"
+#: How many times n modules are tried one by one, where the worst n together help nothing.
+TRIED = 4
 #: Activations in 16 bits, weights as before; a backend has to list the dtype.
 QCONFIG_16 = QConfig(  # type: ignore[no-untyped-call]
     activation=MinMaxObserver.with_args(
@@ -70,16 +72,19 @@ class SuggestedMapping(QConfigMapping):
     Attributes:
         sensitivities: of all quantized modules, the worst first.
         chosen: the paths that the mapping treats apart.
-        sqnr_before, sqnr_after: of the whole model, in dB; after: with ``chosen`` left float.
+        sqnr_before, sqnr_after: of the whole model, in dB; after: with ``chosen`` treated so.
+        instead: how the mapping treats ``chosen``: "float" or "16-bit".
     """
 
     sensitivities: tuple[Sensitivity, ...] = ()
     chosen: tuple[str, ...] = ()
     sqnr_before: float = 0.0
     sqnr_after: float = 0.0
+    instead: str = FLOAT
 
     def __str__(self) -> str:
-        lines = [f"SQNR {self.sqnr_before:.1f} dB, {self.sqnr_after:.1f} dB without the chosen modules"]
+        how = "without the chosen modules" if self.instead == FLOAT else "with the chosen modules in 16 bits"
+        lines = [f"SQNR {self.sqnr_before:.1f} dB, {self.sqnr_after:.1f} dB {how}"]
         for each in self.sensitivities:
             mark = "*" if each.path in self.chosen else " "
             lines.append(f"{mark} {each.path}  {each.kind}  {each.sqnr:.1f} dB")
@@ -143,21 +148,41 @@ def suggest(
         raise ConfigError.wrong_type("qconfig_mapping", "a QConfigMapping", qconfig_mapping)
     case = Case(model, mapping, example_inputs, calibration_data, evaluation_data=evaluation_data).checked()
     _check_batches(model, case.evaluation_data)
-    prepared = prepare_fx(
-        model, mapping, example_inputs, prepare_custom_config, backend_config=backend_config
-    )
-    with torch.no_grad():
-        for batch in case.calibration_data:
-            prepared(*batch)
-    trial = _Trial(model, prepared, mapping, convert_custom_config, case.evaluation_data)
+
+    def calibrated(mapping: QConfigMapping) -> _Trial:
+        prepared = prepare_fx(
+            model, mapping, case.example_inputs, prepare_custom_config, backend_config=backend_config
+        )
+        with torch.no_grad():
+            for batch in case.calibration_data:
+                prepared(*batch)
+        return _Trial(model, prepared, mapping, convert_custom_config, case.evaluation_data)
+
+    trial = calibrated(mapping)
     before = trial.sqnr(())
-    found = sorted(_sensitivities(model, prepared, trial), key=lambda each: each.sqnr)
-    chosen, after = _best_together(trial, [each.path for each in found[:n]], before)
+    found = sorted(_sensitivities(model, trial), key=lambda each: each.sqnr)
+    chosen, after = _best_together(trial, [each.path for each in found], n, before)
     if not chosen:
         warn_user(
             "suggest: leaving out these modules makes the model no better; the mapping is the one given."
         )
-    return _suggested(mapping, tuple(found), chosen, before, after, instead)
+    suggested = _suggested(mapping, tuple(found), chosen, instead)
+    if chosen and instead == SIXTEEN_BITS:
+        after = _measured_in_16_bits(calibrated(suggested), chosen)
+    suggested.sqnr_before, suggested.sqnr_after = before, after
+    return suggested
+
+
+def _measured_in_16_bits(trial: _Trial, chosen: tuple[str, ...]) -> float:
+    """Measure the mapping itself, and say which modules the backend takes in 8 bits only."""
+    left = {decision.path: decision.reason for decision in explain(trial.prepared).left_float()}
+    refused = [path for path in chosen if path in left]
+    if refused:
+        warn_user(
+            f"suggest: the backend has no 16 bits for {', '.join(map(repr, refused))}, left float instead: "
+            f"{left[refused[0]]}. A BackendConfig lists them as a DTypeConfig with int16."
+        )
+    return trial.sqnr(())
 
 
 def _check_batches(model: nn.Module, batches: list[Batch]) -> None:
@@ -201,54 +226,58 @@ class _Trial:
             measured = [sqnr(self.model(*batch), converted(*batch)) for batch in self.batches]
         return sum(measured) / len(measured)
 
-    def can_switch_off(self, path: str) -> bool:
-        """Whether the module at ``path`` can be left out at convert, and not only where it is prepared."""
+    def can_switch_off(self, *paths: str) -> bool:
+        """Whether the modules at ``paths`` can be left out at convert, and not only where it is prepared."""
         try:
-            self.sqnr((path,))
+            self.sqnr(paths)
         except TorchQCompatError:
             return False
         return True
 
 
-def _sensitivities(model: nn.Module, prepared: GraphModule, trial: _Trial) -> Iterator[Sensitivity]:
+def _sensitivities(model: nn.Module, trial: _Trial) -> Iterator[Sensitivity]:
     modules = dict(model.named_modules())
     decided = {
         path: decision.kind
-        for decision in explain(prepared)
+        for decision in explain(trial.prepared)
         if decision.action is Action.QUANTIZED
         and (path := decision.path.partition("/")[0]) in modules
         and path
     }
     inside = {path for path in decided if any(path.startswith(f"{other}.") for other in decided)}
     paths = [path for path in decided if path not in inside]
-    paths = [path for path in paths if trial.can_switch_off(path)]
+    if not trial.can_switch_off(*paths):
+        paths = [path for path in paths if trial.can_switch_off(path)]
     for path in tqdm(paths, desc="suggest", unit="module", disable=None, leave=False):
         others = tuple(other for other in paths if other != path)
         yield Sensitivity(path, type(modules[path]).__name__, trial.sqnr(others))
 
 
-def _best_together(trial: _Trial, paths: list[str], before: float) -> tuple[tuple[str, ...], float]:
-    """As many of ``paths`` as make it better together."""
-    while paths:
-        after = trial.sqnr(tuple(paths))
+def _best_together(trial: _Trial, paths: list[str], n: int, before: float) -> tuple[tuple[str, ...], float]:
+    """The worst ``n`` of ``paths``; where they make it no better together, those of the worst that do, one
+    after another."""
+    after = trial.sqnr(tuple(paths[:n]))
+    if after > before:
+        return tuple(paths[:n]), after
+    chosen: tuple[str, ...] = ()
+    for path in paths[: n * TRIED]:
+        after = trial.sqnr((*chosen, path))
         if after > before:
-            return tuple(paths), after
-        paths = paths[:-1]
-    return (), before
+            chosen, before = (*chosen, path), after
+        if len(chosen) == n:
+            break
+    return chosen, before
 
 
 def _suggested(
     mapping: QConfigMapping,
     found: tuple[Sensitivity, ...],
     chosen: tuple[str, ...],
-    before: float,
-    after: float,
     instead: str,
 ) -> SuggestedMapping:
     suggested = SuggestedMapping()
     vars(suggested).update(copy.deepcopy(vars(mapping)))
     for path in chosen:
         suggested.set_module_name(path, None if instead == FLOAT else QCONFIG_16)
-    suggested.sensitivities, suggested.chosen = found, chosen
-    suggested.sqnr_before, suggested.sqnr_after = before, after
+    suggested.sensitivities, suggested.chosen, suggested.instead = found, chosen, instead
     return suggested

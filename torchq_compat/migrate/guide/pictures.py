@@ -15,6 +15,8 @@ STYLE = """\
   <style>
     text { font: 13px system-ui, sans-serif; fill: #1c2733; text-anchor: middle; }
     .small { font-size: 11px; fill: #5b6b7b; }
+    .label { text-anchor: start; font-weight: bold; }
+    .page { fill: #ffffff; stroke: none; }
     rect { stroke: #8795a3; fill: #f4f6f8; }
     .int rect { fill: #dcebf7; stroke: #1f77b4; }
     .float rect { fill: #f6ead9; stroke: #b7791f; }
@@ -23,7 +25,8 @@ STYLE = """\
     marker path { marker-end: none; fill: #5b6b7b; stroke: none; }
     @media (prefers-color-scheme: dark) {
       text { fill: #e3e9ef; } .small { fill: #a9b8c6; }
-      rect { fill: #1b242d; } .int rect { fill: #17344a; } .float rect { fill: #3a2d17; }
+      rect { fill: #1b242d; } .page { fill: #12181e; }
+      .int rect { fill: #17344a; } .float rect { fill: #3a2d17; }
       path { stroke: #a9b8c6; } marker path { fill: #a9b8c6; }
     }
   </style>
@@ -33,7 +36,10 @@ STYLE = """\
 
 
 class Box(NamedTuple):
-    """A box: the centre, its lines of text, and what is in it: ``int``, ``float``, or neither."""
+    """A box: the centre, its lines of text, and what is in it: ``int``, ``float``, or neither.
+
+    Without lines it is a ``frame`` around others.
+    """
 
     x: int
     y: int
@@ -84,25 +90,32 @@ def _cell() -> str:
 
 def _flow() -> str:
     boxes = {
-        "model": Box(90, 60, ("float model", "nn.LSTM, nn.Linear")),
-        "fx1": Box(260, 60, ("prepare_fx", "symbolic trace")),
-        "fx2": Box(430, 60, ("calibrate", "observers see data")),
-        "fx3": Box(600, 60, ("convert_fx", "torch.ao kernels")),
-        "model2": Box(90, 200, ("float model", "the same")),
-        "e": Box(260, 170, ("torch.export", "every size free")),
-        "c": Box(260, 245, ("custom modules", "one opaque call each"), "int", 140),
-        "p": Box(430, 200, ("prepare_pt2e", "torchao's observers")),
-        "q": Box(600, 200, ("convert_pt2e", "q-dq graph"), "int"),
-        "k1": Box(770, 150, ("x86 kernels", "convert_fx"), "int"),
-        "k2": Box(770, 200, ("torch.export, ONNX", "export, to_onnx"), "int", 140),
-        "k3": Box(770, 250, ("ExecuTorch", "to_executorch"), "int"),
+        "prepare": Box(345, 205, (), "frame", 360, 165),
+        "convert": Box(755, 205, (), "frame", 160, 165),
+        "model": Box(80, 55, ("float model", "nn.LSTM, nn.Linear")),
+        "fx1": Box(345, 55, ("symbolic trace", "observers, LSTM swapped"), width=170),
+        "fx2": Box(600, 55, ("your data", "for the observers")),
+        "fx3": Box(755, 55, ("torch.ao kernels", "x86 and ARM"), width=130),
+        "model2": Box(80, 205, ("float model", "the same")),
+        "e": Box(245, 175, ("torch.export", "every size free"), width=130),
+        "c": Box(245, 245, ("custom modules", "one opaque call each"), "int", 140),
+        "p": Box(440, 205, ("prepare_pt2e", "torchao's observers"), width=130),
+        "d": Box(600, 205, ("your data", "the same")),
+        "q": Box(755, 175, ("convert_pt2e", "q-dq graph"), width=130),
+        "k1": Box(755, 245, ("integer kernels", "x86"), "int", 130),
+        "k2": Box(935, 175, ("export, to_onnx", "torch.export, ONNX"), "int", 140),
+        "k3": Box(935, 245, ("to_executorch", "ExecuTorch"), "int", 140),
     }
     arrows = (
         *(("model", "fx1"), ("fx1", "fx2"), ("fx2", "fx3"), ("model2", "e"), ("model2", "c"), ("e", "p")),
-        *(("c", "p"), ("p", "q"), ("q", "k1"), ("q", "k2"), ("q", "k3")),
+        *(("c", "p"), ("p", "d"), ("d", "q"), ("q", "k1"), ("q", "k2"), ("q", "k3")),
     )
-    labels = ((90, 22, "FX"), (90, 140, "torchq_compat"))
-    return _svg(860, 290, "The same calls, on FX and on PT2E", boxes, arrows, labels)
+    labels = (
+        *((20, 22, "FX"), (260, 22, "prepare_fx"), (540, 22, "calibrate"), (690, 22, "convert_fx")),
+        *((20, 142, "here"), (172, 142, "prepare_fx"), (540, 142, "calibrate"), (682, 142, "convert_fx")),
+        (865, 288, "blue: torchq_compat"),
+    )
+    return _svg(1020, 305, "The same calls, on FX and on PT2E", boxes, arrows, labels)
 
 
 def _boundary() -> str:
@@ -126,9 +139,12 @@ def _svg(
     arrows: tuple[tuple[str, str], ...],
     labels: tuple[tuple[int, int, str], ...] = (),
 ) -> str:
-    lines = [_arrow(boxes[start], boxes[end]) for start, end in arrows]
-    lines += map(_box, boxes.values())
-    lines += [f'  <text x="{x}" y="{y}" font-weight="bold">{escape(text)}</text>' for x, y, text in labels]
+    # Dark text on a dark page, or the reverse, where a page does not follow the reader's setting.
+    lines = [f'  <rect class="page" x="0" y="0" width="{width}" height="{height}" rx="8"/>']
+    lines += [_box(box) for box in boxes.values() if not box.lines]
+    lines += [_arrow(boxes[start], boxes[end]) for start, end in arrows]
+    lines += [_box(box) for box in boxes.values() if box.lines]
+    lines += [f'  <text class="label" x="{x}" y="{y}">{escape(text)}</text>' for x, y, text in labels]
     body = "\n".join(lines)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
@@ -139,8 +155,8 @@ def _svg(
 
 def _box(box: Box) -> str:
     left, top = box.x - box.width / 2, box.y - box.height / 2
-    first, *more = box.lines
-    texts = [f'<text x="{box.x}" y="{box.y - 2}">{escape(first)}</text>']
+    first, *more = box.lines or ("",)
+    texts = [f'<text x="{box.x}" y="{box.y - 2}">{escape(first)}</text>'] if first else []
     texts += [
         f'<text class="small" x="{box.x}" y="{box.y + 14 + 14 * index}">{escape(line)}</text>'
         for index, line in enumerate(more)

@@ -13,6 +13,7 @@ from torchq_compat.migrate.legacy_api.legacy_names import KEYWORDS, MOVED, PARAM
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 
 __all__ = [
+    "FX_NAMES",
     "FxCall",
     "canonical_function",
     "fx_call",

@@ -14,7 +14,7 @@ import libcst as cst
 from torchq_compat.migrate.legacy_api.legacy_names import Moved
 from torchq_compat.migrate.source.dotted_names import dotted, imported_module
 from torchq_compat.migrate.source.import_plans import Plan, plan_module, plan_name
-from torchq_compat.migrate.source.import_statements import statement_edits
+from torchq_compat.migrate.source.import_statements import COMMENTS_BETWEEN_NAMES, statement_edits
 from torchq_compat.migrate.source.imports import is_free
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import ImportRequest, Site
@@ -71,7 +71,7 @@ class MovedNames:
             if plan.new and edits:
                 site = replace(site, edits=(*edits, *uses))
             elif plan.new:
-                site = replace(site, refusal="the import has comments between its names")
+                site = replace(site, refusal=COMMENTS_BETWEEN_NAMES)
             yield site, plan.uses
 
     def _star(self, source: ParsedSource, node: cst.ImportFrom) -> Site:

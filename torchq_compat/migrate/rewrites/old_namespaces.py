@@ -12,10 +12,15 @@ from dataclasses import replace
 import libcst as cst
 
 from torchq_compat.migrate.legacy_api.construct import Construct
-from torchq_compat.migrate.legacy_api.fx_calls import uses_fx
+from torchq_compat.migrate.legacy_api.fx_calls import FX_NAMES, uses_fx
 from torchq_compat.migrate.legacy_api.legacy_names import NAMESPACES, NOT_IN_NAMESPACES
 from torchq_compat.migrate.rewrites.declaration import Rewrite
 from torchq_compat.migrate.source.dotted_names import dotted, imported_module
+from torchq_compat.migrate.source.import_statements import (
+    COMMENTS_BETWEEN_NAMES,
+    NewImport,
+    statement_edits,
+)
 from torchq_compat.migrate.source.imports import is_free
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import ImportRequest, Site
@@ -54,19 +59,29 @@ def _is_excluded(name: str) -> bool:
 def _import_from(
     source: ParsedSource, node: cst.ImportFrom, aliases: Sequence[cst.ImportAlias]
 ) -> Iterator[Site]:
+    """Yield the names that moved, in a statement of their own where others stay."""
     module = imported_module(node)
-    full = [f"{module}.{dotted(alias.name)}" for alias in aliases]
-    if not any(new_namespace(name) for name in full) or node.module is None:
-        return
+    moving, staying = [], []
+    for alias in aliases:
+        new = new_namespace(f"{module}.{dotted(alias.name)}")
+        if new is None or node.module is None:
+            continue
+        if any(_is_excluded(use) for use in _attribute_uses(source, node, alias, module)):
+            staying.append(alias)
+        else:
+            package, _, name = new.rpartition(".")
+            local = alias.evaluated_alias
+            moving.append(NewImport(alias, package, f"{name} as {local}" if local else name))
     site = Site("TQ104", source.start(node), f"from {module}")
-    moved = {new.rpartition(".")[0] for name in full if (new := new_namespace(name))}
-    uses = [use for alias in aliases for use in _attribute_uses(source, node, alias, module)]
-    if not all(new_namespace(name) for name in full):
-        yield replace(site, refusal="the statement also imports names that have not moved")
-    elif any(_is_excluded(use) for use in uses):
-        yield replace(site, refusal="not everything used of it is under torch.ao")
-    else:
-        yield replace(site, edits=(Edit(source.start(node.module), source.end(node.module), moved.pop()),))
+    edits = statement_edits(source, node, moving)
+    if edits:
+        yield replace(site, edits=edits)
+    elif moving:
+        yield replace(site, refusal=COMMENTS_BETWEEN_NAMES)
+    for alias in staying:
+        what = f"from {module} import {dotted(alias.name)}"
+        refusal = "not everything used of it is under torch.ao"
+        yield replace(site, offset=source.start(alias), what=what, refusal=refusal)
 
 
 def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
@@ -92,7 +107,15 @@ def _attribute_uses(
         if isinstance(parent, cst.Attribute) and alias.asname is None and not module:
             continue  # import a.b: its uses are dotted and looked at one by one
         full = f"{module}.{name}" if module else name
-        yield f"{full}.{parent.attr.value}" if isinstance(parent, cst.Attribute) else full
+        if not isinstance(parent, cst.Attribute):
+            yield full
+        elif not _is_function_of_fx(f"{full}.{parent.attr.value}", source.parent(parent)):
+            yield f"{full}.{parent.attr.value}"
+
+
+def _is_function_of_fx(module: str, node: cst.CSTNode) -> bool:
+    """Return whether ``node`` is a function of ``module`` that another rewrite moves."""
+    return isinstance(node, cst.Attribute) and f"{module}.{node.attr.value}" in FX_NAMES
 
 
 def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["add_script_arguments"]
+__all__ = ["add_script_arguments", "tell_misplaced_options"]
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,3 +17,16 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # Before Python 3.13 argparse calls a missing ARGS an error of its own.
     arguments.required = False
+
+
+def tell_misplaced_options(script: str, args: Sequence[str], own: Sequence[str]) -> None:
+    """Say that one of the options ``own`` of a command stands behind a script that does not know it."""
+    named = [name for arg in args if (name := arg.partition("=")[0]) in own]
+    text = Path(script).read_bytes() if named else b""
+    for name in named:
+        if name.encode() not in text:
+            print(
+                f"torchq-compat: {name} stands behind {script} and is the script's own argument; "
+                f"as an option of this command it stands before {script}",
+                file=sys.stderr,
+            )

@@ -25,8 +25,9 @@ from torchq_compat.migrate.stopping import stopping_cleanly
 __all__ = ["execute_script", "main", "show_script_error"]
 
 SCRIPT_RAISED = 1
-#: Where the frames above a script's own are.
+#: Where the frames above a script's own are, and those below its calls.
 TOOL = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[2])
 
 
 def main() -> int:
@@ -56,6 +57,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
     """Redirect the FX names and return the function that reports what came through."""
     with import_noise_held_back():
         from torchq_compat.migrate.running.explanation_file import write_explanation
+        from torchq_compat.migrate.running.first_call import waiting_for_first_call
         from torchq_compat.migrate.running.fx_checkpoints import accept_checkpoints, remembering_prepared
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
         from torchq_compat.migrate.running.recorder import Recorder
@@ -64,7 +66,10 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
         from torchq_compat.migrate.running.removed_imports import redirect_removed_imports
 
         recorder = Recorder(strict=options.strict)
-        redirect(lambda function, _: recorder.wrap(remembering_prepared(function)), options.replacements)
+        redirect(
+            lambda function, _: waiting_for_first_call(recorder.wrap(remembering_prepared(function))),
+            options.replacements,
+        )
         refuse_numeric_suite()
         redirect_removed_imports()
         restore_removed_captures()
@@ -99,8 +104,12 @@ def execute_script(script: str, args: list[str]) -> None:
 
 
 def _script_line(error: Exception) -> str:
-    """Where the script called what raised, as ``file:line: ``."""
+    """Where the script, or a module it imports, called what raised, as ``file:line: ``."""
     traceback = _from_script_on(error.__traceback__)
+    while traceback is not None and (below := traceback.tb_next) is not None:
+        if below.tb_frame.f_code.co_filename.startswith(PACKAGE):
+            break
+        traceback = below
     return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}: " if traceback else ""
 
 

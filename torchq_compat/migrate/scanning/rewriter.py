@@ -18,6 +18,7 @@ from torchq_compat.migrate.source.text_edits import Edit, apply_edits, overlap
 __all__ = ["InvalidResultError", "Origin", "find_sites", "rewrite_text"]
 
 MAX_ROUNDS = 20
+MAX_PASSES = 5
 
 
 class InvalidResultError(Exception):
@@ -54,15 +55,25 @@ def rewrite_text(text: str, rewrites: Iterable[Rewrite] = REWRITES, origin: Orig
         InvalidResultError: the result does not parse.
         cst.ParserSyntaxError: ``text`` is not valid Python.
     """
-    origin = origin or Origin()
+    origin, rewrites = origin or Origin(), tuple(rewrites)
     source = origin.parse(text)
-    for rewrite in rewrites:
-        for _ in range(MAX_ROUNDS):
-            sites = list(_compatible(site for site in rewrite.find(source) if site.edits))
-            if not sites:
-                break
-            source = _apply(source, sites, origin)
+    for _ in range(MAX_PASSES):
+        before = source
+        for rewrite in rewrites:
+            source = _settle(source, rewrite, origin)
+        # What one rewrite leaves may be what another, above it in the order, can settle.
+        if source is before:
+            break
     return source.text
+
+
+def _settle(source: ParsedSource, rewrite: Rewrite, origin: Origin) -> ParsedSource:
+    for _ in range(MAX_ROUNDS):
+        sites = list(_compatible(site for site in rewrite.find(source) if site.edits))
+        if not sites:
+            break
+        source = _apply(source, sites, origin)
+    return source
 
 
 def _compatible(sites: Iterable[Site]) -> Iterator[Site]:

@@ -11,7 +11,10 @@ from torchq_compat.migrate.source.dotted_names import dotted, imported_module
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.text_edits import Edit
 
-__all__ = ["NewImport", "statement_edits"]
+__all__ = ["COMMENTS_BETWEEN_NAMES", "NewImport", "statement_edits"]
+
+#: Why a statement is left that would have to become two.
+COMMENTS_BETWEEN_NAMES = "the import has comments between its names"
 
 
 @dataclass(frozen=True, eq=False)

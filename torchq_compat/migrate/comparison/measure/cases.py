@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq_compat.capture.example_inputs import read_example_inputs
 from torchq_compat.errors import CaseError
 
 __all__ = ["Case", "read_case"]
@@ -47,20 +48,23 @@ class Case:
         return copy.deepcopy(self.model).train()
 
     def checked(self) -> Case:
-        """The same with the data as lists of tuples.
+        """The same with the example inputs as a tuple and the data as lists of tuples.
 
         Raises:
             CaseError: no model, or data that are no batches.
+            InputError: see ``read_example_inputs``.
         """
         if not isinstance(self.model, nn.Module):
             raise _not_a_case("this", f"the model is a {type(self.model).__name__}")
+        example_inputs = read_example_inputs(self.example_inputs, self.model)
         calibration = _batches("calibration_data", self.calibration_data)
         given = self.evaluation_data
         # Dynamic quantization needs no calibration.
-        measured_on = calibration or [self.example_inputs]
+        measured_on = calibration or [example_inputs]
         evaluation = measured_on if given is None else _batches("evaluation_data", given)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Case(**{**values, "calibration_data": calibration, "evaluation_data": evaluation})
+        read = {"calibration_data": calibration, "evaluation_data": evaluation}
+        return Case(**{**values, **read, "example_inputs": example_inputs})
 
 
 def read_case(what: str, value: Any) -> Case:

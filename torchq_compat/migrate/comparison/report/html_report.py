@@ -13,7 +13,7 @@ from torchq_compat.errors import ReportError
 from torchq_compat.migrate.comparison.report.made_by import made_by
 from torchq_compat.migrate.comparison.report.page_tables import bars, page_table
 from torchq_compat.migrate.comparison.report.summary_sentence import grade, summary_sentence, worst_places
-from torchq_compat.migrate.comparison.report.terminal_report import cost_rows
+from torchq_compat.migrate.comparison.report.terminal_report import cost_rows, findings_by_reason
 from torchq_compat.migrate.comparison.results import ComparedModel, FxOutcome, Point
 from torchq_compat.support.atomic_files import write_whole
 
@@ -99,6 +99,7 @@ def _section(comparison: ComparedModel) -> dict[str, Any]:
         "capture": capture,
         "verdict": comparison.verdict,
         "sentence": summary_sentence(comparison),
+        "findings": findings_by_reason(comparison.verdict.findings),
         "has_fx": any(point.fx is not None for point in (*capture.outputs, *capture.points)),
         "worst": worst,
         "bars": bars(capture, [place for place, _ in worst]),

@@ -81,15 +81,19 @@ def _operation(place: Place) -> str:
 
 def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[Place], str]:
     def cell(place: Place) -> str:
-        point = place.point
-        side = point.fx if of_fx else point.ours
+        ours, fx = place.point.ours, place.point.fx
+        side = fx if of_fx else ours
         if side is None:
             return ""
         if side.qparams is None:
             return "float" if read is _dtype else ""
-        if of_fx and point.ours.qparams is not None and point.ours.qparams.same_qparams(side.qparams):
+        told = read(side.qparams)
+        if not of_fx or ours.qparams is None:
+            return told
+        if ours.qparams.same_qparams(side.qparams):
             return "same" if read is _dtype else ""
-        return read(side.qparams)
+        # What is the same here and in FX is told once.
+        return "" if read is not _dtype and told == read(ours.qparams) else told
 
     return cell
 
@@ -141,8 +145,15 @@ def _distance(place: Place) -> str:
     return step_text(steps.largest) if steps else ""
 
 
+#: First what a reader looks for: a narrow screen shows the first columns.
 COLUMNS = (
     Column("what", _operation, is_number=False),
+    Column("dB here", lambda place: _graded(place.point.ours)),
+    Column("dB FX", lambda place: _graded(place.point.fx)),
+    Column("differ", _differ),
+    Column("steps", _distance),
+    Column("outside", lambda place: _outside(place.point.ours)),
+    Column("outside, FX", lambda place: _outside(place.point.fx)),
     Column("float from, to", _float_range),
     Column("dtype", _qparams(_dtype, of_fx=False), is_number=False),
     Column("scale", _qparams(_scale, of_fx=False)),
@@ -151,10 +162,4 @@ COLUMNS = (
     Column("FX dtype", _qparams(_dtype, of_fx=True), is_number=False),
     Column("FX scale", _qparams(_scale, of_fx=True)),
     Column("FX zero point", _qparams(_zero_point, of_fx=True)),
-    Column("dB here", lambda place: _graded(place.point.ours)),
-    Column("dB FX", lambda place: _graded(place.point.fx)),
-    Column("differ", _differ),
-    Column("steps", _distance),
-    Column("outside", lambda place: _outside(place.point.ours)),
-    Column("outside, FX", lambda place: _outside(place.point.fx)),
 )

@@ -11,17 +11,28 @@ from rich.text import Text
 
 from torchq_compat.migrate.comparison.causes import qparams_text
 from torchq_compat.migrate.comparison.report.summary_sentence import summary_sentence
-from torchq_compat.migrate.comparison.results import ComparedModel, Costs, Kind, Point, Side, Status
+from torchq_compat.migrate.comparison.results import ComparedModel, Costs, Finding, Kind, Point, Side, Status
 from torchq_compat.migrate.comparison.verdict import decibel_text
+from torchq_compat.showing.rows import counted
 from torchq_compat.showing.text_table import folded_prefixes, text_table
 
-__all__ = ["as_text", "cost_rows", "point_row", "print_report", "renderable", "step_text"]
+__all__ = [
+    "as_text",
+    "cost_rows",
+    "findings_by_reason",
+    "point_row",
+    "print_report",
+    "renderable",
+    "step_text",
+]
 
 STYLES = {Status.WORSE: "bold red", Status.WITHOUT_FX: "bold yellow"}
 WIDTH = 200
 #: From here on both sides have columns.
 WIDE = 150
 COLUMNS = ("where", "what", "here", "FX", "dB here", "dB FX", "differ", "steps", "saturated", "in FX")
+#: Of places that one reason explains.
+MAX_ALIKE = 6
 NONE, UNSATURATED = "-", "0.00%"
 
 
@@ -146,9 +157,20 @@ def _costs_table(costs: Costs) -> Table:
     return table
 
 
+def findings_by_reason(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
+    """Return the findings in groups that one reason explains, in the order of the first of each."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.why, finding.link), []).append(finding)
+    return list(map(tuple, groups.values()))
+
+
 def _findings(comparison: ComparedModel) -> Iterator[RenderableType]:
-    for finding in comparison.verdict.findings:
-        yield Text(f"  {finding.where}: {finding.what}")
-        yield Text(f"    {finding.why}")
-        if finding.link:
-            yield Text(f"    {finding.link}", style="dim")
+    for alike in findings_by_reason(comparison.verdict.findings):
+        for finding in alike[:MAX_ALIKE]:
+            yield Text(f"  {finding.where}: {finding.what}")
+        if len(alike) > MAX_ALIKE:
+            yield Text(f"  and {counted(len(alike) - MAX_ALIKE, 'more place')}; --html and --json have them")
+        yield Text(f"    {alike[0].why}")
+        if alike[0].link:
+            yield Text(f"    {alike[0].link}", style="dim")
