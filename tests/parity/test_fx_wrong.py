@@ -321,7 +321,7 @@ def test_b5_both_directions() -> None:
     batches = calibration(rows=2)
     _, theirs = by_fx(model, MAPPING, batches, MAP_LSTM)
     _, ours = by_us(model, MAPPING, batches, MAP_LSTM)
-    args = batch(9, 3, rows=2)
+    args = batch(9, 64, rows=2)
     exact, mine, fx_result = model(*args), ours(*args), theirs(*args)
     backward = [result[0][..., HIDDEN:].abs().max() for result in (exact, mine, fx_result)]
     assert float(backward[2]) < 0.6 * float(backward[0])

