@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,15 +23,16 @@ Forward = Callable[..., Any]
 
 
 class Model(nn.Module):
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.rnn = nn.LSTM(6, 8, batch_first=True)
         self.steps_first = nn.LSTM(6, 8)
         self.fc = nn.Linear(8, 3)
-        vars(self)["given"] = forward
 
-    def forward(self, *args: Tensor) -> Any:
-        return self.given(self, *args)
+
+def model_of(forward: Forward) -> nn.Module:
+    made: nn.Module = type(forward.__name__, (Model,), {"forward": forward})()
+    return made.eval()
 
 
 def sequences(batch: int, steps: int) -> tuple[Tensor, Tensor]:
@@ -56,7 +59,7 @@ def tagger(model: Any, x: Tensor, _lengths: Tensor) -> Any:
 @pytest.mark.parametrize("forward", [sorted_by_hand, tagger])
 def test_both_are_free(forward: Forward) -> None:
     torch.manual_seed(0)
-    model = Model(forward).eval()
+    model = model_of(forward)
     prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), sequences(4, 7), map_all())
     calibrate(prepared, [sequences(5, 9) for _ in range(4)])
     reference = tc.convert_to_reference_fx(prepared)
@@ -71,7 +74,7 @@ def cached(model: Any, x: Tensor, _lengths: Tensor) -> Any:
 
 
 def test_a_length_that_has_to_be_an_integer_is_one() -> None:
-    model, given = Model(cached).eval(), sequences(4, 7)
+    model, given = model_of(cached), sequences(4, 7)
     prepared = tc.prepare_fx(model, QConfigMapping(), given)
     for a, b in zip(leaves(model(*given)), leaves(prepared(*given)), strict=True):
         torch.testing.assert_close(a, b)
@@ -84,9 +87,17 @@ def refused(model: Any, x: Tensor, lengths: Tensor) -> Any:
 
 
 def test_the_code_of_the_model_is_left_as_it_was() -> None:
-    tc.prepare_fx(Model(tagger).eval(), QConfigMapping(), sequences(4, 7))
-    assert "len" not in globals()
-    with pytest.raises(CaptureError):
-        tc.prepare_fx(Model(refused).eval(), QConfigMapping(), sequences(4, 7))
-    assert "len" not in globals()
-    assert len(torch.zeros(3, 2)) == 3
+    seen: list[bool] = []
+
+    def watching(model: Any, x: Tensor, _lengths: Tensor) -> Any:
+        seen.append("len" in vars(sys.modules[__name__]))
+        return model.fc(model.rnn(x)[0]) * len(x)
+
+    for forward, raises in ((watching, False), (refused, True)):
+        model = model_of(forward)
+        with pytest.raises(CaptureError) if raises else nullcontext():
+            tc.prepare_fx(model, QConfigMapping(), sequences(4, 7))
+        assert type(model).forward is forward
+        assert "forward" not in vars(model)
+    assert seen
+    assert not any(seen)

@@ -3,7 +3,8 @@
 ``data`` is no operator: what it returns hangs on nothing that was traced, and becomes a constant of the
 program that has no values. ``detach()`` is the same tensor to a graph. ``len`` returns a plain integer, which
 fixes the size for good; ``size(0)`` is the same number and stays free. FX has ``torch.fx.wrap("len")`` for
-that; as FX does with such names, ``len`` is put into the globals of the model's own code while it is traced.
+that, which changes the globals of the user's module while it traces. Here the methods of the package's own
+copy of the model are bound again, with globals of their own; functions they call keep Python's ``len``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from functools import update_wrapper
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -30,19 +32,22 @@ Exported = TypeVar("Exported")
 
 @contextmanager
 def _seen_python(model: nn.Module, length: Callable[[Any], Any]) -> Iterator[None]:
-    changed = [namespace for namespace in _namespaces(model) if LEN not in namespace]
-    for namespace in changed:
-        namespace[LEN] = length
+    bound: list[tuple[nn.Module, str]] = []
     try:
+        for module in model.modules():
+            for name, method in _methods_with_len(type(module)).items():
+                if name not in vars(module):
+                    vars(module)[name] = MethodType(_with_length(method, length), module)
+                    bound.append((module, name))
         with _DetachedData():
             yield
     finally:
-        for namespace in changed:
-            del namespace[LEN]
+        for module, name in bound:
+            del vars(module)[name]
 
 
 def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Exported:
-    """Return ``export()``, during which both are seen in the code of ``model``."""
+    """Return ``export()``, during which both are seen in the code of ``model``, a copy of the user's."""
     asked = False
 
     def length(value: Any) -> Any:
@@ -73,13 +78,24 @@ class _DetachedData(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
-    """The globals of the methods of all modules of ``model`` that are not torch's own."""
-    found: dict[int, dict[str, Any]] = {}
-    for each in {base for module in model.modules() for base in type(module).__mro__}:
-        for function in vars(each).values():
-            if isinstance(function, FunctionType):
-                name = str(function.__globals__.get("__name__", ""))
-                if name.partition(".")[0] not in LIBRARIES:
-                    found[id(function.__globals__)] = function.__globals__
-    return list(found.values())
+def _methods_with_len(module_type: type[nn.Module]) -> dict[str, FunctionType]:
+    """Return the methods of a class of the user's whose code asks for a length, by name."""
+    found: dict[str, Any] = {}
+    for base in reversed(module_type.__mro__):
+        found.update(vars(base))
+    return {
+        name: method
+        for name, method in found.items()
+        if isinstance(method, FunctionType)
+        and not name.startswith("__")
+        and LEN in method.__code__.co_names
+        and LEN not in method.__globals__
+        and str(method.__globals__.get("__name__")).partition(".")[0] not in LIBRARIES
+    }
+
+
+def _with_length(method: FunctionType, length: Callable[[Any], Any]) -> FunctionType:
+    names = {**method.__globals__, LEN: length}
+    made = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
+    made.__kwdefaults__ = method.__kwdefaults__
+    return update_wrapper(made, method)  # type: ignore[return-value]
