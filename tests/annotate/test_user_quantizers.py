@@ -35,7 +35,7 @@ from tests.helpers.oracle import leaves, quantize_nodes, sqnr
 from tests.helpers.quantizers import ATEN, ByHand, annotate, int8_spec
 from torchq_compat import Output, annotate_outputs
 from torchq_compat.custom_config import PrepareCustomConfig
-from torchq_compat.errors import AnnotationError, QuantizationWarning
+from torchq_compat.errors import AnnotationError, ConfigError, QuantizationWarning
 from torchq_compat.graph.observed_graph import observer_nodes
 from torchq_compat.lstm_utils import whole_op_lstm_quantizer
 from torchq_compat.recurrent_parts import whole_op_recurrent_quantizer
@@ -385,6 +385,23 @@ def test_a_quantizer_that_returns_nothing() -> None:
         Silent(lambda n: annotate(n, output=INT8) if n.target is ATEN.relu.default else None)
     )
     assert len(quantize_nodes(converted)) == 1
+
+
+def test_a_transform_that_returns_nothing() -> None:
+    class Silent(ByHand):
+        def transform_for_annotation(self, model: GraphModule) -> Any:
+            return None
+
+    _, converted = converted_by(
+        Silent(lambda n: annotate(n, output=INT8) if n.target is ATEN.relu.default else None)
+    )
+    assert len(quantize_nodes(converted)) == 1
+
+
+def test_a_class_among_the_children_is_an_error() -> None:
+    inner = ComposableQuantizer([ByHand(lambda n: None), ByHand])
+    with pytest.raises(ConfigError, match=r"quantizers\[1\].*Quantizer"):
+        tc.prepare_fx(Loop().eval(), ComposableQuantizer([inner]), (torch.randn(5, 3, 8),))
 
 
 def test_observers_that_quantize_nothing_are_said() -> None:

@@ -33,7 +33,7 @@ from torchq_compat.annotate.carried_out import (
 )
 from torchq_compat.annotate.source_partitions import SourcePartition, find_source_partitions, is_float_tensor
 from torchq_compat.annotate.wrapping_quantizer import WrappingQuantizer
-from torchq_compat.errors import AnnotationError
+from torchq_compat.errors import AnnotationError, ConfigError
 from torchq_compat.multi_output.check_annotations import check_annotations
 from torchq_compat.multi_output.edges_and_nodes import has_several
 from torchq_compat.support.decisions import Action, Decision
@@ -51,8 +51,11 @@ class UserQuantizer(WrappingQuantizer):
     """``quantizer`` for a graph with opaque calls.
 
     Args:
-        leaves: the boundary of each opaque call of the graph.
+        boundaries: of each opaque call of the graph.
         model: what was exported.
+
+    Raises:
+        ConfigError: a ComposableQuantizer holds something that is no Quantizer.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class UserQuantizer(WrappingQuantizer):
         model: nn.Module,
     ) -> None:
         super().__init__(quantizer)
+        _check_children(quantizer)
         self.boundaries = boundaries
         self.model = model
         self._groups: list[SourcePartition] | None = None
@@ -132,6 +136,13 @@ class UserQuantizer(WrappingQuantizer):
             _decision(partition, points, missing, idle, unread, name)
             for partition, points in zip(self._groups or (), self._points or (), strict=True)
         )
+
+
+def _check_children(quantizer: Quantizer) -> None:
+    for index, child in enumerate(quantizer.quantizers if isinstance(quantizer, ComposableQuantizer) else ()):
+        if not isinstance(child, Quantizer):
+            raise ConfigError.wrong_type(f"ComposableQuantizer.quantizers[{index}]", "a Quantizer", child)
+        _check_children(child)
 
 
 def _of_two_children(quantizer: ComposableQuantizer, child: str, did: str, node: str) -> AnnotationError:

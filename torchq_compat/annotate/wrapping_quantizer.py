@@ -18,8 +18,8 @@ class WrappingQuantizer(Quantizer):  # type: ignore[misc]
         self.quantizer = quantizer
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        transformed: GraphModule = self.quantizer.transform_for_annotation(model)
-        return transformed
+        transformed: GraphModule | None = self.quantizer.transform_for_annotation(model)
+        return model if transformed is None else transformed
 
     def annotate(self, model: GraphModule) -> GraphModule:
         annotated: GraphModule | None = self.quantizer.annotate(model)
