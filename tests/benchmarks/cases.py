@@ -138,7 +138,9 @@ def recurrent(
 
     def make() -> Case:
         lstm = kind(inputs, hidden, layers, bidirectional=bidirectional)
-        return Case(name, RecurrentModel(lstm), lambda: random_inputs(lstm, length, batch))
+        # FX maps the LSTM alone.
+        config = MAP_LSTM if kind is nn.LSTM else tc.get_default_prepare_custom_config()
+        return Case(name, RecurrentModel(lstm), lambda: random_inputs(lstm, length, batch), config)
 
     name = f"{sizes} bidirectional" if bidirectional else sizes
     name = name if kind is nn.LSTM else f"{kind.__name__} {name}"
