@@ -156,10 +156,7 @@ class _State:
         if entry is None:
             return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
         if (infinite := _infinite_value(pattern)) is not None:
-            return (
-                Action.FLOAT,
-                f"values of {infinite} stand for infinity: no scale holds all of them",
-            )
+            return Action.FLOAT, f"values of {infinite} stand for infinity: no scale holds all of them"
         return self._quantize(pattern, entry, OpSpecs(qconfig))
 
     def _quantize(self, pattern: FusedPattern, entry: PatternEntry, specs: OpSpecs) -> tuple[Action, str]:

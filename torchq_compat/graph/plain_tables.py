@@ -15,8 +15,8 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
-from torchq_compat.qspecs.float_qparams import attribute_at
 from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
+from torchq_compat.support.graph_nodes import attribute_of
 
 __all__ = ["look_up_rows", "with_plain_tables"]
 
@@ -81,7 +81,7 @@ def _has_float_zero_points(model: nn.Module, dequantize: Node) -> bool:
     zero_points = dequantize.args[2]
     if not isinstance(zero_points, Node) or zero_points.op != "get_attr":
         return False
-    return attribute_at(model, str(zero_points.target)).is_floating_point()
+    return bool(attribute_of(model, zero_points).is_floating_point())
 
 
 def _write_plain(graph: Graph, table: Node) -> None:

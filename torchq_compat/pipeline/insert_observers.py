@@ -16,7 +16,7 @@ from torchq_compat.annotate.op_records import write_op_records
 from torchq_compat.annotate.user_quantizer import UserQuantizer
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.graph.observed_graph import calibrate_with_float_weights, prepare_graph, prepare_with
+from torchq_compat.graph.observed_graph import prepare_graph, prepare_with
 from torchq_compat.graph.quantized_interface import QuantizedInterface
 from torchq_compat.support.decisions import Decision
 
@@ -65,8 +65,6 @@ def observe_by_rules(
         return decided.specs
 
     prepared = prepare_graph(captured.graph_module, decide, is_qat=is_qat, cumulative=captured.cumulative)
-    if not is_qat:
-        calibrate_with_float_weights(prepared)
     return prepared, tuple(decisions)
 
 
@@ -74,6 +72,4 @@ def observe_by_quantizer(captured: Captured, quantizer: Quantizer, *, is_qat: bo
     """Annotate and prepare as ``quantizer`` says of all that is no custom module."""
     around = UserQuantizer(quantizer, captured.boundaries, captured.model)
     prepared = prepare_with(captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative)
-    if not is_qat:
-        calibrate_with_float_weights(prepared)
     return prepared, around.decisions(prepared)

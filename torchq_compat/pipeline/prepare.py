@@ -31,6 +31,7 @@ from torchq_compat.custom_modules.root import with_parent
 from torchq_compat.custom_modules.swap import decide_swaps
 from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule, Stage
 from torchq_compat.graph.module_views import ModuleFacts, describe_modules
+from torchq_compat.graph.observed_graph import calibrate_with_float_weights
 from torchq_compat.graph.quantized_interface import QuantizedInterface
 from torchq_compat.pipeline.capture_model import CapturedModel, capture_model, try_model
 from torchq_compat.pipeline.float_model import check_float_model, signature_of
@@ -204,9 +205,14 @@ def _read_interface(captured: CapturedModel, request: PrepareRequest) -> Quantiz
 def _insert_observers(
     captured: Captured, request: PrepareRequest
 ) -> tuple[GraphModule, tuple[Decision, ...]]:
+    is_qat = request.is_qat
     if request.quantizer is not None:
-        return observe_by_quantizer(captured, request.quantizer, is_qat=request.is_qat)
-    return observe_by_rules(captured, request.rules, request.backend, is_qat=request.is_qat)
+        prepared, decided = observe_by_quantizer(captured, request.quantizer, is_qat=is_qat)
+    else:
+        prepared, decided = observe_by_rules(captured, request.rules, request.backend, is_qat=is_qat)
+    if not is_qat:
+        calibrate_with_float_weights(prepared)
+    return prepared, decided
 
 
 def _preserved(working: nn.Module, request: PrepareRequest) -> dict[str, Any]:

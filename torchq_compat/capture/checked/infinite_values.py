@@ -6,6 +6,7 @@ No scale holds them and the others: with one for -1e9, every score is 0. What ha
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.capture.checked.attempts import CaptureCase
 from torchq_compat.capture.checked.trial_runs import GraphRunner
 from torchq_compat.support import metadata
+from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["mark_infinite_values"]
@@ -55,22 +57,13 @@ def stands_for_infinity(values: Tensor) -> bool:
 
 def _may_have_any(graph_module: GraphModule, args: tuple[Any, ...]) -> bool:
     constants = [leaf for node in graph_module.graph.nodes for leaf in pytree.tree_leaves(node.args)]
-    if any(isinstance(leaf, (int, float)) and abs(leaf) >= LARGE and not _is_end(leaf) for leaf in constants):
+    # The largest index is the end of a slice.
+    numbers = [leaf for leaf in constants if isinstance(leaf, (int, float)) and leaf != sys.maxsize]
+    if any(abs(number) >= LARGE for number in numbers):
         return True
-    read = [_tensor_at(graph_module, node) for node in graph_module.graph.find_nodes(op="get_attr")]
-    return any(isinstance(leaf, Tensor) and _has_large(leaf) for leaf in (*read, *pytree.tree_leaves(args)))
-
-
-def _is_end(number: float) -> bool:
-    """Return whether it is the end of a slice: the largest index."""
-    return isinstance(number, int) and number == 2**63 - 1
-
-
-def _tensor_at(graph_module: GraphModule, node: Node) -> Any:
-    found: Any = graph_module
-    for name in str(node.target).split("."):
-        found = getattr(found, name, None)
-    return None if isinstance(found, nn.Parameter) else found
+    read = [attribute_of(graph_module, node) for node in graph_module.graph.find_nodes(op="get_attr")]
+    values = [*(each for each in read if not isinstance(each, nn.Parameter)), *pytree.tree_leaves(args)]
+    return any(isinstance(value, Tensor) and _has_large(value) for value in values)
 
 
 def _has_large(tensor: Tensor) -> bool:
