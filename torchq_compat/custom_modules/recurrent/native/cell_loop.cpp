@@ -83,9 +83,24 @@ struct alignas(64) Vector {
   float lanes[kLanes];
 };
 
+// Where a register lies for a tile: the floats of a segment one after the other, segments `stride` apart.
+struct Place {
+  float* data = nullptr;
+  int64_t stride = 0;
+};
+
+// What one thread alone writes.
+struct Own {
+  std::vector<Place> places;    // by register
+  std::vector<QParams> chosen;  // by input
+};
+
 }  // namespace
 
 struct Scratch {
+  std::vector<Own> own;            // of threads
+  std::vector<Extremes> extremes;  // of inputs, of even and of odd steps, of threads
+  std::vector<bool> off_qparams;   // inputs whose first state came from elsewhere
   std::vector<std::vector<Vector>> stored;     // registers that several stages read
   std::vector<std::vector<Vector>> states[2];  // of even and of odd steps
   std::vector<std::vector<Line>> integers[2];  // of inputs
@@ -337,12 +352,6 @@ QParams choose_qparams(const QParams& dynamic, const Extremes& of) {
 // Integers are kept unsigned.
 int32_t shift_of(const QParams& qparams) { return qparams.quant_min < 0 ? 128 : 0; }
 
-// Where a register lies for a tile: the floats of a segment one after the other, segments `stride` apart.
-struct Place {
-  float* data = nullptr;
-  int64_t stride = 0;
-};
-
 // Some rows of some groups of lanes. Of several groups it has all rows.
 struct Tile {
   int64_t first_row, rows, first_group, groups;
@@ -358,13 +367,6 @@ struct Work {
   int64_t at;      // of the step, in the block
   int64_t parity;  // of the inputs that are read
   bool once;
-};
-
-// What one thread alone writes.
-struct Own {
-  std::vector<Place> places;    // by register
-  std::vector<QParams> chosen;  // by input
-  Extremes extremes;
 };
 
 // One direction over time.
@@ -386,10 +388,14 @@ class Loop {
         team_(threads),
         scratch_(take_scratch(cell)),
         block_(std::min(steps, std::max<int64_t>(1, kProjectedRows / batch))),
-        off_qparams_(cell.inputs.size(), false),
-        extremes_(2 * threads * cell.inputs.size()),
-        own_(threads) {
+        threads_(threads),
+        off_qparams_(scratch_->off_qparams),
+        extremes_(scratch_->extremes),
+        own_(scratch_->own) {
     const size_t inputs = cell.inputs.size();
+    off_qparams_.assign(inputs, false);
+    extremes_.assign(2 * threads * inputs, Extremes());
+    grow(own_, threads);
     scratch_->tiles.resize(std::max<size_t>(scratch_->tiles.size(), threads));
     scratch_->stored.resize(cell.registers.size());
     for (size_t r = 0; r < cell.registers.size(); ++r) {
@@ -470,7 +476,7 @@ class Loop {
     return reinterpret_cast<float*>(scratch_->floats[parity][input].data());
   }
   Extremes& extremes(int64_t input, int64_t parity, int64_t thread) {
-    return extremes_[(input * 2 + parity) * static_cast<int64_t>(own_.size()) + thread];
+    return extremes_[(input * 2 + parity) * threads_ + thread];
   }
 
   // Rows of x that `count` steps from `step` on read, in the order of memory.
@@ -909,9 +915,10 @@ class Loop {
   Team team_;
   std::unique_ptr<Scratch> scratch_;
   const int64_t block_;            // steps whose part without a state is computed at once
-  std::vector<bool> off_qparams_;  // inputs whose first state came from elsewhere
-  std::vector<Extremes> extremes_;
-  std::vector<Own> own_;
+  const int64_t threads_;
+  std::vector<bool>& off_qparams_;
+  std::vector<Extremes>& extremes_;
+  std::vector<Own>& own_;
 };
 
 // One direction of one layer; `rows`: of x.
