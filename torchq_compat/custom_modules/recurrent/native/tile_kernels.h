@@ -127,6 +127,32 @@ void elementwise(const float* a, const float* b, float* to, int64_t count, const
   }
 }
 
+#if TARGET_AVX512
+// kRows: registers that hold the table.
+template <int64_t kRows>
+void look_up(const float* table, const float* a, float* to, int64_t count, const Quantizer& of_a) {
+  F rows[kRows];
+  for (int64_t r = 0; r < kRows; ++r) rows[r] = load(table + r * kWidth);
+  const F inverse = all(of_a.inverse);
+  const I first = all(kRounderBits + static_cast<int32_t>(of_a.low - of_a.zero_point));
+  for (int64_t j = 0; j < count; j += kWidth) {
+    const __m512i place = reinterpret_cast<__m512i>(bits(load(a + j) * inverse + all(kRounder)) - first);
+    __m512 found[kRows / 2];
+    for (int64_t r = 0; r < kRows / 2; ++r) {
+      found[r] = _mm512_permutex2var_ps(rows[2 * r], place, rows[2 * r + 1]);
+    }
+    int32_t bit = 32;
+    for (int64_t left = kRows / 4; left > 0; left /= 2, bit *= 2) {
+      const __mmask16 is_behind = _mm512_test_epi32_mask(place, _mm512_set1_epi32(bit));
+      for (int64_t r = 0; r < left; ++r) {
+        found[r] = _mm512_mask_blend_ps(is_behind, found[2 * r], found[2 * r + 1]);
+      }
+    }
+    store(to + j, found[0]);
+  }
+}
+#endif
+
 #endif  // TARGET_REST
 
 // What four integers of x, and a line of weights, become before they are multiplied; and the products, added
@@ -474,6 +500,11 @@ constexpr Kernels kKernels = {
      ROUNDINGS(elementwise, kTanh COMMA),
      ROUNDINGS(elementwise, kRelu COMMA),
      ROUNDINGS(elementwise, kCopy COMMA)},
+#if TARGET_AVX512
+    {look_up<8>, look_up<16>},
+#else
+    {nullptr, nullptr},
+#endif
     requantize,
     is_on,
     to_integers,
