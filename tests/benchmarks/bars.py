@@ -97,7 +97,9 @@ def _recurrent_bars(rows: Sequence[Row]) -> Iterator[Bar]:
             limits = {"FX static": 1.0, "dynamic quantized": 1.0, ONNX_RUNTIME: 2.0}
         else:
             limits = {"FX static": 1 / 3 if index < 2 else 1.0, ONNX_RUNTIME: 1.0, "bfloat16": 1.0}
-            limits |= {"float": 1.0, "dynamic quantized": 1.0} if lowered["hidden"] >= 512 else {"float": 0.75}
+            limits |= (
+                {"float": 1.0, "dynamic quantized": 1.0} if lowered["hidden"] >= 512 else {"float": 0.75}
+            )
         for peer, limit in limits.items():
             if peer in by_name:
                 yield _against(case, lowered, by_name[peer], limit)
@@ -113,7 +115,11 @@ def _feedforward_bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def _against(case: str, ours: Row, peer: Row, limit: float) -> Bar:
-    return Bar(f"{case}: {ours['contender'].removeprefix('ours, ')}, of {peer['contender']}", ours["median_ms"] / peer["median_ms"], limit)
+    return Bar(
+        f"{case}: {ours['contender'].removeprefix('ours, ')}, of {peer['contender']}",
+        ours["median_ms"] / peer["median_ms"],
+        limit,
+    )
 
 
 def _by_case(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:

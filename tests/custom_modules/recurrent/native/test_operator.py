@@ -212,6 +212,23 @@ def test_a_bound_call_is_the_call_and_what_is_not_bound_is_refused() -> None:
         assert not run(asked, states, newer, False, op.WORK_PER_THREAD)[0].requires_grad
 
 
+def test_weights_made_in_inference_mode_are_looked_at_in_the_operator() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LSTM(8, 12)).eval(), uniform(2.0, 3, 2, 8)
+    with torch.inference_mode():
+        made: Any = tc.quantize_dynamic(model, {nn.LSTM})
+        first = leaves(made(x))
+        assert all(map(torch.equal, leaves(made(x)), first))
+        assert made[0]._direct[None, ()].bound_to is None
+        weight = next(value for name, value in made.named_buffers() if value.dtype is torch.int8)
+        assert weight.is_inference()
+        weight.neg_()
+        changed = leaves(made(x))[0]
+        assert sqnr(first[0], changed) < 20
+        assert torch.equal(leaves(copy.deepcopy(made)(x))[0], changed)
+    assert all(map(torch.equal, leaves(tc.quantize_dynamic(model, {nn.LSTM})(x)), first))
+
+
 @torch.no_grad()
 def test_threads_share_one_module() -> None:
     lowered: Any = converted("gru").lowered()

@@ -90,9 +90,12 @@ class DirectCall:
             # A lowered graph has looked at its state before it calls, and made other modules of another one.
             if self.layout is None or self.bound_to is None or not bound.are_in_state:
                 self._bind_to(bound)
-            results = op.bound_operator()(
-                tensors[0], tensors[1:], self.ticket, self.batch_first, op.WORK_PER_THREAD
-            )
+            if self.bound_to is None:
+                results = self._looked_at(bound, tensors)
+            else:
+                results = op.bound_operator()(
+                    tensors[0], tensors[1:], self.ticket, self.batch_first, op.WORK_PER_THREAD
+                )
         except RuntimeError:
             self.bound_to = None
             return None
@@ -105,8 +108,12 @@ class DirectCall:
         return state if self.rank == 2 else (results[0], state)
 
     def _bind_to(self, bound: BoundModule) -> None:
-        """Bind the call to the weights as they are now, where they are others than before."""
+        """Bind the call to the weights as they are now, where they are others than before; not to tensors of
+        inference mode, which count no versions."""
         weights = bound.weights_now()
+        if weights[0].is_inference():
+            self.bound_to = None
+            return
         bound_to = (bound.owner, [*map(id, weights)], [weight._version for weight in weights])
         if bound_to == self.bound_to:
             return
@@ -115,6 +122,19 @@ class DirectCall:
         version = sum(bound_to[2])
         self.ticket = op.bind_call(weights, bound.program, self.boundary, bound.owner, version)
         self.bound_to = bound_to
+
+    def _looked_at(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """The results of weights that the operator has to look at whenever it is called."""
+        return op.recurrent(
+            tensors[0],
+            tensors[1:],
+            bound.weights_now(),
+            bound.program,
+            self.boundary,
+            directions=bound.directions,
+            batch_first=self.batch_first,
+            owner=bound.owner,
+        )
 
 
 def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, ...] = ()) -> DirectCall:
