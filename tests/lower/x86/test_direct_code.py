@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import torchq_compat as tc
 from torchq_compat.errors import CallError
+from torchq_compat.lower.x86.direct_code import BY_FUNCTION
 
 
 class Model(nn.Module):
@@ -79,3 +80,41 @@ def test_modes_of_torch_function_see_the_kernels() -> None:
     with Watch():
         assert torch.equal(model(x), expected)
     assert any("linear" in name for name in seen)
+
+
+def calls_by_function() -> list[tuple[Any, tuple[Any, ...]]]:
+    x = torch.randn(2, 3, 4)
+    quantized = torch.quantize_per_tensor(x, 0.05, 3, torch.quint8)
+    aten = torch.ops.aten
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.dequantize.self, (quantized,)),
+        (aten.quantize_per_tensor.default, (x, 0.1, 7, torch.qint8)),
+        (aten.softmax.int, (x, -1)),
+        (aten.softmax.int, (x, 1, torch.float64)),
+        (aten.stack.default, ([x, x + 1], 1)),
+    ]
+    for given in (x, quantized):
+        calls += [
+            (aten.transpose.int, (given, 0, 2)),
+            (aten.permute.default, (given, [2, 0, 1])),
+            (aten.select.int, (given, 1, -1)),
+            (aten.reshape.default, (given, [6, -1])),
+            (aten.flatten.using_ints, (given, 1, 2)),
+            (aten.unsqueeze.default, (given, 1)),
+            (aten.squeeze.dim, (given[:, :1], 1)),
+            (aten.relu.default, (given,)),
+        ]
+    return calls
+
+
+def test_functions_of_torch_are_the_operators_they_stand_for() -> None:
+    calls = calls_by_function()
+    assert {overload for overload, _ in calls} == set(BY_FUNCTION)
+    for overload, args in calls:
+        expected, found = overload(*args), BY_FUNCTION[overload](*args)
+        assert (found.dtype, found.shape, found.stride()) == (
+            expected.dtype,
+            expected.shape,
+            expected.stride(),
+        )
+        assert torch.equal(found, expected), overload

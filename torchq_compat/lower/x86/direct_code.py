@@ -11,7 +11,25 @@ from torch.fx.graph import PythonCode
 
 from torchq_compat.support.upstream import OpOverload, forward_from_src
 
-__all__ = ["direct_forward"]
+__all__ = ["BY_FUNCTION", "direct_forward"]
+
+ATEN = torch.ops.aten
+#: Operators with a function of torch that takes the same arguments in the same order: torch's generated code
+#: reads them in half the time.
+BY_FUNCTION: dict[OpOverload, Callable[..., Any]] = {
+    ATEN.dequantize.self: torch.dequantize,
+    ATEN.quantize_per_tensor.default: torch.quantize_per_tensor,
+    ATEN.transpose.int: torch.transpose,
+    ATEN.permute.default: torch.permute,
+    ATEN.select.int: torch.select,
+    ATEN.reshape.default: torch.reshape,
+    ATEN.flatten.using_ints: torch.flatten,
+    ATEN.unsqueeze.default: torch.unsqueeze,
+    ATEN.squeeze.dim: torch.squeeze,
+    ATEN.softmax.int: torch.softmax,
+    ATEN.stack.default: torch.stack,
+    ATEN.relu.default: torch.relu,
+}
 
 #: What the name of an operator begins with in the code.
 NAME = "_torchq_compat_operator_"
@@ -31,9 +49,16 @@ def direct_forward(code: PythonCode, graph: Graph) -> Callable[..., Any]:
     overloads = {str(node.target): node.target for node in graph.nodes if isinstance(node.target, OpOverload)}
     for index, (name, overload) in enumerate(sorted(overloads.items())):
         source = source.replace(f"torch.ops.{name}(", f"{prefix}{index}(")
-        names[f"{prefix}{index}"] = _of_packed(overload._op) if _takes_packed(overload) else overload._op
+        names[f"{prefix}{index}"] = _called_directly(overload)
     forward: Callable[..., Any] = forward_from_src(source, names)
     return forward
+
+
+def _called_directly(overload: OpOverload) -> Callable[..., Any]:
+    if _takes_packed(overload):
+        return _of_packed(overload._op)
+    operator: Callable[..., Any] = BY_FUNCTION.get(overload, overload._op)
+    return operator
 
 
 def _takes_packed(overload: OpOverload) -> bool:
