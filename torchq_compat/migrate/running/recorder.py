@@ -37,7 +37,7 @@ EAGER = "quantize_dynamic"
 #: FX takes the observer's qparams for a fused fake-quantize, and the dtype's range for a reduced one.
 CONVERTS_WHAT_WAS_TRAINED = (
     "converted with the qparams and ranges of its training, as prepared.eval() computes; FX converts with "
-    "others, and its results may be some steps away"
+    "others, and its results may be some steps away. The float model keeps its weights, which FX trains too"
 )
 
 #: What decisions about input sizes, folded batch norms and lowering say.
