@@ -251,7 +251,8 @@ def fuse_fx(
     fuse_custom_config: FuseCustomConfig | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Fuse convolutions and linears with the batch norm and the ReLU behind them.
+    """Fuse convolutions and linears with the batch norm and the ReLU behind them; with a ``backend_config``
+    the patterns it has a fuser method for.
 
     Legacy: ``torch.ao.quantization.quantize_fx.fuse_fx``. ``prepare_fx`` fuses on the exported graph, fused
     here or not.
@@ -268,7 +269,7 @@ def fuse_fx(
 
     Raises:
         InputError: a batch norm to be folded is in training mode.
-        ConfigError: a setting that cannot be read.
+        ConfigError: a setting that cannot be read, a fuser method that fails.
 
     Example:
         >>> import torch
@@ -278,8 +279,8 @@ def fuse_fx(
         'ConvReLU1d'
     """
     preserved = read_fuse_custom_config(fuse_custom_config)
-    read_backend_config(backend_config)
-    return fuse(model, preserved)
+    backend = read_backend_config(backend_config)
+    return fuse(model, preserved, None if backend_config is None else backend)
 
 
 def _reference() -> Callable[..., ConvertedModel]:

@@ -211,3 +211,38 @@ def test_a_reshape_does_not_share_with_what_other_values_were_computed_from() ->
     assert left.action == "float"
     assert "its input, which is float" in left.reason
     assert sqnr(model(x), theirs[1](x)) + 1 < sqnr(model(x), ours[1](x)) < 50
+
+
+@pytest.mark.parametrize(
+    ("between", "told"),
+    [
+        (lambda x, fc: fc(x.reshape(-1, 16)), "FX leaves it float"),
+        (lambda x, fc: fc(x.reshape(-1, 1, 16).transpose(0, 1)), "FX leaves it float"),
+        (lambda x, fc: fc(torch.exp(fc(x.flatten(1))).reshape(-1, 16)), "the qparams of another tensor"),
+        (lambda x, fc: fc(x.view(-1, 16)), ""),
+        (lambda x, fc: fc(torch.reshape(x, (-1, 16))), ""),
+        (lambda x, fc: fc(fc(x.flatten(1)).reshape(-1, 16)), ""),
+    ],
+    ids=["reshape", "moved", "computed", "view", "function", "quantized"],
+)
+def test_behind_a_reshape_of_floats(between: Callable[[Tensor, nn.Module], Tensor], told: str) -> None:
+    """FX's default mappings give reshape a QConfig without an observer, and what reads it has none."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return between(x, self.fc)
+
+    model, mapping, x = Net().eval(), get_default_qconfig_mapping("fbgemm"), torch.randn(64, 4, 4)
+    theirs, ours = by_fx(model, mapping, [(x,)]), by_us(model, mapping, [(x,)])
+    decision = [d for d in op_decisions(ours[0]) if d.kind == "Linear"][-1]
+    assert decision.action == "quantized"
+    assert told in decision.unlike_fx
+    assert bool(decision.unlike_fx) == bool(told)
+    # What FX quantizes besides its result.
+    difference = sqnr(theirs[1](x), ours[1](x))
+    assert difference < 45 if told else difference > 40
+    assert 20 < sqnr(model(x), ours[1](x)) < 55

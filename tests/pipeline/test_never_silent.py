@@ -289,9 +289,18 @@ def test_explain_is_data(stages: dict[str, nn.Module], stage: str) -> None:
     rows = json.loads(report.to_json())
     assert [row["path"] for row in rows] == [d.path for d in report]
     assert [row["path"] for row in report.as_dicts()] == [d.path for d in report]
-    assert {"path", "kind", "action", "reason", "details", "node", "warn", "values", "is_part"} == set(
-        rows[0]
-    )
+    assert {
+        "path",
+        "kind",
+        "action",
+        "reason",
+        "details",
+        "node",
+        "warn",
+        "values",
+        "is_part",
+        "unlike_fx",
+    } == set(rows[0])
     assert "encoder.rnn" in {row["path"] for row in rows}
 
 

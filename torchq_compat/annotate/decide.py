@@ -37,6 +37,9 @@ from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
 __all__ = ["GraphDecisions", "decide_graph"]
 
+#: What FX makes of an op behind a reshape of floats, to which its default mappings give no observer.
+LEFT_FLOAT_IN_FX = "FX leaves it float: behind a reshape of floats it observes nothing"
+BORROWED_IN_FX = "FX quantizes its input with the qparams of another tensor, from before what computes it"
 #: Ops that hand values on without computing: not reported, never observed.
 SILENT_TARGETS = {"getitem", "sym_size.int"}
 
@@ -105,6 +108,8 @@ class _State:
     dtype_of: dict[Node, torch.dtype] = field(default_factory=dict)
     #: Edges already observed, by producer: consumers that want the same share one observer.
     edges_from: dict[Node, list[tuple[EdgeOrNode, QuantizationSpec]]] = field(default_factory=dict)
+    #: Float results that FX takes for quantized -> what that makes of an op that reads them.
+    quantized_in_fx_alone: dict[Node, str] = field(default_factory=dict)
 
     def take_opaque_call(self, node: Node, boundary: OpaqueBoundary) -> None:
         for producer, spec in zip(node.args, boundary.input_specs, strict=False):
@@ -143,7 +148,17 @@ class _State:
         action, reason = self._decide(pattern)
         kind = " + ".join(op.kind for op in pattern.ops)
         node = last.output.name if last.output else ""
-        self.decisions.append(Decision(partition.label, kind, action, reason, node=node))
+        unlike_fx = self._unlike_fx(pattern, action)
+        self.decisions.append(Decision(partition.label, kind, action, reason, node=node, unlike_fx=unlike_fx))
+
+    def _unlike_fx(self, pattern: FusedPattern, action: Action) -> str:
+        """Return what FX does, where it takes a float input for quantized; ops that share qparams hand it
+        on."""
+        inputs = [producer for producer, _ in pattern.observed_partition.inputs]
+        told = next((told for each in inputs if (told := self.quantized_in_fx_alone.get(each))), "")
+        if told and action is Action.SHARED and pattern.last.output is not None:
+            self.quantized_in_fx_alone[pattern.last.output] = told
+        return told if action in (Action.QUANTIZED, Action.SHARED) else ""
 
     def _decide(self, pattern: FusedPattern) -> tuple[Action, str]:
         entry, qconfig = pattern.entry, pattern.selection.qconfig
@@ -272,6 +287,15 @@ class _State:
                 return None, self.dtype_of.get(producer)
             producer, node = moved, producer
 
+    def _is_observed_before(self, node: Node) -> bool:
+        """Return whether FX finds an observer on its way back through every op."""
+        while node.all_input_nodes:
+            producer = node.all_input_nodes[0]
+            if any(each in self.observed for each in (node, (producer, node), producer)):
+                return True
+            node = producer
+        return node in self.observed
+
     def _follow_opaque_call(
         self,
         partition: SourcePartition,
@@ -283,6 +307,9 @@ class _State:
         back through the module and takes the observer of its input, which has another range."""
         assert last.output is not None
         if dtypes == {None}:
+            if specs.reuses_input:
+                borrowed = self._is_observed_before(partition.inputs[0][0])
+                self.quantized_in_fx_alone[last.output] = BORROWED_IN_FX if borrowed else LEFT_FLOAT_IN_FX
             return Action.FLOAT, "it reuses the qparams of its input, which is float"
         dtype = next(d for d in dtypes if d is not None)
         if len(partition.inputs) == 1 and all(preserves_values(node) for node in partition.nodes):

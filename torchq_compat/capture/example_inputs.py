@@ -24,7 +24,13 @@ from torchq_compat.support.torch_ao import (
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["MISSING", "asks_for_examples", "read_example_inputs"]
+__all__ = [
+    "MISSING",
+    "asks_for_examples",
+    "is_one_value_a_channel",
+    "read_example_inputs",
+    "with_two_samples",
+]
 
 #: Default of an argument that must be given, whose absence deserves words of ours.
 MISSING: Any = object()
@@ -181,3 +187,19 @@ def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
             hint="leave out what is no argument of the model, as the targets in a batch of a loader: "
             "example_inputs=(batch[0],).",
         )
+
+
+def is_one_value_a_channel(cause: BaseException | None) -> bool:
+    """Whether ``cause`` is that of a batch norm in training that has one value of each channel."""
+    return isinstance(cause, ValueError) and "more than 1 value per channel when training" in str(cause)
+
+
+def with_two_samples(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` with every tensor of one sample twice, which is one more than a batch of one."""
+
+    def doubled(leaf: Any) -> Any:
+        is_one = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == 1
+        return torch.cat([leaf, leaf]) if is_one else leaf
+
+    two: tuple[Any, ...] = pytree.tree_map(doubled, args)
+    return two

@@ -7,8 +7,8 @@ the ops run: ``(nn.Linear, nn.ReLU)``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -83,6 +83,8 @@ class PatternEntry:
         input_type_to_index: where a function has its "weight" and its "bias"; one that is not named here is
             an activation.
         is_fused_module: FX replaces the modules of the pattern by one before it looks at QConfigs.
+        fuser_method: makes that one: of whether it trains, and the modules in the order they run. None for
+            none, and for one that takes them in torch.ao's complex format.
     """
 
     pattern: Pattern
@@ -91,6 +93,7 @@ class PatternEntry:
     dtype_configs: tuple[DTypeConfig, ...]
     input_type_to_index: Mapping[str, int]
     is_fused_module: bool
+    fuser_method: Callable[..., nn.Module] | None = field(default=None, compare=False)
 
     def observation_for(self, tensor_count: int) -> ObservationType:
         """Return whether ``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
@@ -207,6 +210,7 @@ def _entry(
         dtype_configs=tuple(observed_as.dtype_configs),
         input_type_to_index=MappingProxyType(dict(config._input_type_to_index)),
         is_fused_module=is_fused_module,
+        fuser_method=config.fuser_method if config.pattern is not None else None,
     )
 
 

@@ -6,7 +6,9 @@ are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,7 +16,8 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node, Tracer
 
 from torchq_compat.capture.origins import is_fx_leaf
-from torchq_compat.errors import InputError
+from torchq_compat.config.backend_configs import BackendTable, Pattern
+from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.torch_ao import fuse_known_modules
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
@@ -25,8 +28,6 @@ __all__ = ["fuse"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-#: FX leaves torch.relu and the method to prepare.
-RELU_FUNCTIONS = (F.relu,)
 #: Chains of modules that torch.ao has a fused module for, the longest first.
 CHAINS: tuple[tuple[type[nn.Module], ...], ...] = (
     *((conv, norm, nn.ReLU) for conv, norm in zip(CONVOLUTIONS, BATCH_NORMS, strict=True)),
@@ -40,16 +41,40 @@ CHAINS: tuple[tuple[type[nn.Module], ...], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class _Fusion:
+    """Module classes and functions that run one behind the other, and what makes one module of them."""
+
+    kinds: tuple[Any, ...]
+    fuse: Callable[..., Any]
+
+
+def _fuse_known(is_qat: bool, *modules: nn.Module) -> Any:
+    return fuse_known_modules(list(modules), is_qat=is_qat)[0]  # type: ignore[no-untyped-call]
+
+
+#: FX leaves torch.relu and the method to prepare.
+DEFAULT = tuple(
+    _Fusion((*before, relu), _fuse_known)
+    for *before, last in CHAINS
+    for relu in ((nn.ReLU, F.relu) if last is nn.ReLU else (last,))
+)
+
+
 class _ModuleTracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_fx_leaf(m)
 
 
-def fuse(model: nn.Module, preserved: Iterable[str]) -> nn.Module:
+def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable | None = None) -> nn.Module:
     """Fuse a traced copy of ``model``; ``model`` itself, with a warning, where it cannot be traced.
+
+    Args:
+        backend: whose patterns are fused, by their fuser methods; None: what torch.ao has fused modules for.
 
     Raises:
         InputError: a batch norm in training mode behind a convolution or linear.
+        ConfigError: a fuser method fails, or gives no module.
     """
     working = copied_model(model)
     try:
@@ -61,8 +86,9 @@ def fuse(model: nn.Module, preserved: Iterable[str]) -> nn.Module:
         )
         return model
     fused = GraphModule(working, graph, type(model).__name__)
-    while (chain := next(_chains(fused), None)) is not None:
-        _fuse_chain(fused, chain)
+    fusions = DEFAULT if backend is None else _fusions_of(backend)
+    for chain, fusion in _find_chains(fused, fusions):
+        _fuse_chain(fused, chain, fusion)
     fused.graph.eliminate_dead_code()
     fused.delete_all_unused_submodules()
     fused.recompile()
@@ -75,54 +101,94 @@ def fuse(model: nn.Module, preserved: Iterable[str]) -> nn.Module:
     return fused
 
 
-def _chains(fused: GraphModule) -> Iterator[list[Node]]:
+def _fusions_of(backend: BackendTable) -> tuple[_Fusion, ...]:
+    """The chains of modules that ``backend`` fuses, the longest first."""
+    chains = [
+        _Fusion(pattern, entry.fuser_method)
+        for pattern, entry in backend.entries.items()
+        if entry.fuser_method is not None and isinstance(pattern, tuple) and _starts_with_a_module(pattern)
+    ]
+    return tuple(sorted(chains, key=lambda fusion: -len(fusion.kinds)))
+
+
+def _starts_with_a_module(pattern: Pattern) -> bool:
+    first = pattern[0] if isinstance(pattern, tuple) else pattern
+    return isinstance(first, type) and issubclass(first, nn.Module)
+
+
+def _find_chains(fused: GraphModule, fusions: Iterable[_Fusion]) -> list[tuple[list[Node], _Fusion]]:
+    """Return the chains to fuse, from the end of the graph on, as FX matches; a node is in one of them."""
     modules = dict(fused.named_modules())
-    calls = [str(node.target) for node in fused.graph.nodes if node.op == "call_module"]
-    for node in fused.graph.nodes:
-        for kinds in CHAINS:
-            chain = _chain_from(node, kinds, modules)
+    calls = Counter(str(node.target) for node in fused.graph.nodes if node.op == "call_module")
+    found: list[tuple[list[Node], _Fusion]] = []
+    taken: set[Node] = set()
+    for node in reversed(fused.graph.nodes):
+        for fusion in fusions:
+            chain = _chain_to(node, fusion.kinds, modules)
             # A module called twice is two ops; torch.ao fuses it into one, and is wrong.
-            if chain and all(calls.count(str(each.target)) < 2 for each in chain if each.op == "call_module"):
-                yield chain
+            is_called_once = all(calls[str(each.target)] < 2 for each in chain if each.op == "call_module")
+            if chain and is_called_once and taken.isdisjoint(chain):
+                found.append((chain, fusion))
+                taken.update(chain)
                 break
+    return found[::-1]
 
 
-def _chain_from(
-    node: Node, kinds: tuple[type[nn.Module], ...], modules: dict[str, nn.Module]
-) -> list[Node] | None:
+def _chain_to(last: Node, kinds: tuple[Any, ...], modules: dict[str, nn.Module]) -> list[Node]:
+    """Return the nodes of ``kinds`` that end with ``last``; empty if they are others, or read elsewhere."""
     chain: list[Node] = []
-    following: Node | None = node
-    for kind in kinds:
-        if following is None or not _is_of(following, kind, modules):
-            return None
-        chain.append(following)
-        users = list(following.users)
-        following = users[0] if len(users) == 1 else None
+    node: Any = last
+    for kind in reversed(kinds):
+        is_read_elsewhere = bool(chain) and isinstance(node, Node) and len(node.users) > 1
+        if not isinstance(node, Node) or is_read_elsewhere or not _is_of(node, kind, modules):
+            return []
+        chain.insert(0, node)
+        node = node.args[0] if node.args else None
     return chain
 
 
-def _is_of(node: Node, kind: type[nn.Module], modules: dict[str, nn.Module]) -> bool:
-    if kind is nn.ReLU and node.op == "call_function":
-        return node.target in RELU_FUNCTIONS
+def _is_of(node: Node, kind: Any, modules: dict[str, nn.Module]) -> bool:
+    if node.op in ("call_function", "call_method"):
+        return bool(node.target == kind)
     return node.op == "call_module" and type(modules.get(str(node.target))) is kind
 
 
-def _fuse_chain(fused: GraphModule, chain: list[Node]) -> None:
-    modules = [
-        fused.get_submodule(str(node.target)) if node.op == "call_module" else nn.ReLU() for node in chain
-    ]
+def _fuse_chain(fused: GraphModule, chain: list[Node], fusion: _Fusion) -> None:
+    first, *others = chain
+    modules = [_module_of(fused, node) for node in chain]
     norms = [module for module in modules if isinstance(module, BATCH_NORMS)]
-    if any(module.training for module in norms) and not isinstance(modules[0], BATCH_NORMS):
+    is_folded = not isinstance(modules[0], BATCH_NORMS)
+    if is_folded and any(module.training for module in norms):
         raise InputError(
             f"fuse_fx cannot fold the batch norm at {str(chain[1].target)!r}, which is in training mode.",
             hint="call model.eval() first; prepare_qat_fx trains convolution and batch norm as one.",
         )
     for module in modules:
-        module.training = modules[0].training
-    first, *others = chain
-    made: Any = fuse_known_modules(modules, is_qat=False)[0]  # type: ignore[no-untyped-call]
-    fused.set_submodule(str(first.target), made)
+        if isinstance(module, nn.Module):
+            module.training = modules[0].training
+    fused.set_submodule(str(first.target), _made_by(fusion, modules, str(first.target)))
     graph: Graph = fused.graph
     for node in reversed(others):
         node.replace_all_uses_with(first)
         graph.erase_node(node)
+
+
+def _module_of(fused: GraphModule, node: Node) -> Any:
+    """What a fuser method takes for ``node``: its module; for F.relu one like it, for others the function."""
+    if node.op == "call_module":
+        return fused.get_submodule(str(node.target))
+    return nn.ReLU() if node.target is F.relu else node.target
+
+
+def _made_by(fusion: _Fusion, modules: list[Any], path: str) -> nn.Module:
+    try:
+        made = fusion.fuse(False, *modules)
+    except Exception as cause:  # It may be the user's own.
+        name = getattr(fusion.fuse, "__name__", repr(fusion.fuse))
+        raise ConfigError(
+            f"backend_config: the fuser method {name} fails at {path!r}: {type(cause).__name__}: {cause}",
+            hint="it is called with is_qat and the modules of its pattern in the order they run.",
+        ) from cause
+    if not isinstance(made, nn.Module):
+        raise ConfigError.wrong_type("backend_config: the result of a fuser method", "an nn.Module", made)
+    return made

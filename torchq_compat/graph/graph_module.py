@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import wraps
@@ -34,7 +35,7 @@ from torchq_compat.graph.failed_calls import (
     has_structure,
     structure_of,
 )
-from torchq_compat.graph.module_views import ModuleFacts, install_views
+from torchq_compat.graph.module_views import ModuleFacts, hooked_views, install_views
 from torchq_compat.graph.numeric_suite import StateOfCaptured, refuse_numeric_suite
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
 from torchq_compat.graph.other_engines import guard, refuse_fx_tracer, refuse_torchao_prepare
@@ -48,6 +49,7 @@ from torchq_compat.graph.quantized_interface import (
     take_integers,
 )
 from torchq_compat.graph.state_checks import check_state
+from torchq_compat.graph.view_hooks import HOOKED, calling_hooks, is_of_a_hook
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
 from torchq_compat.qspecs.loaded_qparams import adopt_loaded_qparams
 from torchq_compat.qspecs.qparams import QParams
@@ -211,13 +213,14 @@ class QuantizationGraphModule(GraphModule):
             return self._scripted().call(bound)
         try:
             observes = record.stage is Stage.PREPARED and not record.is_qat
-            if not observes or is_compiled:
+            hooked = hooked_views(self.reference) if HOOKED and not is_compiled else {}
+            if is_compiled or not (observes or hooked):
                 return super().__call__(*bound)
             # Observers read, compare and write back: threads that calibrate together would lose extremes.
-            with _CALIBRATION:
+            with _CALIBRATION, calling_hooks(self, hooked) if hooked else nullcontext():
                 return super().__call__(*bound)
         except FAILURES as cause:
-            error = self._explained(bound, cause)
+            error = None if is_of_a_hook(cause) else self._explained(bound, cause)
             if error is None:
                 raise
             raise error from cause

@@ -16,14 +16,27 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils.hooks import RemovableHandle
 
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.errors import ModuleAttributeError
+from torchq_compat.graph.view_hooks import HOOK_STATE, HOOKED, check_hookable, has_hooks
 from torchq_compat.qspecs.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, DEQUANTIZES, QUANTIZE
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
 from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
 
-__all__ = ["MISSING", "ModuleFacts", "ModuleView", "describe_modules", "install_views"]
+__all__ = [
+    "MISSING",
+    "ModuleFacts",
+    "ModuleView",
+    "describe_modules",
+    "hooked_views",
+    "install_views",
+    "nodes_by_path",
+    "order_as_float_model",
+    "parent_of",
+    "stand_in_for",
+]
 
 RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
 LEGACY_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8, torch.int32: torch.qint32}
@@ -66,10 +79,10 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
 
 def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
     """Put a view at every path of ``facts`` where ``converted`` has no module of its own."""
-    nodes = _nodes_by_path(converted)
+    nodes = nodes_by_path(converted)
     for path, fact in facts.items():
         kind = _kind_of(fact, nodes.get(path, []))
-        parent, name = _parent_of(converted, path) if kind else (None, "")
+        parent, name = parent_of(converted, path) if kind else (None, "")
         if parent is None:
             continue
         standing = parent._modules.get(name)
@@ -80,10 +93,45 @@ def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> N
         view = _view_class(kind)(converted, path, fact)
         if standing is not None:
             # The very parameters and buffers that the graph reads there.
-            kept = {key: value for key, value in vars(standing).items() if key != "_view"}
-            vars(view).update(kept)
+            stand_in_for(standing, view)
+        bias = view._parameters.get("bias")
+        if "Quantized" in kind and bias is not None and not isinstance(bias, BiasParameter):
+            view._parameters["bias"] = BiasParameter(bias.data, bias.requires_grad)
         view.training = converted.training
         parent._modules[name] = view
+    order_as_float_model(converted, facts)
+
+
+def order_as_float_model(model: nn.Module, facts: Mapping[str, ModuleFacts]) -> None:
+    """Let ``named_modules`` of ``model`` go through the modules of ``facts`` in their order, others first."""
+    placed: set[str] = set()
+    for path in facts:
+        parent = model
+        names = path.split(".")
+        for depth, name in enumerate(names, 1):
+            child = parent._modules.get(name)
+            if child is None:
+                break
+            if (prefix := ".".join(names[:depth])) not in placed:
+                placed.add(prefix)
+                parent._modules[name] = parent._modules.pop(name)
+            parent = child
+
+
+def stand_in_for(standing: nn.Module, view: ModuleView) -> None:
+    """Give ``view`` all that ``standing`` holds, its hooks too."""
+    if isinstance(standing, ModuleView):
+        HOOKED.discard(standing)
+    vars(view).update({key: value for key, value in vars(standing).items() if key != "_view"})
+    if has_hooks(view):
+        HOOKED.add(view)
+
+
+class BiasParameter(nn.Parameter):
+    """A bias that is also called, as the method of torch.ao's modules; saved as a plain parameter."""
+
+    def __call__(self) -> Tensor:
+        return self
 
 
 class ModuleView(nn.Module):
@@ -129,23 +177,43 @@ class ModuleView(nn.Module):
             hint="call the whole model; its graph computes what the module computed.",
         )
 
+    def register_forward_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
+        """As ``nn.Module.register_forward_hook``; the graph calls it where the module's ops are.
+
+        Raises:
+            ModuleAttributeError: the module has no result of its own in the graph.
+        """
+        self._take_hooks()
+        return super().register_forward_hook(hook, **kwargs)
+
+    def register_forward_pre_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
+        """As ``nn.Module.register_forward_pre_hook``; it may read the inputs, not change them.
+
+        Raises:
+            ModuleAttributeError: the module has no result of its own in the graph.
+        """
+        self._take_hooks()
+        return super().register_forward_pre_hook(hook, **kwargs)
+
+    def _take_hooks(self) -> None:
+        owner, path, _ = vars(self)["_view"]
+        if owner() is not None:
+            check_hookable(owner(), path)
+        HOOKED.add(self)
+
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse a hook, which nothing would call.
+        """Refuse a hook on gradients, which nothing would call.
 
         Raises:
             ModuleAttributeError: always.
         """
         _, path, facts = vars(self)["_view"]
         raise ModuleAttributeError(
-            f"a hook at {path!r} would never be called: it is a view of what was {facts.kind}, whose ops are "
-            "in the graph of the model.",
-            hint="torch.fx.Interpreter runs a graph op by op, and its run_node sees every value: give it "
-            "model.reference of a converted model; compare(...) measures each place. Hooks of the whole "
-            "model are called, and those of the observers of a prepared one.",
+            f"a backward hook at {path!r} would never be called: it is a view of what was {facts.kind}, "
+            "whose ops are in the graph of the model.",
+            hint="a forward hook there is called, and may call register_hook of the result it is given.",
         )
 
-    register_forward_hook = _refuse_hook
-    register_forward_pre_hook = _refuse_hook
     register_full_backward_hook = _refuse_hook
     register_full_backward_pre_hook = _refuse_hook
     register_backward_hook = _refuse_hook
@@ -155,7 +223,8 @@ class ModuleView(nn.Module):
 
     def __reduce__(self) -> Any:
         # A copy of the model gets views of its own.
-        return _plain_module, (vars(self)["_parameters"], vars(self)["_buffers"], vars(self)["_modules"])
+        names = ("_parameters", "_buffers", "_modules", *(HOOK_STATE if has_hooks(self) else ()))
+        return _plain_module, ({name: vars(self)[name] for name in names},)
 
     def extra_repr(self) -> str:
         owner, path, facts = vars(self)["_view"]
@@ -176,10 +245,20 @@ class ModuleView(nn.Module):
 MISSING = object()
 
 
-def _plain_module(parameters: Any, buffers: Any, modules: Any) -> nn.Module:
+def _plain_module(state: dict[str, Any]) -> nn.Module:
     module = nn.Module()
-    vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
+    vars(module).update(state)
     return module
+
+
+def hooked_views(owner: GraphModule) -> dict[str, nn.Module]:
+    """The views in ``owner`` that have hooks, by path."""
+    found: dict[str, nn.Module] = {}
+    for view in HOOKED:
+        of, path, _ = vars(view)["_view"]
+        if of() is owner and has_hooks(view):
+            found[path] = view
+    return dict(sorted(found.items()))
 
 
 @cache
@@ -187,7 +266,7 @@ def _view_class(name: str) -> type[ModuleView]:
     return type(name, (ModuleView,), {"__module__": __name__})
 
 
-def _parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
+def parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
     """The module that shall hold ``path``, made where it is missing; None inside modules of other kinds."""
     *parents, name = path.split(".")
     module = model
@@ -203,7 +282,8 @@ def _parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
     return module, name
 
 
-def _nodes_by_path(graph_module: GraphModule) -> dict[str, list[Node]]:
+def nodes_by_path(graph_module: GraphModule) -> dict[str, list[Node]]:
+    """The ops of each module, by its path."""
     found: dict[str, list[Node]] = {}
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and node.target not in (*DEQUANTIZES, QUANTIZE):
@@ -212,7 +292,7 @@ def _nodes_by_path(graph_module: GraphModule) -> dict[str, list[Node]]:
 
 
 def _nodes_at(graph_module: GraphModule, path: str) -> list[Node]:
-    return _nodes_by_path(graph_module).get(path, [])
+    return nodes_by_path(graph_module).get(path, [])
 
 
 def _kind_of(facts: ModuleFacts, nodes: list[Node]) -> str:
@@ -289,6 +369,20 @@ def _weight(owner: GraphModule, path: str) -> Any:
     return weight
 
 
+def _bias(owner: GraphModule, path: str) -> Any:
+    """A method, as of torch.ao's modules, that returns the bias; a folded batch norm is in it."""
+    weight = _weight_node(owner, path)
+    if weight is None:
+        return MISSING
+    op = next(node for node in _nodes_at(owner, path) if weight in node.all_input_nodes)
+    found = op.args[2] if len(op.args) > 2 else op.kwargs.get("bias")
+
+    def bias() -> Any:
+        return attribute_of(owner, found) if isinstance(found, Node) else None
+
+    return bias
+
+
 def _output_qparams(owner: GraphModule, path: str) -> Iterator[Any]:
     """Scale and zero point of what the module's op, with a ReLU behind it, gives."""
     nodes = _nodes_at(owner, path)
@@ -309,4 +403,4 @@ def _zero_point(owner: GraphModule, path: str) -> Any:
     return next(iter(list(_output_qparams(owner, path))[1:]), MISSING)
 
 
-_ANSWERS = {"weight": _weight, "scale": _scale, "zero_point": _zero_point}
+_ANSWERS = {"weight": _weight, "bias": _bias, "scale": _scale, "zero_point": _zero_point}

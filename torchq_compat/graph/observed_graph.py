@@ -29,6 +29,7 @@ from torchq_compat import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.annotate.wrapping_quantizer import OuterGraphQuantizer
 from torchq_compat.qspecs.dynamic_qparams import DynamicQuantization
+from torchq_compat.qspecs.float_qparams import attribute_at
 from torchq_compat.qspecs.loaded_qparams import has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.qspecs.weight_observers import WeightObserver
@@ -87,8 +88,9 @@ def calibrate_with_float_weights(prepared: GraphModule) -> None:
     """Let fake-quantizes of weights observe alone, where nothing is trained: FX has them in training only."""
     for node, module in observer_nodes(prepared):
         source = node.args[0]
-        if isinstance(module, FakeQuantizeBase) and isinstance(source, Node) and source.op == "get_attr":
-            module.disable_fake_quant()
+        assert isinstance(source, Node)
+        if _fake_quantizes_weight(source, module):
+            module.disable_fake_quant()  # type: ignore[operator]
 
 
 def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool = True) -> GraphModule:
@@ -197,11 +199,21 @@ def _allow_train_eval(graph_module: GraphModule) -> GraphModule:
 
 
 def _observe_weights(prepared: GraphModule) -> None:
+    """Let observers of weights look at them; fake-quantizes once more, as their next call in evaluation
+    would: since the last one there was a step of the optimizer, and one of the batch norm folded in."""
     for node, module in observer_nodes(prepared):
+        source = node.args[0]
+        assert isinstance(source, Node)
         if isinstance(module, WeightObserver):
-            source = node.args[0]
-            assert isinstance(source, Node)
             module.observe_attribute(prepared, str(source.target))
+        elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
+            if _fault(module) is ObserverFault.UNSEEN:
+                module.disable_fake_quant()  # type: ignore[operator]  # Nothing was trained with its qparams.
+            module(attribute_at(prepared, str(source.target)).detach())
+
+
+def _fake_quantizes_weight(source: Node, module: nn.Module) -> bool:
+    return isinstance(module, FakeQuantizeBase) and source.op == "get_attr"
 
 
 def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> None:

@@ -15,7 +15,15 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e import fake_quantize
 
 from torchq_compat.errors import ModuleAttributeError
-from torchq_compat.graph.module_views import MISSING, ModuleFacts, ModuleView
+from torchq_compat.graph.module_views import (
+    MISSING,
+    ModuleFacts,
+    ModuleView,
+    nodes_by_path,
+    order_as_float_model,
+    parent_of,
+    stand_in_for,
+)
 
 __all__ = ["PreparedView", "install_prepared_views"]
 
@@ -23,19 +31,20 @@ FAKE_QUANTIZE = "weight_fake_quant"
 
 
 def install_prepared_views(prepared: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
-    """Put a view at every path of ``facts`` where nothing but parameters and buffers stands."""
+    """Put a view at every path of ``facts`` that has ops in the graph and no module of its own."""
+    with_ops = nodes_by_path(prepared)
     for path, fact in facts.items():
-        parent_path, _, name = path.rpartition(".")
-        try:
-            parent = prepared.get_submodule(parent_path)
-        except AttributeError:
-            continue
-        standing = parent._modules.get(name)
-        if type(standing) is not nn.Module:
+        parent, name = parent_of(prepared, path) if path in with_ops else (None, "")
+        standing = None if parent is None else parent._modules.get(name)
+        is_taken = standing is not None and type(standing) is not nn.Module
+        if parent is None or is_taken or (standing is None and name in vars(parent)):
             continue
         view = _view_class(fact.kind)(prepared, path, fact)
-        vars(view).update({key: value for key, value in vars(standing).items() if key != "_view"})
+        if standing is not None:
+            stand_in_for(standing, view)
+        view.training = prepared.training
         parent._modules[name] = view
+    order_as_float_model(prepared, facts)
 
 
 class PreparedView(ModuleView):

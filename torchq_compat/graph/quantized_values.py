@@ -95,9 +95,16 @@ def _of_edge(model: GraphModule, edge: Node, path: str, quantized: Collection[No
 
 def _is_constant(source: Node) -> bool:
     """Whether ``source`` is a weight, or computed from weights alone, as a fused one is in training."""
-    if source.op == "call_function" and source.all_input_nodes:
-        return all(_is_constant(argument) for argument in source.all_input_nodes)
-    return source.op == "get_attr"
+    waiting, seen = [source], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node.op == "get_attr" or node in seen:
+            continue
+        if node.op != "call_function" or not node.all_input_nodes:
+            return False
+        seen.add(node)
+        waiting.extend(reversed(node.all_input_nodes))  # The way back to the model's input first.
+    return True
 
 
 def _qparams(model: GraphModule, edge: Node, source: Node) -> dict[str, Any]:

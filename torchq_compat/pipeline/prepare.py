@@ -15,6 +15,7 @@ from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.checked.checked_prepare import check_prepared
 from torchq_compat.capture.checked.infinite_values import mark_infinite_values
 from torchq_compat.capture.checked.size_decisions import decide_blocks, decide_sizes
+from torchq_compat.capture.example_inputs import is_one_value_a_channel, with_two_samples
 from torchq_compat.capture.leftovers import decide_leftovers
 from torchq_compat.capture.parametrizations import decide_parametrizations
 from torchq_compat.capture.purposeful_training import (
@@ -29,6 +30,7 @@ from torchq_compat.capture.unmatched_rules import decide_unmatched_rules, decide
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.root import with_parent
 from torchq_compat.custom_modules.swap import decide_swaps
+from torchq_compat.errors import CaptureError
 from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule, Stage
 from torchq_compat.graph.module_views import ModuleFacts, describe_modules
 from torchq_compat.graph.observed_graph import calibrate_with_float_weights
@@ -67,9 +69,20 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     # torchao's prepare for QAT makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
-            return _prepare(model, request)
-        except _RolledModelFailedError as failed:
-            return _prepare(model, replace(request, unrolled_because=str(failed)))
+            return _prepare_rolled_or_not(model, request)
+        except CaptureError as error:
+            # FX, which runs nothing, trains with larger batches than the example's.
+            if not is_one_value_a_channel(error.__cause__) or request.dynamic_shapes is not None:
+                raise
+            two = replace(request, example_inputs=with_two_samples(request.example_inputs))
+            return _prepare_rolled_or_not(model, two)
+
+
+def _prepare_rolled_or_not(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
+    try:
+        return _prepare(model, request)
+    except _RolledModelFailedError as failed:
+        return _prepare(model, replace(request, unrolled_because=str(failed)))
 
 
 class _RolledModelFailedError(Exception):

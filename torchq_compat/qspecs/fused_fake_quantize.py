@@ -40,9 +40,11 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Return the qparams the kernel trains with. Its symmetric scale is ``max(-min / 128, max / 127)``;
-        the observer, whose qparams torch.ao and torchao convert with, has ``max(-min, max) / 127.5``."""
+        the observer, whose qparams torch.ao and torchao convert with, has ``max(-min, max) / 127.5``. Where
+        it observes alone nothing was trained with the kernel's, and those of the observer are returned."""
         observer = self.activation_post_process
-        if observer.min_val.numel() == 0 or bool((observer.min_val > observer.max_val).any()):
+        has_seen = observer.min_val.numel() > 0 and not bool((observer.min_val > observer.max_val).any())
+        if not has_seen or not bool(self.fake_quant_enabled):
             qparams: tuple[Tensor, Tensor] = observer.calculate_qparams()
             return qparams
         scale, zero_point = self.scale.clone(), self.zero_point.clone()

@@ -109,6 +109,7 @@ class Decision:
         warn: whether the user could be misled by not knowing.
         values: weights, and inputs that are quantized for it.
         is_part: whether it is about a part inside a custom module.
+        unlike_fx: what FX does here, where that gives other numbers; empty where FX does the same.
     """
 
     path: str
@@ -120,6 +121,7 @@ class Decision:
     warn: bool = False
     values: tuple[QuantizedValue, ...] = ()
     is_part: bool = False
+    unlike_fx: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -246,7 +248,7 @@ def _row(decision: Decision, lowered: Sequence[Decision]) -> Row:
         details.get("zero_point"),
         runs_as="; ".join(dict.fromkeys(each.reason for each in lowered)),
         on_integers=all(each.action is Action.LOWERED for each in lowered) if lowered else None,
-        reason=", ".join(filter(None, (decision.reason, *others))),
+        reason=", ".join(filter(None, (decision.reason, *others, decision.unlike_fx))),
     )
 
 

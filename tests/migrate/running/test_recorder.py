@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import default_dynamic_qconfig, get_default_qconfig_mapping
+from torch.ao.quantization import (
+    default_dynamic_qconfig,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
 
 import torchq_compat as tc
 from torchq_compat.migrate.running.recorder import Recorder
@@ -46,3 +51,27 @@ def test_functions_that_no_model_passed_through() -> None:
     assert recorder.summary("script.py").splitlines()[1:] == [
         "  Sequential, quantized dynamically: 1 DynamicQuantizedLinear"
     ]
+
+
+@pytest.mark.parametrize("is_qat", [False, True])
+def test_what_is_not_as_in_fx(is_qat: bool) -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.fc(x.reshape(-1, 4)))
+
+    recorder, x = Recorder(), torch.randn(8, 2, 2)
+    prepare = recorder.wrap(tc.prepare_qat_fx if is_qat else tc.prepare_fx)
+    mapping = get_default_qat_qconfig_mapping("x86") if is_qat else get_default_qconfig_mapping("x86")
+    prepared = prepare(Flat().train(is_qat), mapping, (x,))
+    prepared(x)
+    assert "FX converts with others" not in recorder.summary("script.py")
+    recorder.wrap(tc.convert_fx)(prepared.eval())
+    lines = [line.strip() for line in recorder.summary("script.py").splitlines() if "unlike FX" in line]
+    trained = [line for line in lines if line.startswith("unlike FX: converted with the qparams")]
+    assert len(trained) == is_qat
+    assert "unlike FX: fc: FX leaves it float: behind a reshape of floats it observes nothing" in lines
+    assert len(lines) == 1 + is_qat

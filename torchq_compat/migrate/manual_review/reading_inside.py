@@ -121,7 +121,7 @@ CONSTRUCT = Construct(
     guide="""\
 A converted model is one captured graph. Where a module of the float model stood there is a view:
 `q.conv1.weight()`, `q.conv1.scale`, `q.conv1.zero_point` and `print(q)` answer as FX's do. What goes through
-`modules()`, registers hooks at them (an error says where values are read), tests for classes of
+`modules()`, registers backward hooks at them (forward hooks are called), tests for classes of
 `torch.ao.nn.quantized`, looks for `call_module` nodes, or reads keys of the `state_dict` finds something else
 here; `torchq_compat.explain(q)` says what was quantized, module by module.
 """,

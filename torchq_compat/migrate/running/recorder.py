@@ -34,6 +34,12 @@ STAGES = {
 #: The function of eager models, which have no decisions.
 EAGER = "quantize_dynamic"
 
+#: FX takes the observer's qparams for a fused fake-quantize, and the dtype's range for a reduced one.
+CONVERTS_WHAT_WAS_TRAINED = (
+    "converted with the qparams and ranges of its training, as prepared.eval() computes; FX converts with "
+    "others, and its results may be some steps away. The float model keeps its weights, which FX trains too"
+)
+
 #: What decisions about input sizes, folded batch norms and lowering say.
 NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.FOLDED, Action.LOWERED, Action.REFERENCE)
 
@@ -50,6 +56,7 @@ class RecordedModel:
         report: what ``explain`` says of it.
         computing: the decisions about its modules and ops, without those that compute nothing.
         moving: how many of its ops compute nothing and stay float.
+        is_trained: whether prepare_qat_fx made what was converted.
     """
 
     names: tuple[str, ...]
@@ -57,6 +64,7 @@ class RecordedModel:
     report: Report
     computing: tuple[Decision, ...]
     moving: int
+    is_trained: bool = False
 
     @property
     def title(self) -> str:
@@ -128,7 +136,8 @@ class Recorder:
         moving = [d for d in decisions if computes_nothing(result, d)]
         computing = tuple(d for d in decisions if d not in moving)
         left_float = sum(d.action is Action.FLOAT for d in moving)
-        self._models[key] = RecordedModel(names, stage, report, computing, left_float)
+        is_trained = not is_prepared and isinstance(source, QuantizationGraphModule) and source.record.is_qat
+        self._models[key] = RecordedModel(names, stage, report, computing, left_float, is_trained)
         if self._strict and is_prepared:
             self._has_told_floats = True
             _refuse_left_float(source, computing)
@@ -180,7 +189,24 @@ def _lines(model: RecordedModel) -> list[str]:
     which = f" ({', '.join(shown)}{', ...' if len(kinds) > MAX_KINDS else ''})" if shown else ""
     moving = f", {model.moving} that only move values" if model.moving else ""
     result = f"{counts[Action.QUANTIZED]} quantized{which}, {counts[Action.FLOAT]} float{moving}"
-    return [f"  {model.title}: {result}", *_float_lines(model.computing)]
+    return [f"  {model.title}: {result}", *_unlike_fx_lines(model), *_float_lines(model.computing)]
+
+
+def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
+    """One line for each reason why numbers are not FX's."""
+    if model.is_trained:
+        yield f"    unlike FX: {CONVERTS_WHAT_WAS_TRAINED}"
+    groups: dict[str, list[str]] = {}
+    for decision in model.computing:
+        if decision.unlike_fx and decision.action is Action.QUANTIZED:
+            groups.setdefault(decision.unlike_fx, []).append(decision.path or "(model)")
+    for told, paths in groups.items():
+        yield f"    unlike FX: {_shortened(paths)}: {told}"
+
+
+def _shortened(paths: list[str]) -> str:
+    more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
+    return f"{', '.join(paths[:MAX_PATHS])}{more}"
 
 
 def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
@@ -190,5 +216,4 @@ def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
     for decision in sorted(left_float, key=lambda d: not d.warn):
         groups.setdefault((decision.kind, decision.reason), []).append(decision.path or "(model)")
     for (kind, reason), paths in groups.items():
-        more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
-        yield f"    float: {kind} {', '.join(paths[:MAX_PATHS])}{more}: {reason}"
+        yield f"    float: {kind} {_shortened(paths)}: {reason}"
