@@ -22,7 +22,7 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = {name.lower(): packages for name, packages in PYPROJECT["project"]["optional-dependencies"].items()}
 #: Tools by the extra, or the line of a workflow, that brings them; the shell's own need none.
 TOOLS = {"ruff": "test", "mypy": "test", "pytest": "test"}
-BROUGHT = {"build", "twine", "wheel"}
+BROUGHT = {"build", "pyright", "twine", "wheel"}
 SHELL = {"cd", "echo", "grep", "sudo", "source"}
 MARKERS = {line.partition(":")[0] for line in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
 
