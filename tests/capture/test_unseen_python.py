@@ -1,7 +1,9 @@
-"""``tensor.data`` and ``len(tensor)`` in the code of a model: traced, and free in their sizes."""
+"""``tensor.data``, ``len(tensor)`` and ``int(size)`` in the code of a model: traced, and free in their
+sizes."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -56,7 +58,27 @@ def tagger(model: Any, x: Tensor, _lengths: Tensor) -> Any:
     return model.fc(output.view(len(sentence), -1))
 
 
-@pytest.mark.parametrize("forward", [sorted_by_hand, tagger])
+def to_whole_strides(model: Any, x: Tensor, _lengths: Tensor) -> Any:
+    """Pads as Demucs does."""
+    length = int(math.ceil((x.size(1) - 3) / 4) * 4 + 3)
+    output, _ = model.rnn(nn.functional.pad(x, (0, 0, 0, length - x.size(1))))
+    return model.fc(output)[:, : int(x.size(1) * 0.5)], output[:, int(length / 2) :]
+
+
+def cut_to_the_longest(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    longest = int(lengths.max())
+    mask = torch.arange(longest)[None] < lengths[:, None]
+    return model.fc(model.rnn(x[:, :longest])[0]) * mask[..., None]
+
+
+def looks_at_the_class(model: Any, x: Tensor, _lengths: Tensor) -> Any:
+    """What else is done with ``int`` is not taken away from it."""
+    assert isinstance(int("3"), int)
+    assert list(map(int, "12")) == [1, 2]
+    return model.fc(model.rnn(x)[0]).to(int)
+
+
+@pytest.mark.parametrize("forward", [sorted_by_hand, tagger, to_whole_strides, cut_to_the_longest])
 def test_both_are_free(forward: Forward) -> None:
     torch.manual_seed(0)
     model = model_of(forward)
@@ -66,6 +88,12 @@ def test_both_are_free(forward: Forward) -> None:
     looped = with_plain_loops(reference, model)
     for given in (sequences(6, 11), sequences(2, 4), sequences(1, 3)):
         check_against_plain_loops(model(*given), reference(*given), looped(*given))
+
+
+def test_int_stays_a_class() -> None:
+    model, given = model_of(looks_at_the_class), sequences(4, 7)
+    prepared = tc.prepare_fx(model, QConfigMapping(), given)
+    assert torch.equal(model(*given), prepared(*given))
 
 
 def cached(model: Any, x: Tensor, _lengths: Tensor) -> Any:
@@ -83,7 +111,7 @@ def test_a_length_that_has_to_be_an_integer_is_one() -> None:
 
 
 def refused(model: Any, x: Tensor, lengths: Tensor) -> Any:
-    return model.fc(model.rnn(x)[0])[: int(lengths.sum())] * len(x)
+    return model.fc(model.rnn(x)[0])[: 4 if int(lengths.sum()) > 9 else 2] * len(x)
 
 
 def test_the_code_of_the_model_is_left_as_it_was() -> None:

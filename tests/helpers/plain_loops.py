@@ -170,6 +170,8 @@ class _PlainLoop:
             )
 
         w_ih, w_hh, b_ih, b_hh, *w_hr = weights
+        # Of a float64 model what was quantized is float32.
+        x, state = x.to(w_ih.dtype), tuple(each.to(w_ih.dtype) for each in state)
         i = q("igates", nn.functional.linear(x, w_ih, None if b_ih is None else b_ih.detach()))
         h = q("hgates", nn.functional.linear(state[0], w_hh, None if b_hh is None else b_hh.detach()))
         return _STEPS[self.kind](self.module, q, i, h, state, w_hr)

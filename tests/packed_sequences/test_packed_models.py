@@ -53,6 +53,12 @@ def lengths_as_list(model: Any, x: Tensor, lengths: Tensor) -> Any:
     return unpacked(model.rnn(pack_padded_sequence(x, lengths.tolist(), batch_first=True))[0])
 
 
+def sorted_lengths_as_list(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    by_length, order = lengths.sort(descending=True)
+    packed = pack_padded_sequence(x[order], by_length.tolist(), batch_first=True)
+    return unpacked(model.rnn(packed)[0])[order.argsort()]
+
+
 def lengths_as_array(model: Any, x: Tensor, lengths: Tensor) -> Any:
     return unpacked(model.rnn(pack_padded_sequence(x, lengths.cpu().numpy(), batch_first=True))[0])
 
@@ -105,6 +111,7 @@ def last_steps(model: Any, x: Tensor, lengths: Tensor) -> Any:
 WHOLE = (
     old_sorting,
     lengths_as_list,
+    sorted_lengths_as_list,
     lengths_as_array,
     masked_attention,
     beside_its_input,
@@ -157,6 +164,25 @@ def test_a_model_that_asks_for_the_number_of_steps() -> None:
         InputError, match=r"longest of the packed sequences has 5 steps.*9.*\n?.*total_length"
     ):
         converted(torch.randn(2, 9, 6), torch.tensor([5, 2]))
+
+
+def over_features(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    """How many features there are hangs on the input, as behind a convolution over a spectrum."""
+    rows = x.reshape(x.size(0), x.size(1), -1)
+    return unpacked(model.rnn(pack_padded_sequence(rows, lengths, batch_first=True))[0])
+
+
+def test_a_size_that_only_the_kernel_of_torch_takes_is_no_size() -> None:
+    """With sequences of one length it looks at no width, and reads what lies beside its input: no such size is
+    tried."""
+    torch.manual_seed(0)
+    model = Tagger(over_features).eval()
+    x, lengths = torch.randn(4, 7, 6, 1), torch.tensor([7, 5, 5, 2])
+    prepared = tc.prepare_fx(model, MAPPING, (x, lengths), map_all())
+    torch.testing.assert_close(prepared(x, lengths), model(x, lengths))
+    for batch in (1, 4):
+        with pytest.raises(InputError, match=r"needs .* == 6, because of test_packed_models.py:\d+"):
+            prepared(torch.randn(batch, 8, 5, 1), torch.full((batch,), 8))
 
 
 def rows_averaged(model: Any, x: Tensor, lengths: Tensor) -> Any:

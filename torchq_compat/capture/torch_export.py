@@ -24,7 +24,15 @@ from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config
 from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
-__all__ = ["Statics", "capture", "capture_flat", "copied_inputs", "explain_failure", "export_with_free_sizes"]
+__all__ = [
+    "Statics",
+    "capture",
+    "capture_flat",
+    "copied_inputs",
+    "explain_failure",
+    "export_with_free_sizes",
+    "line_of_failure",
+]
 
 # A config module whose functions torch installs at run time.
 LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -168,6 +176,12 @@ def _is_other_container(value: Any) -> bool:
 
 def _children(value: Any) -> list[Any]:
     return pytree.tree_leaves(value, is_leaf=lambda each: each is not value)
+
+
+def line_of_failure(cause: BaseException) -> str:
+    """Return the user's line that ``cause`` was raised at, and what it says."""
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return " ".join(filter(None, (_user_line(cause), f"{type(cause).__name__}: {first_line}")))
 
 
 def _user_line(cause: BaseException) -> str | None:

@@ -1,19 +1,22 @@
-"""``tensor.data`` and ``len(tensor)`` during capture: what scripts write and torch.export does not see.
+"""``tensor.data``, ``len(tensor)`` and ``int(size)`` during capture: what scripts write and torch.export does
+not see.
 
 ``data`` is no operator: what it returns hangs on nothing that was traced, and becomes a constant of the
-program that has no values. ``detach()`` is the same tensor to a graph. ``len`` returns a plain integer, which
-fixes the size for good; ``size(0)`` is the same number and stays free. FX has ``torch.fx.wrap("len")`` for
+program that has no values. ``detach()`` is the same tensor to a graph. ``len`` and ``int`` return a plain
+integer, which fixes the size for good; ``size(0)`` is the same number and stays free, and so does
+``torch.sym_int`` of it, and the ``item()`` of a tensor of one integer. FX has ``torch.fx.wrap("len")`` for
 that, which changes the globals of the user's module while it traces. Here the methods of the package's own
-copy of the model are bound again, with globals of their own; functions they call keep Python's ``len``.
+copy of the model are bound again, with globals of their own; functions they call keep Python's own.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator
+import dis
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import update_wrapper
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -24,20 +27,23 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["with_seen_python"]
 
 DATA: Any = torch.Tensor.data
-LEN = "len"
-#: Whose code does not ask tensors for their length.
+#: Whose code does not ask tensors for numbers.
 LIBRARIES = ("torch", __name__.partition(".")[0])
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Exported = TypeVar("Exported")
+#: What methods call instead of Python's own, by name.
+Replaced = Mapping[str, Callable[..., Any]]
 
 
 @contextmanager
-def _seen_python(model: nn.Module, length: Callable[[Any], Any]) -> Iterator[None]:
+def _seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
     bound: list[tuple[nn.Module, str]] = []
     try:
         for module in model.modules():
-            for name, method in _methods_with_len(type(module)).items():
-                if name not in vars(module):
-                    vars(module)[name] = MethodType(_with_length(method, length), module)
+            for name, method in _own_methods(type(module)).items():
+                called = {each: replaced[each] for each in replaced if _may_replace(method, each)}
+                if called and name not in vars(module):
+                    vars(module)[name] = MethodType(_with_names(method, called), module)
                     bound.append((module, name))
         with _DetachedData():
             yield
@@ -47,7 +53,7 @@ def _seen_python(model: nn.Module, length: Callable[[Any], Any]) -> Iterator[Non
 
 
 def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Exported:
-    """Return ``export()``, during which both are seen in the code of ``model``, a copy of the user's."""
+    """Return ``export()``, during which all are seen in the code of ``model``, a copy of the user's."""
     asked = False
 
     def length(value: Any) -> Any:
@@ -57,14 +63,23 @@ def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Export
         asked = True
         return value.shape[0]
 
+    def integer(value: Any = 0, *base: Any) -> Any:
+        nonlocal asked
+        is_size = isinstance(value, (torch.SymInt, torch.SymFloat))
+        is_one = isinstance(value, Tensor) and value.dtype in INTEGERS
+        if not (is_size or is_one) or get_proxy_mode() is None:
+            return builtins.int(value, *base)
+        asked = True
+        return torch.sym_int(value) if is_size else value.item()
+
     try:
-        with _seen_python(model, length):
+        with _seen_python(model, {"len": length, "int": integer}):
             return export()
-    except TypeError:
+    except Exception:
         if not asked:
             raise
     # A symbol is no key of a dict, and no int to whoever looks at its class.
-    with _seen_python(model, builtins.len):
+    with _seen_python(model, {}):
         return export()
 
 
@@ -78,8 +93,8 @@ class _DetachedData(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _methods_with_len(module_type: type[nn.Module]) -> dict[str, FunctionType]:
-    """Return the methods of a class of the user's whose code asks for a length, by name."""
+def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:
+    """Return the methods of a class of the user's by name."""
     found: dict[str, Any] = {}
     for base in reversed(module_type.__mro__):
         found.update(vars(base))
@@ -88,14 +103,32 @@ def _methods_with_len(module_type: type[nn.Module]) -> dict[str, FunctionType]:
         for name, method in found.items()
         if isinstance(method, FunctionType)
         and not name.startswith("__")
-        and LEN in method.__code__.co_names
-        and LEN not in method.__globals__
         and str(method.__globals__.get("__name__")).partition(".")[0] not in LIBRARIES
     }
 
 
-def _with_length(method: FunctionType, length: Callable[[Any], Any]) -> FunctionType:
-    names = {**method.__globals__, LEN: length}
+def _may_replace(method: FunctionType, name: str) -> bool:
+    """Return whether ``method`` reads Python's own ``name``, and calls it where that is a class: what else is
+    done with a class, nothing in its place can do."""
+    if name in method.__globals__:
+        return False
+    uses = list(_uses(method.__code__, name))
+    return bool(uses) and (all(uses) or not isinstance(getattr(builtins, name), type))
+
+
+def _uses(code: CodeType, name: str) -> Iterator[bool]:
+    """Yield of every place that reads the global ``name`` whether it is to call it."""
+    for instruction in dis.get_instructions(code) if name in code.co_names else ():
+        if instruction.opname == "LOAD_GLOBAL" and instruction.argval == name:
+            # The lowest bit says that room is made for a call.
+            yield bool((instruction.arg or 0) & 1)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _uses(constant, name)
+
+
+def _with_names(method: FunctionType, called: Replaced) -> FunctionType:
+    names = {**method.__globals__, **called}
     made = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
     made.__kwdefaults__ = method.__kwdefaults__
     return update_wrapper(made, method)  # type: ignore[return-value]

@@ -136,12 +136,13 @@ def _may_be_lengths(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64)
 
 
-def _keep_whole(tensor: Any) -> Any:
-    """``tensor``; where it may be lengths, with a ``tolist`` that waits. No mode sees the ``tolist`` of a
-    capture's tensors."""
-    if _may_be_lengths(tensor):
-        vars(tensor)["tolist"] = partial(_to_list, tensor)
-    return tensor
+def _keep_whole(result: Any) -> Any:
+    """``result``, whose tensors that may be lengths have a ``tolist`` that waits. No mode sees the ``tolist``
+    of a capture's tensors."""
+    for tensor in result if isinstance(result, (tuple, list)) else (result,):
+        if _may_be_lengths(tensor):
+            vars(tensor)["tolist"] = partial(_to_list, tensor)
+    return result
 
 
 def _to_list(tensor: Tensor) -> ListOfTensor:

@@ -25,6 +25,7 @@ __all__ = ["Guard", "GuardLog"]
 
 TORCH = Path(torch.__file__).parent
 PACKAGE = Path(__file__).parents[2]
+CUSTOM_MODULES = PACKAGE / "custom_modules"
 #: Where an op of a size is evaluated, and not why.
 EVALUATING = (
     str(TORCH / "fx" / "experimental"),
@@ -48,11 +49,13 @@ class Guard:
         condition: a boolean expression of the sizes' symbols.
         line: file, line and text of the user's code; None if it is unknown.
         by_python: whether the user's own Python asked, and not an operator that can do no other.
+        by_module: whether a custom module asked, which takes no call without.
     """
 
     condition: Any
     line: str | None
     by_python: bool
+    by_module: bool = False
 
 
 @dataclass
@@ -78,8 +81,7 @@ class GuardLog:
         places = getattr(self._guards, "places", {})
         found = []
         for guard in self._guards:
-            line, by_python = places.get(id(guard), (None, False))
-            found.append(Guard(guard.expr, line, by_python))
+            found.append(Guard(guard.expr, *places.get(id(guard), (None, False, False))))
         return tuple(found)
 
 
@@ -88,27 +90,30 @@ class _LocatedGuards(list[Any]):
 
     def __init__(self, guards: Iterable[Any]) -> None:
         super().__init__(guards)
-        self.places: dict[int, tuple[str | None, bool]] = {}
+        self.places: dict[int, tuple[str | None, bool, bool]] = {}
 
     def append(self, guard: Any) -> None:
         self.places[id(guard)] = _place(sys._getframe(1))
         super().append(guard)
 
 
-def _place(frame: FrameType | None) -> tuple[str | None, bool]:
-    """Return the user's line that led to ``frame``, and whether it asked by itself."""
+def _place(frame: FrameType | None) -> tuple[str | None, bool, bool]:
+    """Return the user's line that led to ``frame``, whether it asked by itself, and whether a custom module
+    did."""
     by_python: bool | None = None
+    by_module = False
     while frame is not None:
         path = frame.f_code.co_filename
         if path == EXPORT:
-            return None, False
+            break
+        by_module = by_module or _is_inside(path, CUSTOM_MODULES)
         inside_library = _is_inside(path, TORCH) or _is_inside(path, PACKAGE)
         if by_python is None and not path.startswith(EVALUATING):
             by_python = not inside_library or _counts(frame)
         if not inside_library and not path.startswith(GENERATED):
-            return _line(path, frame.f_lineno), bool(by_python)
+            return _line(path, frame.f_lineno), bool(by_python), by_module
         frame = frame.f_back
-    return None, False
+    return None, False, by_module
 
 
 def _counts(frame: FrameType) -> bool:
