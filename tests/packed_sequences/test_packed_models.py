@@ -173,8 +173,7 @@ def over_features(model: Any, x: Tensor, lengths: Tensor) -> Any:
 
 
 def test_a_size_that_only_the_kernel_of_torch_takes_is_no_size() -> None:
-    """With sequences of one length it looks at no width, and reads what lies beside its input: no such size is
-    tried."""
+    """With sequences of one length it looks at no width, and reads what lies beside its input."""
     torch.manual_seed(0)
     model = Tagger(over_features).eval()
     x, lengths = torch.randn(4, 7, 6, 1), torch.tensor([7, 5, 5, 2])

@@ -70,7 +70,8 @@ def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Export
         if not (is_size or is_one) or get_proxy_mode() is None:
             return builtins.int(value, *base)
         asked = True
-        return torch.sym_int(value) if is_size else value.item()
+        found: Any = torch.sym_int(value) if is_size else value.item()  # type: ignore[no-untyped-call]
+        return found
 
     try:
         with _seen_python(model, {"len": length, "int": integer}):

@@ -139,7 +139,8 @@ def _may_be_lengths(tensor: Any) -> bool:
 def _keep_whole(result: Any) -> Any:
     """``result``, whose tensors that may be lengths have a ``tolist`` that waits. No mode sees the ``tolist``
     of a capture's tensors."""
-    for tensor in result if isinstance(result, (tuple, list)) else (result,):
+    tensors: Any = result if isinstance(result, (tuple, list)) else (result,)
+    for tensor in tensors:
         if _may_be_lengths(tensor):
             vars(tensor)["tolist"] = partial(_to_list, tensor)
     return result
