@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+from torch.ao.quantization import (
+    QConfigMapping,
+    default_dynamic_qconfig,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
@@ -108,6 +113,16 @@ def last_steps(model: Any, x: Tensor, lengths: Tensor) -> Any:
     return output[torch.arange(x.size(0)), lengths - 1], output.gather(1, rows).squeeze(1)
 
 
+def packs_returned(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    output, (h, _) = model.rnn(packed)
+    return {
+        "all": output,
+        "last": [h, output.data * 2, output.batch_sizes],
+        "scores": model.attention(output.data),
+    }
+
+
 WHOLE = (
     old_sorting,
     lengths_as_list,
@@ -120,6 +135,7 @@ WHOLE = (
     ops_on_rows,
     cut_to_the_longest,
     last_steps,
+    packs_returned,
 )
 
 
@@ -140,6 +156,29 @@ def test_models(forward: Forward) -> None:
         exact, found, fast = (leaves(each(*given)) for each in (model, reference, lowered))
         check_against_plain_loops(exact, found, with_plain_loops(reference, model)(*given))
         assert all(sqnr(b, c) > 40 for b, c in zip(found, fast, strict=True))
+
+
+def test_a_returned_pack_is_one_in_every_form() -> None:
+    torch.manual_seed(0)
+    model = Tagger(packs_returned)
+    prepared = tc.prepare_qat_fx(
+        model.train(), get_default_qat_qconfig_mapping("x86"), sequences(4, 7), map_all()
+    )
+    for _ in range(2):
+        prepared(*sequences(5, 9))["all"].data.square().mean().backward()
+    assert all(weight.grad is not None for weight in prepared.get_submodule("rnn").parameters())
+    given = sequences(3, 11)
+    for form in (prepared.eval(), tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
+        exact, found = model.eval()(*given), form(*given)
+        assert isinstance(found["all"], PackedSequence)
+        assert [t.shape for t in leaves(exact)] == [t.shape for t in leaves(found)]
+        assert torch.equal(found["all"].unsorted_indices, exact["all"].unsorted_indices)
+
+
+def test_a_pack_is_no_argument() -> None:
+    packed = pack_padded_sequence(torch.randn(7, 4, 6), torch.tensor([7, 5, 5, 1]))
+    with pytest.raises(InputError, match=r"PackedSequence(.|\n)*forward\(self, x, lengths\)"):
+        tc.prepare_fx(nn.Sequential(nn.LSTM(6, 8)).eval(), MAPPING, (packed,), map_all())
 
 
 def whole_steps(model: Any, x: Tensor, lengths: Tensor) -> Any:

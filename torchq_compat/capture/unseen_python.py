@@ -1,12 +1,14 @@
-"""``tensor.data``, ``len(tensor)`` and ``int(size)`` during capture: what scripts write and torch.export does
-not see.
+"""``tensor.data``, ``len(tensor)``, ``int(size)``, ``max(lengths)`` and the like during capture: what scripts
+write and torch.export does not see.
 
 ``data`` is no operator: what it returns hangs on nothing that was traced, and becomes a constant of the
 program that has no values. ``detach()`` is the same tensor to a graph. ``len`` and ``int`` return a plain
 integer, which fixes the size for good; ``size(0)`` is the same number and stays free, and so does
-``torch.sym_int`` of it, and the ``item()`` of a tensor of one integer. FX has ``torch.fx.wrap("len")`` for
-that, which changes the globals of the user's module while it traces. Here the methods of the package's own
-copy of the model are bound again, with globals of their own; functions they call keep Python's own.
+``torch.sym_int`` of it, and the ``item()`` of a tensor of one integer. What iterates over lengths fixes how
+many there are; ``lengths.max()`` does not, and a list made of them waits (``lengths_as_lists``). FX has
+``torch.fx.wrap("len")``, which changes the globals of the user's module while it traces. Here the methods of
+the package's own copy of the model are bound again, with globals of their own; functions they call keep
+Python's own.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import builtins
 import dis
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import update_wrapper
+from dataclasses import dataclass
+from functools import partial, update_wrapper
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -23,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
+
+from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
 
 __all__ = ["with_seen_python"]
 
@@ -52,36 +57,109 @@ def _seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
             del vars(module)[name]
 
 
-def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Exported:
-    """Return ``export()``, during which all are seen in the code of ``model``, a copy of the user's."""
-    asked = False
+@dataclass(frozen=True)
+class _Called:
+    """A class that is called otherwise; ``list[Tensor]()`` is no call of it."""
 
-    def length(value: Any) -> Any:
-        nonlocal asked
-        if not isinstance(value, Tensor) or not value.dim() or get_proxy_mode() is None:
+    kind: Any
+    call: Callable[..., Any]
+
+    def __call__(self, *values: Any) -> Any:
+        return self.call(*values)
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.kind[item]
+
+
+class _Asked:
+    """What methods call instead of Python's own functions of a tensor.
+
+    Attributes:
+        by_anyone: whether one of them answered otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.by_anyone = False
+
+    def replaced(self) -> Replaced:
+        return {
+            "len": self._len,
+            "int": self._int,
+            "list": _Called(builtins.list, self._list),
+            "tuple": _Called(builtins.tuple, self._list_as_tuple),
+            "sorted": self._sorted,
+            **{name: partial(self._reduced, name) for name in ("max", "min", "sum")},
+        }
+
+    def _len(self, value: Any) -> Any:
+        if not self._is_asked(isinstance(value, Tensor) and bool(value.dim())):
             return builtins.len(value)
-        asked = True
         return value.shape[0]
 
-    def integer(value: Any = 0, *base: Any) -> Any:
-        nonlocal asked
+    def _int(self, value: Any = 0, *base: Any) -> Any:
         is_size = isinstance(value, (torch.SymInt, torch.SymFloat))
         is_one = isinstance(value, Tensor) and value.dtype in INTEGERS
-        if not (is_size or is_one) or get_proxy_mode() is None:
+        if not self._is_asked(is_size or is_one):
             return builtins.int(value, *base)
-        asked = True
         found: Any = torch.sym_int(value) if is_size else value.item()  # type: ignore[no-untyped-call]
         return found
 
+    def _list(self, *values: Any) -> Any:
+        if not self._is_asked(len(values) == 1 and _are_numbers(values[0])):
+            return builtins.list(*values)
+        return ListOfTensor(_tensor_of(values[0]), partial(builtins.list, values[0]))
+
+    def _list_as_tuple(self, *values: Any) -> Any:
+        if not self._is_asked(len(values) == 1 and _are_numbers(values[0])):
+            return builtins.tuple(*values)
+        return self._list(*values)
+
+    def _sorted(self, values: Any, **options: Any) -> Any:
+        if not self._is_asked(_are_numbers(values) and "key" not in options):
+            return builtins.sorted(values, **options)
+        found = _tensor_of(values).sort(descending=bool(options.get("reverse", False))).values
+        return ListOfTensor(found, partial(builtins.sorted, values, **options))
+
+    def _reduced(self, name: str, *values: Any, **options: Any) -> Any:
+        if not self._is_asked(len(values) == 1 and not options and _are_numbers(values[0])):
+            return getattr(builtins, name)(*values, **options)
+        found = getattr(_tensor_of(values[0]), name)()
+        return found if isinstance(values[0], Tensor) else found.item()
+
+    def _is_asked(self, is_of_tensors: bool) -> bool:
+        if not is_of_tensors or get_proxy_mode() is None:
+            return False
+        self.by_anyone = True
+        return True
+
+
+def _are_numbers(value: Any) -> bool:
+    """Return whether ``value`` may be the lengths of sequences, or a list of them that is not taken apart."""
+    if isinstance(value, ListOfTensor):
+        return value.tensor is not None
+    return isinstance(value, Tensor) and value.dim() == 1 and value.dtype in INTEGERS
+
+
+def _tensor_of(value: Any) -> Any:
+    return value.tensor if isinstance(value, ListOfTensor) else value
+
+
+def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Exported:
+    """Return ``export()``, during which all are seen in the code of ``model``, a copy of the user's."""
+    asked = _Asked()
     try:
-        with _seen_python(model, {"len": length, "int": integer}):
+        with _seen_python(model, asked.replaced()):
             return export()
-    except Exception:
-        if not asked:
+    except Exception as cause:
+        if not asked.by_anyone:
             raise
+        first = cause
     # A symbol is no key of a dict, and no int to whoever looks at its class.
     with _seen_python(model, {}):
-        return export()
+        try:
+            return export()
+        except Exception:
+            raise first from None
 
 
 class _DetachedData(TorchFunctionMode):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = ["Guard", "GuardLog"]
 
 TORCH = Path(torch.__file__).parent
 PACKAGE = Path(__file__).parents[2]
+PYTHON = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib")))
 CUSTOM_MODULES = PACKAGE / "custom_modules"
 #: Where an op of a size is evaluated, and not why.
 EVALUATING = (
@@ -107,7 +109,7 @@ def _place(frame: FrameType | None) -> tuple[str | None, bool, bool]:
         if path == EXPORT:
             break
         by_module = by_module or _is_inside(path, CUSTOM_MODULES)
-        inside_library = _is_inside(path, TORCH) or _is_inside(path, PACKAGE)
+        inside_library = _is_inside(path, TORCH) or _is_inside(path, PACKAGE) or _is_of_python(path)
         if by_python is None and not path.startswith(EVALUATING):
             by_python = not inside_library or _counts(frame)
         if not inside_library and not path.startswith(GENERATED):
@@ -125,6 +127,12 @@ def _counts(frame: FrameType) -> bool:
 
 def _is_inside(path: str, root: Path) -> bool:
     return path.startswith(f"{root}/")
+
+
+def _is_of_python(path: str) -> bool:
+    """Return whether it is Python's own library, and no package that was installed."""
+    standard, packages = PYTHON
+    return _is_inside(path, standard) and not _is_inside(path, packages)
 
 
 def _line(path: str, number: int) -> str:
