@@ -16,7 +16,7 @@ from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
-from tests.helpers.oracle import calibrate, leaves
+from tests.helpers.oracle import calibrate
 from tests.helpers.packed_models import map_all
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
 from torchq_compat.errors import CaptureError, InputError
