@@ -110,6 +110,20 @@ def test_other_branch_is_refused(model: nn.Module, right: int, wrong: int) -> No
         ours(torch.randn(wrong, 5))
 
 
+class Buckets(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part.mean(0) for part in x.split(2)])
+
+
+def test_how_many_parts_there_are_is_told() -> None:
+    message = r"'input x' is free: as long as .*x.size\(0\).* == 3 \(test_checked_capture.py:\d+ .*split"
+    with pytest.warns(QuantizationWarning, match=message):
+        ours = tc.prepare_fx(Buckets().eval(), MAPPING, (torch.randn(6, 5),))
+    assert_as_float(Buckets(), ours, torch.randn(5, 5))
+    with pytest.raises(InputError, match="has size 7 in dimension 0"):
+        ours(torch.randn(7, 5))
+
+
 class Nested(nn.Module):
     def forward(self, pair: list[Tensor], named: dict[str, Tensor], *rest: Tensor) -> Tensor:
         total = pair[0]

@@ -69,8 +69,9 @@ class _PlainLoop:
     ) -> None:
         self.module, self.path, self.qparams = module, path, qparams
         self.states = converted.state_dict()
-        name = type(module).mro()[0 if type(module).__module__.startswith("torch.nn") else 1].__name__
-        self.kind = name.removesuffix("Cell")
+        # Behind a subclass, and behind what a parametrization makes of one, stands the name of torch's class.
+        names = [base.__name__.removesuffix("Cell") for base in type(module).mro()]
+        self.kind = next(name for name in names if name in _STEPS)
 
     def __call__(self, _layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, hidden = (*args, *kwargs.values(), None)[:2]

@@ -66,7 +66,7 @@ class StubRegistry:
 
     @contextmanager
     def capturing(self, model: nn.Module) -> Iterator[None]:
-        """Be active while ``model`` is captured; when it runs again, since the first try of it failed, only the
+        """Be active while ``model`` is captured; when it runs again, since the first try failed, only the
         calls of that run count."""
         hook = model.register_forward_pre_hook(lambda _model, _args: self._forget_calls())
         try:

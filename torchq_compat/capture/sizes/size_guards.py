@@ -25,6 +25,7 @@ from torchq_compat.support.upstream import FakeTensor, OpOverload, pytree
 __all__ = ["Guard", "GuardLog"]
 
 TORCH = Path(torch.__file__).parent
+TENSOR = str(TORCH / "_tensor.py")
 PACKAGE = Path(__file__).parents[2]
 PYTHON = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib")))
 CUSTOM_MODULES = PACKAGE / "custom_modules"
@@ -103,7 +104,7 @@ def _place(frame: FrameType | None) -> tuple[str | None, bool, bool]:
     """Return the user's line that led to ``frame``, whether it asked by itself, and whether a custom module
     did."""
     by_python: bool | None = None
-    by_module = False
+    counts = by_module = False
     while frame is not None:
         path = frame.f_code.co_filename
         if path == EXPORT:
@@ -111,17 +112,19 @@ def _place(frame: FrameType | None) -> tuple[str | None, bool, bool]:
         by_module = by_module or _is_inside(path, CUSTOM_MODULES)
         inside_library = _is_inside(path, TORCH) or _is_inside(path, PACKAGE) or _is_of_python(path)
         if by_python is None and not path.startswith(EVALUATING):
-            by_python = not inside_library or _counts(frame)
+            by_python = not inside_library or path == TENSOR
+        counts = counts or _counts(frame)
         if not inside_library and not path.startswith(GENERATED):
-            return _line(path, frame.f_lineno), bool(by_python), by_module
+            return _line(path, frame.f_lineno), bool(by_python) or counts, by_module
         frame = frame.f_back
     return None, False, by_module
 
 
 def _counts(frame: FrameType) -> bool:
+    """Return whether it is a call of an op that counts, which its own code may do further on."""
+    if frame.f_code.co_name != "__call__":
+        return False
     op = frame.f_locals.get("self")
-    if frame.f_code.co_filename == str(TORCH / "_tensor.py"):
-        return True
     return isinstance(op, OpOverload) and str(op) in COUNTING_OPS
 
 
