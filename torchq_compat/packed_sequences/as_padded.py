@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.packed_sequences.operators import PACK, PAD
 from torchq_compat.support.upstream import assume
 
 __all__ = ["is_step", "with_padded_packs"]
+
+#: The keyword by which an opaque call of a graph names its layout.
+OPAQUE_LAYOUT = "opaque_layout"
 
 
 def with_padded_packs(graph_module: GraphModule) -> GraphModule:
@@ -49,7 +51,7 @@ def _return_steps_alone(graph_module: GraphModule) -> None:
             rows, sizes = _result(graph, node, 0), _result(graph, node, 1)
             sizes_of[rows] = sizes
             batch_sizes.add(sizes)
-        elif node.op == "call_module" and isinstance(graph_module.get_submodule(node.target), OpaqueModule):
+        elif OPAQUE_LAYOUT in node.kwargs:
             for shown, shown_sizes, given in _packed_results(graph_module, node):
                 sizes_of.update(dict.fromkeys(shown, given))
                 batch_sizes.update(shown_sizes)
@@ -78,7 +80,7 @@ def _result(graph: Graph, call: Node, index: int) -> Node:
 def _packed_results(graph_module: GraphModule, call: Node) -> Iterator[tuple[list[Node], list[Node], Node]]:
     """Yield the rows and the batch sizes that a custom module returns, and the batch sizes it was given."""
     module: Any = graph_module.get_submodule(str(call.target))
-    layout = module.opaque_layouts[call.kwargs["opaque_layout"]]
+    layout = module.opaque_layouts[call.kwargs[OPAQUE_LAYOUT]]
     given, returned = layout.inputs.holds_indices(), layout.outputs.holds_indices()
     if True not in given or True not in returned:
         return
