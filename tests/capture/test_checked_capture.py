@@ -88,9 +88,14 @@ class Branch(nn.Module):
         return x * 2 if x.size(0) > 6 else x * 3
 
 
+def as_integer(size: float) -> int:
+    """Of methods ``int`` is seen; of functions they call it is not."""
+    return int(size)
+
+
 class Half(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x[: int(x.size(0) * 0.5)]
+        return x[: as_integer(x.size(0) * 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -105,12 +110,26 @@ def test_other_branch_is_refused(model: nn.Module, right: int, wrong: int) -> No
         ours(torch.randn(wrong, 5))
 
 
+class Buckets(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part.mean(0) for part in x.split(2)])
+
+
+def test_how_many_parts_there_are_is_told() -> None:
+    message = r"'input x' is free: as long as .*x.size\(0\).* == 3 \(test_checked_capture.py:\d+ .*split"
+    with pytest.warns(QuantizationWarning, match=message):
+        ours = tc.prepare_fx(Buckets().eval(), MAPPING, (torch.randn(6, 5),))
+    assert_as_float(Buckets(), ours, torch.randn(5, 5))
+    with pytest.raises(InputError, match="has size 7 in dimension 0"):
+        ours(torch.randn(7, 5))
+
+
 class Nested(nn.Module):
     def forward(self, pair: list[Tensor], named: dict[str, Tensor], *rest: Tensor) -> Tensor:
         total = pair[0]
         for i in range(named["k"].size(1)):
             total = total + named["k"][:, i : i + 1]
-        return total + rest[0][: int(rest[0].size(0))]
+        return total + rest[0][: as_integer(rest[0].size(0))]
 
 
 def test_nested_arguments_are_named() -> None:
@@ -374,6 +393,35 @@ class Forgetful(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 7 if torch.compiler.is_exporting() else x * 2
+
+
+class DownToOneRow(nn.Module):
+    """What torch.export takes only with the height fixed: free it does not see that ``squeeze`` squeezes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.functional.max_pool2d(self.conv(x), (8, 2))
+        assert rows.size(2) == 1
+        return rows.squeeze(2).permute(2, 0, 1)
+
+
+def test_sizes_beside_one_that_has_to_be_fixed_stay_free() -> None:
+    model = DownToOneRow()
+    ours = prepared(model, torch.randn(2, 1, 8, 12))
+    assert fixed(ours, "x") == {
+        "dimension 0": Action.FREE,
+        "dimension 1": Action.FIXED,
+        "dimension 2": Action.FIXED,
+        "dimension 3": Action.FREE,
+    }
+    for batch, width in ((1, 12), (3, 20), (5, 7)):
+        assert_as_float(model, ours, torch.randn(batch, 1, 8, width))
+    why = r"size 16 in dimension 2, .* fixed to 8 there, because of test_checked_capture.py:\d+ .*permut"
+    with pytest.raises(InputError, match=why):
+        ours(torch.randn(2, 1, 16, 12))
 
 
 def test_graph_that_differs_everywhere_is_refused() -> None:

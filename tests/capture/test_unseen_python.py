@@ -1,7 +1,9 @@
-"""``tensor.data`` and ``len(tensor)`` in the code of a model: traced, and free in their sizes."""
+"""``tensor.data``, ``len(tensor)`` and ``int(size)`` in the code of a model: traced, and free in their
+sizes."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +16,7 @@ from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
-from tests.helpers.oracle import calibrate, leaves
+from tests.helpers.oracle import calibrate
 from tests.helpers.packed_models import map_all
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
 from torchq_compat.errors import CaptureError, InputError
@@ -56,7 +58,53 @@ def tagger(model: Any, x: Tensor, _lengths: Tensor) -> Any:
     return model.fc(output.view(len(sentence), -1))
 
 
-@pytest.mark.parametrize("forward", [sorted_by_hand, tagger])
+def to_whole_strides(model: Any, x: Tensor, _lengths: Tensor) -> Any:
+    """Pads as Demucs does."""
+    length = int(math.ceil((x.size(1) - 3) / 4) * 4 + 3)
+    output, _ = model.rnn(nn.functional.pad(x, (0, 0, 0, length - x.size(1))))
+    return model.fc(output)[:, : int(x.size(1) * 0.5)], output[:, int(length / 2) :]
+
+
+def cut_to_the_longest(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    longest = int(lengths.max())
+    mask = torch.arange(longest)[None] < lengths[:, None]
+    return model.fc(model.rnn(x[:, :longest])[0]) * mask[..., None]
+
+
+def lengths_in_a_list(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    longest, total = max(lengths.tolist()), sum(lengths)
+    packed = pack_padded_sequence(x, list(lengths), batch_first=True, enforce_sorted=False)
+    output, _ = pad_packed_sequence(model.rnn(packed)[0], batch_first=True)
+    return model.fc(output), model.rnn(x[:, :longest])[0].sum((0, 1)) / total
+
+
+def sorted_in_a_list(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    falling = sorted(lengths.tolist(), reverse=True)
+    packed = pack_padded_sequence(x[:, : falling[0]], tuple(falling), batch_first=True)
+    return pad_packed_sequence(model.rnn(packed)[0], batch_first=True)[0]
+
+
+def looks_at_the_class(model: Any, x: Tensor, _lengths: Tensor) -> Any:
+    """What else is done with ``int`` is not taken away from it."""
+    assert isinstance(int("3"), int)
+    kept = list[int]()
+    kept.extend(map(int, "12"))
+    assert tuple[int, ...](kept) == (1, 2)
+    assert tuple(kept) == (1, 2)
+    return model.fc(model.rnn(x)[0]).to(int)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        sorted_by_hand,
+        tagger,
+        to_whole_strides,
+        cut_to_the_longest,
+        lengths_in_a_list,
+        pytest.param(sorted_in_a_list, marks=pytest.mark.slow),
+    ],
+)
 def test_both_are_free(forward: Forward) -> None:
     torch.manual_seed(0)
     model = model_of(forward)
@@ -68,22 +116,81 @@ def test_both_are_free(forward: Forward) -> None:
         check_against_plain_loops(model(*given), reference(*given), looped(*given))
 
 
+def test_int_stays_a_class() -> None:
+    model, given = model_of(looks_at_the_class), sequences(4, 7)
+    prepared = tc.prepare_fx(model, QConfigMapping(), given)
+    assert torch.equal(model(*given), prepared(*given))
+
+
+def lengths_one_by_one(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    each = [int(length) for length in lengths]
+    packed = pack_padded_sequence(x, each, batch_first=True, enforce_sorted=False)
+    return pad_packed_sequence(model.rnn(packed)[0], batch_first=True, total_length=x.size(1))[0]
+
+
+def test_a_loop_over_lengths_fixes_how_many_there_are() -> None:
+    model = model_of(lengths_one_by_one)
+    with pytest.warns(UserWarning, match=r"fixed: at 4 by test_unseen_python.py:\d+ .*for length in"):
+        prepared = tc.prepare_fx(model, QConfigMapping(), sequences(4, 7))
+    given = sequences(4, 9)
+    torch.testing.assert_close(prepared(*given), model(*given))
+    with pytest.raises(InputError, match="fixed to 4 there"):
+        prepared(*sequences(5, 7))
+
+
+def mask_in_a_loop(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    mask = torch.zeros(x.shape[:2])
+    for i, length in enumerate(lengths):
+        mask[i, :length] = 1
+    return model.rnn(x)[0] * mask[..., None]
+
+
+def over_the_longest(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    return torch.stack([model.rnn(x[:, t : t + 1])[0] for t in range(max(lengths))])
+
+
+def only_if_long(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    return model.rnn(x)[0] if lengths.min() > 2 else x
+
+
+def sorted_by_a_key(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    order = sorted(range(x.size(0)), key=lambda i: -lengths[i])
+    return model.rnn(x[order])[0]
+
+
+def negated_array(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    return model.rnn(x[(-lengths.numpy()).argsort()])[0]
+
+
+@pytest.mark.parametrize(
+    "forward", [mask_in_a_loop, over_the_longest, only_if_long, sorted_by_a_key, negated_array]
+)
+def test_what_asks_for_values_is_refused_with_line_and_way(forward: Forward) -> None:
+    with pytest.raises(CaptureError, match=r"at test_unseen_python.py:\d+ \(") as caught:
+        tc.prepare_fx(model_of(forward), QConfigMapping(), sequences(4, 7))
+    for way in ("lengths.max().item()", "arange(x.size(1)) < lengths", "lengths.sort", "pack_padded"):
+        assert way in str(caught.value)
+
+
 def cached(model: Any, x: Tensor, _lengths: Tensor) -> Any:
     table = {4: 2.0, 5: 3.0}
-    return model.fc(model.rnn(x)[0]) * table[len(x)]
+    output, _ = model.rnn(x)
+    return model.fc(output) * table[len(x)]
 
 
 def test_a_length_that_has_to_be_an_integer_is_one() -> None:
     model, given = model_of(cached), sequences(4, 7)
-    prepared = tc.prepare_fx(model, QConfigMapping(), given)
-    for a, b in zip(leaves(model(*given)), leaves(prepared(*given)), strict=True):
-        torch.testing.assert_close(a, b)
+    # Custom modules are called again when the model is traced again.
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), given, map_all())
+    calibrate(prepared, [given])
+    converted = tc.convert_to_reference_fx(prepared)
+    check_against_plain_loops(model(*given), converted(*given), with_plain_loops(converted, model)(*given))
     with pytest.raises(InputError, match="fixed to 4"):
         prepared(*sequences(5, 7))
 
 
 def refused(model: Any, x: Tensor, lengths: Tensor) -> Any:
-    return model.fc(model.rnn(x)[0])[: int(lengths.sum())] * len(x)
+    return model.fc(model.rnn(x)[0])[: 4 if int(lengths.sum()) > 9 else 2] * len(x)
 
 
 def test_the_code_of_the_model_is_left_as_it_was() -> None:

@@ -69,8 +69,9 @@ class _PlainLoop:
     ) -> None:
         self.module, self.path, self.qparams = module, path, qparams
         self.states = converted.state_dict()
-        name = type(module).mro()[0 if type(module).__module__.startswith("torch.nn") else 1].__name__
-        self.kind = name.removesuffix("Cell")
+        # Behind a subclass, and behind what a parametrization makes of one, stands the name of torch's class.
+        names = [base.__name__.removesuffix("Cell") for base in type(module).mro()]
+        self.kind = next(name for name in names if name in _STEPS)
 
     def __call__(self, _layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, hidden = (*args, *kwargs.values(), None)[:2]
@@ -170,6 +171,8 @@ class _PlainLoop:
             )
 
         w_ih, w_hh, b_ih, b_hh, *w_hr = weights
+        # Of a float64 model what was quantized is float32.
+        x, state = x.to(w_ih.dtype), tuple(each.to(w_ih.dtype) for each in state)
         i = q("igates", nn.functional.linear(x, w_ih, None if b_ih is None else b_ih.detach()))
         h = q("hgates", nn.functional.linear(state[0], w_hh, None if b_hh is None else b_hh.detach()))
         return _STEPS[self.kind](self.module, q, i, h, state, w_hr)

@@ -16,6 +16,7 @@ from tests.helpers.packed_models import PackedShape, Packs, map_all
 from tests.packed_sequences.test_packed_models import (
     Tagger,
     masked_attention,
+    packs_returned,
     sequences,
     to_a_fixed_length,
     unpacked,
@@ -58,14 +59,15 @@ def test_unrolled_programs() -> None:
             assert torch.equal(wanted, found)
 
 
-@pytest.mark.parametrize("forward", [masked_attention, to_a_fixed_length])
+@pytest.mark.parametrize("forward", [masked_attention, to_a_fixed_length, packs_returned])
 def test_models(forward: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     prepared = tc.prepare_fx(Tagger(forward).eval(), MAPPING, sequences(4, 7), map_all())
     calibrate(prepared, [sequences(5, 9) for _ in range(3)])
     converted = tc.convert_to_reference_fx(prepared)
     program = tc.export(converted, sequences(4, 7)).module()
-    for given in (sequences(6, 9), sequences(2, 12)):
+    # The last has padding behind its longest sequence.
+    for given in (sequences(6, 9), sequences(2, 12), (torch.randn(2, 9, 6), torch.tensor([5, 3]))):
         for wanted, found in zip(leaves(converted(*given)), leaves(program(*given)), strict=True):
             assert torch.equal(wanted, found)
 

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+from torch.ao.quantization import (
+    QConfigMapping,
+    default_dynamic_qconfig,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
+)
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
@@ -51,6 +56,12 @@ def old_sorting(model: Any, x: Tensor, lengths: Tensor) -> Any:
 
 def lengths_as_list(model: Any, x: Tensor, lengths: Tensor) -> Any:
     return unpacked(model.rnn(pack_padded_sequence(x, lengths.tolist(), batch_first=True))[0])
+
+
+def sorted_lengths_as_list(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    by_length, order = lengths.sort(descending=True)
+    packed = pack_padded_sequence(x[order], by_length.tolist(), batch_first=True)
+    return unpacked(model.rnn(packed)[0])[order.argsort()]
 
 
 def lengths_as_array(model: Any, x: Tensor, lengths: Tensor) -> Any:
@@ -102,9 +113,20 @@ def last_steps(model: Any, x: Tensor, lengths: Tensor) -> Any:
     return output[torch.arange(x.size(0)), lengths - 1], output.gather(1, rows).squeeze(1)
 
 
+def packs_returned(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    output, (h, _) = model.rnn(packed)
+    return {
+        "all": output,
+        "last": [h, output.data * 2, output.batch_sizes],
+        "scores": model.attention(output.data),
+    }
+
+
 WHOLE = (
     old_sorting,
     lengths_as_list,
+    sorted_lengths_as_list,
     lengths_as_array,
     masked_attention,
     beside_its_input,
@@ -113,6 +135,7 @@ WHOLE = (
     ops_on_rows,
     cut_to_the_longest,
     last_steps,
+    packs_returned,
 )
 
 
@@ -133,6 +156,29 @@ def test_models(forward: Forward) -> None:
         exact, found, fast = (leaves(each(*given)) for each in (model, reference, lowered))
         check_against_plain_loops(exact, found, with_plain_loops(reference, model)(*given))
         assert all(sqnr(b, c) > 40 for b, c in zip(found, fast, strict=True))
+
+
+def test_a_returned_pack_is_one_in_every_form() -> None:
+    torch.manual_seed(0)
+    model = Tagger(packs_returned)
+    prepared = tc.prepare_qat_fx(
+        model.train(), get_default_qat_qconfig_mapping("x86"), sequences(4, 7), map_all()
+    )
+    for _ in range(2):
+        prepared(*sequences(5, 9))["all"].data.square().mean().backward()
+    assert all(weight.grad is not None for weight in prepared.get_submodule("rnn").parameters())
+    given = sequences(3, 11)
+    for form in (prepared.eval(), tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
+        exact, found = model.eval()(*given), form(*given)
+        assert isinstance(found["all"], PackedSequence)
+        assert [t.shape for t in leaves(exact)] == [t.shape for t in leaves(found)]
+        assert torch.equal(found["all"].unsorted_indices, exact["all"].unsorted_indices)
+
+
+def test_a_pack_is_no_argument() -> None:
+    packed = pack_padded_sequence(torch.randn(7, 4, 6), torch.tensor([7, 5, 5, 1]))
+    with pytest.raises(InputError, match=r"PackedSequence(.|\n)*forward\(self, x, lengths\)"):
+        tc.prepare_fx(nn.Sequential(nn.LSTM(6, 8)).eval(), MAPPING, (packed,), map_all())
 
 
 def whole_steps(model: Any, x: Tensor, lengths: Tensor) -> Any:
@@ -157,6 +203,24 @@ def test_a_model_that_asks_for_the_number_of_steps() -> None:
         InputError, match=r"longest of the packed sequences has 5 steps.*9.*\n?.*total_length"
     ):
         converted(torch.randn(2, 9, 6), torch.tensor([5, 2]))
+
+
+def over_features(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    """How many features there are hangs on the input, as behind a convolution over a spectrum."""
+    rows = x.reshape(x.size(0), x.size(1), -1)
+    return unpacked(model.rnn(pack_padded_sequence(rows, lengths, batch_first=True))[0])
+
+
+def test_a_size_that_only_the_kernel_of_torch_takes_is_no_size() -> None:
+    """With sequences of one length it looks at no width, and reads what lies beside its input."""
+    torch.manual_seed(0)
+    model = Tagger(over_features).eval()
+    x, lengths = torch.randn(4, 7, 6, 1), torch.tensor([7, 5, 5, 2])
+    prepared = tc.prepare_fx(model, MAPPING, (x, lengths), map_all())
+    torch.testing.assert_close(prepared(x, lengths), model(x, lengths))
+    for batch in (1, 4):
+        with pytest.raises(InputError, match=r"needs .* == 6, because of test_packed_models.py:\d+"):
+            prepared(torch.randn(batch, 8, 5, 1), torch.full((batch,), 8))
 
 
 def rows_averaged(model: Any, x: Tensor, lengths: Tensor) -> Any:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    FusedMovingAvgObsFakeQuantize,
+    MovingAverageMinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_fused_per_channel_wt_fake_quant,
+    disable_observer,
+    get_default_qconfig_mapping,
+)
 
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate, leaves, sqnr
@@ -73,35 +82,46 @@ def test_calibration_never_sees_padding() -> None:
 def test_training() -> None:
     torch.manual_seed(0)
     model = Packs(PackedShape("LSTM", 1, False, True, False, ops_on_rows=True)).train()
-    given = model.sequences(12, 9)
-    prepared = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), given, map_all())
-    optimizer = torch.optim.Adam(prepared.parameters(), 2e-2)
-    target, losses = torch.randn(12, 4), []
+    given, target = model.sequences(12, 9), torch.randn(12, 4)
+
+    def loss_of(trained: nn.Module) -> Tensor:
+        output = trained(*given)[1]
+        return (output[torch.arange(12), given[1] - 1] - target).square().mean()
+
+    prepared = tc.prepare_qat_fx(model, of_the_last_step(), given, map_all())
+    for each in (model, prepared):
+        loss_of(each).backward()
+    trained = dict(prepared.named_parameters())
+    for name, parameter in model.named_parameters():
+        own = name
+        if name.startswith("rnn."):
+            kind, gates = name.removeprefix("rnn.").split("_")[:2]
+            own = f"rnn.layers.0.layer_fw.cell.{gates[0]}gates.{kind}"
+        # Ranges that hold what a step has cut nothing off: the gradients are the float model's.
+        cosine = torch.cosine_similarity(parameter.grad.flatten(), trained[own].grad.flatten(), 0)
+        assert cosine > 0.99, (name, float(cosine))
+    optimizer, losses = torch.optim.Adam(prepared.parameters(), 2e-2), []
     for _ in range(25):
-        output = prepared(*given)[1]
-        loss = (output[torch.arange(12), given[1] - 1] - target).square().mean()
         optimizer.zero_grad()
+        loss = loss_of(prepared)
         loss.backward()
-        assert all(parameter.grad is not None for parameter in prepared.parameters())
         optimizer.step()
         losses.append(float(loss))
-    assert losses[-1] < 0.75 * losses[0]
-    prepared.eval()
+    assert losses[-1] < 0.6 * losses[0]
+    # Else the observers move on, in evaluation too.
+    prepared.eval().apply(disable_observer)
     reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
-    trained, found, fast = (leaves(each(*given)) for each in (prepared, reference, lowered))
-    assert sqnr(trained[1], found[1]) > 20
+    weights = [name for name, value in reference.state_dict().items() if value.dtype is torch.int8]
+    assert sum(name.startswith("rnn.") for name in weights) == 2
+    trained_results, found, fast = (leaves(each(*given)) for each in (prepared, reference, lowered))
+    assert sqnr(trained_results[1], found[1]) > 45
     assert all(torch.equal(a, b) for a, b in zip(found, fast, strict=True))
 
 
-def test_gradients_are_those_of_torch() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 5, 2, requires_grad=True, dtype=torch.float64)
-    lengths = torch.tensor([5, 3, 1])
-
-    def ours(x: torch.Tensor) -> torch.Tensor:
-        rows, sizes = torch.ops.torchq_compat.pack_padded_sequence(x, lengths, True, False)
-        padded, _ = torch.ops.torchq_compat.pad_packed_sequence(rows * rows, sizes, 3, True, 2.0, 6)
-        assert isinstance(padded, torch.Tensor)
-        return padded
-
-    assert torch.autograd.gradcheck(ours, (x,))
+def of_the_last_step() -> QConfigMapping:
+    """Fake-quantizes whose range is that of the values at hand. Those of the default mapping follow by a
+    hundredth, so that values of the first steps are cut off and the loss falls by half as much."""
+    activation = FusedMovingAvgObsFakeQuantize.with_args(
+        observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255, averaging_constant=1.0
+    )
+    return QConfigMapping().set_global(QConfig(activation, default_fused_per_channel_wt_fake_quant))

@@ -146,7 +146,8 @@ def test_the_states_of_the_caller_stay_the_callers() -> None:
 
 def test_an_exported_stream() -> None:
     _, reference, _ = prepared_and_converted(zeros_of_its_own)
-    x = torch.randn(3, 9, 6)
+    # Of another batch than the model was prepared with; one of its chunks has one step.
+    x = torch.randn(5, 9, 6)
     program = tc.export(tc.streaming(reference), (x[:, :4],)).module()
     joined = torch.cat([program(piece)[0] for piece in (x[:, :2], x[:, 2:3], x[:, 3:])], 1)
     whole, _ = reference(x)

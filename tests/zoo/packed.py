@@ -65,7 +65,7 @@ class DeepSpeech2(nn.Module):
     def __init__(self, features: int = 8, hidden: int = 24, classes: int = 15) -> None:
         super().__init__()
         self.conv = nn.Sequential(nn.Conv2d(1, 4, 3, (2, 1), 1), nn.BatchNorm2d(4), nn.Hardtanh(0, 20))
-        self.rnns = nn.ModuleList([BatchRNN(2 * features, hidden, False), BatchRNN(hidden, hidden, True)])
+        self.rnns = nn.ModuleList([BatchRNN(4 * features, hidden, False), BatchRNN(hidden, hidden, True)])
         self.fc = nn.Sequential(nn.BatchNorm1d(hidden), nn.Linear(hidden, classes, bias=False))
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:

@@ -46,7 +46,6 @@ def test_packed_model(entry: PackedEntry) -> None:
         given = entry.batch(batch, length)
         exact, found, fast = (leaves(m(*given)) for m in (model, reference, lowered))
         check_against_plain_loops(exact, found, with_plain_loops(reference, model)(*given))
-        assert all(25 < sqnr(a, b) < 60 for a, b in zip(exact, found, strict=True))
         assert all(sqnr(b, c) > 35 for b, c in zip(found, fast, strict=True))
 
 

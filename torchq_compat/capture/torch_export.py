@@ -20,16 +20,32 @@ from torchq_compat.capture.inlined_blocks import is_block
 from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError, ExampleInputsError, TorchQCompatError
+from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config
 from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
-__all__ = ["Statics", "capture", "capture_flat", "copied_inputs", "explain_failure", "export_with_free_sizes"]
+__all__ = [
+    "Statics",
+    "capture",
+    "capture_flat",
+    "copied_inputs",
+    "explain_failure",
+    "export_with_free_sizes",
+    "line_of_failure",
+]
 
 # A config module whose functions torch installs at run time.
 LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
+#: How to write what is usually written with the values of lengths.
+OF_LENGTHS = (
+    "The values of lengths are known at run time only: give pack_padded_sequence the tensor itself; a bound "
+    "is lengths.max().item(), as in x[:, : lengths.max()]; a mask is torch.arange(x.size(1)) < "
+    "lengths[:, None]; the last steps are x[torch.arange(x.size(0)), lengths - 1]; they are sorted by "
+    "lengths.sort(descending=True); and a loop over time runs over all x.size(1) steps."
+)
 #: (label of an input, dimension): taken as fixed to its size in the example.
 Statics = tuple[tuple[str, int], ...]
 
@@ -170,6 +186,12 @@ def _children(value: Any) -> list[Any]:
     return pytree.tree_leaves(value, is_leaf=lambda each: each is not value)
 
 
+def line_of_failure(cause: BaseException) -> str:
+    """Return the user's line that ``cause`` was raised at, and what it says."""
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return " ".join(filter(None, (_user_line(cause), f"{type(cause).__name__}: {first_line}")))
+
+
 def _user_line(cause: BaseException) -> str | None:
     """Return file and line of the last frame that is neither torch's nor ours."""
     for frame in reversed(traceback.extract_tb(cause.__traceback__)):
@@ -202,16 +224,14 @@ def _capture_hint(cause: BaseException, first_line: str) -> str:
             "argument, so its entries are nested once more: dynamic_shapes=((shape_of_x0, shape_of_x1),)."
         )
     if "specialized integer from data-dependent" in text:
-        return (
-            "int(), range() and a loop over a tensor ask for its values, which are known at run time only. "
-            "Of lengths take lengths.max().item(), or the tensor itself as a bound, "
-            "x[:, : lengths.max()]; a mask is torch.arange(x.size(1)) < lengths[:, None]."
-        )
+        return f"int(), range() and a loop over a tensor ask for its values. {OF_LENGTHS}"
     if "DataDependent" in kind.__name__ or "data-dependent" in text or "Could not guard" in text:
         return (
             "control flow on tensor values has to become torch.where or torch.cond; "
-            "see the torch.export programming model."
+            f"see the torch.export programming model. {OF_LENGTHS}"
         )
+    if ListOfTensor.__name__ in text:
+        return f"what NumPy or a list would compute of a tensor's values cannot be traced. {OF_LENGTHS}"
     about_sizes = "sympy" in kind.__module__ or "symbolic" in text or "Constraint" in kind.__name__
     if about_sizes or any(
         word in text for word in ("SymInt", "SymFloat", "SymBool", "Dim", "size of tensor")

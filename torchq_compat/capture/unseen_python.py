@@ -1,19 +1,25 @@
-"""``tensor.data`` and ``len(tensor)`` during capture: what scripts write and torch.export does not see.
+"""``tensor.data``, ``len(tensor)``, ``int(size)``, ``max(lengths)`` and the like during capture: what scripts
+write and torch.export does not see.
 
 ``data`` is no operator: what it returns hangs on nothing that was traced, and becomes a constant of the
-program that has no values. ``detach()`` is the same tensor to a graph. ``len`` returns a plain integer, which
-fixes the size for good; ``size(0)`` is the same number and stays free. FX has ``torch.fx.wrap("len")`` for
-that, which changes the globals of the user's module while it traces. Here the methods of the package's own
-copy of the model are bound again, with globals of their own; functions they call keep Python's ``len``.
+program that has no values. ``detach()`` is the same tensor to a graph. ``len`` and ``int`` return a plain
+integer, which fixes the size for good; ``size(0)`` is the same number and stays free, and so does
+``torch.sym_int`` of it, and the ``item()`` of a tensor of one integer. What iterates over lengths fixes how
+many there are; ``lengths.max()`` does not, and a list made of them waits (``lengths_as_lists``). FX has
+``torch.fx.wrap("len")``, which changes the globals of the user's module while it traces. Here the methods of
+the package's own copy of the model are bound again, with globals of their own; functions they call keep
+Python's own.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator
+import dis
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import update_wrapper
-from types import FunctionType, MethodType
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -21,23 +27,28 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
+from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
+
 __all__ = ["with_seen_python"]
 
 DATA: Any = torch.Tensor.data
-LEN = "len"
-#: Whose code does not ask tensors for their length.
+#: Whose code does not ask tensors for numbers.
 LIBRARIES = ("torch", __name__.partition(".")[0])
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Exported = TypeVar("Exported")
+#: What methods call instead of Python's own, by name.
+Replaced = Mapping[str, Callable[..., Any]]
 
 
 @contextmanager
-def _seen_python(model: nn.Module, length: Callable[[Any], Any]) -> Iterator[None]:
+def _seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
     bound: list[tuple[nn.Module, str]] = []
     try:
         for module in model.modules():
-            for name, method in _methods_with_len(type(module)).items():
-                if name not in vars(module):
-                    vars(module)[name] = MethodType(_with_length(method, length), module)
+            for name, method in _own_methods(type(module)).items():
+                called = {each: replaced[each] for each in replaced if _may_replace(method, each)}
+                if called and name not in vars(module):
+                    vars(module)[name] = MethodType(_with_names(method, called), module)
                     bound.append((module, name))
         with _DetachedData():
             yield
@@ -46,26 +57,109 @@ def _seen_python(model: nn.Module, length: Callable[[Any], Any]) -> Iterator[Non
             del vars(module)[name]
 
 
-def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Exported:
-    """Return ``export()``, during which both are seen in the code of ``model``, a copy of the user's."""
-    asked = False
+@dataclass(frozen=True)
+class _Called:
+    """A class that is called otherwise; ``list[Tensor]()`` is no call of it."""
 
-    def length(value: Any) -> Any:
-        nonlocal asked
-        if not isinstance(value, Tensor) or not value.dim() or get_proxy_mode() is None:
+    kind: Any
+    call: Callable[..., Any]
+
+    def __call__(self, *values: Any) -> Any:
+        return self.call(*values)
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.kind[item]
+
+
+class _Asked:
+    """What methods call instead of Python's own functions of a tensor.
+
+    Attributes:
+        by_anyone: whether one of them answered otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.by_anyone = False
+
+    def replaced(self) -> Replaced:
+        return {
+            "len": self._len,
+            "int": self._int,
+            "list": _Called(builtins.list, self._list),
+            "tuple": _Called(builtins.tuple, self._list_as_tuple),
+            "sorted": self._sorted,
+            **{name: partial(self._reduced, name) for name in ("max", "min", "sum")},
+        }
+
+    def _len(self, value: Any) -> Any:
+        if not self._is_asked(isinstance(value, Tensor) and bool(value.dim())):
             return builtins.len(value)
-        asked = True
         return value.shape[0]
 
+    def _int(self, value: Any = 0, *base: Any) -> Any:
+        is_size = isinstance(value, (torch.SymInt, torch.SymFloat))
+        is_one = isinstance(value, Tensor) and value.dtype in INTEGERS
+        if not self._is_asked(is_size or is_one):
+            return builtins.int(value, *base)
+        found: Any = torch.sym_int(value) if is_size else value.item()  # type: ignore[no-untyped-call]
+        return found
+
+    def _list(self, *values: Any) -> Any:
+        if not self._is_asked(len(values) == 1 and _are_numbers(values[0])):
+            return builtins.list(*values)
+        return ListOfTensor(_tensor_of(values[0]), partial(builtins.list, values[0]))
+
+    def _list_as_tuple(self, *values: Any) -> Any:
+        if not self._is_asked(len(values) == 1 and _are_numbers(values[0])):
+            return builtins.tuple(*values)
+        return self._list(*values)
+
+    def _sorted(self, values: Any, **options: Any) -> Any:
+        if not self._is_asked(_are_numbers(values) and "key" not in options):
+            return builtins.sorted(values, **options)
+        found = _tensor_of(values).sort(descending=bool(options.get("reverse", False))).values
+        return ListOfTensor(found, partial(builtins.sorted, values, **options))
+
+    def _reduced(self, name: str, *values: Any, **options: Any) -> Any:
+        if not self._is_asked(len(values) == 1 and not options and _are_numbers(values[0])):
+            return getattr(builtins, name)(*values, **options)
+        found = getattr(_tensor_of(values[0]), name)()
+        return found if isinstance(values[0], Tensor) else found.item()
+
+    def _is_asked(self, is_of_tensors: bool) -> bool:
+        if not is_of_tensors or get_proxy_mode() is None:
+            return False
+        self.by_anyone = True
+        return True
+
+
+def _are_numbers(value: Any) -> bool:
+    """Return whether ``value`` may be the lengths of sequences, or a list of them that is not taken apart."""
+    if isinstance(value, ListOfTensor):
+        return value.tensor is not None
+    return isinstance(value, Tensor) and value.dim() == 1 and value.dtype in INTEGERS
+
+
+def _tensor_of(value: Any) -> Any:
+    return value.tensor if isinstance(value, ListOfTensor) else value
+
+
+def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Exported:
+    """Return ``export()``, during which all are seen in the code of ``model``, a copy of the user's."""
+    asked = _Asked()
     try:
-        with _seen_python(model, length):
+        with _seen_python(model, asked.replaced()):
             return export()
-    except TypeError:
-        if not asked:
+    except Exception as cause:
+        if not asked.by_anyone:
             raise
+        first = cause
     # A symbol is no key of a dict, and no int to whoever looks at its class.
-    with _seen_python(model, builtins.len):
-        return export()
+    with _seen_python(model, {}):
+        try:
+            return export()
+        except Exception:
+            raise first from None
 
 
 class _DetachedData(TorchFunctionMode):
@@ -78,8 +172,8 @@ class _DetachedData(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _methods_with_len(module_type: type[nn.Module]) -> dict[str, FunctionType]:
-    """Return the methods of a class of the user's whose code asks for a length, by name."""
+def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:
+    """Return the methods of a class of the user's by name."""
     found: dict[str, Any] = {}
     for base in reversed(module_type.__mro__):
         found.update(vars(base))
@@ -88,14 +182,32 @@ def _methods_with_len(module_type: type[nn.Module]) -> dict[str, FunctionType]:
         for name, method in found.items()
         if isinstance(method, FunctionType)
         and not name.startswith("__")
-        and LEN in method.__code__.co_names
-        and LEN not in method.__globals__
         and str(method.__globals__.get("__name__")).partition(".")[0] not in LIBRARIES
     }
 
 
-def _with_length(method: FunctionType, length: Callable[[Any], Any]) -> FunctionType:
-    names = {**method.__globals__, LEN: length}
+def _may_replace(method: FunctionType, name: str) -> bool:
+    """Return whether ``method`` reads Python's own ``name``, and calls it where that is a class: what else is
+    done with a class, nothing in its place can do."""
+    if name in method.__globals__:
+        return False
+    uses = list(_uses(method.__code__, name))
+    return bool(uses) and (all(uses) or not isinstance(getattr(builtins, name), type))
+
+
+def _uses(code: CodeType, name: str) -> Iterator[bool]:
+    """Yield of every place that reads the global ``name`` whether it is to call it."""
+    for instruction in dis.get_instructions(code) if name in code.co_names else ():
+        if instruction.opname == "LOAD_GLOBAL" and instruction.argval == name:
+            # The lowest bit says that room is made for a call.
+            yield bool((instruction.arg or 0) & 1)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _uses(constant, name)
+
+
+def _with_names(method: FunctionType, called: Replaced) -> FunctionType:
+    names = {**method.__globals__, **called}
     made = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
     made.__kwdefaults__ = method.__kwdefaults__
     return update_wrapper(made, method)  # type: ignore[return-value]

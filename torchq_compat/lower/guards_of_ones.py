@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from torchq_compat.capture.checked.trial_inputs import Group, SizeGroups, group_of, resized, symbol_values
+from torchq_compat.capture.checked.trial_inputs import Group, SizeGroups, group_of, symbol_values, with_sizes
 from torchq_compat.capture.checked.trial_runs import kept_buffers
 from torchq_compat.capture.sizes.input_sizes import Dimension
 from torchq_compat.graph.graph_module import ConvertedGraphModule
@@ -87,7 +87,14 @@ def _is_right(
     module: torch.nn.Module, model: ConvertedGraphModule, args: tuple[Any, ...], groups: SizeGroups
 ) -> bool:
     signature = model.record.signature
-    call = resized(args, signature.labelled(args), signature.sizes, groups)
+    values = symbol_values(signature.sizes, groups)
+    # All others stay as they are in ``args``: a streaming program takes its own batch alone.
+    changed = {
+        (dimension.label, dimension.index): values[str(dimension.symbol)]
+        for dimension in signature.sizes.dimensions
+        if values[str(dimension.symbol)] != dimension.example
+    }
+    call = with_sizes(args, signature.labelled(args), changed)
     try:
         # A streaming program writes its states.
         with torch.no_grad(), kept_buffers(module):

@@ -64,6 +64,21 @@ class StubRegistry:
         finally:
             _REGISTRY.reset(token)
 
+    @contextmanager
+    def capturing(self, model: nn.Module) -> Iterator[None]:
+        """Be active while ``model`` is captured; when it runs again, since the first try failed, only the
+        calls of that run count."""
+        hook = model.register_forward_pre_hook(lambda _model, _args: self._forget_calls())
+        try:
+            with self.active():
+                yield
+        finally:
+            hook.remove()
+
+    def _forget_calls(self) -> None:
+        for stub in self.by_handle.values():
+            stub.layouts.clear()
+
 
 _REGISTRY: ContextVar[StubRegistry] = ContextVar("torchq_compat_stubs")
 

@@ -4,25 +4,32 @@ How many rows a pack has is data, which no exported program of tensors can loop 
 of the padded input, (T * B, features) with time first: ops that compute each row by itself need no change.
 ``batch_sizes`` has T entries, zeros behind the longest sequence, so that it says of every row whether it is
 padding; loops over time let a state pass unchanged there, and what is unpacked has the padding value there.
+Rows that the program returns are those of steps, as the model's are.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.packed_sequences.operators import PACK, PAD
 from torchq_compat.support.upstream import assume
 
 __all__ = ["is_step", "with_padded_packs"]
 
+#: The keyword by which an opaque call of a graph names its layout.
+OPAQUE_LAYOUT = "opaque_layout"
+
 
 def with_padded_packs(graph_module: GraphModule) -> GraphModule:
     """Replace, in place, packing and unpacking by what they are on padded rows."""
     graph = graph_module.graph
+    _return_steps_alone(graph_module)
     for node in graph.nodes:
         if node.target is PACK:
             node.target = _pack
@@ -31,6 +38,56 @@ def with_padded_packs(graph_module: GraphModule) -> GraphModule:
             node.target = _pad
     graph_module.recompile()
     return graph_module
+
+
+def _return_steps_alone(graph_module: GraphModule) -> None:
+    """Drop padding from the rows, and steps that no sequence has from the batch sizes, that are returned."""
+    graph, sizes_of = graph_module.graph, dict[Node, Node]()
+    batch_sizes = set[Node]()
+    for node in list(graph.nodes):
+        if node.target in (PAD, torch.ops.aten.sym_size.int):
+            continue
+        if node.target is PACK:
+            rows, sizes = _result(graph, node, 0), _result(graph, node, 1)
+            sizes_of[rows] = sizes
+            batch_sizes.add(sizes)
+        elif OPAQUE_LAYOUT in node.kwargs:
+            for shown, shown_sizes, given in _packed_results(graph_module, node):
+                sizes_of.update(dict.fromkeys(shown, given))
+                batch_sizes.update(shown_sizes)
+        elif node.op == "call_function" and node not in batch_sizes and node not in sizes_of:
+            # Each op on rows gives rows: the capture was refused else.
+            known = next((sizes_of[each] for each in node.all_input_nodes if each in sizes_of), None)
+            if known is not None:
+                sizes_of[node] = known
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        for node in output.all_input_nodes:
+            if node in sizes_of:
+                output.replace_input_with(node, graph.call_function(_steps_alone, (node, sizes_of[node])))
+            elif node in batch_sizes:
+                output.replace_input_with(node, graph.call_function(_sizes_of_steps, (node,)))
+
+
+def _result(graph: Graph, call: Node, index: int) -> Node:
+    found = next((user for user in call.users if user.args[1] == index), None)
+    if found is None:
+        with graph.inserting_after(call):
+            found = graph.call_function(operator.getitem, (call, index))
+    return found
+
+
+def _packed_results(graph_module: GraphModule, call: Node) -> Iterator[tuple[list[Node], list[Node], Node]]:
+    """Yield the rows and the batch sizes that a custom module returns, and the batch sizes it was given."""
+    module: Any = graph_module.get_submodule(str(call.target))
+    layout = module.opaque_layouts[call.kwargs[OPAQUE_LAYOUT]]
+    given, returned = layout.inputs.holds_indices(), layout.outputs.holds_indices()
+    if True not in given or True not in returned:
+        return
+    first = returned.index(True)
+    at = {index: [user for user in call.users if user.args[1] == index] for index in (first - 1, first)}
+    sizes: Any = call.args[given.index(True)]
+    yield at[first - 1], at[first], sizes
 
 
 def is_step(batch_sizes: Tensor, batch: Any) -> Tensor:
@@ -57,6 +114,15 @@ def _longest(batch_sizes: Tensor) -> Any:
     assume(longest >= 1)
     assume(longest <= batch_sizes.shape[0])
     return longest
+
+
+def _steps_alone(rows: Tensor, batch_sizes: Tensor) -> Tensor:
+    batch = rows.shape[0] // batch_sizes.shape[0]
+    return rows[is_step(batch_sizes, batch).reshape(-1)]
+
+
+def _sizes_of_steps(batch_sizes: Tensor) -> Tensor:
+    return batch_sizes[batch_sizes > 0]
 
 
 def _pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tuple[Tensor, Tensor]:

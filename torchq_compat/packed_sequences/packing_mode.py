@@ -87,6 +87,8 @@ class PackingMode(TorchFunctionMode):
             return ListOfTensor(given, partial(function, *args))
         if function in PUT_TOGETHER and isinstance(given, ListOfTensor) and given.tensor is not None:
             return torch.as_tensor(given.tensor, **(kwargs or {}))
+        if function in PUT_TOGETHER and _holds_numbers(given):
+            return torch.stack([*map(_as_number, given)]).to(**(kwargs or {}))
         named = {name: _plain(value) for name, value in (kwargs or {}).items()}
         return _keep_whole(function(*map(_plain, args), **named))
 
@@ -136,12 +138,31 @@ def _may_be_lengths(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64)
 
 
-def _keep_whole(tensor: Any) -> Any:
-    """``tensor``; where it may be lengths, with a ``tolist`` that waits. No mode sees the ``tolist`` of a
-    capture's tensors."""
-    if _may_be_lengths(tensor):
-        vars(tensor)["tolist"] = partial(_to_list, tensor)
-    return tensor
+def _keep_whole(result: Any) -> Any:
+    """``result``, whose tensors that may be lengths have a ``tolist`` that waits. No mode sees the ``tolist``
+    of a capture's tensors."""
+    tensors: Any = result if isinstance(result, (tuple, list)) else (result,)
+    for tensor in tensors:
+        if _may_be_lengths(tensor):
+            vars(tensor)["tolist"] = partial(_to_list, tensor)
+    return result
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether it is a list of lengths that were taken apart: what makes a tensor of them wants integers."""
+    if not isinstance(value, (list, tuple, ListOfTensor)):
+        return False
+    return any(isinstance(each, torch.SymInt) or _is_number(each) for each in value) and all(
+        isinstance(each, (int, torch.SymInt)) or _is_number(each) for each in value
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (torch.int32, torch.int64)
+
+
+def _as_number(value: Any) -> Tensor:
+    return value.long() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.int64)
 
 
 def _to_list(tensor: Tensor) -> ListOfTensor:

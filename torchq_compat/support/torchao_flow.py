@@ -34,10 +34,29 @@ def prepare_qat_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
 
 
 def convert_pt2e(model: GraphModule) -> GraphModule:
-    """See torchao."""
+    """See torchao.
+
+    What folds constants puts objects of its own where results stand; a PackedSequence, and every class that
+    looks at what it is made of, cannot be made of them. So meanwhile results have no structure.
+    """
+    info = getattr(model.graph._codegen, "pytree_info", None)
     with _forgetting_models():
-        converted: GraphModule = flow.convert_pt2e(model)
+        if info is None:
+            converted: GraphModule = flow.convert_pt2e(model)
+            return converted
+        _set_structure(model, info._replace(out_spec=None))
+        try:
+            converted = flow.convert_pt2e(model)
+        finally:
+            _set_structure(model, info)
+        _set_structure(converted, info)
+        converted.recompile()
         return converted
+
+
+def _set_structure(model: GraphModule, info: Any) -> None:
+    codegen: Any = model.graph._codegen
+    codegen.pytree_info = info
 
 
 @contextmanager

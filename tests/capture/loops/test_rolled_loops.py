@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.ao.quantization import (
     QConfigMapping,
+    disable_observer,
     get_default_qat_qconfig_mapping,
     get_default_qconfig,
     get_default_qconfig_mapping,
@@ -191,9 +192,10 @@ def test_it_is_trained() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
-    prepared.eval()
+    # Else the observers move on, in evaluation too.
+    prepared.eval().apply(disable_observer)
     converted = tc.convert_fx(prepared)
-    assert 20 < sqnr(prepared(*args)[0].detach(), converted(*args)[0]) < 80
+    assert sqnr(prepared(*args)[0].detach(), converted(*args)[0]) > 45
     assert converted(*case.inputs(4))[0].shape == (2, 4, 20)
 
 

@@ -100,12 +100,11 @@ def attempt(case: CaptureCase, statics: Statics) -> Attempt:
     Raises:
         Exception: whatever torch.export or the model raises.
     """
-    for stub in case.runs.stubs.by_handle.values():
-        stub.layouts.clear()
     log = GuardLog()
     watching = log.watch(case.model)
     try:
-        with case.runs.stubs.active(), marked_functions(), case.packing.during(case.model):
+        stubs = case.runs.stubs
+        with stubs.capturing(case.model), marked_functions(), case.packing.during(case.model):
             graph_module = capture(case.model, case.args, case.dynamic_shapes, statics)
             blocks = inline_blocks(graph_module)
             make_out_of_place(graph_module)

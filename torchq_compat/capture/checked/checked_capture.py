@@ -16,14 +16,14 @@ from torch import Tensor
 from torchq_compat.capture.checked.attempts import Attempt, CaptureCase, attempt, try_sizes
 from torchq_compat.capture.checked.trial_inputs import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import Dimension, SizeRule
-from torchq_compat.capture.torch_export import Statics
+from torchq_compat.capture.torch_export import Statics, line_of_failure
 from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.packed_sequences.packing_mode import PackingMode
 
 __all__ = ["capture_checked"]
 
-#: Captures tried at most.
-ATTEMPTS = 5
+#: Captures tried at most; and where torch.export takes the sizes only fixed, to set them free one by one.
+ATTEMPTS, MORE_ATTEMPTS = 5, 4
 DIFFERS = "with that size free the captured graph differs from the float model"
 
 
@@ -46,6 +46,8 @@ class _Search:
     case: CaptureCase
     made: list[Attempt] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
+    most: int = ATTEMPTS
+    tried: list[frozenset[tuple[str, int]]] = field(default_factory=list)
 
     def run(self) -> Attempt | None:
         first = self._try(())
@@ -69,8 +71,15 @@ class _Search:
         for statics in self._fixed_sizes():
             found = self._try(statics)
             if found is not None and found.problem is None:
-                return found
+                self.most += MORE_ATTEMPTS
+                return self._with_reason(self._set_free(found) if found.is_right else found)
         return None
+
+    def _with_reason(self, found: Attempt) -> Attempt:
+        """Return ``found``, which says why sizes had to be fixed."""
+        if not self.errors:
+            return found
+        return replace(found, sizes=found.sizes.with_line(found.statics, line_of_failure(self.errors[0])))
 
     def failure(self) -> Exception:
         if self.errors and not self.made:
@@ -80,8 +89,9 @@ class _Search:
         return CaptureError.differs(model, "the captured graph", str(problem))
 
     def _try(self, statics: Statics) -> Attempt | None:
-        if len(self.made) + len(self.errors) >= ATTEMPTS:
+        if len(self.made) + len(self.errors) >= self.most:
             return None
+        self.tried.append(frozenset((*self.case.ones, *statics)))
         try:
             self.made.append(attempt(self.case, tuple(dict.fromkeys((*self.case.ones, *statics)))))
         except TorchQCompatError:
@@ -111,16 +121,22 @@ class _Search:
 
     def _set_free(self, found: Attempt) -> Attempt:
         """Return ``found``, with as many of its fixed dimensions free as it stays right with."""
-        for place in found.statics if len(found.statics) > 1 else ():
-            if place in self.case.ones:
-                continue
-            fewer = tuple(other for other in found.statics if other != place)
-            if any(set(made.statics) == set(fewer) for made in self.made):
+        for places in self._equal_sizes(found.statics) if len(found.statics) > 1 else ():
+            fewer = tuple(other for other in found.statics if other not in places)
+            if frozenset(fewer) in self.tried:
                 continue
             freer = self._try(fewer)
             if freer is not None and freer.is_right:
                 found = freer
         return found
+
+    def _equal_sizes(self, statics: Statics) -> Iterator[Statics]:
+        """Yield which of the fixed dimensions to set free together: those that are equal, for these are often
+        one size, the last first; and each 1 alone."""
+        for size in dict.fromkeys(self._size(place) for place in reversed(statics)):
+            if size != 1:
+                yield tuple(place for place in statics if self._size(place) == size)
+        yield from ((place,) for place in statics if self._size(place) == 1 and place not in self.case.ones)
 
 
 def _strategies(ones: Statics) -> Iterator[Statics]:

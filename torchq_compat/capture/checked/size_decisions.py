@@ -48,7 +48,8 @@ def _decide(case: CaptureCase, found: Attempt, dimension: Dimension, rules: list
     is_static = (dimension.label, dimension.index) in found.statics
     if is_static:
         warn = dimension.index == 0 and _runs_elsewhere(case, found.sizes, dimension)
-        reason = f"{TAKEN_AS_ONE}" if dimension.example == 1 else "torch.export could not leave it free"
+        line = f": {rules[0].line}" if rules and rules[0].line else ""
+        reason = TAKEN_AS_ONE if dimension.example == 1 else f"torch.export could not leave it free{line}"
         return Decision(path, kind, Action.FIXED, f"at {dimension.example}, {reason}", warn=warn)
     if dimension.is_fixed:
         rule = rules[0] if rules else None

@@ -199,7 +199,7 @@ def _capture_rolled(
     modules = put_stubs(model, stubs)
     show_identities(model)
     try:
-        with stubs.active(), marked_functions():
+        with stubs.capturing(model), marked_functions():
             graph_module = capture(model, args)
             inline_blocks(graph_module)
             make_out_of_place(graph_module, keep_writes_into_views=True)

@@ -166,6 +166,17 @@ class InputSizes:
     def with_rules(self, rules: Sequence[SizeRule]) -> InputSizes:
         return replace(self, rules=(*self.rules, *rules))
 
+    def with_line(self, places: Iterable[tuple[str, int]], line: str) -> InputSizes:
+        """Return them with ``line`` in the rules of the dimensions at ``places`` that name none."""
+        known = set(places)
+        rules = (
+            replace(rule, line=line)
+            if rule.line is None and (rule.dimension.label, rule.dimension.index) in known
+            else rule
+            for rule in self.rules
+        )
+        return replace(self, rules=tuple(rules))
+
     def broken_rule(self, sizes: Mapping[str, Any]) -> SizeRule | None:
         """Return the first rule that ``sizes`` break."""
         return next((rule for rule in self.rules if not rule.holds(sizes)), None)
@@ -239,6 +250,9 @@ def _rules(dimensions: list[Dimension], guards: tuple[Guard, ...]) -> Iterable[S
         labels = {d.label for d in dimensions if d.expression.free_symbols & condition.free_symbols}
         # What binds two inputs to each other is kept: one trial says too little about it.
         words, soft = _words(condition, dimensions), not guard.by_python and len(labels) == 1
+        if guard.by_module and isinstance(condition, sympy.Eq):
+            # The kernels of torch look at less: packed sequences of one length may have any width for them.
+            soft = False
         yield SizeRule(condition, place, words, guard.line, guard.by_python, is_soft=soft)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,10 @@ from torchq_compat.support.upstream import FakeTensor, OpOverload, pytree
 __all__ = ["Guard", "GuardLog"]
 
 TORCH = Path(torch.__file__).parent
+TENSOR = str(TORCH / "_tensor.py")
 PACKAGE = Path(__file__).parents[2]
+PYTHON = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib")))
+CUSTOM_MODULES = PACKAGE / "custom_modules"
 #: Where an op of a size is evaluated, and not why.
 EVALUATING = (
     str(TORCH / "fx" / "experimental"),
@@ -48,11 +52,13 @@ class Guard:
         condition: a boolean expression of the sizes' symbols.
         line: file, line and text of the user's code; None if it is unknown.
         by_python: whether the user's own Python asked, and not an operator that can do no other.
+        by_module: whether a custom module asked, which takes no call without.
     """
 
     condition: Any
     line: str | None
     by_python: bool
+    by_module: bool = False
 
 
 @dataclass
@@ -78,8 +84,7 @@ class GuardLog:
         places = getattr(self._guards, "places", {})
         found = []
         for guard in self._guards:
-            line, by_python = places.get(id(guard), (None, False))
-            found.append(Guard(guard.expr, line, by_python))
+            found.append(Guard(guard.expr, *places.get(id(guard), (None, False, False))))
         return tuple(found)
 
 
@@ -88,38 +93,49 @@ class _LocatedGuards(list[Any]):
 
     def __init__(self, guards: Iterable[Any]) -> None:
         super().__init__(guards)
-        self.places: dict[int, tuple[str | None, bool]] = {}
+        self.places: dict[int, tuple[str | None, bool, bool]] = {}
 
     def append(self, guard: Any) -> None:
         self.places[id(guard)] = _place(sys._getframe(1))
         super().append(guard)
 
 
-def _place(frame: FrameType | None) -> tuple[str | None, bool]:
-    """Return the user's line that led to ``frame``, and whether it asked by itself."""
+def _place(frame: FrameType | None) -> tuple[str | None, bool, bool]:
+    """Return the user's line that led to ``frame``, whether it asked by itself, and whether a custom module
+    did."""
     by_python: bool | None = None
+    counts = by_module = False
     while frame is not None:
         path = frame.f_code.co_filename
         if path == EXPORT:
-            return None, False
-        inside_library = _is_inside(path, TORCH) or _is_inside(path, PACKAGE)
+            break
+        by_module = by_module or _is_inside(path, CUSTOM_MODULES)
+        inside_library = _is_inside(path, TORCH) or _is_inside(path, PACKAGE) or _is_of_python(path)
         if by_python is None and not path.startswith(EVALUATING):
-            by_python = not inside_library or _counts(frame)
+            by_python = not inside_library or path == TENSOR
+        counts = counts or _counts(frame)
         if not inside_library and not path.startswith(GENERATED):
-            return _line(path, frame.f_lineno), bool(by_python)
+            return _line(path, frame.f_lineno), bool(by_python) or counts, by_module
         frame = frame.f_back
-    return None, False
+    return None, False, by_module
 
 
 def _counts(frame: FrameType) -> bool:
+    """Return whether it is a call of an op that counts, which its own code may do further on."""
+    if frame.f_code.co_name != "__call__":
+        return False
     op = frame.f_locals.get("self")
-    if frame.f_code.co_filename == str(TORCH / "_tensor.py"):
-        return True
     return isinstance(op, OpOverload) and str(op) in COUNTING_OPS
 
 
 def _is_inside(path: str, root: Path) -> bool:
     return path.startswith(f"{root}/")
+
+
+def _is_of_python(path: str) -> bool:
+    """Return whether it is Python's own library, and no package that was installed."""
+    standard, packages = PYTHON
+    return _is_inside(path, standard) and not _is_inside(path, packages)
 
 
 def _line(path: str, number: int) -> str:
