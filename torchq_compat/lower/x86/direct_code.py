@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph
 from torch.fx.graph import PythonCode
 
+from torchq_compat.support.quantized_tensors import QUANTIZE_FUNCTION, QUANTIZE_OP
 from torchq_compat.support.upstream import OpOverload, forward_from_src
 
 __all__ = ["BY_FUNCTION", "direct_forward"]
@@ -18,7 +19,7 @@ ATEN = torch.ops.aten
 #: reads them in half the time.
 BY_FUNCTION: dict[OpOverload, Callable[..., Any]] = {
     ATEN.dequantize.self: torch.dequantize,
-    ATEN.quantize_per_tensor.default: torch.quantize_per_tensor,
+    QUANTIZE_OP: QUANTIZE_FUNCTION,
     ATEN.transpose.int: torch.transpose,
     ATEN.permute.default: torch.permute,
     ATEN.select.int: torch.select,
