@@ -137,6 +137,19 @@ class FxState:
             (tuple(value.shape), *value.flatten().tolist()) for value in values if isinstance(value, Tensor)
         )
 
+    def scales(self) -> list[str]:
+        """The names of all scales, those of a graph and of quantized modules."""
+        return [name for name in self.entries if SCALE_NAME.match(name) or name.endswith(".scale")]
+
+    def values_of(self, scale_name: str) -> tuple[Tensor, Tensor] | None:
+        """A scale and its zero point; None if one of them is missing."""
+        scale, zero_point = (self.entries.get(name) for name in self.qparams(scale_name))
+        if scale is None or zero_point is None:
+            return None
+        if isinstance(scale.value, FxWeight) or isinstance(zero_point.value, FxWeight):
+            return None
+        return scale.value, zero_point.value
+
     def qparams(self, scale_name: str) -> tuple[str, str]:
         """The names of a scale and its zero point."""
         return scale_name, re.sub(r"scale(?=(_\d+)?$)", "zero_point", scale_name)

@@ -7,24 +7,31 @@ QConfig, after the first reader; and numbers those of one name in the order of t
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat import batch_norm
 from torchq_compat.annotate.op_parameters import named_parameters_of, weight_of
-from torchq_compat.annotate.op_records import op_record
+from torchq_compat.annotate.op_records import OpRecord, op_record
+from torchq_compat.capture.origins import item_origin
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.fx_state.given import FxState
+from torchq_compat.fx_state.given import SCALE_NAME, FxState
+from torchq_compat.fx_state.numbered_scales import Place, laid_beside
 from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
 from torchq_compat.graph.observed_graph import observer_nodes
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.loaded_qparams import Qparams, release_qparams
+from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS
 
 __all__ = ["in_sequential", "wanted_by_graph"]
 
@@ -106,11 +113,13 @@ class _Reader:
     ) -> tuple[tuple[WantedObserver, ...], tuple[str, ...], tuple[str, ...]]:
         """Return the observers, what FX has besides, and what keeps the names from being known."""
         numbered = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
-        prefix_of, more, problems = _aligned(numbered, state.observers_at(self.prefix), state, self.prefix)
-        scale_of = self._scale_names(numbered)
-        theirs = state.scales_at(self.prefix)
-        if state.is_reference and len(theirs) != len(numbered):
-            scale_of, more, problems = _aligned(self._in_graph_order(numbered), theirs, state, self.prefix)
+        prefix_of: dict[Node, str] = {}
+        scale_of: dict[Node, str] = {}
+        if state.is_converted:
+            scale_of, more, problems = self._scale_names(numbered, state)
+        else:
+            theirs = state.observers_at(self.prefix)
+            prefix_of, more, problems = _aligned(numbered, theirs, state, self.prefix)
         by_path: dict[str, list[_Site]] = {}
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
@@ -191,35 +200,122 @@ class _Reader:
         if record is not None and record.origin.is_module_call:
             yield f"{self.prefix}{_once(record.origin.module_path)}.scale"
 
-    def _scale_names(self, sites: list[_Site]) -> dict[Node, str]:
-        """Of FX's reference model; lowering keeps them, or moves them into modules."""
-        count: Counter[str] = Counter()
+    def _scale_names(
+        self, sites: list[_Site], state: FxState
+    ) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
+        """Return the scale of each site, the scales that need no site, and what keeps them from being known.
+
+        A lowered model has the names of the reference model, as far as its modules do not hold the scales.
+        """
+        theirs = state.scales_at(self.prefix)
+        given: dict[str, dict[int, str]] = {}
+        for name in theirs:
+            match = SCALE_NAME.match(name)
+            assert match is not None
+            given.setdefault(match["prefix"], {})[int(match["index"])] = name
+        groups: dict[str, list[_Site]] = {}
+        ordered = self._in_graph_order(sites)
+        for site in ordered:
+            groups.setdefault(f"{self.prefix}{self._scale_prefix(site, state)}", []).append(site)
+        prints = Counter(state.fingerprint(name) for name in state.scales())
         names: dict[Node, str] = {}
-        for site in self._in_graph_order(sites):
-            name = self._scale_prefix(site)
-            names[site.node] = f"{self.prefix}{name}_scale_{count[name]}"
-            count[name] += 1
-        return names
+        more: list[str] = []
+        problems: list[str] = []
+        for prefix, members in groups.items():
+            of_group = given.pop(prefix, {})
+            places = [self._place(site, of_group, state) for site in members]
+            laid = laid_beside(
+                places,
+                {index: prints[state.fingerprint(name)] > 1 for index, name in of_group.items()},
+                state.is_reference,
+            )
+            if laid is None:
+                # The names that there would be; what they are missing in is told by the loader.
+                names |= {site.node: f"{prefix}_scale_{index}" for index, site in enumerate(members)}
+                problems.append(
+                    f"it has {len(of_group)} scales {prefix}_scale_<n> for {len(members)} values of this model"
+                )
+                continue
+            found, extra = laid
+            more += [of_group[index] for index in sorted(extra)]
+            for site in members:
+                named = [of_group[index] for index in sorted(found[site.node])]
+                if len({state.fingerprint(name) for name in named}) > 1:
+                    problems.append(f"{', '.join(named)} cannot be told apart")
+                names[site.node] = named[0] if named else f"{prefix}_scale_{members.index(site)}"
+        if (given or problems) and state.is_reference:
+            # In the whole graph each has its scale, whatever it is called after.
+            aligned = _aligned(ordered, theirs, state, self.prefix)
+            return aligned if not aligned[2] or not problems else (names, tuple(more), tuple(problems))
+        return names, tuple(more), tuple(problems)
+
+    def _place(self, site: _Site, given: dict[int, str], state: FxState) -> Place[Node]:
+        parameter = _attribute(site.node)
+        is_packed = site.reader is not None and state.is_lowered
+        if parameter is not None:
+            expected = self._expected_qparams(site, str(parameter.target), state)
+            return Place(
+                site.node, is_packed, lambda index: _difference(expected, state.values_of(given[index]))
+            )
+        record = op_record(site.observed)
+        is_held = (
+            record is not None
+            and record.origin.is_module_call
+            and f"{self.prefix}{_once(record.origin.module_path)}.scale" in state.entries
+        )
+        may_lack = is_packed or is_held or self._passes_on(site) or _has_fixed_qparams(site.observer)
+        return Place(site.node, may_lack and state.is_lowered)
+
+    def _passes_on(self, site: _Site) -> bool:
+        """Return whether the op shares the observer of what it is given."""
+        return any(
+            argument in self.observer_of and argument.target == site.node.target
+            for argument in site.observed.all_input_nodes
+        )
+
+    def _expected_qparams(self, site: _Site, name: str, state: FxState) -> Qparams | None:
+        """Return the qparams that the observer makes of the parameter as ``state`` has it."""
+        names = (f"{self.prefix}{each}" for each in self.names.get(name, (name, in_sequential(name))))
+        value = next((state.entries[each].value for each in names if each in state.entries), None)
+        if not isinstance(value, Tensor) or not bool(value.isfinite().all()):
+            return None
+        observer = copy.deepcopy(site.observer)
+        release_qparams(observer)
+        source: Any = getattr(observer, "activation_post_process", observer)
+        source(value.float())
+        scale, zero_point = source.calculate_qparams()
+        return scale, zero_point
 
     def _in_graph_order(self, sites: list[_Site]) -> list[_Site]:
         order = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
 
         def place(site: _Site) -> float:
-            # FX's graph reads a parameter where it is used.
-            return order[site.node] if site.reader is None else order[site.reader] - 0.5
+            if _attribute(site.node) is None:
+                return order[site.node]
+            # FX's graph reads a parameter where it is used, or before that.
+            return min((order[user] for user in site.node.users), default=order[site.node]) - 0.5
 
         return sorted(sites, key=place)
 
-    def _scale_prefix(self, site: _Site) -> str:
+    def _scale_prefix(self, site: _Site, state: FxState) -> str:
         record = op_record(site.observed)
+        if record is not None and self._is_item_of_call(site, record, state):
+            record = replace(record, origin=item_origin(site.observed))
         is_input = site.observed.op == "placeholder" or (
             record is not None and self.rules is not None and record.select(self.rules).qconfig is None
         )
         if is_input or record is None:
-            first = next(iter(site.node.users), None)
-            record = op_record(first) if first is not None else None
+            record = _first_reader(site.node)
         path = "" if record is None else _once(record.origin.module_path)
         return path.replace(".", "_") + ("_input" if is_input else "")
+
+    def _is_item_of_call(self, site: _Site, record: OpRecord, state: FxState) -> bool:
+        """Return whether FX takes the value out of the results of a module: the code around it is what does."""
+        if not record.origin.is_module_call or self._passes_on(site):
+            return False
+        path = f"{self.prefix}{_once(record.origin.module_path)}"
+        own = (f"{path}.scale", f"{self.prefix}{path.removeprefix(self.prefix).replace('.', '_')}_scale_0")
+        return not any(name in state.entries for name in own)
 
     def _module_path(self, op: Node) -> str:
         record = op_record(op)
@@ -248,6 +344,29 @@ class _Reader:
             for role, own in {**norm.names, "num_batches_tracked": counter}.items():
                 names[own] = (own, in_sequential(own), f"{path}.bn.{role}")
         return names
+
+
+def _first_reader(observer: Node) -> OpRecord | None:
+    """Return the reader that FX names an input after: a linear function, or the first."""
+    records = [op_record(user) for user in observer.users]
+    linear = (each for each in records if each is not None and F.linear in each.origin.object_types)
+    return next(linear, records[0] if records else None)
+
+
+def _has_fixed_qparams(observer: nn.Module) -> bool:
+    return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
+
+
+def _difference(expected: Qparams | None, found: Qparams | None) -> float:
+    """Return how far qparams are from each other, of 10 at most."""
+    if expected is None or found is None:
+        return 0.0
+    (scale, zero_point), (other, other_zero_point) = expected, found
+    if scale.numel() != other.numel():
+        return 10.0
+    far = (scale.reshape(-1).double() / other.reshape(-1).double()).log().abs().mean()
+    far += (zero_point.reshape(-1).double() - other_zero_point.reshape(-1).double()).abs().mean() / 256
+    return min(float(far.nan_to_num(10.0)), 10.0)
 
 
 def _aligned(
