@@ -139,7 +139,11 @@ class FxState:
 
     def scales(self) -> list[str]:
         """The names of all scales, those of a graph and of quantized modules."""
-        return [name for name in self.entries if SCALE_NAME.match(name) or name.endswith(".scale")]
+        return [
+            name
+            for name in self.entries
+            if (SCALE_NAME.match(name) or name.endswith(".scale")) and self.qparams(name)[1] in self.entries
+        ]
 
     def values_of(self, scale_name: str) -> tuple[Tensor, Tensor] | None:
         """A scale and its zero point; None if one of them is missing."""
@@ -193,7 +197,11 @@ class _Reader:
         for name, value in self.state.items():
             self._read(name, value)
         # A quantized batch norm has float weights, and the scale of its output.
-        modules = (name.removesuffix(".scale") for name in self.entries if name.endswith(".scale"))
+        modules = (
+            name.removesuffix(".scale")
+            for name in self.entries
+            if name.endswith(".scale") and f"{name.removesuffix('scale')}zero_point" in self.entries
+        )
         observers = ("activation_post_process", "weight_fake_quant")
         self.is_lowered = self.is_converted or any(not set(observers) & {*_parts(path)} for path in modules)
         if self.refused:

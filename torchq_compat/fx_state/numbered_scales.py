@@ -1,9 +1,9 @@
 """Which of FX's numbered scales belongs to which place of a graph.
 
-FX numbers the scales of one name in the order of its graph. An exported graph has the same order, but for two
-things: a parameter stands in FX's graph where Python read it, which may be long before the op that is given it;
-and ops that torch.export drops have a scale there. A lowered model lacks the scales that its modules and kernels
-hold. So the places are laid beside the numbers in the one way that agrees best with what the scales are.
+FX numbers the scales of one name in the order of its graph. An exported graph has the same order, but for
+two things: a parameter stands in FX's graph where Python read it, which may be long before the op that is
+given it; and ops that torch.export drops have a scale there. A lowered model lacks the scales that its
+modules and kernels hold. So the places are laid beside the numbers in the one way that agrees best with the scales.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["Place", "laid_beside"]
+__all__ = ["Number", "Place", "laid_beside", "numbers_of"]
 
 Key = TypeVar("Key")
 
 #: A scale without a place, or a place without its scale, is only taken where nothing else agrees.
-EXTRA, LACKED = 1000.0, 50.0
+EXTRA, LACKED = 20.0, 1000.0
 #: A place that may lack its scale has one; for each place a parameter moves.
 UNLIKELY, MOVED = 0.1, 1e-3
+#: One that is new has the qparams of another, or the other way round.
+UNLIKE = 1.0
 MOST_EXTRA = 16
 #: So many parameters may have been read in another order than they are used in.
 WINDOW = 6
@@ -33,13 +35,40 @@ class Place(Generic[Key]):
 
     Attributes:
         may_lack: whether the model may do without its scale.
+        is_new: whether it is the first of this name that its observer sees: the others have its qparams.
+            None: that says nothing.
         mismatch: of a parameter, which may stand anywhere in front of its reader: how much a scale of that
             index differs from what it has to be; 0 for the same.
     """
 
     key: Key
     may_lack: bool = False
+    is_new: bool | None = None
     mismatch: Callable[[int], float] | None = None
+
+
+@dataclass(frozen=True)
+class Number:
+    """A scale of FX.
+
+    Attributes:
+        is_elsewhere: whether another one has the same qparams, so that an op which passes its input on may
+            have them.
+        is_new: whether none in front of it, of the same name, has the same qparams.
+    """
+
+    is_elsewhere: bool
+    is_new: bool
+
+
+def numbers_of(fingerprints: Mapping[int, object], everywhere: Mapping[Any, int]) -> dict[int, Number]:
+    """Return what is known of scales from their content, and how often each content is in the state."""
+    seen: set[object] = set()
+    numbers = {}
+    for number, content in sorted(fingerprints.items()):
+        numbers[number] = Number(everywhere.get(content, 0) > 1, content not in seen)
+        seen.add(content)
+    return numbers
 
 
 @dataclass
@@ -50,14 +79,13 @@ class _State(Generic[Key]):
 
 
 def laid_beside(
-    places: Sequence[Place[Key]], given: Mapping[int, bool], is_whole: bool
+    places: Sequence[Place[Key]], given: Mapping[int, Number], is_whole: bool
 ) -> tuple[dict[Key, set[int]], set[int]] | None:
     """Lay ``places``, in the order of the graph, beside the numbers of FX's scales.
 
     Args:
         places: a parameter stands where its reader does.
-        given: the numbers there are; whether the same qparams are elsewhere, so that an op which passes its
-            input on may have them.
+        given: the numbers there are.
         is_whole: whether each place has its scale, as in a reference model.
 
     Returns:
@@ -75,11 +103,7 @@ def laid_beside(
     ends: list[tuple[int, tuple[int, frozenset[int], int]]] = []
     for number in range(last + 1 + len(places) + 1):
         if number > last:
-            ends += [
-                (number, key)
-                for key in layer
-                if key[0] == len(fixed) and len(key[1]) == len(floating)
-            ]
+            ends += [(number, key) for key in layer if key[0] == len(fixed) and len(key[1]) == len(floating)]
         following: dict[tuple[int, frozenset[int], int], _State[Key]] = {}
         for key, state in layer.items():
             for after, place, cost in _steps(key, number, fixed, floating, ahead, given):
@@ -94,6 +118,8 @@ def laid_beside(
     if not ends:
         return None
     best = min(layers[number][key].cost for number, key in ends)
+    if best == NOWHERE:
+        return None
     found: dict[Key, set[int]] = {place.key: set() for place in places}
     extra: set[int] = set()
     todo = {end for end in ends if layers[end[0]][end[1]].cost <= best + 1e-9}
@@ -115,7 +141,7 @@ def _steps(
     fixed: Sequence[Place[Key]],
     floating: Sequence[tuple[int, Place[Key]]],
     ahead: Sequence[int],
-    given: Mapping[int, bool],
+    given: Mapping[int, Number],
 ) -> Iterator[tuple[tuple[int, frozenset[int], int], Place[Key] | None, float]]:
     """What ``number`` may be of, with the state after it and the cost."""
     done, placed, extra = key
@@ -126,6 +152,7 @@ def _steps(
         place = fixed[done]
         if is_given:
             cost = UNLIKELY if place.may_lack else 0.0
+            cost += UNLIKE * (place.is_new not in (None, given[number].is_new))
         else:
             cost = 0.0 if place.may_lack else LACKED
         yield (done + 1, placed, extra), place, cost
@@ -137,5 +164,5 @@ def _steps(
             yield (done, placed | {index}, extra), place, cost + place.mismatch(number)
         elif place.may_lack:
             yield (done, placed | {index}, extra), place, cost
-    if extra < MOST_EXTRA and (given[number] if is_given else number <= max(given, default=-1)):
+    if extra < MOST_EXTRA and (given[number].is_elsewhere if is_given else number <= max(given, default=-1)):
         yield (done, placed, extra + 1), None, EXTRA
