@@ -3,7 +3,7 @@
 FX numbers the scales of one name in the order of its graph. An exported graph has the same order, but for
 two things: a parameter stands in FX's graph where Python read it, which may be long before the op that is
 given it; and ops that torch.export drops have a scale there. A lowered model lacks the scales that its
-modules and kernels hold. So the places are laid beside the numbers in the one way that agrees best with the scales.
+modules and kernels hold. So the places are laid beside the numbers in the way that agrees best.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-__all__ = ["Number", "Place", "laid_beside", "numbers_of"]
+__all__ = ["Number", "Place", "laid_beside"]
 
 Key = TypeVar("Key")
 
@@ -35,8 +35,9 @@ class Place(Generic[Key]):
 
     Attributes:
         may_lack: whether the model may do without its scale.
-        is_new: whether it is the first of this name that its observer sees: the others have its qparams.
-            None: that says nothing.
+        is_new: whether it is the first that its observer sees: the others have its qparams. None: that says
+            nothing.
+        as_before: whether the observer of the place before sees it too.
         mismatch: of a parameter, which may stand anywhere in front of its reader: how much a scale of that
             index differs from what it has to be; 0 for the same.
     """
@@ -44,6 +45,7 @@ class Place(Generic[Key]):
     key: Key
     may_lack: bool = False
     is_new: bool | None = None
+    as_before: bool = False
     mismatch: Callable[[int], float] | None = None
 
 
@@ -52,23 +54,12 @@ class Number:
     """A scale of FX.
 
     Attributes:
-        is_elsewhere: whether another one has the same qparams, so that an op which passes its input on may
-            have them.
-        is_new: whether none in front of it, of the same name, has the same qparams.
+        repeats: whether one in front of it, of whatever name, has the same qparams.
+        as_before: whether the number before has.
     """
 
-    is_elsewhere: bool
-    is_new: bool
-
-
-def numbers_of(fingerprints: Mapping[int, object], everywhere: Mapping[Any, int]) -> dict[int, Number]:
-    """Return what is known of scales from their content, and how often each content is in the state."""
-    seen: set[object] = set()
-    numbers = {}
-    for number, content in sorted(fingerprints.items()):
-        numbers[number] = Number(everywhere.get(content, 0) > 1, content not in seen)
-        seen.add(content)
-    return numbers
+    repeats: bool
+    as_before: bool
 
 
 @dataclass
@@ -152,7 +143,8 @@ def _steps(
         place = fixed[done]
         if is_given:
             cost = UNLIKELY if place.may_lack else 0.0
-            cost += UNLIKE * (place.is_new not in (None, given[number].is_new))
+            cost += UNLIKE * (place.is_new is given[number].repeats)
+            cost += UNLIKE * (is_given and place.as_before and not given[number].as_before)
         else:
             cost = 0.0 if place.may_lack else LACKED
         yield (done + 1, placed, extra), place, cost
@@ -164,5 +156,5 @@ def _steps(
             yield (done, placed | {index}, extra), place, cost + place.mismatch(number)
         elif place.may_lack:
             yield (done, placed | {index}, extra), place, cost
-    if extra < MOST_EXTRA and (given[number].is_elsewhere if is_given else number <= max(given, default=-1)):
+    if extra < MOST_EXTRA and (given[number].repeats if is_given else number <= max(given, default=-1)):
         yield (done, placed, extra + 1), None, EXTRA

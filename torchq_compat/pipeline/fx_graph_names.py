@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torchq_compat.annotate.op_records import OpRecord, op_record
 from torchq_compat.capture.origins import callers_of_leaf
 from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.fx_state.given import SCALE_NAME, FxState
-from torchq_compat.fx_state.numbered_scales import Place, laid_beside, numbers_of
+from torchq_compat.fx_state.numbered_scales import Number, Place, laid_beside
 from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.graph.observed_graph import observer_nodes
@@ -234,19 +234,23 @@ class _Reader:
             given.setdefault(match["prefix"], {})[int(match["index"])] = name
         groups: dict[str, list[_Site]] = {}
         ordered = self._in_graph_order(sites)
+        new = _first_of_each(ordered)
         for site in ordered:
             groups.setdefault(f"{self.prefix}{self._scale_prefix(site, state, given)}", []).append(site)
-        prints = Counter(state.fingerprint(name) for name in state.scales())
+        repeated = _repeated(theirs, state, [name for name in state.scales() if name not in theirs])
         names: dict[Node, str] = {}
         more: list[str] = []
         problems: list[str] = []
         for prefix, members in groups.items():
             of_group = given.pop(prefix, {})
-            are_new = _are_new(members)
             places = [
-                self._place(site, of_group, state, new) for site, new in zip(members, are_new, strict=True)
+                self._place(
+                    site, of_group, state, site.node in new, before is not None and before.path == site.path
+                )
+                for before, site in pairwise((None, *members))
+                if site is not None
             ]
-            numbers = numbers_of({i: state.fingerprint(name) for i, name in of_group.items()}, prints)
+            numbers = _numbers(of_group, repeated, state)
             laid = laid_beside(places, numbers, state.is_reference)
             if laid is None:
                 # The names that there would be: the loader tells which are missing.
@@ -269,7 +273,9 @@ class _Reader:
             return aligned if not aligned[2] or not problems else (names, tuple(more), tuple(problems))
         return names, tuple(more), tuple(problems)
 
-    def _place(self, site: _Site, given: dict[int, str], state: FxState, is_new: bool) -> Place[Node]:
+    def _place(
+        self, site: _Site, given: dict[int, str], state: FxState, is_new: bool, as_before: bool
+    ) -> Place[Node]:
         parameter = _attribute(site.node)
         is_packed = site.reader is not None and state.is_lowered
         if parameter is not None:
@@ -287,7 +293,7 @@ class _Reader:
         )
         is_fixed = _has_fixed_qparams(site.observer)
         may_lack = is_packed or is_held or self._passes_on(site) or is_fixed
-        return Place(site.node, may_lack and state.is_lowered, None if is_fixed else is_new)
+        return Place(site.node, may_lack and state.is_lowered, None if is_fixed else is_new, as_before)
 
     def _passes_on(self, site: _Site) -> bool:
         """Return whether the op shares the observer of what it is given."""
@@ -402,10 +408,30 @@ def _kernel_qparams(site: _Site) -> tuple[float, int] | None:
     return float(scale), int(zero_point)
 
 
-def _are_new(sites: list[_Site]) -> list[bool]:
-    """Return for each site whether it is the first of its observer."""
-    first: dict[str, _Site] = {}
-    return [first.setdefault(site.path, site) is site for site in sites]
+def _first_of_each(sites: list[_Site]) -> set[Node]:
+    """Return the first site of each observer."""
+    first: dict[str, Node] = {}
+    return {site.node for site in sites if first.setdefault(site.path, site.node) is site.node}
+
+
+def _numbers(names: dict[int, str], repeated: set[str], state: FxState) -> dict[int, Number]:
+    prints = {index: state.fingerprint(name) for index, name in names.items()}
+    return {
+        index: Number(name in repeated, prints.get(index - 1) == prints[index])
+        for index, name in names.items()
+    }
+
+
+def _repeated(names: list[str], state: FxState, beside: Collection[str] = ()) -> set[str]:
+    """Return which of ``names`` have the content of one in front of them, or of one of ``beside``."""
+    seen = {state.fingerprint(name) for name in beside}
+    found = set()
+    for name in names:
+        content = state.fingerprint(name)
+        if content in seen:
+            found.add(name)
+        seen.add(content)
+    return found
 
 
 def _has_fixed_qparams(observer: nn.Module) -> bool:
@@ -439,8 +465,14 @@ def _aligned(
     where = prefix.removesuffix(".") or "the model itself"
     problem = f"it has {len(theirs)} observers in {where} where this model has {len(sites)}"
     prints = [state.fingerprint(name) for name in theirs]
-    places = [Place(site.node, is_new=new) for site, new in zip(sites, _are_new(sites), strict=True)]
-    laid = laid_beside(places, numbers_of(dict(enumerate(prints)), Counter(prints)), is_whole=True)
+    new, repeated = _first_of_each(sites), _repeated(theirs, state)
+    places = [
+        Place(site.node, is_new=site.node in new, as_before=before is not None and before.path == site.path)
+        for before, site in pairwise((None, *sites))
+        if site is not None
+    ]
+    numbers = _numbers(dict(enumerate(theirs)), repeated, state)
+    laid = laid_beside(places, numbers, is_whole=True)
     if laid is None:
         return {}, (), () if state.is_converted and not theirs else (problem,)
     found, extra = laid
