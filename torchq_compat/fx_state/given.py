@@ -22,7 +22,7 @@ __all__ = ["SCALE_NAME", "Entry", "FxState", "is_fx_state"]
 
 #: What only FX's models, and torch.ao's eager ones, call their entries.
 ONLY_FX = re.compile(
-    r"(^|\.)(activation_post_process(_\d+)?\.|weight_fake_quant\.|_packed_params\.|_all_weight_values\."
+    r"(^|\.)(([^.]+_)?activation_post_process(_\d+)?\.|weight_fake_quant\.|_packed_params\.|_all_weight_values\."
     r"|_packed_weight_|weight_(scale|zero_point|qscheme|dtype|axis)$)|_(scale|zero_point)_\d+$|_packed_weight_\d+$"
 )
 #: What a state of ours has, and no state of FX.
@@ -119,6 +119,13 @@ class FxState:
         found = {int(match[1]) for name in self.entries if (match := pattern.match(name))}
         return [f"{prefix}activation_post_process_{index}" for index in sorted(found)]
 
+    def named_observers_at(self, prefix: str) -> list[str]:
+        """``<prefix><name of a node>_activation_post_process_<k>``, as FX called them before torch 1.12, in
+        the order of its graph."""
+        pattern = re.compile(re.escape(prefix) + r"[^.]+_activation_post_process_\d+(?=\.)")
+        found = (match[0] for name in self.entries if (match := pattern.match(name)))
+        return list(dict.fromkeys(found))
+
     def scales_at(self, prefix: str) -> list[str]:
         """Names of the scales of a converted graph at ``prefix``, in the order of the graph."""
         names = (name for name in self.entries if name.startswith(prefix))
@@ -202,8 +209,7 @@ class _Reader:
             for name in self.entries
             if name.endswith(".scale") and f"{name.removesuffix('scale')}zero_point" in self.entries
         )
-        observers = ("activation_post_process", "weight_fake_quant")
-        self.is_lowered = self.is_converted or any(not set(observers) & {*_parts(path)} for path in modules)
+        self.is_lowered = self.is_converted or not all(_is_in_observer(path) for path in modules)
         if self.refused:
             raise _unknown_values(self.refused, self.state)
         self._join_reference_weights()
@@ -266,6 +272,7 @@ class _Reader:
                 continue
             self.is_converted = True
             beside = [f"{name}_scale", f"{name}_zero_point"]
+            _check_weight(name, weight, scale.value, zero_point.value)
             axis = self.entries.get(f"{name}_axis")
             beside += [
                 other
@@ -274,7 +281,7 @@ class _Reader:
             ]
             dtype = self.state.get(f"{name}_dtype")
             value = _reference_weight(
-                weight,
+                weight.float(),
                 scale.value,
                 zero_point.value,
                 int(axis.value) if axis is not None and isinstance(axis.value, Tensor) else 0,
@@ -283,6 +290,16 @@ class _Reader:
             for other in beside:
                 self.entries.pop(other, None)
             self.entries[name] = Entry(value, (name, *beside))
+
+
+def _check_weight(name: str, weight: Tensor, scale: Any, zero_point: Any) -> None:
+    """Refuse what cannot be quantized."""
+    if weight.is_meta or scale.is_meta or zero_point.is_meta:
+        raise CheckpointError.bad_value(name, "is a meta tensor, which has no values")
+    if not bool(weight.isfinite().all()):
+        raise CheckpointError.bad_value(name, "holds NaN or infinity")
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise CheckpointError.bad_value(f"{name}_scale", "holds a scale that is no positive number")
 
 
 def _reference_weight(
@@ -297,9 +314,9 @@ def _reference_weight(
     return weight_of_tensor(quantize_per_channel(weight, scale, zero_point, axis, dtype))
 
 
-def _parts(path: str) -> Iterator[str]:
-    """The names in ``path``, without numbers behind them."""
-    return (re.sub(r"_\d+$", "", part) for part in path.split("."))
+def _is_in_observer(path: str) -> bool:
+    names = (re.sub(r"_\d+$", "", part) for part in path.split("."))
+    return any(name == "weight_fake_quant" or name.endswith("activation_post_process") for name in names)
 
 
 def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointError:

@@ -132,8 +132,14 @@ class _Reader:
         if state.is_converted:
             scale_of, more, problems = self._scale_names(numbered, state)
         else:
-            theirs = state.observers_at(self.prefix)
-            prefix_of, more, problems = _aligned(numbered, theirs, state, self.prefix)
+            named = state.named_observers_at(self.prefix)
+            theirs = named or state.observers_at(self.prefix)
+            prefix_of = self._named_parameters(numbered, named)
+            unnamed = [site for site in numbered if site.node not in prefix_of]
+            theirs = [name for name in theirs if name not in prefix_of.values()]
+            ordered = self._in_graph_order(unnamed) if named else unnamed
+            found, more, problems = _aligned(ordered, theirs, state, self.prefix)
+            prefix_of |= found
         by_path: dict[str, list[_Site]] = {}
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
@@ -148,6 +154,16 @@ class _Reader:
             for path, sites in by_path.items()
         )
         return wanted, more, problems
+
+    def _named_parameters(self, sites: list[_Site], named: list[str]) -> dict[Node, str]:
+        """Return the observers that are called after parameters: they stand where Python read those."""
+        found: dict[Node, str] = {}
+        for site in sites:
+            parameter = _attribute(site.node)
+            if parameter is not None:
+                name = f"{self.prefix}{_flat(str(parameter.target))}_activation_post_process_0"
+                found |= {site.node: name} if name in named else {}
+        return found
 
     def folded(self) -> Iterator[FoldedBatchNorm]:
         for norm in batch_norm.describe(self.graph_module):

@@ -244,8 +244,11 @@ class _Planner:
         self, name: str, wanted: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         own = _names_of(observer)
+        given = _current_observer(given, own, observer)
         learned = dict(getattr(observer, "legacy", observer).named_parameters())
         lacking = sorted(each for each in own - given.keys() if not each.endswith(EPS))
+        if _has_fixed_qparams(observer):
+            lacking = []
         unknown = sorted(given.keys() - own)
         if lacking or unknown:
             raise CheckpointError.other_model(
@@ -257,6 +260,9 @@ class _Planner:
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN or infinity")
             if key.endswith(("min_val", "max_val")) and bool(value.isnan().any()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN")
+            other = key.replace("min_val", "max_val")
+            if other != key and value.shape == given[other].shape and _is_no_range(value, given[other]):
+                raise CheckpointError.bad_value(f"{name}.{key}", f"is larger than {name}.{other}")
             # One that is learned may be anything after a step; the next call clamps it.
             if key.endswith("scale") and key not in learned and not bool((value > 0).all()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds a scale that is no positive number")
@@ -396,6 +402,28 @@ def _is_stand_in(path: str, entries: Mapping[str, Entry]) -> bool:
         and bool((scale.value == 1).all())
         and not bool(zero_point.value.any())
     )
+
+
+def _is_no_range(low: Tensor, high: Tensor) -> bool:
+    return bool(((low > high) & low.isfinite() & high.isfinite()).any())
+
+
+def _current_observer(given: dict[str, Tensor], own: set[str], observer: Any) -> dict[str, Tensor]:
+    """Return the state of an observer as torch saves it today.
+
+    Before torch 1.8 the range of an observer without values was empty; before 1.12 ops of fixed qparams had
+    fake-quantizes in calibration as well.
+    """
+    source = getattr(observer, "activation_post_process", observer)
+    current = {}
+    for name, value in given.items():
+        if name not in own and _has_fixed_qparams(observer):
+            continue
+        low = name.endswith("min_val")
+        if (low or name.endswith("max_val")) and not value.numel() and not hasattr(source, "ch_axis"):
+            value = torch.tensor(torch.inf if low else -torch.inf)
+        current[name] = value
+    return current
 
 
 def _names_of(observer: nn.Module) -> set[str]:
