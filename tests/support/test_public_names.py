@@ -10,8 +10,8 @@ ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
     CheckpointError CodeError ConfigError ConvertError CustomModuleError ExampleInputsError ExecutorchError
     ExportError FxError
-    InputError LeftFloatError ModuleAttributeError OnnxError PartConfigError PathError QuantizationWarning
-    RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError TorchQCompatError
+    InputError LeftFloatError ModuleAttributeError OnnxError OnnxFileError PartConfigError PathError
+    QuantizationWarning RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError TorchQCompatError
     UserModuleError
 """
 QUANTIZE_FX = """
