@@ -16,8 +16,10 @@ from torch.ao.quantization import (
     get_default_qconfig_mapping,
 )
 
+import torchq_compat as tc
 from tests.fx_state import more_models as models
 from tests.fx_state.pairs import differences_of, saved_from
+from tests.helpers.oracle import activation_qparams, fx_activation_qparams, sqnr
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import CheckpointError
 from torchq_compat.fx_state.numbered_scales import Number, Place, laid_beside
@@ -117,6 +119,31 @@ def test_a_scale_that_fx_does_not_save_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"lacks act.*outside of the state"):
         load_fx_state(saved.prepared(), saved.states["lowered"])
     assert differences_of(saved, "reference") == set()
+
+
+class Dropped(nn.Module):
+    """A lowered dropout has no scale, nor has the op in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop, self.fc = nn.Conv2d(3, 4, 3), nn.Dropout(0.2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.drop(self.conv(x).mean((2, 3))))
+
+
+def test_dropout() -> None:
+    """FX's lowered one hands on the qparams of its input, which here are those of the convolution."""
+    torch.manual_seed(0)
+    saved = saved_from(Dropped(), x86, [image() for _ in range(2)])
+    assert differences_of(saved, "prepared") == set()
+    assert differences_of(saved, "reference") == set()
+    prepared, x = saved.prepared(), saved.batches[0]
+    load_fx_state(prepared, saved.states["lowered"])
+    converted = tc.convert_to_reference_fx(prepared)
+    assert saved.lowered is not None
+    assert activation_qparams(converted) < fx_activation_qparams(saved.reference)
+    assert sqnr(saved.lowered(*x), converted(*x)) > 35
 
 
 def test_a_weight_that_differs_from_itself_is_refused() -> None:

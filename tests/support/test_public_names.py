@@ -11,8 +11,8 @@ ERRORS = """
     CheckpointError CodeError ConfigError ConvertError CustomModuleError ExampleInputsError ExecutorchError
     ExportError FxError
     InputError LeftFloatError ModuleAttributeError OnnxError OnnxFileError PartConfigError PathError
-    QuantizationWarning RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError TorchQCompatError
-    UserModuleError
+    QuantizationWarning RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError
+    TorchQCompatError UserModuleError
 """
 QUANTIZE_FX = """
     convert_fx convert_to_reference_fx fuse_fx get_default_convert_custom_config

@@ -45,6 +45,7 @@ class WantedObserver:
         prefixes: what FX's prepared model calls the same observer; several where it has several names.
         scales: what FX's converted model may call its scale.
         is_weight: whether it observes a weight: a converted model has its qparams with the integers.
+        handed_on: scales of what it hands on as it is, for a lowered model that has none of its own.
         kernel: scale and zero point of the result of FX's kernel; a lowered model may have no others.
     """
 
@@ -53,6 +54,7 @@ class WantedObserver:
     scales: tuple[str, ...] = ()
     is_weight: bool = False
     kernel: tuple[float, int] | None = None
+    handed_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

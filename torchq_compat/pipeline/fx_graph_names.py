@@ -150,6 +150,7 @@ class _Reader:
                 tuple(name for site in sites for name in self._scales(site, scale_of)),
                 is_weight=any(site.reader is not None for site in sites),
                 kernel=_kernel_qparams(sites[0]),
+                handed_on=tuple(self._handed_on(sites[0], scale_of)),
             )
             for path, sites in by_path.items()
         )
@@ -230,10 +231,14 @@ class _Reader:
         record = op_record(site.observed)
         if record is not None and record.origin.is_module_call:
             yield f"{self.prefix}{self._path(record)}.scale"
+
+    def _handed_on(self, site: _Site, scale_of: dict[Node, str]) -> Iterator[str]:
+        """Yield the scales of what a dropout is given: FX's lowered module hands that on, and has none."""
         if site.observed.target is ATEN.dropout.default:
-            # FX's lowered module hands its input on, and has no qparams.
-            source = next((each for each in self.sites if each.node in site.observed.all_input_nodes), None)
-            yield from () if source is None else self._scales(source, scale_of)
+            sources = {node.target for node in site.observed.all_input_nodes if node in self.observer_of}
+            for each in self.sites:
+                if each.path in sources:
+                    yield from self._scales(each, scale_of)
 
     def _scale_names(
         self, sites: list[_Site], state: FxState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,9 +136,10 @@ class _Planner:
             self._dissolve(batch_norm)
         for observer in self.wanted.observers:
             self._plan_observer(observer)
+        lacks_weights = bool(self.missing)
         self._match_in_order()
         self._drop_known()
-        self._refuse_rest()
+        self._refuse_rest(lacks_weights)
         self.made.of_several_calls = [
             name for name, paths in self.given_by.items() if name.endswith(".scale") and len(paths) > 1
         ]
@@ -279,12 +280,11 @@ class _Planner:
             if weight.scale is not None and weight.zero_point is not None:
                 self.made.qparams[wanted.path] = weight.scale, weight.zero_point
             return
-        found = {}
-        for scale_name in wanted.scales:
-            names = self.state.qparams(scale_name)
-            scale, zero_point = (self.state.take((name,)) for name in names)
-            if scale is not None and zero_point is not None:
-                found[scale_name] = scale[1].value, zero_point[1].value
+        found = self._qparams_of(wanted.scales)
+        if not found and self.state.is_lowered and (handed_on := self._qparams_of(wanted.handed_on)):
+            name, values = next(iter(handed_on.items()))
+            self._set_qparams(wanted, observer, name, *values)
+            return
         if not found:
             if wanted.kernel is not None and self.state.is_lowered:
                 fixed_scale, fixed_zero_point = wanted.kernel
@@ -296,6 +296,14 @@ class _Planner:
         name = next(iter(found)) if wanted.is_weight else self._most_common(list(found))
         self.given_by.setdefault(name, []).append(wanted.path)
         self._set_qparams(wanted, observer, name, *found[name])
+
+    def _qparams_of(self, scale_names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+        found = {}
+        for scale_name in scale_names:
+            scale, zero_point = (self.state.take((name,)) for name in self.state.qparams(scale_name))
+            if scale is not None and zero_point is not None:
+                found[scale_name] = scale[1].value, zero_point[1].value
+        return found
 
     def _set_qparams(
         self, wanted: WantedObserver, observer: Any, name: str, scale_value: Any, zero_point_value: Any
@@ -374,9 +382,9 @@ class _Planner:
         weight = name.partition("weight_fake_quant.")[0] + "weight"
         return any(weight in tensor.names and tensor.observers for tensor in self.wanted.tensors)
 
-    def _refuse_rest(self) -> None:
+    def _refuse_rest(self, lacks_weights: bool) -> None:
         if self.missing:
-            if self.state.is_lowered and self.without_qparams:
+            if self.state.is_lowered and not lacks_weights:
                 why = "FX's lowered ELU, PReLU, Sigmoid and Softmax keep their qparams outside of the state"
                 self.wanted = replace(self.wanted, problems=(*self.wanted.problems, why))
             problems = "".join(f"; {problem}" for problem in self.wanted.problems)
