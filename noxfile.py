@@ -27,6 +27,14 @@ def checks(session: nox.Session) -> None:
 
 
 @nox.session
+def pyright(session: nox.Session) -> None:
+    """The types as users of pyright see them: a script over the whole public API, in its strict mode."""
+    install(session, "test")
+    session.install("pyright")
+    session.run("pyright", "tests/typing_checks/user_script.py")
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """The default tests, or what is given: ``nox -s tests -- tests/parity -k resnet``."""
     install(session, "test", "executorch")

@@ -12,6 +12,7 @@ __all__ = ["Bar", "bars_table", "latency_bars", "lost_table", "stage_bars"]
 
 Row = Mapping[str, Any]
 ONNX_RUNTIME = "ONNX Runtime, dynamic int8"
+ON_OLDER_CPUS = ("ours, lowered on AVX-VNNI", "ours, lowered on AVX2")
 PEERS = ("float", "dynamic quantized", "FX static", "bfloat16", ONNX_RUNTIME, "OpenVINO, int8")
 #: Of float, for loops in Python around recurrent modules.
 LOOP_LIMIT = 1.2
@@ -95,22 +96,30 @@ def _recurrent_bars(rows: Sequence[Row]) -> Iterator[Bar]:
         elif ", 1, 1)" in case:  # one step per call
             limits = {"FX static": 1.0, "dynamic quantized": 1.0, ONNX_RUNTIME: 2.0}
         else:
-            limits = {"FX static": 1 / 3 if index < 2 else 1.0}
-            if lowered["hidden"] >= 512:
-                limits |= {"float": 1.0, "dynamic quantized": 1.0}
+            limits = {"FX static": 1 / 3 if index < 2 else 1.0, ONNX_RUNTIME: 1.0, "bfloat16": 1.0}
+            limits |= (
+                {"float": 1.0, "dynamic quantized": 1.0} if lowered["hidden"] >= 512 else {"float": 0.75}
+            )
         for peer, limit in limits.items():
             if peer in by_name:
                 yield _against(case, lowered, by_name[peer], limit)
+        for older in ON_OLDER_CPUS:
+            if {older, "dynamic quantized"} <= by_name.keys():
+                yield _against(case, by_name[older], by_name["dynamic quantized"], 1.0)
 
 
 def _feedforward_bars(rows: Sequence[Row]) -> Iterator[Bar]:
     for case, by_name in _by_case(rows):
         if {"ours, lowered", "FX static"} <= by_name.keys():
-            yield _against(case, by_name["ours, lowered"], by_name["FX static"], 1.1)
+            yield _against(case, by_name["ours, lowered"], by_name["FX static"], 1.0)
 
 
 def _against(case: str, ours: Row, peer: Row, limit: float) -> Bar:
-    return Bar(f"{case}: lowered, of {peer['contender']}", ours["median_ms"] / peer["median_ms"], limit)
+    return Bar(
+        f"{case}: {ours['contender'].removeprefix('ours, ')}, of {peer['contender']}",
+        ours["median_ms"] / peer["median_ms"],
+        limit,
+    )
 
 
 def _by_case(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:

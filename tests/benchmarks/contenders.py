@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import nn
 
 from tests.benchmarks import peers
 from tests.benchmarks.cases import Case
+from torchq_compat.custom_modules.recurrent.native.build import kernel_build
 
 __all__ = [
     "FEEDFORWARD_CONTENDERS",
@@ -73,6 +75,22 @@ def _lowered(case: Case) -> Built:
     return Built(case.lowered, _saved_size(case.lowered))
 
 
+def _lowered_on(instruction_set: str, case: Case) -> Built:
+    """On one of the older instruction sets that this CPU has too; a cell keeps the one it was packed for."""
+    if kernel_build().library is None:
+        raise UnavailableError("the native kernel could not be built")
+    library = ctypes.CDLL(str(kernel_build().library))
+    if library.torchq_compat_use_instruction_set(instruction_set.encode()):
+        raise UnavailableError("this CPU does not have it")
+    try:
+        lowered = copy.deepcopy(case.lowered)
+        with torch.inference_mode():
+            lowered(*case.inputs)
+    finally:
+        library.torchq_compat_use_instruction_set(None)
+    return Built(lowered, _saved_size(lowered))
+
+
 def _compiled(case: Case) -> Built:
     # What another case compiled would count against dynamo's limit of recompilations.
     torch._dynamo.reset()
@@ -130,6 +148,10 @@ OURS = (
     Contender("ours, lowered", _lowered),
     Contender("ours, compiled", _compiled),
 )
+ON_OLDER_CPUS = (
+    Contender("ours, lowered on AVX-VNNI", partial(_lowered_on, "avx_vnni")),
+    Contender("ours, lowered on AVX2", partial(_lowered_on, "avx2")),
+)
 IN_ONNX = Contender("ours, ONNX Runtime", _onnx_runtime)
 ON_DEVICE = (
     Contender("ours, ExecuTorch portable", partial(_executorch, "portable")),
@@ -143,7 +165,7 @@ PEERS = (
     Contender("OpenVINO, float", partial(_peer, peers.openvino_float), is_quantized=False),
     Contender("OpenVINO, int8", partial(_peer, peers.openvino_int8)),
 )
-RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *PEERS, *OURS, *ON_DEVICE)
+RECURRENT_CONTENDERS = (FLOAT, DYNAMIC, FX, *PEERS, *OURS, *ON_OLDER_CPUS, *ON_DEVICE)
 #: FX has no static cells; the exporters of the other engines would unroll what is a loop here.
 LOOP_CONTENDERS = (FLOAT, DYNAMIC, PEERS[0], *OURS)
 FEEDFORWARD_CONTENDERS = (FLOAT, FX, *OURS, IN_ONNX)

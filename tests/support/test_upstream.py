@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,14 @@ def test_what_is_assumed_of_a_size_that_is_data_lets_export_go_on() -> None:
     assert program.module()(torch.ones(4), torch.tensor(2)).shape == (2,)
     with pytest.raises(RuntimeError):
         program.module()(torch.ones(4), torch.tensor(1))
+
+
+def test_a_forward_is_made_of_its_source_and_its_lines_are_found() -> None:
+    source = "def forward(self, x):\n    doubled = twice(x)\n    return doubled"
+    forward = upstream.forward_from_src(source, {"twice": lambda x: 2 * x})
+    assert forward(None, 3) == 6
+    assert linecache.getline(forward.__code__.co_filename, 2).strip() == "doubled = twice(x)"
+    assert "eval_with_key" in forward.__code__.co_filename
 
 
 def test_every_name_is_tested_here() -> None:

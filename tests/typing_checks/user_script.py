@@ -1,3 +1,4 @@
+# pyright: strict
 """A user's script over the whole public API, under mypy strict and pyright."""
 
 from __future__ import annotations

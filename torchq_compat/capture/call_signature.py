@@ -57,12 +57,22 @@ class CallSignature:
         bound = self._bind(args, kwargs)
         # To torch.jit.trace sizes are tensors, which no condition can be asked of.
         if torch.compiler.is_compiling() or not torch._C._is_tracing():
-            shapes = None if torch.compiler.is_compiling() else _shapes(bound)
-            if shapes is None or not self.sizes.were_accepted(shapes):
-                self.sizes.check(self.labelled(bound))
-                if shapes is not None:
-                    self.sizes.accept(shapes)
+            self.sizes.check(self.labelled(bound))
         return bound
+
+    def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call with the same shapes was accepted before, which spares looking closely. Not
+        to be asked in a trace."""
+        if kwargs or (self.names is not None and len(args) != len(self.names)):
+            return False
+        shapes = _shapes(args)
+        return shapes is not None and self.sizes.were_accepted(shapes)
+
+    def accept(self, bound: tuple[Any, ...]) -> None:
+        """Remember that nothing is wrong with ``bound``, which ``bind`` gave."""
+        shapes = _shapes(bound)
+        if shapes is not None:
+            self.sizes.accept(shapes)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if self.names is None:

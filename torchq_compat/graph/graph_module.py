@@ -77,7 +77,6 @@ __all__ = [
 _CALIBRATION = threading.RLock()
 #: Where a float model that is a custom module itself stands in its parent.
 ROOT = "module"
-is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 #: Attribute that holds the structure of the arguments, and what it was read from.
 STRUCTURE = "_torchq_compat_structure"
 #: Legacy switch -> whether batch norms are frozen.
@@ -194,19 +193,25 @@ class QuantizationGraphModule(GraphModule):
         metadata.RECORD.write(self, record)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.onnx.is_in_onnx_export() and is_tracing():
-            raise _old_exporter(self.record.stage.value)
-        bound = self.record.signature.bind(args, kwargs)
-        # Dynamo cannot look at the graph, and compares structures itself.
-        if not torch.compiler.is_compiling() and not self._has_structure(bound):
-            check_structure(self.reference, bound)
-        if is_traced_by_jit():
+        record, is_compiled = self.record, torch.compiler.is_compiling()
+        is_traced = not is_compiled and torch._C._is_tracing()
+        if is_traced and torch.onnx.is_in_onnx_export():
+            raise _old_exporter(record.stage.value)
+        bound = args
+        if is_compiled or is_traced or not record.signature.knows(args, kwargs):
+            bound = record.signature.bind(args, kwargs)
+            # Dynamo cannot look at the graph, and compares structures itself.
+            if not is_compiled and not self._has_structure(bound):
+                check_structure(self.reference, bound)
+            if not is_compiled and not is_traced:
+                record.signature.accept(bound)
+        if is_traced:
             for name in self.packed_weights():
                 vars(self).pop(name, None)
             return self._scripted().call(bound)
         try:
-            observes = self.record.stage is Stage.PREPARED and not self.record.is_qat
-            if not observes or torch.compiler.is_compiling():
+            observes = record.stage is Stage.PREPARED and not record.is_qat
+            if not observes or is_compiled:
                 return super().__call__(*bound)
             # Observers read, compare and write back: threads that calibrate together would lose extremes.
             with _CALIBRATION:

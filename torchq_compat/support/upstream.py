@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as USER_PRESERVED_ATTRIBUTES_KEY
+from torch.fx.graph_module import _forward_from_src as forward_from_src
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -46,6 +47,7 @@ __all__ = [
     "assume",
     "detect_fake_mode",
     "disable_current_modes",
+    "forward_from_src",
     "get_node_name_to_scope",
     "guards_of",
     "has_kernel",

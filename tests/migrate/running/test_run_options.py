@@ -135,6 +135,8 @@ def test_strict_refuses_a_module_left_float(tmp_path: Path) -> None:
     told = r"torchq-compat: (.*\.py):(\d+): 1 module of Model left float: GRU 'gru': .* Hint: "
     found = re.search(told, result.stderr)
     assert found, result.stderr
+    assert "  Model, prepared: " in result.stderr
+    assert "    float: " not in result.stderr  # The error says it.
     # The line of the call, not of the call of the function that it is in.
     assert "return prepare_fx(" in (tmp_path / found[1]).read_text().splitlines()[int(found[2]) - 1]
 

@@ -26,6 +26,7 @@ from torchq_compat.graph.graph_module import (
 )
 from torchq_compat.graph.other_engines import refuse_torchao_prepare
 from torchq_compat.graph.quantized_interface import take_integers
+from torchq_compat.lower.x86.direct_code import direct_forward
 from torchq_compat.lower.x86.engines import Engine, packing_for, torchs_kernels_alone
 from torchq_compat.lower.x86.lowered_calls import lower_opaque_modules
 from torchq_compat.lower.x86.lowered_parts import MADE, share_state
@@ -202,9 +203,9 @@ class LoweredGraphModule(ConvertedModel):
     def recompile(self) -> PythonCode:
         """See ``torch.fx.GraphModule``. Dynamo does not go through ``__call__``."""
         code = super().recompile()
-        compiled = type(self).forward
+        compiled = direct_forward(code, self._graph)
 
-        @wraps(compiled)
+        @wraps(type(self).forward)
         def forward(self: LoweredGraphModule, *args: Any) -> Any:
             return self.reference.forward(*args) if _is_captured() else compiled(self, *args)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import attrgetter
+
 from torch import Tensor, nn
 
 __all__ = ["StateVersions"]
+
+counted_writes = attrgetter("_version")
 
 
 class StateVersions:
@@ -16,8 +21,9 @@ class StateVersions:
     def __init__(self, module: nn.Module) -> None:
         homes = [home for each in module.modules() for home in (each._parameters, each._buffers)]
         self._homes = [home for home in homes if home]
-        self._tensors = self._present()
-        self._ids = list(map(id, self._tensors))
+        found = [value for home in self._homes for value in home.values()]
+        self._ids = list(map(id, found))
+        self._tensors = [tensor for tensor in found if tensor is not None]
         self._versions = list(map(_version, self._tensors))
         # They count or not for as long as they live.
         self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
@@ -25,22 +31,19 @@ class StateVersions:
 
     def are_current(self) -> bool:
         """Return whether no tensor was replaced, moved or written since."""
-        present = self._present()
-        if list(map(id, present)) != self._ids:
+        # Asked before every call, so in loops of C where there is one.
+        if list(map(id, chain.from_iterable([home.values() for home in self._homes]))) != self._ids:
             return False
         if self._quick is not None:
             return self._read_quickly() == self._quick
-        return list(map(_version, present)) == self._versions
+        return list(map(_version, self._tensors)) == self._versions
 
     def _read_quickly(self) -> tuple[list[int], list[int]] | None:
         """Where all tensors are and how often they were written; None for tensors of torch.func."""
         try:
-            return [t.data_ptr() for t in self._tensors], [t._version for t in self._counting]
+            return list(map(Tensor.data_ptr, self._tensors)), list(map(counted_writes, self._counting))
         except RuntimeError:
             return None
-
-    def _present(self) -> list[Tensor]:
-        return [tensor for home in self._homes for tensor in home.values() if tensor is not None]
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

@@ -76,6 +76,7 @@ class Recorder:
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
+        self._has_told_floats = False  # In the error that ended the script.
         self._models: dict[tuple[tuple[str, str, str], ...], RecordedModel] = {}
         self._eager: list[str] = []
 
@@ -102,7 +103,8 @@ class Recorder:
             return f"torchq-compat: {script} prepared no model with FX graph mode quantization."
         lines = [f"torchq-compat: {script} on torch.export and torchao (PT2E)"]
         for model in self._models.values():
-            lines += _lines(model)
+            told, *floats = _lines(model)
+            lines += [told, *([] if self._has_told_floats else floats)]
         lines += dict.fromkeys(self._eager)
         if len(lines) > MAX_LINES:
             hidden = len(lines) - MAX_LINES + 1
@@ -128,7 +130,9 @@ class Recorder:
         left_float = sum(d.action is Action.FLOAT for d in moving)
         self._models[key] = RecordedModel(names, stage, report, computing, left_float)
         if self._strict and is_prepared:
+            self._has_told_floats = True
             _refuse_left_float(source, computing)
+            self._has_told_floats = False
 
 
 def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:

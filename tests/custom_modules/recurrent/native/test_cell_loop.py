@@ -39,7 +39,9 @@ from torchq_compat.custom_modules.recurrent.native import build, op
 from torchq_compat.custom_modules.recurrent.native.columns import as_numbers, column_qparams
 from torchq_compat.custom_modules.recurrent.native.instruction_set import Op
 from torchq_compat.custom_modules.recurrent.native.interpreter import run_interpreted
+from torchq_compat.custom_modules.recurrent.native.linear_calls import LinearWeight, linear_call
 from torchq_compat.custom_modules.recurrent.native.module_numbers import floats_around
+from torchq_compat.custom_modules.recurrent.native.program import DynamicQParams
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.nn import quantized
 from torchq_compat.qspecs.qparams import PerChannelQParams, PerTensorQParams
@@ -347,6 +349,36 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         for name in names[1:]:
             assert library.torchq_compat_use_instruction_set(name) == 0
             assert all(map(torch.equal, results_of_many(), expected)), name
+    finally:
+        library.torchq_compat_use_instruction_set(None)
+
+
+def dynamic_linear_results() -> list[Tensor]:
+    """Of inputs whose last integer is 128, one more than the range they are spread over: both ends round up.
+    All weights are the largest or the smallest, so that two products are as large as they get."""
+    chosen = DynamicQParams(1e-7, 127, 0, 255, torch.uint8)
+    x = torch.full((4, 64), 63.5)
+    x[0, 0] = -63.5
+    found = []
+    for value in (127, -128):
+        weight = LinearWeight(torch.full((16, 64), value, dtype=torch.int8), None, None, None)
+        call = linear_call(weight, ((64, None),), dynamic=chosen)
+        found += op.OPS.recurrent.default(x, *call.behind_x())
+    return found
+
+
+def test_dynamic_integers_beyond_their_range_do_not_saturate() -> None:
+    library = ctypes.CDLL(str(build.kernel_build().library))
+    names = ("avx512_vnni", "avx_vnni", "avx2", "sse2", "neon_dotprod", "plain")
+    expected = [torch.full((4, 16), 64.0 * 64 * value) for value in (127, -128)]
+    for row in expected:
+        row[0] -= row[1] / 32  # -63.5 became -64
+    try:
+        here = [name for name in names if library.torchq_compat_use_instruction_set(name.encode()) == 0]
+        assert {"sse2", "plain"} & set(here)
+        for name in here:
+            assert library.torchq_compat_use_instruction_set(name.encode()) == 0
+            assert all(map(torch.equal, dynamic_linear_results(), expected)), name
     finally:
         library.torchq_compat_use_instruction_set(None)
 

@@ -139,6 +139,96 @@ def test_packed_weights_are_kept_while_they_are_true_and_no_longer() -> None:
     assert kept() == before
 
 
+class FedBack(nn.Module):
+    """A cell at several places; what all but the first read has the same qparams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(16, 24)
+        self.heads = nn.ModuleList([nn.Linear(24, 16) for _ in range(7)])
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        given = []
+        for head in self.heads:
+            h, c = self.cell(x, (h, c))
+            x = head(h)
+            given.append(x)
+        return torch.stack(given)
+
+
+@torch.no_grad()
+def test_a_call_is_bound_once_for_every_place_in_the_graph() -> None:
+    example = (uniform(2.0, 3, 16), uniform(0.5, 3, 24), uniform(0.7, 3, 24))
+    made = tc.prepare_fx(
+        FedBack().eval(), get_default_qconfig_mapping(), example, tc.get_default_prepare_custom_config()
+    )
+    made(*example)
+    lowered = tc.convert_fx(made)
+    before = kept()
+    first = lowered(*example)
+    assert sqnr(lowered.reference(*example), first) > 45
+    places = kept() - before
+    assert places == 2
+    module: Any = lowered.lowered.cell
+    tickets = [call.ticket for call in module._direct.values()]
+    assert len(set(tickets)) == 7
+    for _ in range(3):
+        assert torch.equal(lowered(*example), first)
+    assert [call.ticket for call in module._direct.values()] == tickets
+    assert kept() - before == places
+    bias = next(value for name, value in lowered.state_dict().items() if "cell" in name and "bias" in name)
+    bias.add_(0.2)
+    second = lowered(*example)
+    assert sqnr(first, second) < 20
+    assert sqnr(lowered.reference(*example), second) > 45
+    assert kept() - before == places
+    del lowered, module, made, bias
+    assert kept() == before
+
+
+@torch.no_grad()
+def test_a_bound_call_is_the_call_and_what_is_not_bound_is_refused() -> None:
+    bound = converted("lstm").lowered().bound()
+    states = [uniform(0.5, len(bound.bound), 2, 12) for _ in range(2)]
+    boundary = [1.0, 8.0, *qparams_row(X_QPARAMS), *[0.0] * 5]
+    x = uniform(2.0, 3, 2, 8)
+    expected = OPS.recurrent.default(
+        x, states, bound.weights(), bound.program, boundary, [], bound.directions, False
+    )
+    ticket = op.bind_call(bound.weights(), bound.program, boundary, bound.owner, 0)
+    run = op.bound_operator()
+    assert all(map(torch.equal, run(x, states, ticket, False, op.WORK_PER_THREAD), expected))
+    for wrong in ((x.double(), states), (x[..., :7], states), (x, states[:1])):
+        with pytest.raises(RuntimeError, match="torchq_compat_native::recurrent"):
+            run(*wrong, ticket, False, op.WORK_PER_THREAD)
+    with pytest.raises(RuntimeError, match="has an owner"):
+        op.bind_call(bound.weights(), bound.program, boundary, 0, 0)
+    newer = op.bind_call(bound.weights(), bound.program, boundary, bound.owner, 1)
+    with pytest.raises(RuntimeError, match="no such call is bound"):
+        run(x, states, ticket, False, op.WORK_PER_THREAD)
+    assert all(map(torch.equal, run(x, states, newer, False, op.WORK_PER_THREAD), expected))
+    asked = uniform(2.0, 3, 2, 8).requires_grad_()
+    with torch.enable_grad():
+        assert not run(asked, states, newer, False, op.WORK_PER_THREAD)[0].requires_grad
+
+
+def test_weights_made_in_inference_mode_are_looked_at_in_the_operator() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LSTM(8, 12)).eval(), uniform(2.0, 3, 2, 8)
+    with torch.inference_mode():
+        made: Any = tc.quantize_dynamic(model, {nn.LSTM})
+        first = leaves(made(x))
+        assert all(map(torch.equal, leaves(made(x)), first))
+        assert made[0]._direct[None, ()].bound_to is None
+        weight = next(value for name, value in made.named_buffers() if value.dtype is torch.int8)
+        assert weight.is_inference()
+        weight.neg_()
+        changed = leaves(made(x))[0]
+        assert sqnr(first[0], changed) < 20
+        assert torch.equal(leaves(copy.deepcopy(made)(x))[0], changed)
+    assert all(map(torch.equal, leaves(tc.quantize_dynamic(model, {nn.LSTM})(x)), first))
+
+
 @torch.no_grad()
 def test_threads_share_one_module() -> None:
     lowered: Any = converted("gru").lowered()

@@ -168,9 +168,12 @@ class RecurrentModule(PartOwner):
         streams = active_streams()
         if streams is not None and (self.module_path, opaque_layout) in streams.kept:
             return None
-        bound = self.bound()
-        if bound is None:
-            return None
+        bound = self._bound
+        if bound is None or not bound.is_current():
+            self._bind()
+            bound = self._bound
+            if bound is None:
+                return None
         tensors = call.tensors(args)
         if tensors is None or not (len(tensors) > 1 or all(each.starts_at_zero() for each in bound.cells)):
             return None
@@ -252,6 +255,7 @@ class RecurrentModule(PartOwner):
         lowered = type(self).__new__(type(self))
         vars(lowered).update(vars(self))
         lowered.is_lowered = True
+        lowered._direct = {}  # What is bound is made of the weights as they are now.
         return lowered
 
     def __copy__(self) -> Self:

@@ -68,6 +68,7 @@ class BoundModule:
     Attributes:
         owner: see ``op.recurrent``.
         program: its numbers.
+        are_in_state: whether the weights are parameters and buffers, all of them.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class BoundModule:
                 for layer, own in zip(layers, segments, strict=True)
             )
         ).tensor()
-        self.places = [_place(each.owner, name) for each in self.bound for name in each.names]
+        found = [_place(each.owner, name) for each in self.bound for name in each.names]
+        self.places = [(home, name) for home, name, _ in found]
+        self.are_in_state = all(is_in_state for _, _, is_in_state in found)
         self.owner = next(OWNERS)
         weakref.finalize(self, forget, self.owner).atexit = False
         drop_forgotten()
@@ -113,6 +116,10 @@ class BoundModule:
         if torch.compiler.is_compiling():
             # Dynamo knows where attributes of modules come from.
             return [operator.attrgetter(name)(each.owner) for each in self.bound for name in each.names]
+        return self.weights_now()
+
+    def weights_now(self) -> list[Tensor]:
+        """``weights``, where nobody traces."""
         return [home[name] for home, name in self.places]
 
     def run(
@@ -148,11 +155,11 @@ class BoundModule:
         )
 
 
-def _place(owner: nn.Module, path: str) -> tuple[dict[str, Any], str]:
-    """The dictionary that holds the tensor at ``path``, and its name there."""
+def _place(owner: nn.Module, path: str) -> tuple[dict[str, Any], str, bool]:
+    """The dictionary that holds the tensor at ``path``, its name there, and whether it is in the state."""
     home, _, name = path.rpartition(".")
     module = owner.get_submodule(home)
     for tensors in (module._parameters, module._buffers):
         if name in tensors:
-            return tensors, name
-    return vars(module), name
+            return tensors, name, True
+    return vars(module), name, False

@@ -56,6 +56,10 @@ struct alignas(64) Line {
   uint8_t integers[64];
 };
 
+struct alignas(64) Vector {
+  float lanes[kLanes];
+};
+
 // Of all values seen, and of zero.
 struct alignas(64) Extremes {
   float low = 0, high = 0;
@@ -87,6 +91,9 @@ struct Kernels {
   // lines. out[(c * kTileVectors + row) * kLanes + lane].
   void (*products[kColumns + 1])(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads,
                                  int32_t* out);
+  // The same of integers that are no more than 128.
+  void (*narrow_products[kColumns + 1])(const uint8_t* x, int64_t stride, int64_t rows, const Line* w,
+                                        int64_t quads, int32_t* out);
   // The same of floats, of one column, of which the lines are `step` apart; x has whole quads.
   void (*float_products)(const float* x, int64_t stride, int64_t rows, const Line* w, int64_t step,
                          int64_t quads, const int32_t* zero_points, float* out);
@@ -97,6 +104,9 @@ struct Kernels {
   // Of `count` floats, whole vectors of kLanes; of operations with one operand b is not read.
   void (*elementwise[kOps][kRoundings])(const float* a, const float* b, float* to, int64_t count,
                                         const Quantizer& quantize);
+  // What a table of 128 or 256 floats has for each of `count` floats, whole vectors of kLanes that lie on
+  // `of_a`; its lowest integer has the first place. Null where computing is as fast.
+  void (*look_up[2])(const float* table, const float* a, float* to, int64_t count, const Quantizer& of_a);
   // Of any count, at any address.
   void (*requantize)(const Quantizer& quantize, const float* values, int64_t count, float* to);
   bool (*is_on)(const Quantizer& quantize, const float* values, int64_t count);

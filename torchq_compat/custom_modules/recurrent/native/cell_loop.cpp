@@ -79,13 +79,24 @@ Range share(int64_t groups, int64_t index, int64_t threads) {
   return {groups * index / threads, groups * (index + 1) / threads};
 }
 
-struct alignas(64) Vector {
-  float lanes[kLanes];
+// Where a register lies for a tile: the floats of a segment one after the other, segments `stride` apart.
+struct Place {
+  float* data = nullptr;
+  int64_t stride = 0;
+};
+
+// What one thread alone writes.
+struct Own {
+  std::vector<Place> places;    // by register
+  std::vector<QParams> chosen;  // by input
 };
 
 }  // namespace
 
 struct Scratch {
+  std::vector<Own> own;            // of threads
+  std::vector<Extremes> extremes;  // of inputs, of even and of odd steps, of threads
+  std::vector<bool> off_qparams;   // inputs whose first state came from elsewhere
   std::vector<std::vector<Vector>> stored;     // registers that several stages read
   std::vector<std::vector<Vector>> states[2];  // of even and of odd steps
   std::vector<std::vector<Line>> integers[2];  // of inputs
@@ -119,6 +130,7 @@ void TorchqCompatCell::prepare() {
     if (by.op == kLinear) weight_size += by.segments * by.units * weights[by.weight].inputs;
     add(static_cast<int64_t>(i));
   }
+  for (const Instruction& by : instructions) tables.push_back(table_of(by));
   is_stored.assign(registers.size(), false);
   find_readers();
   find_barriers();
@@ -139,6 +151,30 @@ const Written* writer(const Stage& stage, int64_t source) {
 }
 
 }  // namespace
+
+// A table for an operation that takes longer than looking up, of an operand that an instruction put on 8 bits.
+Table TorchqCompatCell::table_of(const Instruction& by) const {
+  constexpr int64_t kMost = 256;
+  if ((by.op != kSigmoid && by.op != kTanh) || !kernels->look_up[0]) return {};
+  for (size_t i = 0; i < instructions.size(); ++i) {
+    const Quantizer& of_a = quantizers[i];
+    const int64_t count = static_cast<int64_t>(of_a.high - of_a.low) + 1;
+    if (instructions[i].target != by.a || of_a.rounding == kFloats || of_a.rounding == kWide || count > kMost ||
+        !std::isnormal(of_a.inverse) || of_a.nan < of_a.low || of_a.nan > of_a.high) {
+      continue;
+    }
+    Table table{of_a, std::vector<Vector>(count > kMost / 2 ? kMost / kLanes : kMost / 2 / kLanes)};
+    float* values = table.floats.front().lanes;
+    for (int64_t k = 0; k < count; ++k) {
+      values[k] = (of_a.low - of_a.zero_point + static_cast<float>(k)) * of_a.scale;
+    }
+    const Quantizer& quantize = quantizers[&by - instructions.data()];
+    kernels->elementwise[by.op][quantize.rounding](values, values, values,
+                                                   static_cast<int64_t>(table.floats.size()) * kLanes, quantize);
+    return table;
+  }
+  return {};
+}
 
 // Appends an instruction to the last stage, or to a new one where it works on other units, or where it is a
 // linear of what the last stage writes.
@@ -337,11 +373,12 @@ QParams choose_qparams(const QParams& dynamic, const Extremes& of) {
 // Integers are kept unsigned.
 int32_t shift_of(const QParams& qparams) { return qparams.quant_min < 0 ? 128 : 0; }
 
-// Where a register lies for a tile: the floats of a segment one after the other, segments `stride` apart.
-struct Place {
-  float* data = nullptr;
-  int64_t stride = 0;
-};
+// Whether the integers, kept unsigned, are no more than 128: where they are chosen from values, rounding the
+// zero point may add one to the last.
+bool is_narrow(const QParams& qparams) {
+  const double last = qparams.is_dynamic() ? qparams.zero_point + 1 : qparams.quant_max;
+  return last + shift_of(qparams) <= 128;
+}
 
 // Some rows of some groups of lanes. Of several groups it has all rows.
 struct Tile {
@@ -358,13 +395,6 @@ struct Work {
   int64_t at;      // of the step, in the block
   int64_t parity;  // of the inputs that are read
   bool once;
-};
-
-// What one thread alone writes.
-struct Own {
-  std::vector<Place> places;    // by register
-  std::vector<QParams> chosen;  // by input
-  Extremes extremes;
 };
 
 // One direction over time.
@@ -386,10 +416,14 @@ class Loop {
         team_(threads),
         scratch_(take_scratch(cell)),
         block_(std::min(steps, std::max<int64_t>(1, kProjectedRows / batch))),
-        off_qparams_(cell.inputs.size(), false),
-        extremes_(2 * threads * cell.inputs.size()),
-        own_(threads) {
+        threads_(threads),
+        off_qparams_(scratch_->off_qparams),
+        extremes_(scratch_->extremes),
+        own_(scratch_->own) {
     const size_t inputs = cell.inputs.size();
+    off_qparams_.assign(inputs, false);
+    extremes_.assign(2 * threads * inputs, Extremes());
+    grow(own_, threads);
     scratch_->tiles.resize(std::max<size_t>(scratch_->tiles.size(), threads));
     scratch_->stored.resize(cell.registers.size());
     for (size_t r = 0; r < cell.registers.size(); ++r) {
@@ -470,7 +504,7 @@ class Loop {
     return reinterpret_cast<float*>(scratch_->floats[parity][input].data());
   }
   Extremes& extremes(int64_t input, int64_t parity, int64_t thread) {
-    return extremes_[(input * 2 + parity) * static_cast<int64_t>(own_.size()) + thread];
+    return extremes_[(input * 2 + parity) * threads_ + thread];
   }
 
   // Rows of x that `count` steps from `step` on read, in the order of memory.
@@ -619,7 +653,9 @@ class Loop {
     std::vector<Place>& places = own_[work.worker.index].places;
     Vector* memory = scratch_->tiles[work.worker.index].data();
     for (const Written& written : stage.written) {
-      places[written.source] = {memory[written.at * kTileVectors].lanes, kTileVectors * kLanes};
+      places[written.source] = is_written_in_place(written, work, tile)
+                                   ? stored_of_step(written.source, tile)
+                                   : Place{memory[written.at * kTileVectors].lanes, kTileVectors * kLanes};
     }
     for (const Read& read : stage.reads) {
       if (read.at < 0) {
@@ -630,6 +666,18 @@ class Loop {
       places[read.source] = to;
       copy_in(read.source, to, work, tile);
     }
+  }
+
+  // Whether a tile of what is computed for several steps at once is all of one step, which is where it lies
+  // for later stages.
+  bool is_written_in_place(const Written& written, const Work& work, const Tile& tile) const {
+    return work.once && written.is_stored && cell_.registers[written.source].once && tile.groups == 1 &&
+           tile.first_row / batch_ == (tile.first_row + tile.rows - 1) / batch_;
+  }
+
+  Place stored_of_step(int64_t source, const Tile& tile) {
+    Vector* vectors = of_step(source, tile.first_row / batch_, 0, tile.first_group);
+    return {vectors[tile.first_row % batch_].lanes, cell_.registers[source].groups() * batch_ * kLanes};
   }
 
   Place stored(int64_t source, const Work& work, const Tile& tile) {
@@ -686,7 +734,13 @@ class Loop {
     const int64_t a_segment = by.a_offset / by.units,
                   b_segment = by.b < 0 ? a_segment : by.b_offset / by.units;
     const int64_t count = tile.vectors() * kLanes;
+    const Table& table = cell_.tables[index];
     for (int64_t segment = 0; segment < by.segments; ++segment) {
+      if (!table.floats.empty()) {
+        kernels_.look_up[table.size()](table.data(), a.data + (a_segment + segment) * a.stride,
+                                       to.data + segment * to.stride, count, table.of_operand);
+        continue;
+      }
       function(a.data + (a_segment + segment) * a.stride, b.data + (b_segment + segment) * b.stride,
                to.data + segment * to.stride, count, quantize);
     }
@@ -720,7 +774,8 @@ class Loop {
       const QParams& qparams =
           input.is_dynamic() ? own_[work.worker.index].chosen[product.input] : input.segments[p].qparams;
       const Line* w = product.packed[p].data() + (group * product.column_count() + c) * quads;
-      kernels_.products[columns](x, input.stride(), tile.rows, w, quads, sums);
+      const auto products = is_narrow(input.segments[p].qparams) ? kernels_.narrow_products : kernels_.products;
+      products[columns](x, input.stride(), tile.rows, w, quads, sums);
       const int32_t zero_point = static_cast<int32_t>(qparams.zero_point) + shift_of(qparams);
       if (product.has_zero_points) {
         for (int64_t k = 0; k < columns; ++k) {
@@ -791,7 +846,9 @@ class Loop {
   void hand_on(const Written& written, const Work& work, const Tile& tile) {
     if (!written.is_stored && written.inputs.empty() && written.states.empty()) return;
     const Place& from = own_[work.worker.index].places[written.source];
-    if (written.is_stored) store(written.source, from, work, tile);
+    if (written.is_stored && !is_written_in_place(written, work, tile)) {
+      store(written.source, from, work, tile);
+    }
     for (const int64_t input : written.inputs) give(input, work.parity, from, work, tile);
     for (const int64_t state : written.states) carry(state, from, work, tile);
   }
@@ -806,13 +863,16 @@ class Loop {
         continue;
       }
       for (int64_t g = 0; g < tile.groups; ++g) {
-        int64_t step = tile.first_row / batch_, row = tile.first_row % batch_;
-        for (int64_t r = 0; r < tile.rows; ++r) {
-          copy(vectors + (g * tile.rows + r) * kLanes, kLanes,
-               of_step(source, step, segment, tile.first_group + g)[row].lanes);
-          if (++row < batch_) continue;
-          row = 0;
-          ++step;
+        for (int64_t r = 0, together; r < tile.rows; r += together) {
+          const int64_t step = (tile.first_row + r) / batch_, row = (tile.first_row + r) % batch_;
+          together = std::min(batch_ - row, tile.rows - r);
+          float* to = of_step(source, step, segment, tile.first_group + g)[row].lanes;
+          const float* row_vectors = vectors + (g * tile.rows + r) * kLanes;
+          if (together == 1) {
+            copy(row_vectors, kLanes, to);
+          } else {
+            std::copy_n(row_vectors, together * kLanes, to);
+          }
         }
       }
     }
@@ -909,9 +969,10 @@ class Loop {
   Team team_;
   std::unique_ptr<Scratch> scratch_;
   const int64_t block_;            // steps whose part without a state is computed at once
-  std::vector<bool> off_qparams_;  // inputs whose first state came from elsewhere
-  std::vector<Extremes> extremes_;
-  std::vector<Own> own_;
+  const int64_t threads_;
+  std::vector<bool>& off_qparams_;
+  std::vector<Extremes>& extremes_;
+  std::vector<Own>& own_;
 };
 
 // One direction of one layer; `rows`: of x.

@@ -119,6 +119,16 @@ struct Stage {
   int64_t groups() const { return (units + kLanes - 1) / kLanes; }
 };
 
+// The results of an operation on integers of 8 bits, each computed once.
+struct Table {
+  Quantizer of_operand;
+  std::vector<Vector> floats;
+
+  const float* data() const { return floats.front().lanes; }
+  // Which of the kernels' two sizes it has.
+  int64_t size() const { return floats.size() * kLanes > 128; }
+};
+
 // What calls write while they run; kept from one to the next.
 struct Scratch;
 
@@ -128,6 +138,7 @@ struct TorchqCompatCell {
   std::vector<Instruction> instructions;
   std::vector<Constants> constants;
   std::vector<Quantizer> quantizers;  // of the results
+  std::vector<Table> tables;          // by instruction; empty where it computes
   std::vector<Register> registers;
   std::vector<int64_t> results;  // the register of every new state
   std::vector<Weight> weights;
@@ -152,6 +163,7 @@ struct TorchqCompatCell {
  private:
   void arrange();
   void add(int64_t index);
+  Table table_of(const Instruction& by) const;
   void find_readers();
   void find_barriers();
   int64_t input_of(const Instruction& by, const Constants& constant);

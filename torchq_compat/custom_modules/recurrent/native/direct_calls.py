@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchq_compat.custom_modules.recurrent.native import op
 from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule
+from torchq_compat.custom_modules.recurrent.native.build import kernel_build
 from torchq_compat.custom_modules.recurrent.native.columns import as_numbers, column_qparams
 from torchq_compat.custom_modules.recurrent.native.instruction_set import QParamsRow
 from torchq_compat.custom_modules.recurrent.native.module_numbers import Boundary
@@ -20,11 +21,10 @@ from torchq_compat.support.quantized_tensors import integers_of, is_quantized, o
 
 __all__ = ["DirectCall", "direct_call", "quantized_on"]
 
-OPERATOR = torch.ops.torchq_compat_native.recurrent.default
 EIGHT_BITS = (torch.uint8, torch.int8)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DirectCall:
     """One way to call a module: by a person, or by the graph with the layout of one of its calls.
 
@@ -37,6 +37,8 @@ class DirectCall:
         states: how many a cell has.
         quantized: results that leave as quantized tensors, with their qparams.
         is_possible: whether the operator takes such calls.
+        ticket: of ``op.bind_call``.
+        bound_to: the owner of ``ticket``, and the weights with their versions; None before it was bound.
     """
 
     layout: CallLayout | None
@@ -47,9 +49,12 @@ class DirectCall:
     places: tuple[int, ...] = ()
     quantized: tuple[tuple[int, PerTensorQParams], ...] = ()
     is_possible: bool = True
+    ticket: int = 0
+    bound_to: tuple[int, list[int], list[int]] | None = None
 
     def tensors(self, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-        """x and the states of a call; None where it has to be looked at closely."""
+        """x and the states of a call; None where it has to be looked at closely. The operator looks at their
+        sizes and devices."""
         if self.layout is not None:
             found = tuple([args[place] for place in self.places])
         elif len(args) == 1 or (len(args) == 2 and args[1] is None):
@@ -65,36 +70,34 @@ class DirectCall:
             found = (x, *states)
         any_quantized = False
         for tensor in found:
-            if type(tensor) is not Tensor or tensor.dim() != self.rank or not tensor.is_cpu:
+            if type(tensor) is not Tensor:
                 return None
             if tensor.dtype is not torch.float32:
                 if self.layout is None or not is_quantized(tensor):
                     return None
                 any_quantized = True
+        x = found[0]
+        if x.dim() != self.rank or not x.numel():
+            return None
         if any_quantized:
-            found = tuple(integers_of(each) if is_quantized(each) else each for each in found)
-        return found if found[0].numel() else None
+            return tuple([each if each.dtype is torch.float32 else integers_of(each) for each in found])
+        return found
 
     def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:
         """The results, in the form the caller wants; None where the operator refuses, for the way that says
         why."""
-        x, *states = tensors
-        weights = bound.weights()
         try:
-            results = OPERATOR(
-                x,
-                states,
-                weights,
-                bound.program,
-                self.boundary,
-                (),
-                bound.directions,
-                self.batch_first,
-                bound.owner,
-                sum([weight._version for weight in weights]),
-                op.WORK_PER_THREAD,
-            )
+            # A lowered graph has looked at its state before it calls, and made other modules of another one.
+            if self.layout is None or self.bound_to is None or not bound.are_in_state:
+                self._bind_to(bound)
+            if self.bound_to is None:
+                results = self._looked_at(bound, tensors)
+            else:
+                results = op.bound_operator()(
+                    tensors[0], tensors[1:], self.ticket, self.batch_first, op.WORK_PER_THREAD
+                )
         except RuntimeError:
+            self.bound_to = None
             return None
         for index, qparams in self.quantized:
             results[index] = of_integers(results[index], qparams.scale, qparams.zero_point)
@@ -103,6 +106,35 @@ class DirectCall:
         last = results if self.rank == 2 else results[1:]
         state = tuple(last) if self.states > 1 else last[0]
         return state if self.rank == 2 else (results[0], state)
+
+    def _bind_to(self, bound: BoundModule) -> None:
+        """Bind the call to the weights as they are now, where they are others than before; not to tensors of
+        inference mode, which count no versions."""
+        weights = bound.weights_now()
+        if weights[0].is_inference():
+            self.bound_to = None
+            return
+        bound_to = (bound.owner, [*map(id, weights)], [weight._version for weight in weights])
+        if bound_to == self.bound_to:
+            return
+        if not kernel_build().is_loaded:
+            raise RuntimeError("there is no kernel")
+        version = sum(bound_to[2])
+        self.ticket = op.bind_call(weights, bound.program, self.boundary, bound.owner, version)
+        self.bound_to = bound_to
+
+    def _looked_at(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """The results of weights that the operator has to look at whenever it is called."""
+        return op.recurrent(
+            tensors[0],
+            tensors[1:],
+            bound.weights_now(),
+            bound.program,
+            self.boundary,
+            directions=bound.directions,
+            batch_first=self.batch_first,
+            owner=bound.owner,
+        )
 
 
 def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, ...] = ()) -> DirectCall:

@@ -6,8 +6,9 @@ other devices, torch's operators run the same program.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,16 @@ from torchq_compat.custom_modules.recurrent.native.module_numbers import (
     weight_mask,
 )
 
-__all__ = ["NO_SIZES", "WORK_PER_THREAD", "cell_loop", "drop_forgotten", "forget", "recurrent"]
+__all__ = [
+    "NO_SIZES",
+    "WORK_PER_THREAD",
+    "bind_call",
+    "bound_operator",
+    "cell_loop",
+    "drop_forgotten",
+    "forget",
+    "recurrent",
+]
 
 NAME = "torchq_compat_native::recurrent"
 SCHEMA = (
@@ -130,6 +140,37 @@ def recurrent(
     around = (batch_sizes, directions, batch_first, owner, version, WORK_PER_THREAD)
     results: list[Tensor] = OPS.recurrent.default(x, states, weights, program, boundary, *around)
     return results
+
+
+@functools.cache
+def bound_operator() -> Callable[..., list[Tensor]]:
+    """``recurrent`` for calls that come again and again: x, the states, what ``bind_call`` gave, batch_first
+    and work_per_thread. There where the kernel is loaded.
+
+    It is what the operator's overload calls: torch looks at every argument in Python before that.
+    """
+    overload = OPS.recurrent_bound.default
+    WITHOUT_GRADIENTS.impl(  # type: ignore[no-untyped-call]
+        "recurrent_bound", torch.library.fallthrough_kernel, "Autograd"
+    )
+    operator: Callable[..., list[Tensor]] = overload._op
+    return operator
+
+
+def bind_call(
+    weights: Sequence[Tensor], program: Tensor, boundary: Sequence[float], owner: int, version: int
+) -> int:
+    """Bind what ``recurrent`` takes beside x and the states, for ``bound_operator``.
+
+    Returns:
+        A number for it. It holds until the owner binds other weights, or another version of them, or is
+        forgotten.
+
+    Raises:
+        RuntimeError: weights or a boundary that do not fit the program.
+    """
+    ticket: int = OPS.bind_call.default(weights, program, boundary, owner, version)
+    return ticket
 
 
 def forget(owner: int) -> None:

@@ -15,6 +15,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -35,6 +36,8 @@ constexpr int64_t kLinear = 0, kOperations = 8;
 constexpr double kMostInteger = 1ll << 31;
 // Prepared modules kept for each owner, and for all that name none.
 constexpr size_t kKeptOfOwner = 4, kKeptOfNobody = 16;
+// Bound calls of an owner: one for each place that calls it, with other qparams around.
+constexpr size_t kBoundOfOwner = 4096;
 
 [[noreturn]] void refuse(const std::string& what) {
   throw std::runtime_error("torchq_compat_native::recurrent: " + what);
@@ -55,6 +58,20 @@ StableIValue call(const char* name, const Tensor& tensor) {
   std::array<StableIValue, 1> stack{torch::stable::detail::from(tensor)};
   check_call_of_torch(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
   return stack[0];
+}
+
+// A tensor of this operator's own: torch's operators for it are looked up by name, which takes longer.
+Tensor empty(const torch::headeronly::IntHeaderOnlyArrayRef& sizes, ScalarType dtype) {
+  std::array<int64_t, 3> strides{};
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0; stride *= sizes[d]) strides[d] = stride;
+  const int32_t code = dtype == ScalarType::Float  ? aoti_torch_dtype_float32()
+                       : dtype == ScalarType::Char ? aoti_torch_dtype_int8()
+                                                   : aoti_torch_dtype_uint8();
+  AtenTensorHandle made = nullptr;
+  check_call_of_torch(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                               code, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
 }
 
 // Some of a tensor's bytes as one number, all of them where they are few. A program that is loaded where
@@ -169,6 +186,14 @@ struct Module {
   std::vector<Columns> columns;                      // of x
   std::vector<std::vector<QParams>> state_qparams;   // of given states: none, one for all rows, or one each
   std::vector<std::vector<QParams>> result_qparams;  // of results that leave as integers: none, or one
+
+  bool has_weights_of(const Module& other) const {
+    const auto is_same = [](const Key& one, const Key& another) {
+      return one.data == another.data && one.count == another.count;
+    };
+    return version == other.version && std::equal(keys.begin(), keys.end(), other.keys.begin(),
+                                                  other.keys.end(), is_same);
+  }
 
   // A caller that counts the versions itself spares this the asking.
   bool fits(const Tensors& weights, const Tensor& program, const std::vector<double>& around,
@@ -392,20 +417,60 @@ class Cache {
     return keep(owner, made(weights, program, boundary, version));
   }
 
+  // A number for a module that stays until its owner is forgotten, or has others than `program` or `version`.
+  int64_t bind(int64_t owner, const Tensors& weights, const Tensor& program,
+               const std::vector<double>& boundary, int64_t version) {
+    const std::shared_ptr<const Module> module = find(owner, weights, program, boundary, version);
+    std::list<std::shared_ptr<const Module>> dropped;  // freed behind the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<int64_t>& tickets = tickets_[owner];
+    const auto is_of_before = [&](int64_t ticket) {
+      const auto of_ticket = bound_.find(ticket);
+      const bool is_current = of_ticket->second->has_weights_of(*module) && tickets.size() < kBoundOfOwner;
+      if (is_current) return false;
+      dropped.push_back(std::move(of_ticket->second));
+      bound_.erase(of_ticket);
+      return true;
+    };
+    tickets.erase(std::remove_if(tickets.begin(), tickets.end(), is_of_before), tickets.end());
+    tickets.push_back(++last_ticket_);
+    bound_.emplace(last_ticket_, module);
+    return last_ticket_;
+  }
+
+  std::shared_ptr<const Module> bound(int64_t ticket) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto of_ticket = bound_.find(ticket);
+    check(of_ticket != bound_.end(), "no such call is bound");
+    return of_ticket->second;
+  }
+
   void forget(int64_t owner) {
     std::list<std::shared_ptr<const Module>> dropped;  // freed behind the lock
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto of_owner = modules_.find(owner);
-    if (of_owner == modules_.end()) return;
-    dropped.swap(of_owner->second);
-    modules_.erase(of_owner);
+    if (of_owner != modules_.end()) {
+      dropped.swap(of_owner->second);
+      modules_.erase(of_owner);
+    }
+    const auto tickets = tickets_.find(owner);
+    if (tickets == tickets_.end()) return;
+    for (const int64_t ticket : tickets->second) {
+      dropped.push_back(std::move(bound_.at(ticket)));
+      bound_.erase(ticket);
+    }
+    tickets_.erase(tickets);
   }
 
+  // Modules that are kept, in whatever way.
   int64_t size() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    int64_t count = 0;
-    for (const auto& [owner, modules] : modules_) count += static_cast<int64_t>(modules.size());
-    return count;
+    std::set<const Module*> kept;
+    for (const auto& [owner, modules] : modules_) {
+      for (const auto& module : modules) kept.insert(module.get());
+    }
+    for (const auto& [ticket, module] : bound_) kept.insert(module.get());
+    return static_cast<int64_t>(kept.size());
   }
 
  private:
@@ -459,6 +524,9 @@ class Cache {
 
   std::mutex mutex_;
   std::unordered_map<int64_t, std::list<std::shared_ptr<const Module>>> modules_;
+  std::unordered_map<int64_t, std::shared_ptr<const Module>> bound_;  // by ticket
+  std::unordered_map<int64_t, std::vector<int64_t>> tickets_;         // by owner
+  int64_t last_ticket_ = 0;
 };
 
 // Not destroyed: at the end of the process torch, whose tensors it holds, may be gone before.
@@ -528,8 +596,7 @@ void check_x(const Tensor& x, const Module& module) {
 }
 
 // The states a call begins with, in tensors of their own.
-Tensors first_states(const Tensor& x, const Tensors& given, const Module& module, int64_t batch,
-                     bool is_cell) {
+Tensors first_states(const Tensors& given, const Module& module, int64_t batch, bool is_cell) {
   const int64_t rows = module.layers * module.directions;
   check(
       given.empty() || given.size() == module.state_widths.size(),
@@ -539,7 +606,7 @@ Tensors first_states(const Tensor& x, const Tensors& given, const Module& module
     const int64_t width = module.state_widths[s];
     const std::array<int64_t, 3> shape{rows, batch, width};
     const torch::headeronly::IntHeaderOnlyArrayRef sizes(shape.data() + is_cell, 3 - is_cell);
-    Tensor state = torch::stable::new_empty(x, sizes, ScalarType::Float);
+    Tensor state = empty(sizes, ScalarType::Float);
     float* to = static_cast<float*>(state.mutable_data_ptr());
     const int64_t count = rows * batch * width;
     if (given.empty()) {
@@ -575,25 +642,19 @@ Tensors first_states(const Tensor& x, const Tensors& given, const Module& module
 
 Tensor handed_out(const Tensor& result, const std::vector<QParams>& qparams) {
   if (qparams.empty()) return result;
-  Tensor integers = torch::stable::new_empty(result, result.sizes(), integers_on(qparams[0]));
+  Tensor integers = empty(result.sizes(), integers_on(qparams[0]));
   torchq_compat_to_integers(qparams[0].data(), static_cast<const float*>(result.const_data_ptr()),
                             result.numel(), integers.mutable_data_ptr());
   return integers;
 }
 
-Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights, const Tensor& program,
-                  const std::vector<double>& boundary, const std::vector<int64_t>& given_sizes,
-                  int64_t directions, bool batch_first, int64_t owner, int64_t version,
-                  int64_t work_per_thread) {
-  // AOTInductor hands nothing over where a list of integers is empty: one 0 says the same.
-  const bool is_empty = given_sizes.size() == 1 && given_sizes[0] == 0;
-  const std::vector<int64_t> batch_sizes = is_empty ? std::vector<int64_t>{} : given_sizes;
-  const std::shared_ptr<const Module> module = cache().find(owner, weights, program, boundary, version);
-  check(directions == module->directions, "the program has another number of directions");
-  check_x(x, *module);
+// One call of a module; `batch_sizes`: none, or those of packed rows.
+Tensors run(const Module& module, const Tensor& x, const Tensors& states,
+            const std::vector<int64_t>& batch_sizes, bool batch_first, int64_t work_per_thread) {
+  check_x(x, module);
   const bool is_packed = !batch_sizes.empty(), is_cell = x.dim() == 2 && !is_packed;
   check(!is_packed || x.dim() == 2, "packed rows have two dimensions, got " + shown(x));
-  check(!is_cell || module->cells.size() == 1,
+  check(!is_cell || module.cells.size() == 1,
         "a step of a cell has one layer, x must have three dimensions");
   int64_t rows = 0;
   for (size_t t = 0; t < batch_sizes.size(); ++t) {
@@ -605,40 +666,64 @@ Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights
                         : is_packed ? static_cast<int64_t>(batch_sizes.size())
                                     : x.size(batch_first ? 1 : 0);
   const int64_t batch = is_cell ? x.size(0) : is_packed ? batch_sizes[0] : x.size(batch_first ? 0 : 1);
-  Tensors last = first_states(x, states, *module, batch, is_cell);
+  Tensors last = first_states(states, module, batch, is_cell);
   std::vector<float*> pointers;
-  for (int64_t cell = 0; cell < static_cast<int64_t>(module->cells.size()); ++cell) {
+  for (int64_t cell = 0; cell < static_cast<int64_t>(module.cells.size()); ++cell) {
     for (size_t s = 0; s < last.size(); ++s) {
       pointers.push_back(static_cast<float*>(last[s].mutable_data_ptr()) +
-                         cell * batch * module->state_widths[s]);
+                         cell * batch * module.state_widths[s]);
     }
   }
   Tensors results;
-  const int64_t width = module->directions * module->state_widths[0];
+  const int64_t width = module.directions * module.state_widths[0];
   // With one step, or one sequence, both orders are the same.
   const bool turn = batch_first && steps != 1 && batch != 1 && !is_packed;
   if (!is_cell) {
     const std::array<int64_t, 3> shape = batch_first && !turn ? std::array<int64_t, 3>{batch, steps, width}
                                                               : std::array<int64_t, 3>{steps, batch, width};
     const std::array<int64_t, 2> packed{rows, width};
-    results.push_back(is_packed ? torch::stable::new_empty(x, {packed.data(), 2}, ScalarType::Float)
-                                : torch::stable::new_empty(x, {shape.data(), 3}, ScalarType::Float));
+    results.push_back(is_packed ? empty({packed.data(), 2}, ScalarType::Float)
+                                : empty({shape.data(), 3}, ScalarType::Float));
   }
   float* output = is_cell ? pointers[0] : static_cast<float*>(results[0].mutable_data_ptr());
-  const Rows input(x, *module, batch_first);
+  const Rows input(x, module, batch_first);
   const int64_t problem = torchq_compat_run_layers(
-      module->cells.data(), module->backward.data(), module->layers, module->directions, steps, batch,
+      module.cells.data(), module.backward.data(), module.layers, module.directions, steps, batch,
       is_packed ? batch_sizes.data() : nullptr, input.data(), pointers.data(), output,
       static_cast<int64_t>(torch::stable::get_num_threads()), work_per_thread);
   check(problem == 0,
         "no memory for " + std::to_string(steps) + " steps of " + std::to_string(batch) + " rows");
   if (!is_cell) {
-    results[0] = handed_out(results[0], module->result_qparams[0]);
+    results[0] = handed_out(results[0], module.result_qparams[0]);
     if (turn) results[0] = torch::stable::transpose(results[0], 0, 1);
   }
   for (size_t s = 0; s < last.size(); ++s)
-    results.push_back(handed_out(last[s], module->result_qparams[1 + s]));
+    results.push_back(handed_out(last[s], module.result_qparams[1 + s]));
   return results;
+}
+
+Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights, const Tensor& program,
+                  const std::vector<double>& boundary, const std::vector<int64_t>& given_sizes,
+                  int64_t directions, bool batch_first, int64_t owner, int64_t version,
+                  int64_t work_per_thread) {
+  // AOTInductor hands nothing over where a list of integers is empty: one 0 says the same.
+  const bool is_empty = given_sizes.size() == 1 && given_sizes[0] == 0;
+  const std::shared_ptr<const Module> module = cache().find(owner, weights, program, boundary, version);
+  check(directions == module->directions, "the program has another number of directions");
+  return run(*module, x, states, is_empty ? std::vector<int64_t>{} : given_sizes, batch_first,
+             work_per_thread);
+}
+
+int64_t bind_call(const Tensors& weights, const Tensor& program, const std::vector<double>& boundary,
+                  int64_t owner, int64_t version) {
+  check(owner != 0, "a bound call has an owner");
+  return cache().bind(owner, weights, program, boundary, version);
+}
+
+Tensors recurrent_bound(const Tensor& x, const Tensors& states, int64_t ticket, bool batch_first,
+                        int64_t work_per_thread) {
+  const std::shared_ptr<const Module> module = cache().bound(ticket);
+  return run(*module, x, states, {}, batch_first, work_per_thread);
 }
 
 void forget(int64_t owner) { cache().forget(owner); }
@@ -664,15 +749,22 @@ TorchLibraryHandle define_the_operator() {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torchq_compat_native, library) {
+  // A call of `recurrent` with the same weights, again and again: what it passes each time is bound before.
+  library.def("bind_call(Tensor[] weights, Tensor program, float[] boundary, int owner, int version) -> int");
+  library.def(
+      "recurrent_bound(Tensor x, Tensor[] states, int ticket, bool batch_first, int work_per_thread) -> "
+      "Tensor[]");
   library.def("forget(int owner) -> ()");
   library.def("kept() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CPU, library) {
   library.impl("recurrent", TORCH_BOX(&recurrent));
+  library.impl("recurrent_bound", TORCH_BOX(&recurrent_bound));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CompositeExplicitAutograd, library) {
+  library.impl("bind_call", TORCH_BOX(&bind_call));
   library.impl("forget", TORCH_BOX(&forget));
   library.impl("kept", TORCH_BOX(&kept));
 }

@@ -127,51 +127,64 @@ void elementwise(const float* a, const float* b, float* to, int64_t count, const
   }
 }
 
+#if TARGET_AVX512
+// kRows: registers that hold the table.
+template <int64_t kRows>
+void look_up(const float* table, const float* a, float* to, int64_t count, const Quantizer& of_a) {
+  F rows[kRows];
+  for (int64_t r = 0; r < kRows; ++r) rows[r] = load(table + r * kWidth);
+  const F inverse = all(of_a.inverse);
+  const I first = all(kRounderBits + static_cast<int32_t>(of_a.low - of_a.zero_point));
+  for (int64_t j = 0; j < count; j += kWidth) {
+    const __m512i place = reinterpret_cast<__m512i>(bits(load(a + j) * inverse + all(kRounder)) - first);
+    __m512 found[kRows / 2];
+    for (int64_t r = 0; r < kRows / 2; ++r) {
+      found[r] = _mm512_permutex2var_ps(rows[2 * r], place, rows[2 * r + 1]);
+    }
+    int32_t bit = 32;
+    for (int64_t left = kRows / 4; left > 0; left /= 2, bit *= 2) {
+      const __mmask16 is_behind = _mm512_test_epi32_mask(place, _mm512_set1_epi32(bit));
+      for (int64_t r = 0; r < left; ++r) {
+        found[r] = _mm512_mask_blend_ps(is_behind, found[2 * r], found[2 * r + 1]);
+      }
+    }
+    store(to + j, found[0]);
+  }
+}
+#endif
+
 #endif  // TARGET_REST
 
 // What four integers of x, and a line of weights, become before they are multiplied; and the products, added
-// up for every lane.
+// up for every lane. kMostRows: rows computed together, by columns.
 #if TARGET_AVX512
-constexpr int32_t kInputShift = 0;
-constexpr int64_t kMostRows[kColumns + 1] = {0, 8, 8, 8, 6};
-using Four = __m512i;
-using Weights = __m512i;
-INLINE Four four(int32_t integers) { return _mm512_set1_epi32(integers); }
-INLINE Weights weights(const uint8_t* line) { return _mm512_load_si512(line); }
-INLINE I add_products(I sums, Four x, Weights w) {
-  return reinterpret_cast<I>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), x, w));
-}
-#elif TARGET_AVX_VNNI
-constexpr int32_t kInputShift = 0;
-constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
-using Four = __m256i;
-using Weights = __m256i;
-INLINE Four four(int32_t integers) { return _mm256_set1_epi32(integers); }
-INLINE Weights weights(const uint8_t* line) {
-  return _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
-}
-INLINE I add_products(I sums, Four x, Weights w) {
-  return reinterpret_cast<I>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums), x, w));
-}
-#elif TARGET_AVX2 || TARGET_SSE2
-// As integers of 16 bits, the first and third of four apart from the second and fourth: vpmaddubsw, which
-// multiplies 8 bits, would saturate.
-constexpr int32_t kInputShift = 0;
-constexpr int64_t kMostRows[kColumns + 1] = {0, 3, 2, 1, 1};
-typedef int16_t S __attribute__((vector_size(4 * kWidth)));
-struct Four {
-  S even, odd;
+struct Whole {
+  static constexpr int32_t kInputShift = 0;
+  static constexpr int64_t kMostRows[kColumns + 1] = {0, 8, 8, 8, 6};
+  using Four = __m512i;
+  using Weights = __m512i;
+  static INLINE Four four(int32_t integers) { return _mm512_set1_epi32(integers); }
+  static INLINE Weights weights(const uint8_t* line) { return _mm512_load_si512(line); }
+  static INLINE I add(I sums, Four x, Weights w) {
+    return reinterpret_cast<I>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), x, w));
+  }
 };
-using Weights = Four;
-INLINE Four four(int32_t integers) {
-  const I whole = all(integers), mask = all(int32_t{0x00ff00ff});
-  return {reinterpret_cast<S>(whole & mask), reinterpret_cast<S>((whole >> 8) & mask)};
-}
-INLINE Weights weights(const uint8_t* line) {
-  S both;
-  __builtin_memcpy(&both, line, sizeof both);
-  return {reinterpret_cast<S>(reinterpret_cast<S>(both << 8) >> 8), both >> 8};
-}
+#elif TARGET_AVX_VNNI
+struct Whole {
+  static constexpr int32_t kInputShift = 0;
+  static constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
+  using Four = __m256i;
+  using Weights = __m256i;
+  static INLINE Four four(int32_t integers) { return _mm256_set1_epi32(integers); }
+  static INLINE Weights weights(const uint8_t* line) {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
+  }
+  static INLINE I add(I sums, Four x, Weights w) {
+    return reinterpret_cast<I>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums), x, w));
+  }
+};
+#elif TARGET_AVX2 || TARGET_SSE2
+typedef int16_t S __attribute__((vector_size(4 * kWidth)));
 INLINE I pairs(S a, S b) {
 #if TARGET_AVX2
   return reinterpret_cast<I>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
@@ -179,41 +192,85 @@ INLINE I pairs(S a, S b) {
   return reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
 #endif
 }
-INLINE I add_products(I sums, Four x, Weights w) {
-  return sums + (pairs(x.even, w.even) + pairs(x.odd, w.odd));
-}
+// As integers of 16 bits, the first and third of four apart from the second and fourth: vpmaddubsw, which
+// multiplies 8 bits, would saturate.
+struct Whole {
+  static constexpr int32_t kInputShift = 0;
+  static constexpr int64_t kMostRows[kColumns + 1] = {0, 3, 2, 1, 1};
+  struct Four {
+    S even, odd;
+  };
+  using Weights = Four;
+  static INLINE Four four(int32_t integers) {
+    const I whole = all(integers), mask = all(int32_t{0x00ff00ff});
+    return {reinterpret_cast<S>(whole & mask), reinterpret_cast<S>((whole >> 8) & mask)};
+  }
+  static INLINE Weights weights(const uint8_t* line) {
+    S both;
+    __builtin_memcpy(&both, line, sizeof both);
+    return {reinterpret_cast<S>(reinterpret_cast<S>(both << 8) >> 8), both >> 8};
+  }
+  static INLINE I add(I sums, Four x, Weights w) {
+    return sums + (pairs(x.even, w.even) + pairs(x.odd, w.odd));
+  }
+};
+#if TARGET_AVX2
+// Of integers up to 128 two products are never more than 16 bits hold: 2 * 128 * 127 and 2 * 128 * -128.
+struct Narrow {
+  static constexpr int32_t kInputShift = 0;
+  static constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
+  using Four = __m256i;
+  using Weights = __m256i;
+  static INLINE Four four(int32_t integers) { return _mm256_set1_epi32(integers); }
+  static INLINE Weights weights(const uint8_t* line) {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
+  }
+  static INLINE I add(I sums, Four x, Weights w) {
+    const __m256i of_two = _mm256_maddubs_epi16(x, w);
+    return sums + reinterpret_cast<I>(_mm256_madd_epi16(of_two, _mm256_set1_epi16(1)));
+  }
+};
+#define TARGET_NARROW 1
+#endif
 #elif TARGET_NEON_DOT
 // The instruction takes both signed or both unsigned.
-constexpr int32_t kInputShift = 128;
-constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
-using Four = int8x16_t;
-using Weights = int8x16_t;
-INLINE Four four(int32_t integers) {
-  return vreinterpretq_s8_s32(vdupq_n_s32(static_cast<int32_t>(integers ^ 0x80808080)));
-}
-INLINE Weights weights(const uint8_t* line) { return vld1q_s8(reinterpret_cast<const int8_t*>(line)); }
-INLINE I add_products(I sums, Four x, Weights w) {
-  return reinterpret_cast<I>(vdotq_s32(reinterpret_cast<int32x4_t>(sums), x, w));
-}
+struct Whole {
+  static constexpr int32_t kInputShift = 128;
+  static constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
+  using Four = int8x16_t;
+  using Weights = int8x16_t;
+  static INLINE Four four(int32_t integers) {
+    return vreinterpretq_s8_s32(vdupq_n_s32(static_cast<int32_t>(integers ^ 0x80808080)));
+  }
+  static INLINE Weights weights(const uint8_t* line) { return vld1q_s8(reinterpret_cast<const int8_t*>(line)); }
+  static INLINE I add(I sums, Four x, Weights w) {
+    return reinterpret_cast<I>(vdotq_s32(reinterpret_cast<int32x4_t>(sums), x, w));
+  }
+};
 #else
-constexpr int32_t kInputShift = 0;
-constexpr int64_t kMostRows[kColumns + 1] = {0, 2, 1, 1, 1};
-using Four = int32_t;
-using Weights = I;
-INLINE Four four(int32_t integers) { return integers; }
-INLINE Weights weights(const uint8_t* line) { return load(reinterpret_cast<const int32_t*>(line)); }
-INLINE I add_products(I sums, Four x, Weights w) {
-  const uint32_t integers = static_cast<uint32_t>(x);
-  sums += ((w << 24) >> 24) * all(static_cast<int32_t>(integers & 255));
-  sums += ((w << 16) >> 24) * all(static_cast<int32_t>(integers >> 8 & 255));
-  sums += ((w << 8) >> 24) * all(static_cast<int32_t>(integers >> 16 & 255));
-  return sums + (w >> 24) * all(static_cast<int32_t>(integers >> 24));
-}
+struct Whole {
+  static constexpr int32_t kInputShift = 0;
+  static constexpr int64_t kMostRows[kColumns + 1] = {0, 2, 1, 1, 1};
+  using Four = int32_t;
+  using Weights = I;
+  static INLINE Four four(int32_t integers) { return integers; }
+  static INLINE Weights weights(const uint8_t* line) { return load(reinterpret_cast<const int32_t*>(line)); }
+  static INLINE I add(I sums, Four x, Weights w) {
+    const uint32_t integers = static_cast<uint32_t>(x);
+    sums += ((w << 24) >> 24) * all(static_cast<int32_t>(integers & 255));
+    sums += ((w << 16) >> 24) * all(static_cast<int32_t>(integers >> 8 & 255));
+    sums += ((w << 8) >> 24) * all(static_cast<int32_t>(integers >> 16 & 255));
+    return sums + (w >> 24) * all(static_cast<int32_t>(integers >> 24));
+  }
+};
+#endif
+#ifndef TARGET_NARROW
+using Narrow = Whole;
 #endif
 
 // Of R rows with C columns, of `columns` that the weight has beside each other. U: sums kept side by side, so
 // that one does not wait for another.
-template <int64_t R, int64_t C, int64_t U>
+template <class M, int64_t R, int64_t C, int64_t U>
 INLINE void product_tile(const uint8_t* x, int64_t stride, const Line* w, int64_t columns, int64_t quads,
                          int32_t* out) {
   I sums[U][R][C][kParts];
@@ -222,16 +279,16 @@ INLINE void product_tile(const uint8_t* x, int64_t stride, const Line* w, int64_
       for (int64_t c = 0; c < C; ++c)
         for (int64_t p = 0; p < kParts; ++p) sums[u][r][c][p] = I{};
   const auto accumulate = [&](int64_t quad, int64_t u) __attribute__((always_inline)) {
-    Four of_x[R];
+    typename M::Four of_x[R];
     for (int64_t r = 0; r < R; ++r) {
       int32_t integers;
       __builtin_memcpy(&integers, x + r * stride + 4 * quad, 4);
-      of_x[r] = four(integers);
+      of_x[r] = M::four(integers);
     }
     for (int64_t c = 0; c < C; ++c) {
       for (int64_t p = 0; p < kParts; ++p) {
-        const Weights of_w = weights(w[quad * columns + c].integers + 4 * kWidth * p);
-        for (int64_t r = 0; r < R; ++r) sums[u][r][c][p] = add_products(sums[u][r][c][p], of_x[r], of_w);
+        const typename M::Weights of_w = M::weights(w[quad * columns + c].integers + 4 * kWidth * p);
+        for (int64_t r = 0; r < R; ++r) sums[u][r][c][p] = M::add(sums[u][r][c][p], of_x[r], of_w);
       }
     }
   };
@@ -251,49 +308,54 @@ INLINE void product_tile(const uint8_t* x, int64_t stride, const Line* w, int64_
   }
 }
 
-template <int64_t R, int64_t C>
+template <class M, int64_t R, int64_t C>
 INLINE void product_rows(const uint8_t* x, int64_t stride, const Line* w, int64_t quads, int32_t* out) {
-  constexpr int64_t kAtOnce = kParts == 1 ? C : (C >= 2 && kMostRows[2] > 1 ? 2 : 1);
+  constexpr int64_t kAtOnce = kParts == 1 ? C : (C >= 2 && M::kMostRows[2] > 1 ? 2 : 1);
   constexpr int64_t kSums = R * kAtOnce * kParts;
   constexpr int64_t U = kSums >= 8 ? 1 : kSums >= 4 ? 2 : kSums >= 2 ? 4 : 8;
   for (int64_t c = 0; c < C; c += kAtOnce) {
     if (C - c >= kAtOnce) {
-      product_tile<R, kAtOnce, U>(x, stride, w + c, C, quads, out + c * kTileVectors * kLanes);
+      product_tile<M, R, kAtOnce, U>(x, stride, w + c, C, quads, out + c * kTileVectors * kLanes);
     } else {
-      product_tile<R, 1, U>(x, stride, w + c, C, quads, out + c * kTileVectors * kLanes);
+      product_tile<M, R, 1, U>(x, stride, w + c, C, quads, out + c * kTileVectors * kLanes);
     }
   }
 }
 
-template <int64_t R, int64_t C>
+template <class M, int64_t R, int64_t C>
 INLINE void products_from(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads,
                           int32_t* out) {
   for (; rows >= R; rows -= R) {
-    product_rows<R, C>(x, stride, w, quads, out);
+    product_rows<M, R, C>(x, stride, w, quads, out);
     x += R * stride;
     out += R * kLanes;
   }
   if constexpr (R > 1) {
-    if (rows > 0) products_from<R - 1, C>(x, stride, rows, w, quads, out);
+    if (rows > 0) products_from<M, R - 1, C>(x, stride, rows, w, quads, out);
   }
 }
 
-template <int64_t C>
+template <class M, int64_t C>
 void products(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads, int32_t* out) {
-  constexpr int64_t kMost = kParts == 1 ? kMostRows[C] : kMostRows[C >= 2 && kMostRows[2] > 1 ? 2 : 1];
-  products_from<kMost, C>(x, stride, rows, w, quads, out);
+  constexpr int64_t kMost = kParts == 1 ? M::kMostRows[C] : M::kMostRows[C >= 2 && M::kMostRows[2] > 1 ? 2 : 1];
+  products_from<M, kMost, C>(x, stride, rows, w, quads, out);
 }
+
+#define PRODUCTS(multiplier) \
+  products<multiplier, 1>, products<multiplier, 2>, products<multiplier, 3>, products<multiplier, 4>
 
 #ifdef TARGET_REST
 
 constexpr Kernels kKernels = [] {
   Kernels kernels = TARGET_REST::kKernels;
   kernels.name = TARGET_SHOWN;
-  kernels.input_shift = kInputShift;
-  kernels.products[1] = products<1>;
-  kernels.products[2] = products<2>;
-  kernels.products[3] = products<3>;
-  kernels.products[4] = products<4>;
+  kernels.input_shift = Whole::kInputShift;
+  const auto take = [](auto& all, auto... each) {
+    int64_t columns = 0;
+    ((all[++columns] = each), ...);
+  };
+  take(kernels.products, PRODUCTS(Whole));
+  take(kernels.narrow_products, PRODUCTS(Narrow));
   return kernels;
 }();
 
@@ -461,8 +523,9 @@ void see(const float* values, int64_t count, Extremes& extremes) {
 #define COMMA ,
 constexpr Kernels kKernels = {
     TARGET_SHOWN,
-    kInputShift,
-    {nullptr, products<1>, products<2>, products<3>, products<4>},
+    Whole::kInputShift,
+    {nullptr, PRODUCTS(Whole)},
+    {nullptr, PRODUCTS(Narrow)},
     float_products,
     ROUNDINGS(finish),
     ROUNDINGS(finish_floats),
@@ -474,6 +537,11 @@ constexpr Kernels kKernels = {
      ROUNDINGS(elementwise, kTanh COMMA),
      ROUNDINGS(elementwise, kRelu COMMA),
      ROUNDINGS(elementwise, kCopy COMMA)},
+#if TARGET_AVX512
+    {look_up<8>, look_up<16>},
+#else
+    {nullptr, nullptr},
+#endif
     requantize,
     is_on,
     to_integers,
@@ -484,6 +552,7 @@ constexpr Kernels kKernels = {
 
 #endif  // TARGET_REST
 
+#undef PRODUCTS
 #undef INLINE
 
 }  // namespace TARGET_NAME
@@ -495,4 +564,5 @@ constexpr Kernels kKernels = {
 #undef TARGET_AVX_VNNI
 #undef TARGET_SSE2
 #undef TARGET_NEON_DOT
+#undef TARGET_NARROW
 #undef TARGET_REST

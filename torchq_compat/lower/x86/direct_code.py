@@ -1,0 +1,75 @@
+"""The code of a lowered graph as it runs: the same lines, with operators called without their Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph
+from torch.fx.graph import PythonCode
+
+from torchq_compat.support.upstream import OpOverload, forward_from_src
+
+__all__ = ["BY_FUNCTION", "direct_forward"]
+
+ATEN = torch.ops.aten
+#: Operators with a function of torch that takes the same arguments in the same order: torch's generated code
+#: reads them in half the time.
+BY_FUNCTION: dict[OpOverload, Callable[..., Any]] = {
+    ATEN.dequantize.self: torch.dequantize,
+    ATEN.quantize_per_tensor.default: torch.quantize_per_tensor,
+    ATEN.transpose.int: torch.transpose,
+    ATEN.permute.default: torch.permute,
+    ATEN.select.int: torch.select,
+    ATEN.reshape.default: torch.reshape,
+    ATEN.flatten.using_ints: torch.flatten,
+    ATEN.unsqueeze.default: torch.unsqueeze,
+    ATEN.squeeze.dim: torch.squeeze,
+    ATEN.softmax.int: torch.softmax,
+    ATEN.stack.default: torch.stack,
+    ATEN.relu.default: torch.relu,
+}
+
+#: What the name of an operator begins with in the code.
+NAME = "_torchq_compat_operator_"
+
+
+def direct_forward(code: PythonCode, graph: Graph) -> Callable[..., Any]:
+    """Return ``forward`` of ``code``, which was generated for ``graph``.
+
+    Of an operator that takes packed weights the overload looks at all of its arguments in Python, for classes
+    of torch.compile's own, which a lowered graph is never given. Below it torch asks the packed weights for
+    ``__torch_function__``, which throws and catches an exception of C++ (``check_has_torch_function``, torch
+    2.13). Each takes longer than a small kernel.
+    """
+    source, names, prefix = code.src, dict(code.globals), NAME
+    while prefix in source:
+        prefix += "_"
+    overloads = {str(node.target): node.target for node in graph.nodes if isinstance(node.target, OpOverload)}
+    for index, (name, overload) in enumerate(sorted(overloads.items())):
+        source = source.replace(f"torch.ops.{name}(", f"{prefix}{index}(")
+        names[f"{prefix}{index}"] = _called_directly(overload)
+    forward: Callable[..., Any] = forward_from_src(source, names)
+    return forward
+
+
+def _called_directly(overload: OpOverload) -> Callable[..., Any]:
+    if _takes_packed(overload):
+        return _of_packed(overload._op)
+    operator: Callable[..., Any] = BY_FUNCTION.get(overload, overload._op)
+    return operator
+
+
+def _takes_packed(overload: OpOverload) -> bool:
+    return any(argument.type.kind() == "ClassType" for argument in overload._schema.arguments)
+
+
+def _of_packed(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """``operator`` for tensors that have no ``__torch_function__``: quantized ones have none."""
+
+    def call(*args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return operator(*args)
+
+    return call
