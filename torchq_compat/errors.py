@@ -29,6 +29,7 @@ __all__ = [
     "LeftFloatError",
     "ModuleAttributeError",
     "OnnxError",
+    "OnnxFileError",
     "PartConfigError",
     "PathError",
     "QuantizationWarning",
@@ -232,6 +233,10 @@ class ExecutorchError(TorchQCompatError):
 
 class OnnxError(TorchQCompatError):
     """A model that cannot become an ONNX file."""
+
+
+class OnnxFileError(OnnxError, OSError):
+    """An ONNX file that cannot be written where it shall be."""
 
 
 class CaseError(TorchQCompatError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.parity.configs import BACKENDS, MAPPINGS, QAT_MAPPINGS
 from tests.parity.models import MODELS
 from torchq_compat.checkpoints import load_fx_state
 
-__all__ = ["DEFAULT", "SLOW", "Saved", "differences_of", "saved_by_fx"]
+__all__ = ["DEFAULT", "SLOW", "Saved", "differences_of", "saved_by_fx", "saved_from"]
 
 DEFAULT = ("resnet/x86", "arithmetic/x86", "embedding/embeddings_and_static", "conv2_bn_relu/qat_fbgemm")
 SLOW = tuple(
@@ -58,7 +58,7 @@ class Saved:
     batches: list[tuple[Any, ...]]
     is_qat: bool
     reference: GraphModule
-    lowered: GraphModule
+    lowered: GraphModule | None
     states: Mapping[str, Mapping[str, Any]]
 
     def prepared(self) -> GraphModule:
@@ -81,8 +81,22 @@ def saved_by_fx(pair: str) -> Saved:
     name, mapping = pair.split("/")
     entry, is_qat = MODELS[name], mapping in QAT_MAPPINGS
     make_mapping = {**MAPPINGS, **QAT_MAPPINGS}[mapping]
-    model = with_statistics(entry.make()).train(is_qat)
-    batches = [entry.batch() for _ in range(3)]
+    return saved_from(entry.make(), make_mapping, [entry.batch() for _ in range(3)], is_qat)
+
+
+def saved_from(
+    model: nn.Module,
+    make_mapping: Callable[[], Any],
+    batches: list[tuple[Any, ...]],
+    is_qat: bool = False,
+    lowered: bool = True,
+) -> Saved:
+    """``model`` through FX.
+
+    Args:
+        lowered: whether FX can lower it.
+    """
+    model = with_statistics(model).train(is_qat)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         prepared = (fx.prepare_qat_fx if is_qat else fx.prepare_fx)(
@@ -92,15 +106,13 @@ def saved_by_fx(pair: str) -> Saved:
             prepared(*batch)
         prepared.eval()
         reference = fx.convert_to_reference_fx(copy.deepcopy(prepared))
-        lowered = fx.convert_fx(copy.deepcopy(prepared))
-    states = {
-        "prepared": prepared.state_dict(),
-        "reference": reference.state_dict(),
-        "lowered": lowered.state_dict(),
-    }
+        made = fx.convert_fx(copy.deepcopy(prepared)) if lowered else None
+    states = {"prepared": prepared.state_dict(), "reference": reference.state_dict()}
+    if made is not None:
+        states["lowered"] = made.state_dict()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    return Saved(model, make_mapping, batches, is_qat, reference, lowered, states)
+    return Saved(model, make_mapping, batches, is_qat, reference, made, states)
 
 
 def differences_of(saved: Saved, form: str) -> set[str]:

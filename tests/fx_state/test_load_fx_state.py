@@ -231,6 +231,103 @@ def test_old_forms_of_packed_linears(version: int) -> None:
     )
 
 
+def before_1_12(prepared: GraphModule) -> dict[str, Any]:
+    """Name observers as FX did before torch 1.12: after what they observe, in the order of the graph."""
+    renamed = {
+        str(node.target): f"{node.args[0]}_activation_post_process_0"
+        for node in prepared.graph.nodes
+        if str(node.target).startswith("activation_post_process_")
+    }
+    state = prepared.state_dict()
+    named: dict[str, Any] = {}
+    for old, new in renamed.items():
+        named |= {
+            name.replace(f"{old}.", f"{new}.", 1): value
+            for name, value in state.items()
+            if name.startswith(f"{old}.")
+        }
+    return {name: value for name, value in state.items() if name.partition(".")[0] not in renamed} | named
+
+
+@pytest.mark.parametrize("is_qat", [False, True])
+def test_observers_named_after_what_they_observe(is_qat: bool) -> None:
+    theirs = calibrated_by_fx(is_qat)
+    new, old = prepared_here(is_qat), prepared_here(is_qat)
+    load_fx_state(new, theirs.state_dict())
+    state = before_1_12(theirs)
+    assert "x_activation_post_process_0.min_val" in state or "x_activation_post_process_0.scale" in state
+    load_fx_state(old, state)
+    assert all(
+        torch.equal(a, b) for a, b in zip(tensors_of(new).values(), tensors_of(old).values(), strict=True)
+    )
+    with pytest.raises(CheckpointError, match="load_fx_state"):
+        old.load_state_dict(state)
+
+
+class Bounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.fc(x))
+
+
+def test_observers_of_fixed_qparams_were_fake_quantizes() -> None:
+    """Before torch 1.12, in calibration too; and a range without values was empty before 1.8."""
+    x = (torch.randn(8, 4),)
+    theirs = fx.prepare_fx(Bounded().eval(), X86, x)
+    theirs(*x)
+    state = dict(theirs.state_dict())
+    assert torch.equal(state["activation_post_process_2.scale"], torch.tensor([1 / 256]))
+    state |= {
+        f"activation_post_process_2.{each}_enabled": torch.ones(1) for each in ("fake_quant", "observer")
+    }
+    ours = tc.prepare_fx(Bounded().eval(), X86, x)
+    load_fx_state(ours, state)
+    assert activation_qparams(tc.convert_to_reference_fx(ours)) == fx_activation_qparams(
+        fx.convert_to_reference_fx(theirs)
+    )
+
+
+def test_a_range_without_values_was_empty() -> None:
+    state = prepared_by_fx().state_dict()
+    empty = {
+        name: torch.tensor([]) if name.endswith(("min_val", "max_val")) else value
+        for name, value in state.items()
+    }
+    ours, fresh = prepared_here(), prepared_here()
+    ours(*X)
+    load_fx_state(ours, empty)
+    ours(*X)
+    load_fx_state(fresh, state)
+    fresh(*X)
+    assert activation_qparams(tc.convert_to_reference_fx(ours)) == activation_qparams(
+        tc.convert_to_reference_fx(fresh)
+    )
+
+
+def prepared_by_fx() -> GraphModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fx.prepare_fx(ConvNet().eval(), X86, X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_reference_states_of_other_precisions(dtype: torch.dtype) -> None:
+    state = fx.convert_to_reference_fx(calibrated_by_fx()).state_dict()
+    other = {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in state.items()
+    }
+    found = []
+    for each in (state, other):
+        ours = prepared_here()
+        load_fx_state(ours, each)
+        found.append(tc.convert_to_reference_fx(ours)(*X))
+    assert sqnr(*found) > (100 if dtype is torch.float64 else 25)
+
+
 def test_a_gamma_of_ones_own_is_no_batch_norm() -> None:
     state = {"scale.gamma": torch.ones(3), "conv.gamma": torch.ones(3), "conv.beta": torch.ones(3)}
     state |= {"conv.running_mean": torch.ones(3), "conv.running_var": torch.ones(3)}
@@ -291,6 +388,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         "activation_post_process_0.min_val holds NaN",
     ),
     "an object": (lambda s: with_value(s, "_packed_weight_0", object()), "_packed_weight_0 .object.*"),
+    "no range": (
+        lambda s: with_value(s, "activation_post_process_0.min_val", torch.tensor(1e3)),
+        "min_val is larger than activation_post_process_0.max_val",
+    ),
     "other bins": (
         lambda s: with_value(s, "activation_post_process_0.histogram", torch.ones(9)),
         "9 bins, and this model 2048",
@@ -308,6 +409,20 @@ def test_bad_states_are_refused_and_nothing_is_loaded(case: str) -> None:
     after = tensors_of(ours)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+BAD_REFERENCE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "infinity": (lambda weight: torch.full_like(weight, torch.inf), "fc.weight holds NaN or infinity"),
+    "no values": (lambda weight: weight.to("meta"), "fc.weight is a meta tensor"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REFERENCE)
+def test_bad_reference_states_are_refused(case: str) -> None:
+    change, message = BAD_REFERENCE[case]
+    state = dict(fx.convert_to_reference_fx(calibrated_by_fx()).state_dict())
+    with pytest.raises(CheckpointError, match=message):
+        load_fx_state(prepared_here(), with_value(state, "fc.weight", change(state["fc.weight"])))
 
 
 def test_a_state_of_another_form_of_the_model_is_refused() -> None:

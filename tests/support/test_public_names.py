@@ -10,9 +10,9 @@ ERRORS = """
     AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
     CheckpointError CodeError ConfigError ConvertError CustomModuleError ExampleInputsError ExecutorchError
     ExportError FxError
-    InputError LeftFloatError ModuleAttributeError OnnxError PartConfigError PathError QuantizationWarning
-    RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError TorchQCompatError
-    UserModuleError
+    InputError LeftFloatError ModuleAttributeError OnnxError OnnxFileError PartConfigError PathError
+    QuantizationWarning RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError
+    TorchQCompatError UserModuleError
 """
 QUANTIZE_FX = """
     convert_fx convert_to_reference_fx fuse_fx get_default_convert_custom_config

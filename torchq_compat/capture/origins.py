@@ -21,7 +21,15 @@ from torch.fx import Node
 from torchq_compat.capture.wrapped_functions import wrapped_call_of
 from torchq_compat.config.qconfig_mappings import ObjectType
 
-__all__ = ["Origin", "computes_like", "find_origin", "innermost_call", "is_fx_leaf", "meta_outside_leaves"]
+__all__ = [
+    "Origin",
+    "callers_of_leaf",
+    "computes_like",
+    "find_origin",
+    "innermost_call",
+    "is_fx_leaf",
+    "meta_outside_leaves",
+]
 
 #: Modules whose functions ``torch_fn`` calls "builtin_function_or_method".
 BUILTIN_HOMES = (torch, torch._C._nn)
@@ -91,6 +99,21 @@ def meta_outside_leaves(node: Node) -> dict[str, Any]:
         first = next(index for index, (key, _) in enumerate(calls) if key == leaves[0])
         meta["nn_module_stack"] = dict(calls[:first])
     return meta
+
+
+def callers_of_leaf(node: Node) -> list[Origin]:
+    """Return the origins that an item of the results of the module which ``node`` is a part of may have: the
+    code of each module around it, innermost first."""
+    callers: list[tuple[str, type[nn.Module]]] = [("", nn.Module)]
+    for _, fqn, class_name in _module_calls(node):
+        found = _class_by_name(class_name)
+        if fqn and is_fx_leaf_class(found):
+            break
+        callers.append((fqn, found))
+    return [
+        Origin(node.name, path, module_type, (operator.getitem,), is_module_call=False)
+        for path, module_type in reversed(callers)
+    ]
 
 
 def is_fx_leaf(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ __all__ = ["SCALE_NAME", "Entry", "FxState", "is_fx_state"]
 
 #: What only FX's models, and torch.ao's eager ones, call their entries.
 ONLY_FX = re.compile(
-    r"(^|\.)(activation_post_process(_\d+)?\.|weight_fake_quant\.|_packed_params\.|_all_weight_values\."
+    r"(^|\.)(([^.]+_)?activation_post_process(_\d+)?\.|weight_fake_quant\.|_packed_params\.|_all_weight_values\."
     r"|_packed_weight_|weight_(scale|zero_point|qscheme|dtype|axis)$)|_(scale|zero_point)_\d+$|_packed_weight_\d+$"
 )
 #: What a state of ours has, and no state of FX.
@@ -119,6 +119,13 @@ class FxState:
         found = {int(match[1]) for name in self.entries if (match := pattern.match(name))}
         return [f"{prefix}activation_post_process_{index}" for index in sorted(found)]
 
+    def named_observers_at(self, prefix: str) -> list[str]:
+        """``<prefix><name of a node>_activation_post_process_<k>``, as FX called them before torch 1.12, in
+        the order of its graph."""
+        pattern = re.compile(re.escape(prefix) + r"[^.]+_activation_post_process_\d+(?=\.)")
+        found = (match[0] for name in self.entries if (match := pattern.match(name)))
+        return list(dict.fromkeys(found))
+
     def scales_at(self, prefix: str) -> list[str]:
         """Names of the scales of a converted graph at ``prefix``, in the order of the graph."""
         names = (name for name in self.entries if name.startswith(prefix))
@@ -136,6 +143,23 @@ class FxState:
         return tuple(
             (tuple(value.shape), *value.flatten().tolist()) for value in values if isinstance(value, Tensor)
         )
+
+    def scales(self) -> list[str]:
+        """The names of all scales, those of a graph and of quantized modules."""
+        return [
+            name
+            for name in self.entries
+            if (SCALE_NAME.match(name) or name.endswith(".scale")) and self.qparams(name)[1] in self.entries
+        ]
+
+    def values_of(self, scale_name: str) -> tuple[Tensor, Tensor] | None:
+        """A scale and its zero point; None if one of them is missing."""
+        scale, zero_point = (self.entries.get(name) for name in self.qparams(scale_name))
+        if scale is None or zero_point is None:
+            return None
+        if isinstance(scale.value, FxWeight) or isinstance(zero_point.value, FxWeight):
+            return None
+        return scale.value, zero_point.value
 
     def qparams(self, scale_name: str) -> tuple[str, str]:
         """The names of a scale and its zero point."""
@@ -180,9 +204,12 @@ class _Reader:
         for name, value in self.state.items():
             self._read(name, value)
         # A quantized batch norm has float weights, and the scale of its output.
-        modules = (name.removesuffix(".scale") for name in self.entries if name.endswith(".scale"))
-        observers = ("activation_post_process", "weight_fake_quant")
-        self.is_lowered = self.is_converted or any(not set(observers) & {*_parts(path)} for path in modules)
+        modules = (
+            name.removesuffix(".scale")
+            for name in self.entries
+            if name.endswith(".scale") and f"{name.removesuffix('scale')}zero_point" in self.entries
+        )
+        self.is_lowered = self.is_converted or not all(_is_in_observer(path) for path in modules)
         if self.refused:
             raise _unknown_values(self.refused, self.state)
         self._join_reference_weights()
@@ -245,6 +272,7 @@ class _Reader:
                 continue
             self.is_converted = True
             beside = [f"{name}_scale", f"{name}_zero_point"]
+            _check_weight(name, weight, scale.value, zero_point.value)
             axis = self.entries.get(f"{name}_axis")
             beside += [
                 other
@@ -253,7 +281,7 @@ class _Reader:
             ]
             dtype = self.state.get(f"{name}_dtype")
             value = _reference_weight(
-                weight,
+                weight.float(),
                 scale.value,
                 zero_point.value,
                 int(axis.value) if axis is not None and isinstance(axis.value, Tensor) else 0,
@@ -262,6 +290,16 @@ class _Reader:
             for other in beside:
                 self.entries.pop(other, None)
             self.entries[name] = Entry(value, (name, *beside))
+
+
+def _check_weight(name: str, weight: Tensor, scale: Any, zero_point: Any) -> None:
+    """Refuse what cannot be quantized."""
+    if weight.is_meta or scale.is_meta or zero_point.is_meta:
+        raise CheckpointError.bad_value(name, "is a meta tensor, which has no values")
+    if not bool(weight.isfinite().all()):
+        raise CheckpointError.bad_value(name, "holds NaN or infinity")
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise CheckpointError.bad_value(f"{name}_scale", "holds a scale that is no positive number")
 
 
 def _reference_weight(
@@ -276,9 +314,9 @@ def _reference_weight(
     return weight_of_tensor(quantize_per_channel(weight, scale, zero_point, axis, dtype))
 
 
-def _parts(path: str) -> Iterator[str]:
-    """The names in ``path``, without numbers behind them."""
-    return (re.sub(r"_\d+$", "", part) for part in path.split("."))
+def _is_in_observer(path: str) -> bool:
+    names = (re.sub(r"_\d+$", "", part) for part in path.split("."))
+    return any(name == "weight_fake_quant" or name.endswith("activation_post_process") for name in names)
 
 
 def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointError:

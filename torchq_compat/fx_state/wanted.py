@@ -16,6 +16,7 @@ class WantedTensor:
         name: in our state_dict.
         names: in FX's, in the order they are tried.
         observer: the path of the observer of this weight; None: it is not quantized.
+        more_observers: of a weight that several calls are given: the paths of those of the other calls.
         is_functional: whether a function is given it: FX packs it by its order in the graph.
         packed_with: of a function's bias, our name of the weight that FX packs it with.
         is_optional: whether FX may do without it.
@@ -27,6 +28,12 @@ class WantedTensor:
     is_functional: bool = False
     packed_with: str | None = None
     is_optional: bool = False
+    more_observers: tuple[str, ...] = ()
+
+    @property
+    def observers(self) -> tuple[str, ...]:
+        """The paths of all observers of this weight."""
+        return (() if self.observer is None else (self.observer,)) + self.more_observers
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,16 @@ class WantedObserver:
         prefixes: what FX's prepared model calls the same observer; several where it has several names.
         scales: what FX's converted model may call its scale.
         is_weight: whether it observes a weight: a converted model has its qparams with the integers.
+        handed_on: scales of what it hands on as it is, for a lowered model that has none of its own.
+        kernel: scale and zero point of the result of FX's kernel; a lowered model may have no others.
     """
 
     path: str
     prefixes: tuple[str, ...]
     scales: tuple[str, ...] = ()
     is_weight: bool = False
+    kernel: tuple[float, int] | None = None
+    handed_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,7 @@ class Wanted:
                     each,
                     name=at(each.name),
                     observer=None if each.observer is None else at(each.observer),
+                    more_observers=tuple(at(path) for path in each.more_observers),
                     packed_with=None if each.packed_with is None else at(each.packed_with),
                 )
                 for each in self.tensors

@@ -53,11 +53,13 @@ class ModuleFacts:
         kind: the name of its class.
         settings: its plain public attributes.
         shown: what its repr shows.
+        also: the other paths of the same module.
     """
 
     kind: str
     settings: Mapping[str, Any]
     shown: str
+    also: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFacts:
         return self
@@ -66,6 +68,9 @@ class ModuleFacts:
 def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
     """The facts of all modules of ``model`` that are torch.nn's, by path."""
     found = {}
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
     for path, module in model.named_modules():
         if path and is_fx_leaf(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             settings = {
@@ -73,7 +78,9 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
                 for name, value in vars(module).items()
                 if not name.startswith("_") and isinstance(value, SETTINGS) and name != "training"
             }
-            found[path] = ModuleFacts(type(module).__name__, settings, module.extra_repr())
+            found[path] = ModuleFacts(
+                type(module).__name__, settings, module.extra_repr(), tuple(paths[module][1:])
+            )
     return found
 
 

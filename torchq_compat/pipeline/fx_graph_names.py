@@ -7,24 +7,35 @@ QConfig, after the first reader; and numbers those of one name in the order of t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import groupby
+import copy
+import math
+import operator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat import batch_norm
 from torchq_compat.annotate.op_parameters import named_parameters_of, weight_of
-from torchq_compat.annotate.op_records import op_record
+from torchq_compat.annotate.op_records import OpRecord, op_record
+from torchq_compat.capture.origins import callers_of_leaf
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.fx_state.given import FxState
+from torchq_compat.fx_state.given import SCALE_NAME, FxState
+from torchq_compat.fx_state.numbered_scales import Number, Place, laid_beside
 from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
+from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.graph.observed_graph import observer_nodes
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.loaded_qparams import Qparams, release_qparams
+from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS
+from torchq_compat.qspecs.weight_observers import WeightObserver
+from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
 __all__ = ["in_sequential", "wanted_by_graph"]
 
@@ -77,6 +88,11 @@ class _Reader:
         self.graph_module = graph_module
         self.rules = rules
         self.prefix = prefix
+        record = graph_module.record if isinstance(graph_module, QuantizationGraphModule) else None
+        #: FX names a module by the first of its paths.
+        self.first_path = {
+            other: path for path, facts in (record.modules if record else {}).items() for other in facts.also
+        }
         self.observer_of = dict(observer_nodes(graph_module))
         self.sites = list(self._sites())
         self.names = self._names_of_parameters()
@@ -86,17 +102,22 @@ class _Reader:
             f"{path}." for path, module in self.graph_module.named_modules() if _is_apart(path, module)
         ]
         outside += [f"{target}." for target in {str(node.target) for node in self.observer_of}]
-        observers = {self._weight_name(site): site for site in self.sites if site.reader is not None}
+        observers: dict[str | None, list[_Site]] = {}
+        for each in self.sites:
+            if each.reader is not None:
+                observers.setdefault(self._weight_name(each), []).append(each)
         weight_beside = self._weights_beside_biases()
         for name in self.graph_module.state_dict():
             if name.startswith(tuple(outside)):
                 continue
-            site = observers.get(name)
+            sites = observers.get(name, [])
+            paths = tuple(dict.fromkeys(site.path for site in sites))
             yield WantedTensor(
                 name,
                 tuple(f"{self.prefix}{each}" for each in self.names.get(name, (name, in_sequential(name)))),
-                observer=None if site is None else site.path,
-                is_functional=site is not None and not site.is_module_weight,
+                observer=paths[0] if paths else None,
+                more_observers=paths[1:],
+                is_functional=bool(sites) and not any(site.is_module_weight for site in sites),
                 packed_with=weight_beside.get(name),
                 is_optional=name.endswith("num_batches_tracked"),
             )
@@ -106,11 +127,19 @@ class _Reader:
     ) -> tuple[tuple[WantedObserver, ...], tuple[str, ...], tuple[str, ...]]:
         """Return the observers, what FX has besides, and what keeps the names from being known."""
         numbered = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
-        prefix_of, more, problems = _aligned(numbered, state.observers_at(self.prefix), state, self.prefix)
-        scale_of = self._scale_names(numbered)
-        theirs = state.scales_at(self.prefix)
-        if state.is_reference and len(theirs) != len(numbered):
-            scale_of, more, problems = _aligned(self._in_graph_order(numbered), theirs, state, self.prefix)
+        prefix_of: dict[Node, str] = {}
+        scale_of: dict[Node, str] = {}
+        if state.is_converted:
+            scale_of, more, problems = self._scale_names(numbered, state)
+        else:
+            named = state.named_observers_at(self.prefix)
+            theirs = named or state.observers_at(self.prefix)
+            prefix_of = self._named_parameters(numbered, named)
+            unnamed = [site for site in numbered if site.node not in prefix_of]
+            theirs = [name for name in theirs if name not in prefix_of.values()]
+            ordered = self._in_graph_order(unnamed) if named else unnamed
+            found, more, problems = _aligned(ordered, theirs, state, self.prefix)
+            prefix_of |= found
         by_path: dict[str, list[_Site]] = {}
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
@@ -120,10 +149,22 @@ class _Reader:
                 tuple(name for site in sites for name in self._prefixes(site, prefix_of)),
                 tuple(name for site in sites for name in self._scales(site, scale_of)),
                 is_weight=any(site.reader is not None for site in sites),
+                kernel=_kernel_qparams(sites[0]),
+                handed_on=tuple(self._handed_on(sites[0], scale_of)),
             )
             for path, sites in by_path.items()
         )
         return wanted, more, problems
+
+    def _named_parameters(self, sites: list[_Site], named: list[str]) -> dict[Node, str]:
+        """Return the observers that are called after parameters: they stand where Python read those."""
+        found: dict[Node, str] = {}
+        for site in sites:
+            parameter = _attribute(site.node)
+            if parameter is not None:
+                name = f"{self.prefix}{_flat(str(parameter.target))}_activation_post_process_0"
+                found |= {site.node: name} if name in named else {}
+        return found
 
     def folded(self) -> Iterator[FoldedBatchNorm]:
         for norm in batch_norm.describe(self.graph_module):
@@ -189,42 +230,162 @@ class _Reader:
             yield scale_of[site.node]
         record = op_record(site.observed)
         if record is not None and record.origin.is_module_call:
-            yield f"{self.prefix}{_once(record.origin.module_path)}.scale"
+            yield f"{self.prefix}{self._path(record)}.scale"
 
-    def _scale_names(self, sites: list[_Site]) -> dict[Node, str]:
-        """Of FX's reference model; lowering keeps them, or moves them into modules."""
-        count: Counter[str] = Counter()
+    def _handed_on(self, site: _Site, scale_of: dict[Node, str]) -> Iterator[str]:
+        """Yield the scales of what a dropout is given: FX's lowered module hands that on, and has none."""
+        if site.observed.target is ATEN.dropout.default:
+            sources = {node.target for node in site.observed.all_input_nodes if node in self.observer_of}
+            for each in self.sites:
+                if each.path in sources:
+                    yield from self._scales(each, scale_of)
+
+    def _scale_names(
+        self, sites: list[_Site], state: FxState
+    ) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
+        """Return the scale of each site, the scales that need no site, and what keeps them from being known.
+
+        A lowered model has the names of the reference model, as far as its modules do not hold the scales.
+        """
+        theirs = state.scales_at(self.prefix)
+        given: dict[str, dict[int, str]] = {}
+        for name in theirs:
+            match = SCALE_NAME.match(name)
+            assert match is not None
+            given.setdefault(match["prefix"], {})[int(match["index"])] = name
+        groups: dict[str, list[_Site]] = {}
+        ordered = self._in_graph_order(sites)
+        new = _first_of_each(ordered)
+        for site in ordered:
+            groups.setdefault(f"{self.prefix}{self._scale_prefix(site, state, given)}", []).append(site)
+        repeated = _repeated(theirs, state, [name for name in state.scales() if name not in theirs])
         names: dict[Node, str] = {}
-        for site in self._in_graph_order(sites):
-            name = self._scale_prefix(site)
-            names[site.node] = f"{self.prefix}{name}_scale_{count[name]}"
-            count[name] += 1
-        return names
+        more: list[str] = []
+        problems: list[str] = []
+        for prefix, members in groups.items():
+            of_group = given.pop(prefix, {})
+            places = [
+                self._place(
+                    site, of_group, state, site.node in new, before is not None and before.path == site.path
+                )
+                for before, site in pairwise((None, *members))
+                if site is not None
+            ]
+            numbers = _numbers(of_group, repeated, state)
+            laid = laid_beside(places, numbers, state.is_reference)
+            if laid is None:
+                # The names that there would be: the loader tells which are missing.
+                names |= {site.node: f"{prefix}_scale_{index}" for index, site in enumerate(members)}
+                problems.append(
+                    f"it has {len(of_group)} scales {prefix}_scale_<n> for {len(members)} values here"
+                )
+                continue
+            found, extra = laid
+            more += [of_group[index] for index in sorted(extra)]
+            for site in members:
+                named = [of_group[index] for index in sorted(found[site.node])]
+                if len({state.fingerprint(name) for name in named}) > 1:
+                    problems.append(f"{', '.join(named)} cannot be told apart")
+                if named:
+                    names[site.node] = named[0]
+        if (given or problems) and state.is_reference:
+            # In the whole graph each has its scale, whatever it is called after.
+            aligned = _aligned(ordered, theirs, state, self.prefix)
+            return aligned if not aligned[2] or not problems else (names, tuple(more), tuple(problems))
+        return names, tuple(more), tuple(problems)
+
+    def _place(
+        self, site: _Site, given: dict[int, str], state: FxState, is_new: bool, as_before: bool
+    ) -> Place[Node]:
+        parameter = _attribute(site.node)
+        is_packed = site.reader is not None and state.is_lowered
+        if parameter is not None:
+            expected = self._expected_qparams(site, str(parameter.target), state)
+            return Place(
+                site.node,
+                is_packed,
+                mismatch=lambda index: _difference(expected, state.values_of(given[index])),
+            )
+        record = op_record(site.observed)
+        is_held = (
+            record is not None
+            and record.origin.is_module_call
+            and f"{self.prefix}{self._path(record)}.scale" in state.entries
+        )
+        is_fixed = _has_fixed_qparams(site.observer)
+        may_lack = is_packed or is_held or self._passes_on(site) or is_fixed
+        return Place(site.node, may_lack and state.is_lowered, None if is_fixed else is_new, as_before)
+
+    def _passes_on(self, site: _Site) -> bool:
+        """Return whether the op shares the observer of what it is given."""
+        return any(
+            argument in self.observer_of and argument.target == site.node.target
+            for argument in site.observed.all_input_nodes
+        )
+
+    def _expected_qparams(self, site: _Site, name: str, state: FxState) -> Qparams | None:
+        """Return the qparams that the observer makes of the parameter as ``state`` has it."""
+        names = (f"{self.prefix}{each}" for each in self.names.get(name, (name, in_sequential(name))))
+        value = next((state.entries[each].value for each in names if each in state.entries), None)
+        if not isinstance(value, Tensor) or not bool(value.isfinite().all()):
+            return None
+        observer = copy.deepcopy(site.observer)
+        release_qparams(observer)
+        source: Any = getattr(observer, "activation_post_process", observer)
+        look = source.observe if isinstance(source, WeightObserver) else source
+        look(value.float())
+        scale, zero_point = source.calculate_qparams()
+        return scale, zero_point
 
     def _in_graph_order(self, sites: list[_Site]) -> list[_Site]:
         order = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
 
         def place(site: _Site) -> float:
-            # FX's graph reads a parameter where it is used.
-            return order[site.node] if site.reader is None else order[site.reader] - 0.5
+            if _attribute(site.node) is None:
+                return order[site.node]
+            # FX's graph reads a parameter where it is used, or before that.
+            return min((order[user] for user in site.node.users), default=order[site.node]) - 0.5
 
         return sorted(sites, key=place)
 
-    def _scale_prefix(self, site: _Site) -> str:
+    def _scale_prefix(self, site: _Site, state: FxState, scaled: Collection[str]) -> str:
         record = op_record(site.observed)
+        if record is not None and self._is_item_of_call(site, record, state):
+            callers = callers_of_leaf(site.observed)
+            # Code that hands the results on as they are takes nothing out of them.
+            takers = [each for each in callers if f"{self.prefix}{_flat(each.module_path)}" in scaled]
+            record = replace(record, origin=(takers or callers)[0])
         is_input = site.observed.op == "placeholder" or (
             record is not None and self.rules is not None and record.select(self.rules).qconfig is None
         )
         if is_input or record is None:
-            first = next(iter(site.node.users), None)
-            record = op_record(first) if first is not None else None
-        path = "" if record is None else _once(record.origin.module_path)
-        return path.replace(".", "_") + ("_input" if is_input else "")
+            record = _first_reader(site.node)
+        path = "" if record is None else self._path(record)
+        return _flat(path) + ("_input" if is_input else "")
+
+    def _is_item_of_call(self, site: _Site, record: OpRecord, state: FxState) -> bool:
+        """Return whether the code around a module takes the value out of its results."""
+        if not record.origin.is_module_call or self._passes_on(site):
+            return False
+        path = self._path(record)
+        own = (f"{self.prefix}{path}.scale", f"{self.prefix}{_flat(path)}_scale_0")
+        if any(name in state.entries for name in own):
+            return False
+        # A lowered module of one op may have no scale in its state.
+        return state.is_reference or site.observed.target is operator.getitem or self._is_composite(record)
+
+    def _is_composite(self, record: OpRecord) -> bool:
+        calls = [op_record(node) for node in self.graph_module.graph.nodes]
+        return sum(each is not None and each.origin.call == record.origin.call for each in calls) > 1
+
+    def _path(self, record: OpRecord) -> str:
+        path = _once(record.origin.module_path)
+        return self.first_path.get(path, path)
 
     def _module_path(self, op: Node) -> str:
         record = op_record(op)
         if record is not None and record.origin.is_module_call:
-            return _once(record.origin.module_path)
+            return self._path(record)
         weight = next((node for name, node in _parameters(op) if name == "weight"), None)
         return "" if weight is None else str(weight.target).rpartition(".")[0]
 
@@ -233,15 +394,14 @@ class _Reader:
         names: dict[str, tuple[str, ...]] = {}
         for node in self.graph_module.graph.nodes:
             record = op_record(node)
-            if record is None or not record.origin.is_module_call:
+            if record is None or not record.origin.is_module_call or node.target is ATEN.batch_norm.default:
                 continue
-            path = _once(record.origin.module_path)
+            path = self._path(record)
             for role, parameter in _parameters(node):
                 own = str(parameter.target)
-                if node.target is ATEN.batch_norm.default or own.rpartition(".")[2] != role:
-                    path_of_parameter = path if node.target is not ATEN.batch_norm.default else ""
-                    if path_of_parameter:
-                        names[own] = (f"{path}.{role}", f"{path}.0.{role}", own)
+                # A parameter that several modules have is of each of them in FX's state.
+                of_module = (f"{path}.{role}", f"{path}.0.{role}", own, in_sequential(own))
+                names[own] = tuple(dict.fromkeys((*names.get(own, ()), *of_module)))
         for norm in batch_norm.describe(self.graph_module):
             path = "" if norm.op is None else self._module_path(norm.op)
             counter = norm.names["running_mean"].replace("running_mean", "num_batches_tracked")
@@ -250,58 +410,96 @@ class _Reader:
         return names
 
 
+def _first_reader(observer: Node) -> OpRecord | None:
+    """Return the reader that FX names an input after: a linear function, or the first."""
+    records = [op_record(user) for user in observer.users]
+    linear = (each for each in records if each is not None and F.linear in each.origin.object_types)
+    return next(linear, records[0] if records else None)
+
+
+def _kernel_qparams(site: _Site) -> tuple[float, int] | None:
+    """Return the qparams that the result of FX's kernel has, whatever its model observed."""
+    record = op_record(site.observed)
+    kinds = record.origin.object_types if record is not None and site.reader is None else ()
+    made = (FIXED_QPARAMS_OP_TO_OBSERVER.get(kind) for kind in kinds if kind not in (nn.Sigmoid, nn.Softmax))
+    observer = next((each for each in made if each is not None), None)
+    if observer is None:
+        return None
+    scale, zero_point = observer().calculate_qparams()
+    return float(scale), int(zero_point)
+
+
+def _first_of_each(sites: list[_Site]) -> set[Node]:
+    """Return the first site of each observer."""
+    first: dict[str, Node] = {}
+    return {site.node for site in sites if first.setdefault(site.path, site.node) is site.node}
+
+
+def _numbers(names: dict[int, str], repeated: set[str], state: FxState) -> dict[int, Number]:
+    prints = {index: state.fingerprint(name) for index, name in names.items()}
+    return {
+        index: Number(name in repeated, prints.get(index - 1) == prints[index])
+        for index, name in names.items()
+    }
+
+
+def _repeated(names: list[str], state: FxState, beside: Collection[str] = ()) -> set[str]:
+    """Return which of ``names`` have the content of one in front of them, or of one of ``beside``."""
+    seen = {state.fingerprint(name) for name in beside}
+    found = set()
+    for name in names:
+        content = state.fingerprint(name)
+        if content in seen:
+            found.add(name)
+        seen.add(content)
+    return found
+
+
+def _has_fixed_qparams(observer: nn.Module) -> bool:
+    return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
+
+
+def _difference(expected: Qparams | None, found: Qparams | None) -> float:
+    """Return how far qparams are from each other, 10 at most; infinity for those of another kind."""
+    if expected is None or found is None:
+        return 0.0
+    (scale, zero_point), (other, other_zero_point) = expected, found
+    if scale.numel() != other.numel():
+        return math.inf
+    far = (scale.reshape(-1).double() / other.reshape(-1).double()).log().abs().mean()
+    far += (zero_point.reshape(-1).double() - other_zero_point.reshape(-1).double()).abs().mean() / 256
+    return min(float(far.nan_to_num(10.0)), 10.0)
+
+
 def _aligned(
     sites: list[_Site], theirs: list[str], state: FxState, prefix: str
 ) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
     """Return FX's name for the node of each site, the names without a site, and the problems.
 
     FX observes some ops that torch.export drops, ``contiguous()`` of what is contiguous, with the observer
-    of what they read: where it has more, runs of equal observers are matched. Of FX's a run may be of several
-    observers that happen to be equal.
+    of what they read.
     """
     if state.is_converted and not state.is_reference:
         return {}, (), ()
     if len(theirs) == len(sites):
         return {site.node: name for site, name in zip(sites, theirs, strict=True)}, (), ()
-    own_runs = [list(run) for _, run in groupby(sites, key=lambda site: site.path)]
-    their_runs = [list(run) for _, run in groupby(theirs, key=state.fingerprint)]
-    own_runs = _joined(own_runs, [len(run) for run in their_runs])
-    if len(theirs) < len(sites) or len(own_runs) != len(their_runs):
-        if state.is_converted and not theirs:
-            return {}, (), ()
-        where = prefix.removesuffix(".") or "the model itself"
-        return {}, (), (f"it has {len(theirs)} observers in {where} where this model has {len(sites)}",)
-    matched = {site.node: run[0] for own, run in zip(own_runs, their_runs, strict=True) for site in own}
-    return matched, tuple(name for run in their_runs for name in run[1:]), ()
-
-
-def _joined(runs: list[list[_Site]], lengths: list[int]) -> list[list[_Site]]:
-    """``runs`` with neighbours joined, so that each is no longer than its length; as they are, unless that
-    can be done in exactly one way."""
-    ways: dict[tuple[int, int], int] = {(len(runs), len(lengths)): 1}
-
-    def ends(start: int, index: int) -> Iterator[int]:
-        total = 0
-        for end in range(start + 1, len(runs) + 1):
-            total += len(runs[end - 1])
-            if total > lengths[index]:
-                return
-            if ways.get((end, index + 1)):
-                yield end
-
-    if len(runs) <= len(lengths):
-        return runs
-    for index in reversed(range(len(lengths))):
-        for start in range(len(runs)):
-            ways[start, index] = sum(ways[end, index + 1] for end in ends(start, index))
-    if ways.get((0, 0)) != 1:
-        return runs
-    joined, start = [], 0
-    for index in range(len(lengths)):
-        (end,) = ends(start, index)
-        joined.append([site for run in runs[start:end] for site in run])
-        start = end
-    return joined
+    where = prefix.removesuffix(".") or "the model itself"
+    problem = f"it has {len(theirs)} observers in {where} where this model has {len(sites)}"
+    prints = [state.fingerprint(name) for name in theirs]
+    new, repeated = _first_of_each(sites), _repeated(theirs, state)
+    places = [
+        Place(site.node, is_new=site.node in new, as_before=before is not None and before.path == site.path)
+        for before, site in pairwise((None, *sites))
+        if site is not None
+    ]
+    numbers = _numbers(dict(enumerate(theirs)), repeated, state)
+    laid = laid_beside(places, numbers, is_whole=True)
+    if laid is None:
+        return {}, (), () if state.is_converted and not theirs else (problem,)
+    found, extra = laid
+    if any(len({prints[index] for index in of_place}) > 1 for of_place in found.values()):
+        return {}, (), (problem,)
+    return {node: theirs[min(of)] for node, of in found.items()}, tuple(theirs[i] for i in sorted(extra)), ()
 
 
 def _is_apart(path: str, module: nn.Module) -> bool:
@@ -311,6 +509,11 @@ def _is_apart(path: str, module: nn.Module) -> bool:
 def _once(path: str) -> str:
     """Return the path of a module without the ``@1`` that a second call of it has behind its path."""
     return path.partition("@")[0]
+
+
+def _flat(path: str) -> str:
+    """Return the path of a module as FX has it in the name of a scale."""
+    return path.replace(".", "_")
 
 
 def _has_output_spec(node: Node) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> N
             f"FX observes {len(plan.dropped)} values that have no observer here, and quantizes them once "
             f"more "
             f"than the model asks for: {_shorten(plan.dropped)}. They are left out."
+        )
+    if plan.of_several_calls:
+        warn_user(
+            f"FX's lowered model has one scale for all calls of a module: {_shorten(plan.of_several_calls)}. "
+            "So has this model now; the state of FX's prepared model has one for each call."
         )
 
 
@@ -99,6 +104,7 @@ class _Plan:
     observers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     qparams: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
+    of_several_calls: list[str] = field(default_factory=list)
 
 
 class _Planner:
@@ -113,6 +119,8 @@ class _Planner:
         #: Our name of a function's weight -> FX's name of what it was packed into.
         self.packed: dict[str, str] = {}
         self.without_qparams: list[WantedObserver] = []
+        #: FX's name of a scale -> our observers that it was loaded into.
+        self.given_by: dict[str, list[str]] = {}
 
     def plan(self) -> _Plan:
         """Match everything.
@@ -128,13 +136,17 @@ class _Planner:
             self._dissolve(batch_norm)
         for observer in self.wanted.observers:
             self._plan_observer(observer)
+        lacks_weights = bool(self.missing)
         self._match_in_order()
         self._drop_known()
-        self._refuse_rest()
+        self._refuse_rest(lacks_weights)
+        self.made.of_several_calls = [
+            name for name, paths in self.given_by.items() if name.endswith(".scale") and len(paths) > 1
+        ]
         return self.made
 
     def _plan_tensor(self, wanted: WantedTensor, functional: Iterator[tuple[str, Entry]]) -> None:
-        found = self.state.take(wanted.names)
+        found = self._take_tied(wanted)
         if found is None and wanted.is_functional and (packed := _next_weight(functional)) is not None:
             self.state.forgive(packed[0])
             self.packed[wanted.name] = packed[0]
@@ -151,13 +163,27 @@ class _Planner:
         name, entry = found
         value = entry.value
         if isinstance(value, FxWeight):
-            if wanted.observer is not None:
-                self.weights[wanted.observer] = value
+            self.weights |= dict.fromkeys(wanted.observers, value)
             value = value.values
             if wanted.is_functional and value.dim() == self.own[wanted.name].dim() + 1:
                 # FX packs a convolution over one dimension as one over two.
                 value = value.squeeze(2)
         self._set(wanted.name, value, name)
+
+    def _take_tied(self, wanted: WantedTensor) -> tuple[str, Entry] | None:
+        """Take all that the state has of one tensor: FX's modules each have it, and quantize it each."""
+        found = [taken for name in wanted.names if (taken := self.state.take((name,))) is not None]
+        # Floats are what it was before it was quantized for one of them.
+        found.sort(key=lambda taken: isinstance(taken[1].value, FxWeight))
+        for name, entry in found[1:]:
+            first, other = found[0][1].value, entry.value
+            if isinstance(first, FxWeight) or isinstance(other, Tensor):
+                a, b = (each.values if isinstance(each, FxWeight) else each for each in (first, other))
+                if a.shape != b.shape or not torch.equal(a.to(b.dtype), b):
+                    raise CheckpointError.other_model(
+                        f"{found[0][0]} and {name} differ, and are one tensor, {wanted.name}, in this model."
+                    )
+        return found[0] if found else None
 
     def _set(self, name: str, value: Tensor, fx_name: str) -> None:
         expected = self.own[name]
@@ -194,7 +220,7 @@ class _Planner:
         if self.state.is_converted:
             self._plan_qparams(wanted, observer)
             return
-        found = [under for prefix in wanted.prefixes if (under := self.state.take_under((prefix,)))]
+        found = {prefix: under for prefix in wanted.prefixes if (under := self.state.take_under((prefix,)))}
         own = _names_of(observer)
         if wanted.is_weight and isinstance(observer, WeightObserver):
             return  # It looks at the weight at convert, as FX does.
@@ -204,14 +230,26 @@ class _Planner:
             if not _has_fixed_qparams(observer):
                 self.missing.append(wanted.prefixes[0] if wanted.prefixes else wanted.path)
             return
-        self.made.observers[wanted.path] = self._checked(wanted, observer, found[0])
+        prefix = self._most_common(list(found))
+        self.made.observers[wanted.path] = self._checked(prefix, wanted, observer, found[prefix])
+
+    def _most_common(self, names: list[str]) -> str:
+        """Return the observer or scale that most of ``names`` are equal to, those of ops that share one here;
+        the others are dropped."""
+        prints = {name: self.state.fingerprint(name) for name in names}
+        common = Counter(prints.values()).most_common(1)[0][0]
+        self.made.dropped += [name for name in names if prints[name] != common]
+        return next(name for name in names if prints[name] == common)
 
     def _checked(
-        self, wanted: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
+        self, name: str, wanted: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        own, name = _names_of(observer), wanted.prefixes[0]
+        own = _names_of(observer)
+        given = _current_observer(given, own, observer)
         learned = dict(getattr(observer, "legacy", observer).named_parameters())
         lacking = sorted(each for each in own - given.keys() if not each.endswith(EPS))
+        if _has_fixed_qparams(observer):
+            lacking = []
         unknown = sorted(given.keys() - own)
         if lacking or unknown:
             raise CheckpointError.other_model(
@@ -223,6 +261,9 @@ class _Planner:
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN or infinity")
             if key.endswith(("min_val", "max_val")) and bool(value.isnan().any()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN")
+            other = key.replace("min_val", "max_val")
+            if other != key and value.shape == given[other].shape and _is_no_range(value, given[other]):
+                raise CheckpointError.bad_value(f"{name}.{key}", f"is larger than {name}.{other}")
             # One that is learned may be anything after a step; the next call clamps it.
             if key.endswith("scale") and key not in learned and not bool((value > 0).all()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds a scale that is no positive number")
@@ -239,17 +280,30 @@ class _Planner:
             if weight.scale is not None and weight.zero_point is not None:
                 self.made.qparams[wanted.path] = weight.scale, weight.zero_point
             return
-        found = []
-        for scale_name in wanted.scales:
-            names = self.state.qparams(scale_name)
-            scale, zero_point = (self.state.take((name,)) for name in names)
-            if scale is not None and zero_point is not None:
-                found.append((scale[0], scale[1].value, zero_point[1].value))
+        found = self._qparams_of(wanted.scales)
+        if not found and self.state.is_lowered and (handed_on := self._qparams_of(wanted.handed_on)):
+            name, values = next(iter(handed_on.items()))
+            self._set_qparams(wanted, observer, name, *values)
+            return
         if not found:
-            if not _needs_no_qparams(observer, wanted):
+            if wanted.kernel is not None and self.state.is_lowered:
+                fixed_scale, fixed_zero_point = wanted.kernel
+                qparams = torch.tensor([fixed_scale]), torch.tensor([fixed_zero_point])
+                self.made.qparams[wanted.path] = qparams
+            elif not _needs_no_qparams(observer, wanted):
                 self.without_qparams.append(wanted)
             return
-        self._set_qparams(wanted, observer, *found[0])
+        name = next(iter(found)) if wanted.is_weight else self._most_common(list(found))
+        self.given_by.setdefault(name, []).append(wanted.path)
+        self._set_qparams(wanted, observer, name, *found[name])
+
+    def _qparams_of(self, scale_names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+        found = {}
+        for scale_name in scale_names:
+            scale, zero_point = (self.state.take((name,)) for name in self.state.qparams(scale_name))
+            if scale is not None and zero_point is not None:
+                found[scale_name] = scale[1].value, zero_point[1].value
+        return found
 
     def _set_qparams(
         self, wanted: WantedObserver, observer: Any, name: str, scale_value: Any, zero_point_value: Any
@@ -268,7 +322,7 @@ class _Planner:
         self, wanted: WantedObserver, observer: Any, scale: Tensor, zero_point: Tensor
     ) -> None:
         """A function's weight stands in a reference model as floats, in front of a quantize."""
-        name = next(each.name for each in self.wanted.tensors if each.observer == wanted.path)
+        name = next(each.name for each in self.wanted.tensors if wanted.path in each.observers)
         weight = self.made.tensors.get(name)
         if weight is None:
             return
@@ -326,10 +380,13 @@ class _Planner:
         """Return whether this model quantizes the weight that belongs to ``name``, an entry of one of FX's
         fake-quantizes."""
         weight = name.partition("weight_fake_quant.")[0] + "weight"
-        return any(weight in tensor.names and tensor.observer is not None for tensor in self.wanted.tensors)
+        return any(weight in tensor.names and tensor.observers for tensor in self.wanted.tensors)
 
-    def _refuse_rest(self) -> None:
+    def _refuse_rest(self, lacks_weights: bool) -> None:
         if self.missing:
+            if self.state.is_lowered and not lacks_weights:
+                why = "FX's lowered ELU, PReLU, Sigmoid and Softmax keep their qparams outside of the state"
+                self.wanted = replace(self.wanted, problems=(*self.wanted.problems, why))
             problems = "".join(f"; {problem}" for problem in self.wanted.problems)
             raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", self.state.left())
         if self.wanted.problems:
@@ -353,6 +410,28 @@ def _is_stand_in(path: str, entries: Mapping[str, Entry]) -> bool:
         and bool((scale.value == 1).all())
         and not bool(zero_point.value.any())
     )
+
+
+def _is_no_range(low: Tensor, high: Tensor) -> bool:
+    return bool(((low > high) & low.isfinite() & high.isfinite()).any())
+
+
+def _current_observer(given: dict[str, Tensor], own: set[str], observer: Any) -> dict[str, Tensor]:
+    """Return the state of an observer as torch saves it today.
+
+    Before torch 1.8 the range of an observer without values was empty; before 1.12 ops of fixed qparams had
+    fake-quantizes in calibration as well.
+    """
+    source = getattr(observer, "activation_post_process", observer)
+    current = {}
+    for name, value in given.items():
+        if name not in own and _has_fixed_qparams(observer):
+            continue
+        low = name.endswith("min_val")
+        if (low or name.endswith("max_val")) and not value.numel() and not hasattr(source, "ch_axis"):
+            value = torch.tensor(torch.inf if low else -torch.inf)
+        current[name] = value
+    return current
 
 
 def _names_of(observer: nn.Module) -> set[str]:

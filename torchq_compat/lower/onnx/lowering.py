@@ -17,8 +17,9 @@ from torchq_compat.capture.example_inputs import asks_for_examples, read_example
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape
 from torchq_compat.errors import OnnxError
 from torchq_compat.lower.export import export
+from torchq_compat.lower.onnx.biases import keep_biases
 from torchq_compat.lower.onnx.embeddings import look_up_integers
-from torchq_compat.lower.onnx.onnx_model import OnnxModel, read_model
+from torchq_compat.lower.onnx.onnx_model import OnnxModel, check_place, read_model
 from torchq_compat.lower.onnx.packages import onnx_module
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 
@@ -68,7 +69,7 @@ def to_onnx(
         that has no form in ONNX.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
         InputError: ``example_inputs`` missing, no inputs, or not fitting the model.
-        OSError: the file cannot be written.
+        OnnxFileError: the file cannot be written; it is an OSError too.
 
     Example:
         >>> import torch
@@ -92,6 +93,8 @@ def to_onnx(
             f"to_onnx: dynamic_lstm={dynamic_lstm!r} is not known.",
             hint=f"choose one of {', '.join(map(repr, DYNAMIC_LSTMS))}.",
         )
+    if path is not None:
+        check_place(Path(path))
     newest = onnx_module("onnx.defs").onnx_opset_version()
     if opset > newest:
         raise OnnxError(
@@ -104,6 +107,7 @@ def to_onnx(
     shape: Any = DYNAMIC_LSTMS[dynamic_lstm]
     program = export(converted, args, recurrent=shape, dynamic_shapes=dynamic_shapes)
     look_up_integers(program)
+    keep_biases(program)
     model = read_model(_translate(program, opset, translations), opset)
     if path is not None:
         model.save(Path(path))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchq_compat.errors import OnnxError
+from torchq_compat.errors import OnnxError, OnnxFileError
 from torchq_compat.support.argument_checks import PATH, checked_arguments
 from torchq_compat.support.atomic_files import whole_file
 
-__all__ = ["OnnxModel", "read_model"]
+__all__ = ["OnnxModel", "check_place", "read_model"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,14 @@ class OnnxModel:
 
         Raises:
             OnnxError: more than the 2 GiB that a file may have.
-            OSError: the file cannot be written; one that was there is left.
+            OnnxFileError: the file cannot be written; one that was there is left.
         """
         content = self.to_bytes()
-        with whole_file(Path(path)) as file:
-            file.write(content)
+        try:
+            with whole_file(Path(path)) as file:
+                file.write(content)
+        except OSError as cause:
+            raise _not_written(Path(path), cause) from cause
 
     def to_bytes(self) -> bytes:
         """Return the content of the file, as ``onnxruntime.InferenceSession`` takes it.
@@ -54,6 +58,26 @@ class OnnxModel:
                 hint="a file has at most 2 GiB; save proto with onnx.save(..., save_as_external_data=True).",
             ) from cause
         return content
+
+
+def check_place(path: Path) -> None:
+    """Refuse a path where no file can stand, before the model is translated.
+
+    Raises:
+        OnnxFileError: it has no folder, or is one.
+    """
+    if path.is_dir():
+        raise _not_written(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    if not path.absolute().parent.is_dir():
+        raise _not_written(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+
+
+def _not_written(path: Path, cause: OSError) -> OnnxFileError:
+    return OnnxFileError(
+        f"the ONNX model cannot be written to {path}: {cause.strerror or cause}.",
+        hint="give the path of a file in a folder that there is and that you may write; one that was there "
+        "is as it was.",
+    )
 
 
 def read_model(proto: Any, opset: int) -> OnnxModel:

@@ -5,6 +5,7 @@ wrong, or cannot write, is traced as operators that it writes right.
 - Integers that QuantizeLinear has not in the default opset, float zero points and dynamic qparams are
   computed in floats.
 - Of a table of integers the rows that are looked up are dequantized.
+- The bias of a convolution is subtracted where there are loops; see ``biases.py``.
 - A linear of floats by integers has two dimensions, for a Gemm, and of one of integers the bias is
   subtracted; see ``translations.py``.
 
@@ -26,6 +27,8 @@ from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporti
 from torchq_compat.graph.graph_module import ConvertedGraphModule
 from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.export import with_size_rules
+from torchq_compat.lower.onnx.biases import CONVOLUTIONS, with_bias_apart
+from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
 from torchq_compat.qspecs import qdq
 
 __all__ = ["OnnxForms", "run_for_onnx"]
@@ -41,7 +44,7 @@ LARGEST = 2147483520
 def run_for_onnx(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Any:
     """Run ``model``, a q-dq graph, on operators that ONNX has; loops over time are rolled."""
     bound = take_integers(model.record.signature.bind(args, {}), model.input_qparams())
-    with exporting_loops_as(LoopShape.ROLLED), OnnxForms():
+    with exporting_loops_as(LoopShape.ROLLED), OnnxForms(keeps_biases=bool(opaque_call_nodes(model))):
         return Interpreter(with_size_rules(model, bound)).run(*bound)
 
 
@@ -55,10 +58,15 @@ class _Table(NamedTuple):
 
 
 class OnnxForms(TorchFunctionMode):
-    """Runs operators of ``quantized_decomposed`` as others that ONNX has, inside of loops too."""
+    """Runs operators of ``quantized_decomposed`` as others that ONNX has, inside of loops too.
 
-    def __init__(self) -> None:
+    Args:
+        keeps_biases: whether those of convolutions are apart; see ``biases.py``.
+    """
+
+    def __init__(self, keeps_biases: bool = False) -> None:
         super().__init__()
+        self.keeps_biases = keeps_biases
         #: Dequantized tensor -> where it came from; None: bytes, per tensor.
         self._dequantized: Any = WeakTensorKeyDictionary()
 
@@ -73,6 +81,8 @@ class OnnxForms(TorchFunctionMode):
             return self._embedding(*args, **kwargs)
         if func is ATEN.linear.default:
             return self._linear(*args, **kwargs)
+        if self.keeps_biases and func in CONVOLUTIONS and len(args) > 2 and args[2] is not None:
+            return with_bias_apart(func, *args, **kwargs)
         result = FORMS.get(func, func)(*args, **kwargs)
         if func is qdq.DEQUANTIZE_PER_CHANNEL:
             self._dequantized[result] = _Table(*args[:4])

@@ -1,0 +1,160 @@
+"""Which of FX's numbered scales belongs to which place of a graph.
+
+FX numbers the scales of one name in the order of its graph. An exported graph has the same order, but for
+two things: a parameter stands in FX's graph where Python read it, which may be long before the op that is
+given it; and ops that torch.export drops have a scale there. A lowered model lacks the scales that its
+modules and kernels hold. So the places are laid beside the numbers in the way that agrees best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+__all__ = ["Number", "Place", "laid_beside"]
+
+Key = TypeVar("Key")
+
+#: A scale without a place, or a place without its scale, is only taken where nothing else agrees.
+EXTRA, LACKED = 20.0, 1000.0
+#: A place that may lack its scale has one; for each place a parameter moves.
+UNLIKELY, MOVED = 0.1, 1e-3
+#: One that is new has the qparams of another, or the other way round.
+UNLIKE = 1.0
+MOST_EXTRA = 16
+#: So many parameters may have been read in another order than they are used in.
+WINDOW = 6
+NOWHERE = math.inf
+
+
+@dataclass(frozen=True)
+class Place(Generic[Key]):
+    """A value of our graph that FX quantizes.
+
+    Attributes:
+        may_lack: whether the model may do without its scale.
+        is_new: whether it is the first that its observer sees: the others have its qparams. None: that says
+            nothing.
+        as_before: whether the observer of the place before sees it too.
+        mismatch: of a parameter, which may stand anywhere in front of its reader: how much a scale of that
+            index differs from what it has to be; 0 for the same.
+    """
+
+    key: Key
+    may_lack: bool = False
+    is_new: bool | None = None
+    as_before: bool = False
+    mismatch: Callable[[int], float] | None = None
+
+
+@dataclass(frozen=True)
+class Number:
+    """A scale of FX.
+
+    Attributes:
+        repeats: whether one in front of it, of whatever name, has the same qparams.
+        as_before: whether the number before has.
+    """
+
+    repeats: bool
+    as_before: bool
+
+
+@dataclass
+class _State(Generic[Key]):
+    cost: float
+    #: The states of the index before with what was done to come here: a place, or None for an extra one.
+    before: list[tuple[tuple[int, frozenset[int], int], Place[Key] | None]] = field(default_factory=list)
+
+
+def laid_beside(
+    places: Sequence[Place[Key]], given: Mapping[int, Number], is_whole: bool
+) -> tuple[dict[Key, set[int]], set[int]] | None:
+    """Lay ``places``, in the order of the graph, beside the numbers of FX's scales.
+
+    Args:
+        places: a parameter stands where its reader does.
+        given: the numbers there are.
+        is_whole: whether each place has its scale, as in a reference model.
+
+    Returns:
+        For each place the numbers that agree equally well, none if it lacks its scale; and those of no place.
+        None: there is no way.
+    """
+    fixed = [place for place in places if place.mismatch is None]
+    floating = [(index, place) for index, place in enumerate(places) if place.mismatch is not None]
+    ahead = [sum(place.mismatch is None for place in places[:index]) for index, _ in floating]
+    last = max(given, default=-1)
+    if is_whole and len(given) < max(last + 1, len(places)):
+        return None
+    layer: dict[tuple[int, frozenset[int], int], _State[Key]] = {(0, frozenset(), 0): _State(0.0)}
+    layers = [layer]
+    ends: list[tuple[int, tuple[int, frozenset[int], int]]] = []
+    for number in range(last + 1 + len(places) + 1):
+        if number > last:
+            ends += [(number, key) for key in layer if key[0] == len(fixed) and len(key[1]) == len(floating)]
+        following: dict[tuple[int, frozenset[int], int], _State[Key]] = {}
+        for key, state in layer.items():
+            for after, place, cost in _steps(key, number, fixed, floating, ahead, given):
+                total = state.cost + cost
+                known = following.setdefault(after, _State(NOWHERE))
+                if total < known.cost - 1e-9:
+                    known.cost, known.before = total, []
+                if total <= known.cost + 1e-9:
+                    known.before.append((key, place))
+        layers.append(following)
+        layer = following
+    if not ends:
+        return None
+    best = min(layers[number][key].cost for number, key in ends)
+    if best == NOWHERE:
+        return None
+    found: dict[Key, set[int]] = {place.key: set() for place in places}
+    extra: set[int] = set()
+    todo = {end for end in ends if layers[end[0]][end[1]].cost <= best + 1e-9}
+    seen = set(todo)
+    while todo:
+        number, key = todo.pop()
+        for before, place in layers[number][key].before:
+            if number - 1 in given:
+                (extra if place is None else found[place.key]).add(number - 1)
+            if (number - 1, before) not in seen:
+                seen.add((number - 1, before))
+                todo.add((number - 1, before))
+    return found, extra
+
+
+def _steps(
+    key: tuple[int, frozenset[int], int],
+    number: int,
+    fixed: Sequence[Place[Key]],
+    floating: Sequence[tuple[int, Place[Key]]],
+    ahead: Sequence[int],
+    given: Mapping[int, Number],
+) -> Iterator[tuple[tuple[int, frozenset[int], int], Place[Key] | None, float]]:
+    """What ``number`` may be of, with the state after it and the cost."""
+    done, placed, extra = key
+    is_given = number in given
+    waiting = [index for index in range(len(floating)) if index not in placed]
+    # A parameter is read before the op that is given it.
+    if done < len(fixed) and all(ahead[index] > done for index in waiting):
+        place = fixed[done]
+        if is_given:
+            cost = UNLIKELY if place.may_lack else 0.0
+            cost += UNLIKE * (place.is_new is given[number].repeats)
+            cost += UNLIKE * (is_given and place.as_before and not given[number].as_before)
+        else:
+            cost = 0.0 if place.may_lack else LACKED
+        yield (done + 1, placed, extra), place, cost
+    for index in waiting[:WINDOW]:
+        place = floating[index][1]
+        assert place.mismatch is not None
+        cost = MOVED * (ahead[index] - done)
+        if is_given:
+            yield (done, placed | {index}, extra), place, cost + place.mismatch(number)
+        elif place.may_lack:
+            yield (done, placed | {index}, extra), place, cost
+    if extra < MOST_EXTRA and (given[number].repeats if is_given else number <= max(given, default=-1)):
+        yield (done, placed, extra + 1), None, EXTRA
