@@ -183,14 +183,15 @@ EQUAL_SHARE = 0.75
 def check(model: GraphModule, example: Tensor, other: Tensor, **settings: Any) -> Any:
     """Bits with the optimizer off, 40 dB with it, at other sizes; the ONNX model.
 
-    Kernels of floats add up in another order: a value near the middle of two integers may become the other
-    one, and with it what is computed of that row.
+    Convolutions of floats add up in another order: a value near the middle of two integers may become the
+    other one, and with it what is computed of that row.
     """
+    share = EQUAL_SHARE if any("conv" in str(node.target) for node in model.graph.nodes) else 1.0
     made = tc.to_onnx(model, (example,), **settings)
     with torch.no_grad():
         expected = leaves(model(other))
     for a, b in zip(expected, run(made, other, LEVELS.ORT_DISABLE_ALL), strict=True):
-        assert float((a == b).float().mean()) >= EQUAL_SHARE
+        assert float((a == b).float().mean()) >= share
         assert sqnr(a, b) >= 40
     assert all(sqnr(a, b) >= 40 for a, b in zip(expected, run(made, other), strict=True))
     return made
