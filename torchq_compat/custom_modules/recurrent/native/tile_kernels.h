@@ -157,6 +157,19 @@ void look_up(const float* table, const float* a, float* to, int64_t count, const
 
 // What four integers of x, and a line of weights, become before they are multiplied; and the products, added
 // up for every lane. kMostRows: rows computed together, by columns.
+#if TARGET_AVX2
+struct Bytes {
+  static constexpr int32_t kInputShift = 0;
+  static constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
+  using Four = __m256i;
+  using Weights = __m256i;
+  static INLINE Four four(int32_t integers) { return _mm256_set1_epi32(integers); }
+  static INLINE Weights weights(const uint8_t* line) {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
+  }
+};
+#endif
+
 #if TARGET_AVX512
 struct Whole {
   static constexpr int32_t kInputShift = 0;
@@ -170,15 +183,7 @@ struct Whole {
   }
 };
 #elif TARGET_AVX_VNNI
-struct Whole {
-  static constexpr int32_t kInputShift = 0;
-  static constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
-  using Four = __m256i;
-  using Weights = __m256i;
-  static INLINE Four four(int32_t integers) { return _mm256_set1_epi32(integers); }
-  static INLINE Weights weights(const uint8_t* line) {
-    return _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
-  }
+struct Whole : Bytes {
   static INLINE I add(I sums, Four x, Weights w) {
     return reinterpret_cast<I>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sums), x, w));
   }
@@ -216,15 +221,7 @@ struct Whole {
 };
 #if TARGET_AVX2
 // Of integers up to 128 two products are never more than 16 bits hold: 2 * 128 * 127 and 2 * 128 * -128.
-struct Narrow {
-  static constexpr int32_t kInputShift = 0;
-  static constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
-  using Four = __m256i;
-  using Weights = __m256i;
-  static INLINE Four four(int32_t integers) { return _mm256_set1_epi32(integers); }
-  static INLINE Weights weights(const uint8_t* line) {
-    return _mm256_load_si256(reinterpret_cast<const __m256i*>(line));
-  }
+struct Narrow : Bytes {
   static INLINE I add(I sums, Four x, Weights w) {
     const __m256i of_two = _mm256_maddubs_epi16(x, w);
     return sums + reinterpret_cast<I>(_mm256_madd_epi16(of_two, _mm256_set1_epi16(1)));
