@@ -91,9 +91,11 @@ struct Kernels {
   // lines. out[(c * kTileVectors + row) * kLanes + lane].
   void (*products[kColumns + 1])(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads,
                                  int32_t* out);
-  // The same of integers that are no more than 128.
+  // The same of integers that are no more than 128, and whether `count` of each row are; null where that is
+  // no faster.
   void (*narrow_products[kColumns + 1])(const uint8_t* x, int64_t stride, int64_t rows, const Line* w,
                                         int64_t quads, int32_t* out);
+  bool (*are_narrow)(const uint8_t* x, int64_t stride, int64_t rows, int64_t count);
   // The same of floats, of one column, of which the lines are `step` apart; x has whole quads.
   void (*float_products)(const float* x, int64_t stride, int64_t rows, const Line* w, int64_t step,
                          int64_t quads, const int32_t* zero_points, float* out);

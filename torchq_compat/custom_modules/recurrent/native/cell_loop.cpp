@@ -373,13 +373,6 @@ QParams choose_qparams(const QParams& dynamic, const Extremes& of) {
 // Integers are kept unsigned.
 int32_t shift_of(const QParams& qparams) { return qparams.quant_min < 0 ? 128 : 0; }
 
-// Whether the integers, kept unsigned, are no more than 128: where they are chosen from values, rounding the
-// zero point may add one to the last.
-bool is_narrow(const QParams& qparams) {
-  const double last = qparams.is_dynamic() ? qparams.zero_point + 1 : qparams.quant_max;
-  return last + shift_of(qparams) <= 128;
-}
-
 // Some rows of some groups of lanes. Of several groups it has all rows.
 struct Tile {
   int64_t first_row, rows, first_group, groups;
@@ -774,7 +767,9 @@ class Loop {
       const QParams& qparams =
           input.is_dynamic() ? own_[work.worker.index].chosen[product.input] : input.segments[p].qparams;
       const Line* w = product.packed[p].data() + (group * product.column_count() + c) * quads;
-      const auto products = is_narrow(input.segments[p].qparams) ? kernels_.narrow_products : kernels_.products;
+      // A range of 7 bits, which FX's observers reduce theirs to, is left by few values or none.
+      const bool is_narrow = kernels_.are_narrow && kernels_.are_narrow(x, input.stride(), tile.rows, width);
+      const auto products = is_narrow ? kernels_.narrow_products : kernels_.products;
       products[columns](x, input.stride(), tile.rows, w, quads, sums);
       const int32_t zero_point = static_cast<int32_t>(qparams.zero_point) + shift_of(qparams);
       if (product.has_zero_points) {

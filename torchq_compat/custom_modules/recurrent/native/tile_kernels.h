@@ -261,8 +261,17 @@ struct Whole {
   }
 };
 #endif
-#ifndef TARGET_NARROW
-using Narrow = Whole;
+#if TARGET_NARROW
+bool are_narrow(const uint8_t* x, int64_t stride, int64_t rows, int64_t count) {
+  uint8_t most = 0;
+  for (int64_t row = 0; row < rows; ++row, x += stride) {
+    for (int64_t k = 0; k < count; ++k) most = x[k] > most ? x[k] : most;
+  }
+  return most <= 128;
+}
+#define NARROW_PRODUCTS {nullptr, PRODUCTS(Narrow)}, are_narrow
+#else
+#define NARROW_PRODUCTS {}, nullptr
 #endif
 
 // Of R rows with C columns, of `columns` that the weight has beside each other. U: sums kept side by side, so
@@ -347,12 +356,11 @@ constexpr Kernels kKernels = [] {
   Kernels kernels = TARGET_REST::kKernels;
   kernels.name = TARGET_SHOWN;
   kernels.input_shift = Whole::kInputShift;
-  const auto take = [](auto& all, auto... each) {
-    int64_t columns = 0;
-    ((all[++columns] = each), ...);
-  };
-  take(kernels.products, PRODUCTS(Whole));
-  take(kernels.narrow_products, PRODUCTS(Narrow));
+  kernels.products[1] = products<Whole, 1>;
+  kernels.products[2] = products<Whole, 2>;
+  kernels.products[3] = products<Whole, 3>;
+  kernels.products[4] = products<Whole, 4>;
+  kernels.are_narrow = nullptr;
   return kernels;
 }();
 
@@ -522,7 +530,7 @@ constexpr Kernels kKernels = {
     TARGET_SHOWN,
     Whole::kInputShift,
     {nullptr, PRODUCTS(Whole)},
-    {nullptr, PRODUCTS(Narrow)},
+    NARROW_PRODUCTS,
     float_products,
     ROUNDINGS(finish),
     ROUNDINGS(finish_floats),
@@ -550,6 +558,7 @@ constexpr Kernels kKernels = {
 #endif  // TARGET_REST
 
 #undef PRODUCTS
+#undef NARROW_PRODUCTS
 #undef INLINE
 
 }  // namespace TARGET_NAME
