@@ -55,7 +55,7 @@ def main():
     prepared(x)
     for fake_quantize in fake_quantizes(prepared):
         fake_quantize.enable_param_learning()
-    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.001)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.0001)
     for _ in range(3):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(prepared(x), target)

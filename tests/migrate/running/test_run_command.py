@@ -387,7 +387,7 @@ def test_char_lm_gives_the_bits_per_character_of_fx() -> None:
     assert abs(ours["quantized"][0] - fx["quantized"][0]) < 0.01
     assert abs(ours["quantized"][0] - ours["float"][0]) < 0.05
     assert ours["quantized"][1] < ours["float"][1] / 2
-    assert "CharLM, converted: 4 quantized" in by_us.stderr
+    assert "CharLM, converted: 3 quantized" in by_us.stderr
 
 
 def _results(stdout: str) -> dict[str, tuple[float, int]]:
