@@ -12,7 +12,6 @@ __all__ = ["Bar", "bars_table", "latency_bars", "lost_table", "stage_bars"]
 
 Row = Mapping[str, Any]
 ONNX_RUNTIME = "ONNX Runtime, dynamic int8"
-ON_OLDER_CPUS = ("ours, lowered on AVX-VNNI", "ours, lowered on AVX2")
 PEERS = ("float", "dynamic quantized", "FX static", "bfloat16", ONNX_RUNTIME, "OpenVINO, int8")
 #: Of float, for loops in Python around recurrent modules.
 LOOP_LIMIT = 1.2
@@ -103,9 +102,6 @@ def _recurrent_bars(rows: Sequence[Row]) -> Iterator[Bar]:
         for peer, limit in limits.items():
             if peer in by_name:
                 yield _against(case, lowered, by_name[peer], limit)
-        for older in ON_OLDER_CPUS:
-            if {older, "dynamic quantized"} <= by_name.keys():
-                yield _against(case, by_name[older], by_name["dynamic quantized"], 1.0)
 
 
 def _feedforward_bars(rows: Sequence[Row]) -> Iterator[Bar]:
