@@ -144,7 +144,7 @@ def _steps(
         if is_given:
             cost = UNLIKELY if place.may_lack else 0.0
             cost += UNLIKE * (place.is_new is given[number].repeats)
-            cost += UNLIKE * (is_given and place.as_before and not given[number].as_before)
+            cost += UNLIKE * (place.as_before and not given[number].as_before)
         else:
             cost = 0.0 if place.may_lack else LACKED
         yield (done + 1, placed, extra), place, cost

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph
 from torch.fx.graph import PythonCode
 
-from torchq_compat.support.quantized_tensors import QUANTIZE_FUNCTION, QUANTIZE_OP
+from torchq_compat.support.quantized_tensors import DEQUANTIZE_OP, QUANTIZE_FUNCTION, QUANTIZE_OP
 from torchq_compat.support.upstream import OpOverload, forward_from_src
 
 __all__ = ["BY_FUNCTION", "direct_forward"]
@@ -18,7 +18,7 @@ ATEN = torch.ops.aten
 #: Operators with a function of torch that takes the same arguments in the same order: torch's generated code
 #: reads them in half the time.
 BY_FUNCTION: dict[OpOverload, Callable[..., Any]] = {
-    ATEN.dequantize.self: torch.dequantize,
+    DEQUANTIZE_OP: torch.dequantize,
     QUANTIZE_OP: QUANTIZE_FUNCTION,
     ATEN.transpose.int: torch.transpose,
     ATEN.permute.default: torch.permute,

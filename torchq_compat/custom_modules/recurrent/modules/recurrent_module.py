@@ -168,12 +168,9 @@ class RecurrentModule(PartOwner):
         streams = active_streams()
         if streams is not None and (self.module_path, opaque_layout) in streams.kept:
             return None
-        bound = self._bound
-        if bound is None or not bound.is_current():
-            self._bind()
-            bound = self._bound
-            if bound is None:
-                return None
+        bound = self.bound()
+        if bound is None:
+            return None
         tensors = call.tensors(args)
         if tensors is None or not (len(tensors) > 1 or all(each.starts_at_zero() for each in bound.cells)):
             return None

@@ -130,7 +130,7 @@ void TorchqCompatCell::prepare() {
     if (by.op == kLinear) weight_size += by.segments * by.units * weights[by.weight].inputs;
     add(static_cast<int64_t>(i));
   }
-  for (const Instruction& by : instructions) tables.push_back(table_of(by));
+  for (size_t i = 0; i < instructions.size(); ++i) tables.push_back(table_of(i));
   is_stored.assign(registers.size(), false);
   find_readers();
   find_barriers();
@@ -153,8 +153,9 @@ const Written* writer(const Stage& stage, int64_t source) {
 }  // namespace
 
 // A table for an operation that takes longer than looking up, of an operand that an instruction put on 8 bits.
-Table TorchqCompatCell::table_of(const Instruction& by) const {
+Table TorchqCompatCell::table_of(size_t index) const {
   constexpr int64_t kMost = 256;
+  const Instruction& by = instructions[index];
   if ((by.op != kSigmoid && by.op != kTanh) || !kernels->look_up[0]) return {};
   for (size_t i = 0; i < instructions.size(); ++i) {
     const Quantizer& of_a = quantizers[i];
@@ -168,7 +169,7 @@ Table TorchqCompatCell::table_of(const Instruction& by) const {
     for (int64_t k = 0; k < count; ++k) {
       values[k] = (of_a.low - of_a.zero_point + static_cast<float>(k)) * of_a.scale;
     }
-    const Quantizer& quantize = quantizers[&by - instructions.data()];
+    const Quantizer& quantize = quantizers[index];
     kernels->elementwise[by.op][quantize.rounding](values, values, values,
                                                    static_cast<int64_t>(table.floats.size()) * kLanes, quantize);
     return table;

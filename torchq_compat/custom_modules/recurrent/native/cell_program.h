@@ -163,7 +163,7 @@ struct TorchqCompatCell {
  private:
   void arrange();
   void add(int64_t index);
-  Table table_of(const Instruction& by) const;
+  Table table_of(size_t index) const;
   void find_readers();
   void find_barriers();
   int64_t input_of(const Instruction& by, const Constants& constant);
