@@ -121,7 +121,7 @@ class CaptureError(TorchQCompatError):
 
 
 class ExportError(TorchQCompatError, ValueError):
-    """A converted model cannot be exported as asked."""
+    """A model cannot be exported as asked."""
 
 
 class StreamingError(TorchQCompatError, ValueError):

@@ -202,4 +202,5 @@ def call_with_batch(batch: Any) -> Iterator[None]:
 
 def batch_in_call() -> Any:
     """How many sequences the PackedSequence of the call holds whose shapes are computed; else None."""
-    return _BATCH_IN_CALL.get()
+    # Dynamo cannot read a ContextVar; none of our captures is its.
+    return None if torch.compiler.is_dynamo_compiling() else _BATCH_IN_CALL.get()

@@ -6,10 +6,12 @@ the new states, the hidden state first, which is the step's output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from torchq_compat.support.upstream import scan
 
 __all__ = [
     "State",
@@ -19,6 +21,7 @@ __all__ = [
     "run_looped_direction",
     "run_packed_direction",
     "run_rolled_direction",
+    "scan_steps",
 ]
 
 State = tuple[Tensor, ...]
@@ -64,15 +67,35 @@ def run_looped_direction(
     return torch.stack(outputs), state
 
 
+def scan_steps(
+    body: Callable[..., Sequence[Tensor]],
+    states: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Return the last states and the stacked values of ``body(*states, *parts, *weights)``, which gives the
+    new states and its values, over the first dimension of ``xs``, for torch.export to trace.
+
+    The operator itself is called, not its front, which would compile each body first to find out which
+    weights it reads. Dynamo, which does so anyway, takes nothing but the front.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return tuple(SCAN(body, list(states), list(xs), tuple(weights)))
+    count = len(states)
+
+    def combine(carried: list[Tensor], parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        results = list(body(*carried, *parts, *weights))
+        return results[:count], results[count:]
+
+    last, stacked = scan(combine, list(states), list(xs))
+    return (*last, *stacked)
+
+
 def run_rolled_direction(
     step: Step, weights: tuple[Tensor, ...], inputs: tuple[Tensor, ...], state: State, *, backward: bool
 ) -> tuple[Tensor, State]:
     """The same of ``step(*weights, *inputs, *states)``, bit for bit, as a ``scan``: how torch.export sees it,
-    at any length.
-
-    The operator itself is called, not its front ``torch.scan``, which would compile each body first to find
-    out which weights it reads.
-    """
+    at any length."""
 
     def body(*flat: Tensor) -> list[Tensor]:
         states, rest = flat[: len(state)], flat[len(state) :]
@@ -81,7 +104,7 @@ def run_rolled_direction(
         return [*new, new[0].clone()]
 
     xs = [each.flip([0]) for each in inputs] if backward else list(inputs)
-    *last, outputs = SCAN(body, list(state), xs, weights)
+    *last, outputs = scan_steps(body, state, xs, weights)
     return (outputs.flip([0]) if backward else outputs), tuple(last)
 
 
