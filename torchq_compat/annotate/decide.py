@@ -38,7 +38,7 @@ from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 __all__ = ["GraphDecisions", "decide_graph"]
 
 #: What FX makes of an op behind a reshape of floats, to which its default mappings give no observer.
-LEFT_FLOAT_IN_FX = "FX leaves it float: behind a reshape of floats it observes nothing"
+LEFT_FLOAT_IN_FX = "FX leaves it float: behind a reshape of floats it observes nothing; set_module_name(path, None) does so here"
 BORROWED_IN_FX = "FX quantizes its input with the qparams of another tensor, from before what computes it"
 #: Ops that hand values on without computing: not reported, never observed.
 SILENT_TARGETS = {"getitem", "sym_size.int"}

@@ -181,10 +181,13 @@ def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
         return
     count = sum(each.kind in BY_POSITION for each in parameters)
     if len(args) > count:
+        no_tensors = all(isinstance(leaf, (int, float)) for leaf in pytree.tree_leaves(args))
         raise ExampleInputsError(
             f"{type(model).__name__}.forward does not run on the example_inputs: it takes {count} positional "
-            f"arguments, and they are {len(args)}.",
-            hint="leave out what is no argument of the model, as the targets in a batch of a loader: "
+            f"arguments, and they are {len(args)}{' numbers' if no_tensors else ''}.",
+            hint="give tensors: (torch.rand(shape),) of a shape, (torch.tensor([data]),) of data."
+            if no_tensors
+            else "leave out what is no argument of the model, as the targets in a batch of a loader: "
             "example_inputs=(batch[0],).",
         )
 

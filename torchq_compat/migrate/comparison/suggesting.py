@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -214,6 +215,10 @@ class _Trial:
     convert_custom_config: Any
     batches: list[Batch]
 
+    @cached_property
+    def _of_float(self) -> list[Any]:
+        return [self.model(*batch) for batch in self.batches]
+
     def sqnr(self, switched_off: tuple[str, ...]) -> float:
         mapping = copy.deepcopy(self.mapping)
         for path in switched_off:
@@ -223,7 +228,10 @@ class _Trial:
             converted = convert_to_reference_fx(
                 self.prepared, self.convert_custom_config, qconfig_mapping=mapping
             )
-            measured = [sqnr(self.model(*batch), converted(*batch)) for batch in self.batches]
+            measured = [
+                sqnr(expected, converted(*batch))
+                for expected, batch in zip(self._of_float, self.batches, strict=True)
+            ]
         return sum(measured) / len(measured)
 
     def can_switch_off(self, *paths: str) -> bool:

@@ -36,8 +36,13 @@ EAGER = "quantize_dynamic"
 
 #: FX takes the observer's qparams for a fused fake-quantize, and the dtype's range for a reduced one.
 CONVERTS_WHAT_WAS_TRAINED = (
-    "converted with the qparams and ranges of its training, as prepared.eval() computes; FX converts with "
-    "others, and its results may be some steps away. The float model keeps its weights, which FX trains too"
+    "converted with the qparams and ranges of its training; FX converts with others, and its results may be "
+    "some steps away: compare by prepared.eval(), which gives the same in both"
+)
+#: The prepared model of FX has the parameters of the float model itself.
+KEEPS_ITS_WEIGHTS = (
+    "the float model keeps its weights, which FX trains too: "
+    "model.load_state_dict(prepared.state_dict(), strict=False) copies them"
 )
 
 #: What decisions about input sizes, folded batch norms and lowering say.
@@ -196,6 +201,7 @@ def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
     """One line for each reason why numbers are not FX's."""
     if model.is_trained:
         yield f"    unlike FX: {CONVERTS_WHAT_WAS_TRAINED}"
+        yield f"    unlike FX: {KEEPS_ITS_WEIGHTS}"
     groups: dict[str, list[str]] = {}
     for decision in model.computing:
         if decision.unlike_fx and decision.action is Action.QUANTIZED:
