@@ -38,8 +38,16 @@ from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 __all__ = ["GraphDecisions", "decide_graph"]
 
 #: What FX makes of an op behind a reshape of floats, to which its default mappings give no observer.
-LEFT_FLOAT_IN_FX = "FX leaves it float: behind a reshape of floats it observes nothing; set_module_name(path, None) does so here"
+LEFT_FLOAT_IN_FX = (
+    "FX leaves it float: behind a reshape of floats it observes nothing; set_module_name(path, None) does so "
+    "here"
+)
+PRELU_IN_FX = (
+    "torch's integer kernel, which FX calls, multiplies positive values by the largest slope; computed "
+    "between q-dq here, as in FX's reference"
+)
 BORROWED_IN_FX = "FX quantizes its input with the qparams of another tensor, from before what computes it"
+PRELU = (torch.ops.aten.prelu.default,)
 #: Ops that hand values on without computing: not reported, never observed.
 SILENT_TARGETS = {"getitem", "sym_size.int"}
 
@@ -158,6 +166,8 @@ class _State:
         told = next((told for each in inputs if (told := self.quantized_in_fx_alone.get(each))), "")
         if told and action is Action.SHARED and pattern.last.output is not None:
             self.quantized_in_fx_alone[pattern.last.output] = told
+        if not told and action is Action.QUANTIZED and any(n.target in PRELU for n in pattern.first.nodes):
+            return PRELU_IN_FX
         return told if action in (Action.QUANTIZED, Action.SHARED) else ""
 
     def _decide(self, pattern: FusedPattern) -> tuple[Action, str]:

@@ -394,12 +394,22 @@ def _output_qparams(owner: GraphModule, path: str) -> Iterator[Any]:
     """Scale and zero point of what the module's op, with a ReLU behind it, gives."""
     nodes = _nodes_at(owner, path)
     node = nodes[-1] if nodes else None
+    if node is not None and _hands_on_qparams(node):
+        return  # As ReLU6, pools and dropouts of torch.ao: they have no scale.
     while node is not None:
         quantize = next((user for user in node.users if user.target is QUANTIZE), None)
         if quantize is not None:
             yield from quantize.args[1:3]
             return
         node = next((user for user in node.users if user.target in RELU), None)
+
+
+def _hands_on_qparams(node: Node) -> bool:
+    """Whether the result of ``node`` is quantized with the qparams of its one quantized input."""
+    given = [source.args[1:] for source in node.all_input_nodes if source.target in DEQUANTIZES]
+    return len(given) == 1 and any(
+        user.args[1:] == given[0] for user in node.users if user.target is QUANTIZE
+    )
 
 
 def _scale(owner: GraphModule, path: str) -> Any:

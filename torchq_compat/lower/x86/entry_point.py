@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchq_compat.graph.graph_module import ConvertedGraphModule, ConvertedModel
+from torchq_compat.lower.x86.dropout_qparams import hand_on_through_dropout
 from torchq_compat.lower.x86.engines import Engine, decide_engine
 from torchq_compat.lower.x86.lowered_module import lower
 from torchq_compat.support import metadata
@@ -29,6 +30,8 @@ def lower_or_warn(reference: ConvertedGraphModule) -> ConvertedModel:
             f"between its q-dq: {engine.why_not}. Set torch.backends.quantized.engine, or call "
             "convert_to_reference_fx if the reference is wanted."
         )
+    else:
+        hand_on_through_dropout(reference)
     lowered = lower(reference, engine)
     _warn(lowered.lowering)
     return lowered

@@ -69,7 +69,7 @@ def _refusal(source: ParsedSource, value: cst.BaseExpression) -> str:
         return "before torch 1.13 the third argument was a custom config; now it is example_inputs"
     if _holds_no_tensor(value):
         return "it holds no tensor: write torch.rand(shape) for a shape, torch.tensor(data) for data"
-    if isinstance(value, cst.Call) and source.code(value).startswith("next(iter("):
+    if isinstance(value, cst.Call) and source.code(value.func) == "next":
         return "a batch of a loader has targets too, which are no argument of the model: (batch[0],)"
     return ""
 

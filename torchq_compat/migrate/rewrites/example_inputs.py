@@ -85,7 +85,9 @@ def _is_tensor(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode)
                 return False
             value = value.func.value
         elif isinstance(value, cst.Subscript):
-            return _is_first_of_batch(value)
+            if not isinstance(value.slice[0].slice, cst.Slice):
+                return _is_first_of_batch(value)
+            value = value.value
         else:
             return False
     return False
