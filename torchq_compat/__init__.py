@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
     from torchq_compat.lower.onnx import to_onnx
+    from torchq_compat.lower.streams.streaming_model import streaming
     from torchq_compat.migrate.comparison.comparing import compare
     from torchq_compat.migrate.comparison.suggesting import suggest
     from torchq_compat.multi_output.annotate_outputs import annotate_outputs
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         prepare_fx,
         prepare_qat_fx,
     )
-    from torchq_compat.streams.streaming_model import streaming
 
     __version__: str
 
@@ -92,7 +92,7 @@ _HOMES = {
     "quantizer_from": "torchq_compat.annotate.quantizer_from",
     "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
     "suggest": "torchq_compat.migrate.comparison.suggesting",
-    "streaming": "torchq_compat.streams.streaming_model",
+    "streaming": "torchq_compat.lower.streams.streaming_model",
     "to_executorch": "torchq_compat.lower.executorch",
     "to_onnx": "torchq_compat.lower.onnx",
 }

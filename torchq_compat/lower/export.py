@@ -18,9 +18,9 @@ from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.cleanup_passes import clean_up
 from torchq_compat.lower.guards_of_ones import drop_guards_of_ones
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
+from torchq_compat.lower.streams.stream_program import StreamProgram
+from torchq_compat.lower.streams.streaming_model import StreamingModel
 from torchq_compat.packed_sequences.as_padded import with_padded_packs
-from torchq_compat.streams.stream_program import StreamProgram
-from torchq_compat.streams.streaming_model import StreamingModel
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.user_warnings import warn_user
 

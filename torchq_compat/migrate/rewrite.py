@@ -26,7 +26,7 @@ from torchq_compat.migrate.scanning.terminal import print_problems, progress
 from torchq_compat.migrate.source.documents import Document
 from torchq_compat.migrate.source.source_files import Problem, UnreadableError, replace_file
 from torchq_compat.migrate.stopping import stopping_cleanly
-from torchq_compat.showing.rows import counted
+from torchq_compat.support.showing.rows import counted
 
 __all__ = ["add_parser", "rewrite_command"]
 

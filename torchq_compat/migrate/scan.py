@@ -15,7 +15,7 @@ from typing import Any
 from torchq_compat.migrate.scanning.sarif import sarif_log
 from torchq_compat.migrate.scanning.scanner import Finding, Scan, scan_paths
 from torchq_compat.migrate.scanning.terminal import print_finding, print_problems, progress
-from torchq_compat.showing.rows import counted
+from torchq_compat.support.showing.rows import counted
 
 __all__ = ["add_parser", "exit_code", "scan_command"]
 

@@ -12,10 +12,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchq_compat.errors import ReportError
-from torchq_compat.showing.report_html import report_html
-from torchq_compat.showing.report_text import report_text
-from torchq_compat.showing.rows import Role, Row, headline
-from torchq_compat.showing.text_table import fitted_width
+from torchq_compat.support.showing.report_html import report_html
+from torchq_compat.support.showing.report_text import report_text
+from torchq_compat.support.showing.rows import Role, Row, headline
+from torchq_compat.support.showing.text_table import fitted_width
 
 if TYPE_CHECKING:
     import pandas as pd

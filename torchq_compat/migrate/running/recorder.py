@@ -15,8 +15,8 @@ from torchq_compat import explain
 from torchq_compat.errors import LeftFloatError
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.migrate.running.passthrough_decisions import computes_nothing
-from torchq_compat.showing.rows import counted
 from torchq_compat.support.decisions import Action, Decision, Report
+from torchq_compat.support.showing.rows import counted
 
 __all__ = ["RecordedModel", "Recorder"]
 

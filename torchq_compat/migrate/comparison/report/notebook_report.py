@@ -8,7 +8,7 @@ from typing import Any
 from torchq_compat.migrate.comparison.report.summary_sentence import grade, summary_sentence, worst_places
 from torchq_compat.migrate.comparison.report.terminal_report import COLUMNS, NONE, point_row
 from torchq_compat.migrate.comparison.results import Capture, ComparedModel, Point, Side
-from torchq_compat.showing.report_html import html_table
+from torchq_compat.support.showing.report_html import html_table
 
 __all__ = ["PLACE_COLUMNS", "comparison_html", "place_rows"]
 

@@ -13,8 +13,8 @@ from torchq_compat.migrate.comparison.causes import qparams_text
 from torchq_compat.migrate.comparison.report.summary_sentence import summary_sentence
 from torchq_compat.migrate.comparison.results import ComparedModel, Costs, Finding, Kind, Point, Side, Status
 from torchq_compat.migrate.comparison.verdict import decibel_text
-from torchq_compat.showing.rows import counted
-from torchq_compat.showing.text_table import folded_prefixes, text_table
+from torchq_compat.support.showing.rows import counted
+from torchq_compat.support.showing.text_table import folded_prefixes, text_table
 
 __all__ = [
     "as_text",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from torchq_compat.showing.report_text import HEADER, cells
-from torchq_compat.showing.rows import Row, default_reason, headline
-from torchq_compat.showing.text_table import columns_with_content
+from torchq_compat.support.showing.report_text import HEADER, cells
+from torchq_compat.support.showing.rows import Row, default_reason, headline
+from torchq_compat.support.showing.text_table import columns_with_content
 
 __all__ = ["html_table", "report_html"]
 

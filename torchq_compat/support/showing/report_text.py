@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchq_compat.showing.rows import Row, counted, default_reason, headline
-from torchq_compat.showing.text_table import folded_prefixes, text_table
+from torchq_compat.support.showing.rows import Row, counted, default_reason, headline
+from torchq_compat.support.showing.text_table import folded_prefixes, text_table
 
 __all__ = ["HEADER", "cells", "report_text", "stored_as"]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchq_compat.custom_modules.recurrent.modules.streams import Streams
 from torchq_compat.errors import StreamingError
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
-from torchq_compat.streams.causality import check_causality
-from torchq_compat.streams.recurrent_calls import recurrent_calls
+from torchq_compat.lower.streams.causality import check_causality
+from torchq_compat.lower.streams.recurrent_calls import recurrent_calls
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.user_warnings import warn_user
 

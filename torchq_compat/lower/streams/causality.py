@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torchq_compat.capture.checked.same_results import sqnr
 from torchq_compat.custom_modules.recurrent.modules.streams import Streams
 from torchq_compat.errors import StreamingError
-from torchq_compat.streams.recurrent_calls import RecurrentCall
+from torchq_compat.lower.streams.recurrent_calls import RecurrentCall
 from torchq_compat.support.graph_nodes import module_path_of, user_line_of
 from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
