@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.call_signature import CallSignature
-from torchq_compat.capture.full_slices import drop_full_slices
 from torchq_compat.capture.inlined_blocks import is_block
 from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
@@ -37,8 +37,6 @@ __all__ = [
 
 # A config module whose functions torch installs at run time.
 LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
-
-
 #: How to write what is usually written with the values of lengths.
 OF_LENGTHS = (
     "The values of lengths are known at run time only: give pack_padded_sequence the tensor itself; a bound "
@@ -76,7 +74,7 @@ def capture(
     graph_module = program.module(**options)
     assert isinstance(graph_module, GraphModule)
     graph_module.graph.eliminate_dead_code(lambda node: is_block(node) or node.is_impure())
-    drop_full_slices(graph_module)
+    _drop_full_slices(graph_module)
     return graph_module
 
 
@@ -245,3 +243,22 @@ def _capture_hint(cause: BaseException, first_line: str) -> str:
         "see the torch.export programming model. Control flow on tensor values has to become torch.where or "
         "torch.cond."
     )
+
+
+def _drop_full_slices(graph_module: GraphModule) -> None:
+    """Let readers of a slice of everything read what was sliced: both are views of the same values.
+
+    With a free dimension torch.export writes ``x[:, 1:3]`` as ``slice(slice(x, 0, 0, maximum), 1, 1, 3)``.
+    With fixed sizes the inner slice is not there; a Quantizer written for such graphs would annotate one
+    node too many.
+    """
+    for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if _is_full(*node.args[1:], **node.kwargs):
+            node.replace_all_uses_with(source)
+            graph_module.graph.erase_node(node)
+
+
+def _is_full(dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
+    return start in (None, 0) and end in (None, sys.maxsize) and step == 1

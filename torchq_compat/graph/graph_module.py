@@ -55,10 +55,14 @@ from torchq_compat.qspecs.loaded_qparams import adopt_loaded_qparams
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.later_stages import (
+    graph_for_onnx,
+    is_captured_for_onnx,
+    run_for_onnx,
+    scripted_graph,
+)
 from torchq_compat.support.model_copies import copied_weights
-from torchq_compat.support.onnx_stage import graph_for_onnx, is_captured_for_onnx, run_for_onnx
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
-from torchq_compat.support.torchscript_stage import scripted_graph
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
 if TYPE_CHECKING:

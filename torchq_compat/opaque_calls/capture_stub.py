@@ -17,13 +17,35 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils.hooks import RemovableHandle
 
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.opaque_calls.call_results import CallResults
 from torchq_compat.opaque_calls.layouts import CallLayout, LeafKind, Structure
 from torchq_compat.packed_sequences.packing_mode import batch_of_arguments, call_with_batch
 
-__all__ = ["OPAQUE_OP", "ORIGINAL", "CaptureStub", "StubRegistry"]
+__all__ = ["OPAQUE_OP", "ORIGINAL", "CallResults", "CaptureStub", "StubRegistry"]
+
+
+@dataclass
+class CallResults:
+    """The results of opaque calls during capture.
+
+    Attributes:
+        results: nested as the model gets them.
+        returns_whole_result: whether the model returns one of them.
+    """
+
+    results: list[Any] = field(default_factory=list)
+    returns_whole_result: bool = False
+
+    def watch(self, model: nn.Module) -> RemovableHandle:
+        """Note what ``model`` returns while it is captured."""
+
+        def note(_model: nn.Module, _args: Any, result: Any) -> None:
+            self.returns_whole_result = any(result is whole for whole in self.results)
+
+        return model.register_forward_hook(note)
+
 
 #: Computes the nested result of a call from fake arguments: shapes and dtypes only.
 FakeCall = Callable[..., Any]

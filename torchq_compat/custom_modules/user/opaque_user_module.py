@@ -12,13 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from torchq_compat.custom_modules.user.legacy_tensors import has_legacy_dtype, legacy_tensor
 from torchq_compat.errors import UserModuleError
 from torchq_compat.opaque_calls.layouts import CallLayout, Structure
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
-from torchq_compat.qspecs.qparams import QParams
-from torchq_compat.support.dtypes import dtype_name
-from torchq_compat.support.quantized_tensors import as_float
+from torchq_compat.qspecs.qparams import PerTensorQParams, QParams, covering
+from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name
+from torchq_compat.support.quantized_tensors import as_float, of_integers
 
 __all__ = ["OpaqueUserModule", "as_opaque_module", "as_users_module"]
 
@@ -43,14 +42,14 @@ class OpaqueUserModule(OpaqueModule):
     def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
         if self.opaque_takes_floats:
             return super().opaque_receive(q, qparams)
-        if not has_legacy_dtype(qparams):
+        if not _has_legacy_dtype(qparams):
             raise UserModuleError(
                 f"an input of {self.opaque_users_class.__qualname__} at {self.opaque_path!r} is "
                 f"{dtype_name(qparams.dtype)}, which torch.ao's quantized tensors cannot "
                 "hold.",
                 hint="set takes_floats = True on the quantized class: it then gets floats.",
             )
-        return legacy_tensor(q, qparams)
+        return _legacy_tensor(q, qparams)
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
         return super().opaque_hand_out(as_float(result), qparams)
@@ -113,3 +112,21 @@ def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
 def _shown(structure: Structure) -> str:
     """Return a structure for people: its shape with dtypes left out."""
     return str(structure.put_together(["tensor"] * structure.count()))
+
+
+def _has_legacy_dtype(qparams: QParams) -> bool:
+    """Return whether quantized tensors have a dtype for the integers of ``qparams``: quint8, qint8 or
+    qint32."""
+    return qparams.dtype in LEGACY_DTYPES
+
+
+def _legacy_tensor(q: Tensor, qparams: QParams) -> Tensor:
+    """Return the torch.ao quantized tensor with the integers ``q``, which classes of legacy scripts take.
+
+    Results with several qparams (directions of a recurrent module) are quantized again with some that cover
+    all: hardly a quantized operator takes per-channel activations.
+    """
+    if not isinstance(qparams, PerTensorQParams):
+        whole = covering([piece for _, piece in qparams.runs])
+        q, qparams = whole.quantize(qparams.dequantize(q)), whole
+    return of_integers(q, qparams.scale, qparams.zero_point)

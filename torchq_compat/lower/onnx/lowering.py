@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape
 from torchq_compat.errors import OnnxError
+from torchq_compat.graph.plain_tables import look_up_rows
 from torchq_compat.lower.export import export
 from torchq_compat.lower.onnx.biases import keep_biases
-from torchq_compat.lower.onnx.embeddings import look_up_integers
 from torchq_compat.lower.onnx.onnx_model import OnnxModel, check_place, read_model
 from torchq_compat.lower.onnx.packages import onnx_module
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
@@ -106,7 +107,7 @@ def to_onnx(
     # The shape of ONNX Runtime's own operator has no name for users.
     shape: Any = DYNAMIC_LSTMS[dynamic_lstm]
     program = export(converted, args, recurrent=shape, dynamic_shapes=dynamic_shapes)
-    look_up_integers(program)
+    _look_up_integers(program)
     keep_biases(program)
     model = read_model(_translate(program, opset, translations), opset)
     if path is not None:
@@ -148,3 +149,18 @@ def _cannot_translate(opset: int, cause: BaseException) -> OnnxError:
         hint="every operator of the model needs a form in that opset; leave the part that has none outside "
         "the model, or write it with other operators.",
     )
+
+
+def _look_up_integers(program: ExportedProgram) -> None:
+    """Rewrite ``dequantize_per_channel(table)[indices]`` in place, as operators on the rows.
+
+    The optimizer of torch.onnx would else fold the integer table into one of floats.
+    """
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            for embedding in module.graph.find_nodes(
+                op="call_function", target=torch.ops.aten.embedding.default
+            ):
+                look_up_rows(module.graph, embedding)
+            module.graph.eliminate_dead_code()
+            module.recompile()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,14 +17,17 @@ from torchq_compat import explain
 from torchq_compat.errors import LeftFloatError
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.migrate.running.passthrough_decisions import computes_nothing
+from torchq_compat.support.atomic_files import write_whole
 from torchq_compat.support.decisions import Action, Decision, Report
 from torchq_compat.support.showing.rows import counted
 
-__all__ = ["RecordedModel", "Recorder"]
+__all__ = ["RecordedModel", "Recorder", "write_explanation"]
 
 MAX_LINES = 12
 MAX_PATHS = 3
 MAX_KINDS = 6
+#: Of a file, which no terminal wraps: each row is one line.
+WIDTH = 400
 #: Function -> how the summary calls the model it returns; the other functions leave no trace in it.
 STAGES = {
     "prepare_fx": "prepared",
@@ -217,3 +222,25 @@ def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
         groups.setdefault((decision.kind, decision.reason), []).append(decision.path or "(model)")
     for (kind, reason), paths in groups.items():
         yield f"    float: {kind} {_shortened(paths)}: {reason}"
+
+
+def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
+    """Write ``path`` in one step: JSON if its name ends so, else the tables that ``explain`` prints.
+
+    Raises:
+        OSError: it cannot be written; a file that was there is left.
+    """
+    content = _as_json(models) if path.suffix == ".json" else _as_text(models)
+    write_whole(path, content)
+
+
+def _as_text(models: Iterable[RecordedModel]) -> str:
+    return "".join(f"{model.title}\n\n{model.report.to_text(WIDTH)}\n\n" for model in models)
+
+
+def _as_json(models: Iterable[RecordedModel]) -> str:
+    data = [
+        {"model": list(model.names), "stage": model.stage, "decisions": model.report.as_dicts()}
+        for model in models
+    ]
+    return json.dumps(data, indent=2, default=str) + "\n"

@@ -1,18 +1,24 @@
-"""Imports of modules that torch has removed, where a legacy script runs: they find the new ones."""
+"""What torch has removed, where a legacy script runs: imports find the new modules, capture functions are put
+back."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
+import torch
+from torch import nn
+
+from torchq_compat.migrate.legacy_api.removed_captures import REMOVED_CAPTURES, RemovedCapture
 from torchq_compat.migrate.legacy_api.removed_modules import REMOVED, new_module
 
-__all__ = ["redirect_removed_imports"]
+__all__ = ["redirect_removed_imports", "restore_removed_captures"]
 
 
 class _Redirected(MetaPathFinder, Loader):
@@ -51,3 +57,30 @@ def _is_there(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+def restore_removed_captures() -> None:
+    """Let modules that have lost a function of ``REMOVED_CAPTURES`` have one that does the same."""
+    for removed in REMOVED_CAPTURES.values():
+        module = importlib.import_module(removed.module)
+        if not hasattr(module, removed.name):
+            setattr(module, removed.name, _capture(removed))
+
+
+def _capture(removed: RemovedCapture) -> Callable[..., Any]:
+    def capture(
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        dynamic_shapes: Any = None,
+        **settings: Any,
+    ) -> Any:
+        if removed.gave_module:
+            # It traced with Dynamo; Quantizers look for the source functions that leaves.
+            settings.setdefault("strict", True)
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, **settings)
+        return program.module() if removed.gave_module else program
+
+    capture.__name__ = removed.name
+    capture.__module__ = removed.module
+    return capture

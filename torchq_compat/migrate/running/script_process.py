@@ -56,14 +56,15 @@ def show_script_error(error: Exception) -> None:
 def _redirect(options: RunOptions) -> Callable[[str], str]:
     """Redirect the FX names and return the function that reports what came through."""
     with import_noise_held_back():
-        from torchq_compat.migrate.running.explanation_file import write_explanation
         from torchq_compat.migrate.running.first_call import waiting_for_first_call
         from torchq_compat.migrate.running.fx_checkpoints import accept_checkpoints, remembering_prepared
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
-        from torchq_compat.migrate.running.recorder import Recorder
+        from torchq_compat.migrate.running.recorder import Recorder, write_explanation
         from torchq_compat.migrate.running.redirections import redirect
-        from torchq_compat.migrate.running.removed_captures import restore_removed_captures
-        from torchq_compat.migrate.running.removed_imports import redirect_removed_imports
+        from torchq_compat.migrate.running.removed_imports import (
+            redirect_removed_imports,
+            restore_removed_captures,
+        )
 
         recorder = Recorder(strict=options.strict)
         redirect(

@@ -27,8 +27,8 @@ from torchq_compat.custom_modules.recurrent.modules.contracts import RecurrentCo
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.modules.recurrent_module import RecurrentModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.later_stages import scripted_recurrent
 from torchq_compat.support.torch_ao import QConfig
-from torchq_compat.support.torchscript_stage import scripted_recurrent
 
 __all__ = ["DynamicRecurrent", "convert_dynamic", "prepare_dynamic", "quantize_recurrent"]
 

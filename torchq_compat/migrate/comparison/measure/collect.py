@@ -17,13 +17,15 @@ from torchq_compat.migrate.comparison.measure.cases import Case
 from torchq_compat.migrate.comparison.measure.measures import PlaceMeasures, milliseconds, state_bytes
 from torchq_compat.migrate.comparison.measure.our_side import OurSide, Place, quantize_by_us
 from torchq_compat.migrate.comparison.measure.sides import Key, QuantizedModel, Reading
-from torchq_compat.migrate.comparison.report.output_series import output_series
 from torchq_compat.migrate.comparison.results import Capture, Costs, FxOutcome, FxRun, Kind, Point, Series
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["FxSetting", "capture"]
+__all__ = ["FxSetting", "capture", "output_series"]
 
 FxSetting = bool | Literal["auto"]
+MAX_POINTS = 400
+#: A dimension with fewer values is not taken for time.
+FEWEST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -188,3 +190,33 @@ def _costs(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> Costs:
     assert float_ms is not None
     assert our_ms is not None
     return Costs(float_bytes, our_bytes, fx_bytes, float_ms, our_ms, fx_ms)
+
+
+def output_series(
+    name: str, axis: int | None, exact: Tensor, ours: Tensor, fx: Tensor | None
+) -> Series | None:
+    """Return the values along time, where either side is farthest from float. None: nothing to draw.
+
+    Time is ``axis`` of a tensor of three dimensions. What has no time is not drawn: a line over the places of
+    a batch, or over classes, would say nothing.
+    """
+    if axis is None or exact.dim() != 3 or exact.shape[axis] < FEWEST_STEPS or not exact.is_floating_point():
+        return None
+    error = (ours - exact).abs() if fx is None else torch.maximum((ours - exact).abs(), (fx - exact).abs())
+    rows = error.movedim(axis, 0).reshape(error.shape[axis], -1)
+    worst = int(rows.amax(0).argmax())
+
+    def along(value: Tensor) -> tuple[float, ...]:
+        line = value.detach().movedim(axis, 0).reshape(value.shape[axis], -1)[:MAX_POINTS, worst]
+        return tuple(float(number) for number in line)
+
+    index = torch.unravel_index(torch.tensor(worst), [s for i, s in enumerate(exact.shape) if i != axis])
+    where = ", ".join(str(int(number)) for number in index)
+    return Series(
+        name,
+        "time",
+        f"At [{where}] of the other dimensions" if where else "",
+        along(exact),
+        along(ours),
+        None if fx is None else along(fx),
+    )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
+import platform
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from torchq_compat.errors import ReportError
-from torchq_compat.migrate.comparison.report.made_by import made_by
 from torchq_compat.migrate.comparison.report.page_tables import bars, page_table
 from torchq_compat.migrate.comparison.report.summary_sentence import grade, summary_sentence, worst_places
 from torchq_compat.migrate.comparison.report.terminal_report import cost_rows, findings_by_reason
@@ -21,6 +25,7 @@ __all__ = ["check_page", "page", "write_page"]
 
 #: The packages of the ``report`` extra.
 PACKAGES = ("jinja2", "matplotlib")
+VERSIONS_OF = ("torchq-compat", "torch", "torchao")
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
@@ -79,7 +84,7 @@ def page(comparisons: Sequence[ComparedModel]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["grade"] = grade
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(sections=list(map(_section, comparisons)), facts=made_by())
+    return template.render(sections=list(map(_section, comparisons)), facts=_made_by())
 
 
 def _section(comparison: ComparedModel) -> dict[str, Any]:
@@ -160,3 +165,39 @@ def _no_place(path: str, problem: str) -> ReportError:
     return ReportError(
         f"the page cannot be written to {path!r}: {problem}.", hint="name a file in a folder there is."
     )
+
+
+def _made_by() -> dict[str, str]:
+    """Return label -> text."""
+    return {
+        "versions": ", ".join(
+            filter(None, (*map(_version, VERSIONS_OF), f"Python {platform.python_version()}"))
+        ),
+        "date": datetime.date.today().isoformat(),
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "command": _command(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    """Linux names the model in a file; elsewhere the platform has a word."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _command() -> str:
+    name = Path(sys.argv[0]).name
+    if name in ("torchq-compat", "__main__.py") and len(sys.argv) > 1:
+        return shlex.join(["torchq-compat", *sys.argv[1:]])
+    return "torchq_compat.compare(...)"

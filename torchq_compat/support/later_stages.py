@@ -1,6 +1,6 @@
-"""The ONNX form of what this package made: a last stage, which only ``torch.onnx.export`` asks for.
+"""Stages behind the last of ours, which only torch asks for: ``torch.onnx.export`` and ``torch.jit``.
 
-It stands above the models that torch.onnx asks, so it is found by its name, when it is first asked for.
+They stand above the models that are asked, so each is found by its name, when it is first asked for.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-__all__ = ["graph_for_onnx", "is_captured_for_onnx", "run_for_onnx"]
+__all__ = ["graph_for_onnx", "is_captured_for_onnx", "run_for_onnx", "scripted_graph", "scripted_recurrent"]
 
-STAGE = "torchq_compat.lower.onnx.traced_forms"
+ONNX_STAGE = "torchq_compat.lower.onnx.traced_forms"
+TORCHSCRIPT_STAGE = "torchq_compat.lower.torchscript"
 _IS_RUNNING = ContextVar("torchq_compat_is_running_for_onnx", default=False)
 
 
@@ -29,7 +30,7 @@ def run_for_onnx(model: nn.Module, args: tuple[Any, ...]) -> Any:
     """Run ``model`` with operators that ONNX has; see ``lower/onnx/traced_forms.py``."""
     token = _IS_RUNNING.set(True)
     try:
-        return importlib.import_module(STAGE).run_for_onnx(model, args)
+        return importlib.import_module(ONNX_STAGE).run_for_onnx(model, args)
     finally:
         _IS_RUNNING.reset(token)
 
@@ -41,3 +42,16 @@ def graph_for_onnx(model: nn.Module) -> Graph:
     args = graph.placeholder("*args")
     graph.output(graph.call_function(lambda given: run_for_onnx(model, tuple(given)), (args,)))
     return graph
+
+
+def scripted_graph(model: nn.Module) -> Any:
+    """The ``ScriptedGraph`` of a captured model; see ``lower/torchscript/scripted.py``."""
+    return importlib.import_module(f"{TORCHSCRIPT_STAGE}.scripted").scripted_graph(model)
+
+
+def scripted_recurrent(module: nn.Module, contract: Any) -> nn.Module:
+    """The plain module of a recurrent one of an eager model; see ``lower/torchscript/recurrent.py``."""
+    made: nn.Module = importlib.import_module(f"{TORCHSCRIPT_STAGE}.recurrent").scripted_recurrent(
+        module, contract
+    )
+    return made
