@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError, ExampleInputsError, TorchQCompatError
 from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
+from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config
 from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
@@ -261,4 +261,4 @@ def _drop_full_slices(graph_module: GraphModule) -> None:
 
 
 def _is_full(dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
-    return start in (None, 0) and end in (None, sys.maxsize) and step == 1
+    return start in (None, 0) and end in (None, SLICE_END) and step == 1

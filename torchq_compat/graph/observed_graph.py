@@ -29,13 +29,12 @@ from torchq_compat import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.annotate.wrapping_quantizer import OuterGraphQuantizer
 from torchq_compat.qspecs.dynamic_qparams import DynamicQuantization
-from torchq_compat.qspecs.float_qparams import attribute_at
 from torchq_compat.qspecs.loaded_qparams import has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.qspecs.weight_observers import WeightObserver
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import attribute_of, module_path_of
 from torchq_compat.support.torchao_flow import prepare_pt2e
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
 
@@ -209,7 +208,7 @@ def _observe_weights(prepared: GraphModule) -> None:
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
             if _fault(module) is ObserverFault.UNSEEN:
                 module.disable_fake_quant()  # type: ignore[operator]  # Nothing was trained with its qparams.
-            module(attribute_at(prepared, str(source.target)).detach())
+            module(attribute_of(prepared, source).detach())
 
 
 def _fake_quantizes_weight(source: Node, module: nn.Module) -> bool:

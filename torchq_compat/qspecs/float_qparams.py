@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize
 
 from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
+from torchq_compat.support.graph_nodes import attribute_of
 
-__all__ = ["FloatQParamsFakeQuantize", "attribute_at", "fold_weight"]
+__all__ = ["FloatQParamsFakeQuantize", "fold_weight"]
 
 
 @recognised_by_torch_ao
@@ -43,7 +44,7 @@ def fold_weight(
     source = observer_node.args[0]
     assert isinstance(source, Node)
     name = str(source.target).replace(".", "_")
-    weight = attribute_at(model, str(source.target)).detach()
+    weight = attribute_of(model, source).detach()
     axis, low, high = int(settings.ch_axis), int(settings.quant_min), int(settings.quant_max)
     shape = [-1 if i == axis else 1 for i in range(weight.dim())]
     integers = torch.round(weight / scale.view(shape) + zero_point.view(shape)).clamp(low, high)
@@ -64,11 +65,3 @@ def fold_weight(
         )
     observer_node.replace_all_uses_with(dequantize)
     graph.erase_node(observer_node)
-
-
-def attribute_at(root: nn.Module, path: str) -> Tensor:
-    """Return the tensor at ``path`` in ``root``."""
-    parent, _, name = path.rpartition(".")
-    value = getattr(root.get_submodule(parent), name)
-    assert isinstance(value, Tensor)
-    return value

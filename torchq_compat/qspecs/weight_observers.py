@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.qspecs.float_qparams import attribute_at, fold_weight
+from torchq_compat.qspecs.float_qparams import fold_weight
 from torchq_compat.qspecs.loaded_qparams import is_on_loaded_qparams, loaded_qparams, release_qparams
 from torchq_compat.qspecs.observer_settings import ObserverSettings
 from torchq_compat.qspecs.observers import ObserverConstructor
 from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
+from torchq_compat.support.graph_nodes import attribute_at
 
 __all__ = ["WeightConstructor", "WeightObserver"]
 

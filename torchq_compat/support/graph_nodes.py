@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,23 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-__all__ = ["attribute_of", "free_name", "module_path_of", "user_line_of"]
+__all__ = ["SLICE_END", "attribute_at", "attribute_of", "free_name", "module_path_of", "user_line_of"]
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+#: The end that ``aten.slice`` has for "to the last".
+SLICE_END = sys.maxsize
 #: An entry of a node's stack trace: file, line, text.
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def attribute_of(owner: nn.Module, node: Node) -> Any:
     """Return the attribute of ``owner`` that a ``get_attr`` node reads."""
-    return operator.attrgetter(str(node.target))(owner)
+    return attribute_at(owner, str(node.target))
+
+
+def attribute_at(owner: nn.Module, path: str) -> Any:
+    """Return the attribute, most often a tensor, at the dotted ``path`` in ``owner``."""
+    return operator.attrgetter(path)(owner)
 
 
 def module_path_of(node: Node) -> str:

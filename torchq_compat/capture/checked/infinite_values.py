@@ -6,7 +6,6 @@ No scale holds them and the others: with one for -1e9, every score is 0. What ha
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.capture.checked.attempts import CaptureCase
 from torchq_compat.capture.checked.trial_runs import GraphRunner
 from torchq_compat.support import metadata
-from torchq_compat.support.graph_nodes import attribute_of
+from torchq_compat.support.graph_nodes import SLICE_END, attribute_of
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["mark_infinite_values"]
@@ -58,7 +57,7 @@ def stands_for_infinity(values: Tensor) -> bool:
 def _may_have_any(graph_module: GraphModule, args: tuple[Any, ...]) -> bool:
     constants = [leaf for node in graph_module.graph.nodes for leaf in pytree.tree_leaves(node.args)]
     # The largest index is the end of a slice.
-    numbers = [leaf for leaf in constants if isinstance(leaf, (int, float)) and leaf != sys.maxsize]
+    numbers = [leaf for leaf in constants if isinstance(leaf, (int, float)) and leaf != SLICE_END]
     if any(abs(number) >= LARGE for number in numbers):
         return True
     read = [attribute_of(graph_module, node) for node in graph_module.graph.find_nodes(op="get_attr")]

@@ -15,12 +15,12 @@ from torchq_compat.capture.loops.loop_module import LoopForm, Part
 from torchq_compat.capture.loops.segments import candidates, tidy_graph
 from torchq_compat.capture.loops.step_flow import Carried, Flow, Inside, NotALoopError, Read, Taken, flow_of
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["RolledGraph", "RolledLoop", "roll_graph"]
 
 ATEN = torch.ops.aten
-LAST = 2**63 - 1
 LISTS = (ATEN.stack.default, ATEN.cat.default)
 
 
@@ -237,7 +237,7 @@ class _Roller:
         size = taken.source.meta["val"].shape[taken.dim]
         if start == 0 and size == end:
             return taken.source
-        end = LAST if size == end else end
+        end = SLICE_END if size == end else end
         return self.call(ATEN.slice.Tensor, taken.source, taken.dim, start, end)
 
     def _same(self) -> dict[Node, None]:
@@ -415,7 +415,7 @@ class _ListUse(_Use):
                 piece = results[roller.value(Inside(j), self.dim)]
                 low, high = min(first, last), max(first, last)
                 if (low, high) != (0, count - 1):
-                    end = LAST if high == count - 1 else high + 1
+                    end = SLICE_END if high == count - 1 else high + 1
                     piece = roller.call(ATEN.slice.Tensor, piece, self.dim, low, end)
                 if slope < 0:
                     piece = roller.call(ATEN.flip.default, piece, [self.dim])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import SLICE_END, module_path_of
 from torchq_compat.support.upstream import OpOverload, pytree
 
 __all__ = ["INDEX_ARGUMENTS", "Leaf", "Steps", "candidates", "leaves_of", "tidy_graph", "writes_in_place"]
@@ -26,7 +26,6 @@ CONSTANTS = (ATEN.zeros.default, ATEN.ones.default, ATEN.full.default)
 CONSTANTS_LIKE = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_full.default)
 #: Checks that torch.export writes again.
 CHECKS = (ATEN._assert_tensor_metadata.default, ATEN._assert_scalar.default, ATEN.sym_constrain_range.default)
-LAST = 2**63 - 1
 #: Steps that are told from a repetition by chance.
 FEWEST = 3
 #: Where loops may begin that are looked at, of every length of a step.
@@ -75,7 +74,9 @@ def writes_in_place(node: Node) -> bool:
 def _is_whole(node: Node) -> bool:
     rest = node.args[2:]
     return (
-        not node.kwargs and (not rest or rest[0] in (0, None)) and (len(rest) < 2 or rest[1] in (LAST, None))
+        not node.kwargs
+        and (not rest or rest[0] in (0, None))
+        and (len(rest) < 2 or rest[1] in (SLICE_END, None))
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torchq_compat.capture.loops.segments import INDEX_ARGUMENTS, Leaf, Steps, leaves_of, writes_in_place
+from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["Carried", "Flow", "Inside", "NotALoopError", "Read", "Taken", "Written", "flow_of"]
@@ -240,7 +241,7 @@ def _pairs(starts: list[Any], ends: list[Any]) -> Iterator[tuple[int, int]]:
     for start, end in zip(starts, ends, strict=True):
         if start is not None:
             # -1:0 is empty; the last step counted from behind ends at the end.
-            yield start, (start + 1 if start == -1 and end in (None, 2**63 - 1) else end)
+            yield start, (start + 1 if start == -1 and end in (None, SLICE_END) else end)
 
 
 def _write(flow: Flow, position: int, reads: list[Read], nodes: list[Node | None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -94,30 +94,25 @@ def convert_parts(prepared: GraphModule) -> GraphModule:
 def saturated_parts(graph_module: GraphModule) -> Iterator[tuple[str, float]]:
     """Yield (part name, share of its calibration values outside its observer's range), where that is
     counted."""
-    saturation = metadata.SATURATION.of(graph_module)
-    if saturation is not None:
-        yield from saturation.items()
-        return
-    for name, node in part_nodes(graph_module):
-        for user in node.users:
-            if user.op == "call_module":
-                share = saturated_share(graph_module.get_submodule(str(user.target)))
-                if share is not None:
-                    yield name, share
+    noted = metadata.SATURATION.of(graph_module)
+    yield from noted.items() if noted is not None else _of_observers(graph_module, saturated_share)
 
 
 def measured_parts(graph_module: GraphModule) -> Iterator[tuple[str, float]]:
     """(part name, dB of a typical value over rounding), where an observer has a histogram."""
-    measured = metadata.OBSERVED_SQNR.of(graph_module)
-    if measured is not None:
-        yield from measured.items()
-        return
+    noted = metadata.OBSERVED_SQNR.of(graph_module)
+    yield from noted.items() if noted is not None else _of_observers(graph_module, typical_sqnr)
+
+
+def _of_observers(
+    graph_module: GraphModule, measure: Callable[[nn.Module], float | None]
+) -> Iterator[tuple[str, float]]:
     for name, node in part_nodes(graph_module):
         for user in node.users:
             if user.op == "call_module":
-                sqnr = typical_sqnr(graph_module.get_submodule(str(user.target)))
-                if sqnr is not None:
-                    yield name, sqnr
+                measured = measure(graph_module.get_submodule(str(user.target)))
+                if measured is not None:
+                    yield name, measured
 
 
 def part_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:

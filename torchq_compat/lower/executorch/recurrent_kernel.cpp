@@ -8,7 +8,6 @@
 #include <executorch/runtime/kernel/operator_registry.h>
 
 #include <algorithm>
-#include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -45,15 +44,8 @@ struct Key {
   uint64_t sample;
 
   static Key of(const Tensor& tensor) {
-    const int64_t words = static_cast<int64_t>(tensor.nbytes()) / 8, step = words > 512 ? words / 32 : 1;
-    const char* bytes = static_cast<const char*>(tensor.const_data_ptr());
-    uint64_t hash = 14695981039346656037u, word = 0;
-    for (int64_t at = 0; at < words; at += step) {
-      std::memcpy(&word, bytes + 8 * at, 8);
-      hash = (hash ^ word) * 1099511628211u;
-      hash ^= hash >> 29;
-    }
-    return {bytes, hash};
+    const void* data = tensor.const_data_ptr();
+    return {data, torchq_compat_sample(data, static_cast<int64_t>(tensor.nbytes()) / 8)};
   }
   bool operator==(const Key& other) const { return data == other.data && sample == other.sample; }
 };

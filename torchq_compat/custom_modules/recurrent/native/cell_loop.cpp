@@ -1072,6 +1072,18 @@ extern "C" void torchq_compat_to_integers(const double* qparams, const float* va
                         static_cast<uint8_t*>(integers), count);
 }
 
+extern "C" uint64_t torchq_compat_sample(const void* data, int64_t words) {
+  const int64_t step = words > 512 ? words / 32 : 1;
+  const char* bytes = static_cast<const char*>(data);
+  uint64_t hash = 14695981039346656037u, word = 0;
+  for (int64_t at = 0; at < words; at += step) {
+    std::memcpy(&word, bytes + 8 * at, 8);
+    hash = (hash ^ word) * 1099511628211u;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
 extern "C" void torchq_compat_to_floats(const double* qparams, const void* integers, int64_t count,
                                         float* values) {
   const float scale = static_cast<float>(qparams[0]), zero_point = static_cast<float>(qparams[1]);

@@ -46,6 +46,10 @@ void torchq_compat_requantize(const double* qparams, float* values, int64_t coun
 void torchq_compat_to_integers(const double* qparams, const float* values, int64_t count, void* integers);
 void torchq_compat_to_floats(const double* qparams, const void* integers, int64_t count, float* values);
 
+// Some of the 8-byte words at `data` as one number, all of them where they are few: other weights may come to
+// stand where some stood, in storages that say nothing of it.
+uint64_t torchq_compat_sample(const void* data, int64_t words);
+
 // The instruction sets that this CPU has kernels for, the best first; null from their count on. Their bits
 // are the same.
 const char* torchq_compat_instruction_set(int64_t index);

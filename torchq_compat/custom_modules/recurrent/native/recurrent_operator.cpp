@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -74,23 +73,15 @@ Tensor empty(const torch::headeronly::IntHeaderOnlyArrayRef& sizes, ScalarType d
   return Tensor(made);
 }
 
-// Some of a tensor's bytes as one number, all of them where they are few. A program that is loaded where
-// another one was has its weights at the same addresses, in storages that do not own them.
+// A program that is loaded where another one was has its weights at the same addresses, in storages that do
+// not own them.
 uint64_t sample_of(const Tensor& tensor) {
   if (!tensor.is_contiguous()) return 0;
   const ScalarType dtype = tensor.scalar_type();
   const int64_t size = dtype == ScalarType::Double || dtype == ScalarType::Long ? 8
                        : dtype == ScalarType::Float                             ? 4
                                                                                 : 1;
-  const int64_t words = tensor.numel() * size / 8, step = words > 512 ? words / 32 : 1;
-  const char* bytes = static_cast<const char*>(tensor.const_data_ptr());
-  uint64_t hash = 14695981039346656037u, word = 0;
-  for (int64_t at = 0; at < words; at += step) {
-    std::memcpy(&word, bytes + 8 * at, 8);
-    hash = (hash ^ word) * 1099511628211u;
-    hash ^= hash >> 29;
-  }
-  return hash;
+  return torchq_compat_sample(tensor.const_data_ptr(), tensor.numel() * size / 8);
 }
 
 // How a tensor is recognised: where its numbers are, how many, and how often they were written in place.
