@@ -15,7 +15,7 @@ from torchq_compat.config.qconfig_mappings import QConfigRules, check_convert_ru
 from torchq_compat.custom_modules.registry import ConvertRequest, handler_of
 from torchq_compat.custom_modules.user.float_calls import convert_float_calls
 from torchq_compat.errors import ConfigError, ConvertError
-from torchq_compat.graph.graph_module import ConvertedGraphModule, Stage, record_of
+from torchq_compat.graph.graph_module import ConvertedGraphModule, ModelRecord, Stage, record_of
 from torchq_compat.graph.observed_graph import (
     ObserverFault,
     convert_graph,
@@ -55,46 +55,26 @@ def convert_to_reference(
         ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
         CustomModuleError: a quantized class that does not do what the mapping promises.
     """
-    record = record_of(prepared)
-    if record is not None and record.stage is not Stage.PREPARED:
-        raise ConvertError(
-            f"the model is {record.stage.value} already.",
-            hint="convert what prepare_fx returned; a prepared model may be converted any number of times.",
-        )
-    if record is None:
-        raise ConvertError(
-            f"{type(prepared).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
-            hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first and convert "
-            "what it returns.",
-        )
+    record = _record_of_prepared(prepared)
+    for told in unmatched_at_convert(prepared, settings, record.rules, rules):
+        warn_user(told)
+    _warn_of_other_backend(record, backend)
+    switched_off = _decide_switched_off(prepared, record, rules)
+    _check_observers(prepared)
     preserved = {
         name: getattr(prepared, name)
         for name in (*prepared.meta[USER_PRESERVED_ATTRIBUTES_KEY], *settings.preserved_attributes)
         if hasattr(prepared, name)
     }
-    for told in unmatched_at_convert(prepared, settings, record.rules, rules):
-        warn_user(told)
-    if backend is not None and backend != record.backend:
-        warn_user(
-            f"backend_config {backend.name!r} is not that of prepare_fx, and changes nothing here: what was "
-            "prepared is converted. Give it to prepare_fx."
-        )
-    switched_off: dict[str, str] = {}
-    if rules is not None:
-        if record.rules is None:
-            raise ConfigError.not_supported(
-                "convert_fx: qconfig_mapping",
-                "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
-                "leave out of the Quantizer what shall stay float.",
-            )
-        check_convert_rules(record.rules, rules)
-        switched_off = decide_switched_off(prepared, record.rules, rules)
-    _check_observers(prepared)
+
+    # Copy.
     working = copy.deepcopy(prepared)
     working.eval()
     unguard(working)
     if switched_off:
         remove_observers(working, switched_off)
+
+    # Convert the custom modules, then the graph around them.
     # torchao's convert of a model in training makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         _convert_opaque_modules(working, settings)
@@ -102,12 +82,53 @@ def convert_to_reference(
         quantize_boundaries(converted)
         expose_integers(converted, record.interface)
         replaced = convert_float_calls(converted, settings.observed_to_quantized.get(QuantType.STATIC, {}))
+
+    # Wrap.
     decisions = tuple(
         _with_quantized_class(decision, replaced)
         for decision in with_switched_off(record.decisions, switched_off)
     )
     record = replace(record, stage=Stage.CONVERTED, decisions=decisions)
     return ConvertedGraphModule.wrap(converted, record, preserved)
+
+
+def _record_of_prepared(model: GraphModule) -> ModelRecord:
+    record = record_of(model)
+    if record is None:
+        raise ConvertError(
+            f"{type(model).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
+            hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first and convert "
+            "what it returns.",
+        )
+    if record.stage is not Stage.PREPARED:
+        raise ConvertError(
+            f"the model is {record.stage.value} already.",
+            hint="convert what prepare_fx returned; a prepared model may be converted any number of times.",
+        )
+    return record
+
+
+def _warn_of_other_backend(record: ModelRecord, backend: BackendTable | None) -> None:
+    if backend is not None and backend != record.backend:
+        warn_user(
+            f"backend_config {backend.name!r} is not that of prepare_fx, and changes nothing here: what was "
+            "prepared is converted. Give it to prepare_fx."
+        )
+
+
+def _decide_switched_off(
+    prepared: GraphModule, record: ModelRecord, rules: QConfigRules | None
+) -> dict[str, str]:
+    if rules is None:
+        return {}
+    if record.rules is None:
+        raise ConfigError.not_supported(
+            "convert_fx: qconfig_mapping",
+            "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
+            "leave out of the Quantizer what shall stay float.",
+        )
+    check_convert_rules(record.rules, rules)
+    return decide_switched_off(prepared, record.rules, rules)
 
 
 def _with_quantized_class(decision: Decision, replaced: dict[str, type[nn.Module]]) -> Decision:
