@@ -82,7 +82,7 @@ def _distinct(sizes: list[Sizes]) -> list[Sizes]:
 
 
 def _cut(size: int, index: int, divisor: int, least: int) -> int:
-    """Return ``size``, in the other trials divided by ``divisor``; the last adds one to make even sizes odd."""
+    """Return ``size``, divided by ``divisor`` in other trials; the last adds one to make even sizes odd."""
 
     return max(least, size if index == 0 else -(-size // divisor) + (index == 2))
 
