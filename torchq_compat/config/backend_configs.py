@@ -1,5 +1,4 @@
-"""Read a BackendConfig, object or dict, into a ``BackendTable``: pattern -> how it is observed and its
-dtypes.
+"""Read a BackendConfig, object or dict, into a ``BackendTable``: pattern -> its observation and dtypes.
 
 The patterns are torch.ao's own objects; none is declared again here. A fused pattern lists its ops in the
 order they run: ``(nn.Linear, nn.ReLU)``.
@@ -84,8 +83,9 @@ class PatternEntry:
         input_type_to_index: the positions of the "weight" and "bias" arguments of a function; every other
             argument is an activation.
         is_fused_module: whether FX replaces the modules of the pattern by one module before it reads
-        QConfigs. fuser_method: called with whether it trains and the modules in the order they run, returns
-            that module. None if there is none, or if it accepts the modules in torch.ao's complex format.
+            QConfigs.
+        fuser_method: returns that module, called with whether it trains and the modules in the order they
+            run. None if there is none, or if it accepts the modules in torch.ao's complex format.
     """
 
     pattern: Pattern
@@ -97,8 +97,7 @@ class PatternEntry:
     fuser_method: Callable[..., nn.Module] | None = field(default=None, compare=False)
 
     def observation_for(self, tensor_count: int) -> ObservationType:
-        """Return the observation type: ``x + 1`` may share the observer of ``x`` while ``x + y`` gets its
-        own.
+        """Return how the op is observed: ``x + 1`` may share the observer of ``x``, ``x + y`` have its own.
 
         Args:
             tensor_count: the number of positional arguments that are tensors, counting repeated ones.

@@ -1,5 +1,4 @@
-"""Keywords and flags of the FX functions before torch 1.13, accepted with a warning that names the new
-form."""
+"""Accept keywords and flags of the FX functions before torch 1.13 with a warning that names the new form."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def takes_old_keywords(
     Args:
         reference: for ``convert_fx``, which had ``is_reference`` (then its second parameter): returns the
             function that is called instead if the flag is True.
-        missing: the value of ``example_inputs`` if the caller gives none, which gets an error of this
-        package.
+        missing: the value of ``example_inputs`` if the caller gives none, for an error of this package.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -174,8 +174,7 @@ def _fuse_chain(fused: GraphModule, chain: list[Node], fusion: _Fusion) -> None:
 
 
 def _module_of(fused: GraphModule, node: Node) -> Any:
-    """Return the argument of a fuser method for ``node``: its module, an nn.ReLU for F.relu, or its
-    function."""
+    """Return what a fuser method gets for ``node``: its module, an nn.ReLU for F.relu, or its function."""
     if node.op == "call_module":
         return fused.get_submodule(str(node.target))
     return nn.ReLU() if node.target is F.relu else node.target

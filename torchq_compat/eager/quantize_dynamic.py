@@ -168,7 +168,7 @@ def _obstacle(module: nn.Module, qconfig: QConfig) -> str | None:
 
 
 def _with_hooks_of(module: nn.Module, made: nn.Module) -> nn.Module:
-    """Move the hooks of the float module to its replacement, as torch.ao does."""
+    """Copy the hooks of the float module to its replacement, as torch.ao does."""
     for hook in module._forward_pre_hooks.values():
         made.register_forward_pre_hook(hook)
     for hook in module._forward_hooks.values():

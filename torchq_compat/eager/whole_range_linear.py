@@ -31,8 +31,7 @@ class WholeRangeLinear(quantized.dynamic.Linear):
     """torch.ao's dynamic Linear on this package's own matrix product; the state_dict is the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``x`` (..., in_features) to (..., out_features), with one scale and zero point for all of
-        ``x``."""
+        """Map ``x`` (..., in_features) to (..., out_features), with one scale and zero point for ``x``."""
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
         packed = self._packed_params._packed_params

@@ -42,8 +42,7 @@ CONV_BN_V1 = {
 
 
 def is_fx_state(state: Mapping[str, Any]) -> bool:
-    """Return whether ``state`` has entries of FX's prepared or converted models, and no entry only ours
-    have."""
+    """Return whether ``state`` has entries of FX's prepared or converted models, and none of only ours."""
     return any(ONLY_FX.search(name) for name in state) and not any(OURS.search(name) for name in state)
 
 
@@ -135,8 +134,7 @@ class FxState:
 
     @property
     def is_reference(self) -> bool:
-        """Whether the model was converted with quantize operators only, so that each operator has its
-        qparams."""
+        """Whether the model was converted with quantize operators only, so that each has its qparams."""
         return self.is_converted and not self.is_lowered
 
     def fingerprint(self, name: str) -> tuple[object, ...]:

@@ -23,8 +23,7 @@ def clean_up(program: ExportedProgram) -> None:
 
 
 def _drop_repeated_quantization(graph: Graph) -> None:
-    """Replace a quantize that directly follows a dequantize with the same qparams by the integers before
-    both."""
+    """Replace a dequantize and a quantize after it, with equal qparams, by the integers before both."""
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
         source = node.args[0]
         if isinstance(source, Node) and _is_repeated(node, source):

@@ -1,9 +1,8 @@
-"""Give the edges of opaque modules only per-tensor q-dq, for export: backends have no per-channel
-activations.
+"""Use only per-tensor q-dq around opaque modules, for export: backends have no per-channel activations.
 
 An opaque module whose result is concatenated from pieces with different qparams, say of two directions,
-returns it as integers with per-channel qparams. If the qparams of the pieces are visible inside the module,
-it can as well return floats: the numbers are the same.
+returns it as integers with per-channel qparams. If an exported program shows the qparams
+of the pieces inside the module, the module can as well return floats: the numbers are the same.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ COUNTED_EVERY = 31
 
 @recognised_by_torch_ao
 class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
-    """A fake-quantize whose one kernel observes, chooses qparams and rounds; its observer only holds the
-    range."""
+    """One kernel observes, chooses qparams and fake-quantizes; the inner observer only holds the range."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -40,10 +39,10 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
         return fake_quantized
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Return the qparams that the kernel trains with. Its symmetric scale is ``max(-min / 128, max /
-        127)``; the scale of the observer, with which torch.ao and torchao convert, is ``max(-min, max) /
-        127.5``. While only observing, nothing is trained with the kernel's qparams, and the observer's are
-        returned."""
+        """Return the qparams that the kernel trains with. Its symmetric scale is
+        ``max(-min / 128, max / 127)``; the scale of the observer, with which torch.ao and torchao convert, is
+        ``max(-min, max) / 127.5``. While only observing, nothing is trained with the kernel's qparams, and
+        the observer's are returned."""
         observer = self.activation_post_process
         has_seen = observer.min_val.numel() > 0 and not bool((observer.min_val > observer.max_val).any())
         if not has_seen or not bool(self.fake_quant_enabled):

@@ -72,8 +72,7 @@ def qparams_of(observer: nn.Module) -> Qparams:
 
 
 def is_on_loaded_qparams(observer: Any, weight: Tensor) -> bool:
-    """Return whether every value of ``weight`` is an integer dequantized with ``observer``'s loaded
-    qparams."""
+    """Return whether the loaded qparams of ``observer`` represent every value of ``weight`` exactly."""
     loaded = loaded_qparams(observer)
     if loaded is None:
         return False

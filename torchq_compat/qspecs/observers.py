@@ -154,8 +154,7 @@ def _as_torchao(made: nn.Module) -> nn.Module:
 
 
 def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
-    """Return our class for a class of torch.ao or torchao, by identity: a user may reuse a name. Else
-    None."""
+    """Return our class for one of torch.ao or torchao, else None; by identity: a user may reuse a name."""
     name = cls.__name__
     if all(getattr(home, name, None) is not cls for home in HOMES):
         return None
@@ -248,8 +247,7 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
 @recognised_by_torch_ao
 class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
-    """A user's own torch.ao fake-quantize, or torch.ao's private learnable one, as a torchao
-    fake-quantize."""
+    """A user's own torch.ao fake-quantize, or torch.ao's private learnable one, as a torchao class."""
 
     def __init__(self, legacy: nn.Module) -> None:
         super().__init__()

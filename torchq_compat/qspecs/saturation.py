@@ -62,9 +62,8 @@ class SaturationCountingObserver(MovingAverageMinMaxObserver):  # type: ignore[m
             _add(self.saturated, int(torch.count_nonzero(values.clamp(low, high) != values)))
 
     def _averaged(self, bound: float, extreme: float) -> float:
-        """Return the moving average of a bound, as torchao's one-element tensors do, in a fraction of the
-        time. Each float32 operation rounds once; computed in float64 and rounded to float32, the bits are the
-        same."""
+        """Return the moving average of a bound, as torchao computes it with one-element tensors, but faster.
+        Each float32 operation rounds once; in float64, rounded to float32, it gives the same bits."""
         step = c_float(self.averaging_constant).value * c_float(extreme - bound).value
         return bound + c_float(step).value
 
@@ -75,8 +74,7 @@ def _add(counter: Tensor, count: int) -> None:
 
 
 def saturated_share(module: nn.Module) -> float | None:
-    """Return the share of values that were outside the range when ``module``, or an observer in it, saw
-    them."""
+    """Return the share of values outside the range at the time ``module``, or an observer in it, saw them."""
     for part in module.modules():
         if isinstance(part, SaturationCountingObserver) and float(part.seen):
             return float(part.saturated / part.seen)

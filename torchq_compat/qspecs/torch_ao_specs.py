@@ -120,8 +120,7 @@ def _is_legacy(module: nn.Module) -> bool:
 
 
 def _is_known_to_torchao(spec: QuantizationSpec) -> bool:
-    """Return whether torchao's prepare finds a name on the constructor, or inside one partial of
-    torchao's."""
+    """Return whether torchao's prepare finds a name on the constructor, or inside one torchao partial."""
     constructor: Any = getattr(spec, CONSTRUCTOR)
     if isinstance(constructor, pt2e_observer.PartialWrapper):
         constructor = constructor.p.func

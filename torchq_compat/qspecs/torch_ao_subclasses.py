@@ -17,8 +17,7 @@ from torchq_compat.support.torch_ao import observer as legacy_observer
 
 __all__ = ["SUBCLASSES", "recognised_by_torch_ao"]
 
-#: Without FixedQParamsObserver: FixedQParamsFakeQuantize requires that exact type, and it has nothing to
-#: switch.
+#: Without FixedQParamsObserver: FixedQParamsFakeQuantize requires that exact type; it has nothing to switch.
 OBSERVERS = (
     "HistogramObserver",
     "MinMaxObserver",
@@ -34,8 +33,7 @@ FAKE_QUANTIZES = ("FakeQuantize", "FixedQParamsFakeQuantize", "FusedMovingAvgObs
 
 
 def recognised_by_torch_ao(cls: type[nn.Module]) -> type[nn.Module]:
-    """Class decorator: make torch.ao's functions treat this torchao observer or fake-quantize as their
-    own."""
+    """Class decorator: make torch.ao's functions accept this torchao observer or fake-quantize as theirs."""
     if issubclass(cls, pt2e_fake_quantize.FakeQuantizeBase):
         legacy_fake_quantize.FakeQuantizeBase.register(cls)
     else:

@@ -90,8 +90,7 @@ def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
 
 
 def unexpectedly_fixed(inputs: tuple[InputSpec, ...], converted: Graph) -> list[str]:
-    """Return the sizes above 1 that the graph of the ``converted`` model leaves free and the program
-    fixes."""
+    """Return the sizes above 1 that the graph of the ``converted`` model leaves free and ``inputs`` fix."""
     found = []
     for spec, placeholder in zip(inputs, converted.find_nodes(op="placeholder"), strict=True):
         free = getattr(placeholder.meta.get("val"), "shape", ())

@@ -3,8 +3,7 @@
 Its own checks inspect the pattern around a matmul or a convolution, but not the qparams: it takes uint8,
 16-bit and narrowed qparams, and computes other numbers. It also marks the dequantize before an operator that
 it then refuses as an op that does not compute; taken alone, the dequantize would return integers as floats.
-So quantize
- and dequantize are taken only along with the operator between them.
+So quantize and dequantize are taken only along with the operator between them.
 """
 
 from __future__ import annotations

@@ -139,8 +139,7 @@ class _Leaves:
 
 
 def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphModule) -> FunctionSource:
-    """Return one call of ``leaf`` as a function, from its exported form; each of its loops is one
-    operator."""
+    """Return a call of ``leaf`` as a function, from its exported form; each of its loops is one operator."""
     layout = node.kwargs.get("opaque_layout")
     examples = tuple(_example(each, leaf) for each in _reference_node(node, model).args)
     path = str(node.target)

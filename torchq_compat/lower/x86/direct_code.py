@@ -1,5 +1,4 @@
-"""The code that a lowered graph runs: the generated lines, with operators called without their Python
-layer."""
+"""The code that a lowered graph runs: the generated lines, calling operators below their Python layer."""
 
 from __future__ import annotations
 

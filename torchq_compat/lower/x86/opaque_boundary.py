@@ -83,8 +83,7 @@ def _simplify_results(
 
 
 def _hand_integers(graph: Graph, getitem: Node, asked: list[Node]) -> None:
-    """Make ``getitem`` the quantized tensor that the nodes ``asked`` would make; dequantize it for the
-    rest."""
+    """Make ``getitem`` quantized, in place of the nodes ``asked``; other readers get it dequantized."""
     in_floats = [user for user in getitem.users if user not in asked]
     if in_floats:
         with graph.inserting_after(getitem):

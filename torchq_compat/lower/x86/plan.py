@@ -141,8 +141,7 @@ class _Planner:
         return any(node.name in self.left_float for node in answer.covers)
 
     def _tried(self, op: Node, result: Node, call: KernelCall, *, alone: bool) -> KernelCall | Refusal:
-        """Return ``call``, the same call packed for fbgemm, or a refusal: no kernel is better than a wrong
-        one."""
+        """Return ``call``, the same packed for fbgemm, or a refusal: no kernel is better than a wrong one."""
         verdict = self._verdict(result, call)
         is_other = self.engine.has_kernels and torch.backends.quantized.engine != FBGEMM.name
         if not isinstance(verdict, Refusal) or not is_other or not _has_engine(FBGEMM):

@@ -108,8 +108,7 @@ def _convolution(
     arguments = arguments_of(op)
     least = [_reach(arguments, weight, axis) for axis in range(len(weight) - 2)]
     batch, channels, *spatial = shapes[0]
-    # Where the example leaves room, no smaller than the window: a smaller size needs padding to have a
-    # result.
+    # At least the window if the example is as large: a smaller size needs padding to have a result.
     least = [min(size, low) for size, low in zip(spatial, least, strict=True)]
     batch_divisor, divisor = SMALLER[index]
     batch = _cut(min(batch, 2), index, batch_divisor, 1)

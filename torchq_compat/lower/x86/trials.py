@@ -1,8 +1,7 @@
 """Trials: run a kernel beside the q-dq op it replaces, on values that fill its qparams.
 
 A kernel is only as good as the library, the packing and the CPU it runs on: the weights that oneDNN packs for
-some conv1d give wrong results on CPUs with AMX, in FX's lowered models too. So each kernel is tried before
-use.
+some conv1d give wrong results on CPUs with AMX, in FX's lowered models too. So each kernel is tried first.
 """
 
 from __future__ import annotations
