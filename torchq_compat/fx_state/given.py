@@ -327,5 +327,5 @@ def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointErr
         f"the FX state has values that cannot be read: {found}{more}.",
         hint="packed weights of functions and of dynamic modules are objects: load the file in full, with "
         "torch.load(path, weights_only=False) if you trust its source, in a process that imported torch, "
-        "and hand in what that returned.",
+        "and give its result.",
     )

@@ -94,8 +94,8 @@ class ExecutorchProgram:
         except RuntimeError as cause:
             raise ExecutorchError(
                 f"ExecuTorch's runtime stopped: {cause}",
-                hint="the lines it printed before name the instruction; sizes that the model fixes must be "
-                "those of example_inputs.",
+                hint="the lines printed before this error name the instruction; sizes that the model fixes "
+                "must be those of example_inputs.",
             ) from cause
         return results if self.structure is None else pytree.tree_unflatten(results, self.structure)
 

@@ -87,8 +87,8 @@ def to_executorch(
     if backend not in BACKENDS:
         raise ExecutorchError(
             f"backend {backend!r} is not known.",
-            hint=f"choose one of {', '.join(map(repr, BACKENDS))}; for another one take the program of "
-            "torch.export.export to the partitioner of that backend.",
+            hint=f"choose one of {', '.join(map(repr, BACKENDS))}; for another backend, give the program of "
+            "torch.export.export to its partitioner.",
         )
     executorch_module("exir")
     if recurrent not in SHAPES:
@@ -169,6 +169,6 @@ def _cannot_lower(stage: str, cause: BaseException) -> ExecutorchError:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return ExecutorchError(
         f"ExecuTorch cannot take the model ({stage}): {type(cause).__name__}: {' '.join(lines[:2])}",
-        hint="its operators have to be in ExecuTorch's portable library; leave what needs the one named "
-        "here outside the model.",
+        hint="its operators have to be in ExecuTorch's portable library; move the part that needs the "
+        "operator named here out of the model.",
     )

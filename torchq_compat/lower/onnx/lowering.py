@@ -146,8 +146,8 @@ def _cannot_translate(opset: int, cause: BaseException) -> OnnxError:
     found = f"{type(innermost).__name__}: {' '.join(lines[:2])}"
     return OnnxError(
         f"torch.onnx cannot write the model for opset {opset}: {found}",
-        hint="every operator of the model needs a form in that opset; leave the part that has none outside "
-        "the model, or write it with other operators.",
+        hint="every operator of the model needs a form in that opset; move an operator without one out of "
+        "the model, or replace it by other operators.",
     )
 
 

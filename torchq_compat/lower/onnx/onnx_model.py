@@ -75,8 +75,8 @@ def check_place(path: Path) -> None:
 def _not_written(path: Path, cause: OSError) -> OnnxFileError:
     return OnnxFileError(
         f"the ONNX model cannot be written to {path}: {cause.strerror or cause}.",
-        hint="give the path of a file in a folder that there is and that you may write; one that was there "
-        "is as it was.",
+        hint="give the path of a file in an existing folder with write permission; an existing file is left "
+        "unchanged.",
     )
 
 

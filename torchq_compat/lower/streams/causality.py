@@ -63,7 +63,7 @@ def check_causality(graph_module: GraphModule, calls: Sequence[RecurrentCall], *
     for node, value in expected.items():
         found = [each[node] for each in pieces]
         if not _agrees(value, found, least):
-            raise _refused("it is computed across steps, or from their number", node)
+            raise _refused("it is computed from several steps, or from the number of steps", node)
 
 
 class _Recorder(Interpreter):

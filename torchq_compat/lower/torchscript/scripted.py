@@ -159,7 +159,7 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
             captured = capture(Called().train(leaf.training), examples)
     except Exception as cause:
         if model.is_prepared:
-            why = "torch.export cannot look at its observers, which are called at every step"
+            why = "torch.export cannot trace its observers, which are called at every step"
             raise _refused(type(leaf).__name__, path, why, hint=CONVERT_FIRST) from cause
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
@@ -369,7 +369,7 @@ def _rebuilt(spec: Any, leaves: Iterator[str]) -> str:
 
 def _structure_refused(spec: Any) -> ExportError:
     return ExportError(
-        f"TorchScript has no {spec.type.__name__} of mixed values as the model takes or returns it.",
+        f"TorchScript has no {spec.type.__name__} of mixed values, which the model accepts or returns.",
         hint="return a tuple, list or dict of tensors, or use torchq_compat.export and torch.export.save.",
     )
 

@@ -198,7 +198,7 @@ def _expression(node: Node, names: Mapping[Node, str]) -> str:
         return TEMPLATES[target].format(*(_literal(each, "", names) for each in node.args))
     if not isinstance(target, OpOverload):
         raise ExportError(
-            f"TorchScript has no word for {getattr(target, '__name__', target)!s} at "
+            f"TorchScript cannot express {getattr(target, '__name__', target)!s} at "
             f"{module_path_of(node) or node.name!r}.",
             hint="use torchq_compat.export and torch.export.save.",
         )

@@ -71,7 +71,7 @@ def decide_engine(name: str | None = None, machine: str | None = None) -> Engine
         reason = f"the machine is {machine or 'unknown'}; the kernels of {name} are for x86 CPUs"
         return Engine(name, reason)
     if not hasattr(torch, "quint8"):
-        return Engine(name, "this torch has no quantized tensors, which the kernels take")
+        return Engine(name, "this torch has no quantized tensors, which the kernels need")
     return Engine(name)
 
 
