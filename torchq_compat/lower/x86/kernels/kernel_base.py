@@ -40,8 +40,8 @@ class KernelCall:
     """A kernel that computes what an op and its q-dq compute.
 
     Attributes:
-        args: its arguments; values of the graph are ``Quantized`` or ``Floats``, other tensors ``Constant``,
-            or the results of other calls.
+        args: its arguments; values of the graph are ``Quantized`` or ``Floats``, values made at
+            lowering ``Constant``, results of other calls ``KernelCall``.
         covers: the nodes of the reference graph that it computes, beside the node whose value it returns.
         returns_floats: whether the result is floats; else it is a quantized tensor with the qparams of the
             site.
