@@ -113,7 +113,7 @@ def _reference(converted: torch.nn.Module) -> ConvertedGraphModule:
 
 
 def with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> GraphModule:
-    """Return the graph of ``model`` behind a check of its sizes, which tracing makes part of the program.
+    """Return the graph of ``model`` after a check of its sizes, which tracing makes part of the program.
 
     Without the check, a size that the float model's Python fixed would be free wherever the operators accept
     any size.

@@ -58,7 +58,7 @@ def _example(contract: RecurrentContract, settings: dict[str, Any]) -> Tensor:
 
 
 def _state_sizes(settings: dict[str, Any], count: int) -> list[tuple[int, ...]]:
-    """Return the sizes of each state; -1 stands for the batch size."""
+    """Return the sizes of each state; -1 is the batch size."""
     width = settings["hidden_size"]
     hidden = settings.get("proj_size") or width
     if "num_layers" not in settings:
