@@ -1,8 +1,8 @@
-"""Weights with float zero points, FX's scheme for embeddings: the integers are made here.
+"""Weights with float zero points, FX's scheme for embeddings: their integers are computed here.
 
 quantized_decomposed.quantize_per_channel computes ``round(x / scale) + zero_point`` and truncates the sum to
-an integer, up to one step below FX's ``round(x / scale + zero_point)``. So only the dequantize goes into the
-graph; torchao's convert calls the ``convert`` of an observer that has one.
+an integer, up to one step below FX's ``round(x / scale + zero_point)``. So only the dequantize is put into
+the graph, by the ``convert`` method of the observer, which torchao's convert calls.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["FloatQParamsFakeQuantize", "fold_weight"]
 
 @recognised_by_torch_ao
 class FloatQParamsFakeQuantize(FakeQuantize):  # type: ignore[misc]
-    """torchao's FakeQuantize, converted to a folded integer weight."""
+    """torchao's FakeQuantize, which is converted to a folded integer weight."""
 
     def convert(self, model: GraphModule, observer_node: Node) -> None:
-        """Replace ``observer_node``, which stands behind a weight of ``model``."""
+        """Replace ``observer_node``, which observes a weight of ``model``, by a folded integer weight."""
         scale, zero_point = self.calculate_qparams()
         fold_weight(model, observer_node, scale, zero_point, self)
 
@@ -38,7 +38,7 @@ def fold_weight(
 
     Args:
         scale: one per channel.
-        zero_point: one per channel, floats.
+        zero_point: one per channel, as floats.
         settings: has ``ch_axis``, ``quant_min``, ``quant_max`` and ``dtype``.
     """
     source = observer_node.args[0]
