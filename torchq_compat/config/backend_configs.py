@@ -158,8 +158,8 @@ def _configs_by_pattern(value: BackendConfig) -> Iterator[tuple[Any, BackendPatt
         if pattern is None:
             warn_user(
                 f"backend_config {value.name!r}: the pattern {_in_words(nested)} is not used: two of its ops "
-                "meet in one, and an exported graph is matched for chains of ops. They are quantized one by "
-                "one, as far as the config has patterns for them."
+                "feed one op, and only chains of ops are matched in an exported graph. Its ops are quantized "
+                "one by one, if the config has patterns for them."
             )
         else:
             yield pattern, config

@@ -145,8 +145,8 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
     """
     if _is_qconfig_dict(value):
         warn_user(
-            "convert_custom_config is a qconfig dict, of which FX's convert reads nothing either; leave it "
-            "out, or write qconfig_mapping=..."
+            "convert_custom_config is a qconfig dict, which is ignored, as in FX's convert; leave it out, "
+            "or write qconfig_mapping=..."
         )
         value = None
     if isinstance(value, dict):

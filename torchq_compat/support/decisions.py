@@ -43,7 +43,7 @@ class Action(StrEnum):
 #: What is said of an op after conversion, beside the decision about it.
 LOWERINGS = (Action.LOWERED, Action.REFERENCE)
 #: Of an op that is in the kernel of another.
-FUSED = "runs in the kernel of what it follows"
+FUSED = "runs in the kernel of the op before it"
 SHOWN_APART = ("dtype", "scale", "zero_point", "observer")
 
 

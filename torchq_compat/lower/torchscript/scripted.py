@@ -95,8 +95,8 @@ def scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
 def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
     if model.is_prepared:
         warn_user(
-            "TorchScript of a prepared model does not observe: its observers stand still and its "
-            "fake-quantizes have the qparams of now. Calibrate or train before."
+            "TorchScript of a prepared model does not observe: its observers are inactive and its "
+            "fake-quantizes keep their current qparams. Calibrate or train before."
         )
     model = model.on_torchs_operators()
     leaves = _Leaves(model)

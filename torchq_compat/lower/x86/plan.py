@@ -24,7 +24,7 @@ from torchq_compat.lower.x86.qdq_operands import (
 from torchq_compat.lower.x86.trials import MOST_STEPS, Outcome, Trials
 from torchq_compat.qspecs.qdq import ALL_OPS, DEQUANTIZE, DEQUANTIZES, QUANTIZE, is_dequantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
-from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.decisions import FUSED, Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
 
 __all__ = ["Plan", "plan_graph"]
@@ -180,7 +180,7 @@ class _Planner:
                 reason = f"runs as {call.label}" + (f", {call.note}" if call.note else "")
                 yield _decision(node, Action.LOWERED, reason)
             elif node in covered:
-                yield _decision(node, Action.LOWERED, "runs in the kernel of what it follows")
+                yield _decision(node, Action.LOWERED, FUSED)
             elif node in self.carried and node.target not in NO_OPS:
                 yield _decision(node, Action.LOWERED, self._why_carried(node))
             elif node in self.refusals:
