@@ -138,7 +138,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package; ``__path__`` is hidden from pydoc, because ``help`` would list the internal folders too."""
+    """The package; ``__path__`` is hidden from pydoc, or ``help`` would list the internal folders too."""
 
     @property
     def __path__(self) -> Any:  # type: ignore[override]
