@@ -1,4 +1,6 @@
-"""Checks of a state before it is loaded, for what ``nn.Module.load_state_dict`` would silently accept or crash on."""
+"""Check a state before it is loaded: ``nn.Module.load_state_dict`` accepts some bad states, and crashes on
+others.
+"""
 
 from __future__ import annotations
 
