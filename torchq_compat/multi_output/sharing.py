@@ -44,7 +44,7 @@ def references(spec: Spec) -> list[EdgeOrNode]:
 
 
 def _referred(point: Any) -> EdgeOrNode:
-    """Return ``point`` in canonical form; a node with several outputs, only one of them float, is that one."""
+    """Return ``point`` in canonical form; a node with several outputs, one of them float, is that output."""
     if isinstance(point, Node) and has_several(point):
         floats = float_outputs(point)
         return floats[0] if len(floats) == 1 else point
