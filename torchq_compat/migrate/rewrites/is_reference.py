@@ -1,4 +1,5 @@
-"""``convert_fx(model, is_reference=True)``, gone since torch 1.13 -> ``convert_to_reference_fx(model)``."""
+"""Rewrite ``convert_fx(model, is_reference=True)``, removed in torch 1.13, to
+``convert_to_reference_fx(model)``."""
 
 from __future__ import annotations
 
