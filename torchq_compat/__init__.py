@@ -1,4 +1,4 @@
-"""Legacy FX graph mode quantization scripts, on torch.export and torchao's PT2E.
+"""Run legacy FX graph mode quantization scripts on torch.export and torchao's PT2E.
 
 Names are imported when they are first used, because the command line must start, and report errors, without
 torch. The errors, which do not need torch, are imported at once.

@@ -135,9 +135,8 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
         found = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
         raise ArgumentError(
             f"load_fx_state: {type(prepared).__name__} is a {found} model, not one prepared here.",
-            hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into what that "
-            "returns, and "
-            "convert it.",
+            hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into the model it "
+            "returns, and convert that model.",
         )
     load_state(prepared, state_dict)
 
@@ -154,8 +153,8 @@ def _packed(path: str, names: list[str]) -> CheckpointError:
     shown_names = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return CheckpointError(
         f"the checkpoint {path} holds packed objects of torch.ao, which are no plain values: {shown_names}.",
-        hint="if you trust its source, load it with torch.load(path, weights_only=False) and hand what that "
-        "returns to load_fx_state; or save the state of the prepared model.",
+        hint="if you trust its source, load it with torch.load(path, weights_only=False) and pass the result "
+        "to load_fx_state; or save the state of the prepared model.",
     )
 
 

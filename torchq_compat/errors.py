@@ -58,11 +58,11 @@ class TorchQCompatError(Exception):
 
 
 class InputError(TorchQCompatError, ValueError):
-    """Example inputs or call arguments do not fit the model."""
+    """Raised if example inputs or call arguments do not fit the model."""
 
 
 class ExampleInputsError(InputError):
-    """The float model itself does not run on the example inputs."""
+    """Raised if the float model itself does not run on the example inputs."""
 
     @classmethod
     def does_not_fit(cls, model: str, cause: BaseException) -> ExampleInputsError:
@@ -74,15 +74,15 @@ class ExampleInputsError(InputError):
 
 
 class ArgumentError(InputError, TypeError):
-    """A public function does not accept an argument it was given; nothing was changed."""
+    """Raised if a public function does not accept an argument; nothing was changed."""
 
 
 class CallError(InputError, RuntimeError):
-    """A prepared or converted model failed on the arguments of a call."""
+    """Raised if a prepared or converted model fails on the arguments of a call."""
 
 
 class ConfigError(TorchQCompatError, ValueError):
-    """A setting cannot be read, is not supported, or contradicts another setting."""
+    """Raised if a setting cannot be read, is not supported, or contradicts another setting."""
 
     @classmethod
     def wrong_type(cls, setting: str, expected: str, found: object) -> ConfigError:
@@ -97,7 +97,7 @@ class ConfigError(TorchQCompatError, ValueError):
 
 
 class CaptureError(TorchQCompatError):
-    """torch.export could not capture the model, or the captured model computes something else."""
+    """Raised if torch.export cannot capture the model, or the captured model computes something else."""
 
     @classmethod
     def differs(cls, model: str, stage: str, what: str) -> CaptureError:
@@ -121,15 +121,15 @@ class CaptureError(TorchQCompatError):
 
 
 class ExportError(TorchQCompatError, ValueError):
-    """A converted model cannot be exported as requested, or become TorchScript."""
+    """Raised if a converted model cannot be exported as requested, or become TorchScript."""
 
 
 class StreamingError(TorchQCompatError, ValueError):
-    """A model cannot be fed its sequences in chunks."""
+    """Raised if a model cannot be fed its sequences in chunks."""
 
 
 class CustomModuleError(TorchQCompatError):
-    """The classes of a custom module do not do what the mapping requires of them."""
+    """Raised if the classes of a custom module do not do what the mapping requires of them."""
 
     @classmethod
     def call_failed(cls, path: str, problem: str) -> CustomModuleError:
@@ -147,11 +147,11 @@ class CustomModuleError(TorchQCompatError):
 
 
 class ConvertError(TorchQCompatError):
-    """``convert_fx``, or another engine's function, was given a model it cannot convert."""
+    """Raised if ``convert_fx``, or another engine's function, is given a model it cannot convert."""
 
 
 class CheckpointError(TorchQCompatError):
-    """A checkpoint or state cannot be saved or read, or does not fit the model; the model is unchanged."""
+    """Raised if a checkpoint or state cannot be saved or read, or does not fit the model (left unchanged)."""
 
     @classmethod
     def not_a_state(cls, found: str) -> CheckpointError:
@@ -177,19 +177,19 @@ class CheckpointError(TorchQCompatError):
 
 
 class CalibrationError(TorchQCompatError):
-    """An observer failed on a batch."""
+    """Raised if an observer fails on a batch."""
 
 
 class ScriptError(TorchQCompatError):
-    """The script given to the command line cannot be run."""
+    """Raised if the script given to the command line, or the file for its explanation, cannot be used."""
 
 
 class PartConfigError(ConfigError):
-    """A setting of a module's parts cannot be applied."""
+    """Raised if a setting of a module's parts cannot be applied."""
 
 
 class RecurrentModuleError(CustomModuleError):
-    """A recurrent module cannot be observed, called or converted as requested."""
+    """Raised if a recurrent module cannot be observed, called or converted as requested."""
 
     @classmethod
     def unusable_result(cls, path: str, method: str, found: object) -> RecurrentModuleError:
@@ -202,7 +202,7 @@ class RecurrentModuleError(CustomModuleError):
 
 
 class UserModuleError(CustomModuleError):
-    """The classes of a user's own custom module do not do what the mapping requires of them."""
+    """Raised if the classes of a user's own custom module do not do what the mapping requires of them."""
 
     @classmethod
     def other_results(cls, path: str, owner: type, expected: str, found: str) -> UserModuleError:
@@ -213,15 +213,15 @@ class UserModuleError(CustomModuleError):
 
 
 class AnnotationError(TorchQCompatError, ValueError):
-    """Specs cannot be applied to the graph they are for."""
+    """Raised if specs cannot be applied to the graph they are for."""
 
 
 class AtenLSTMError(TorchQCompatError, ValueError):
-    """An exported LSTM, GRU or RNN cannot be decomposed or quantized as requested."""
+    """Raised if an exported LSTM, GRU or RNN cannot be decomposed or quantized as requested."""
 
 
 class ExecutorchError(TorchQCompatError):
-    """A model cannot become an ExecuTorch program, or the program cannot be run."""
+    """Raised if a model cannot become an ExecuTorch program, or the program cannot be run."""
 
     @classmethod
     def other_inputs(cls, problem: str, expected: Iterable[str]) -> ExecutorchError:
@@ -232,15 +232,15 @@ class ExecutorchError(TorchQCompatError):
 
 
 class OnnxError(TorchQCompatError):
-    """A model cannot become an ONNX file."""
+    """Raised if a model cannot become an ONNX file."""
 
 
 class OnnxFileError(OnnxError, OSError):
-    """An ONNX file cannot be written to its path."""
+    """Raised if an ONNX file cannot be written to its path."""
 
 
 class CaseError(TorchQCompatError):
-    """The models to compare, or their data, cannot be made from the given function, data or script."""
+    """Raised if the models to compare, or their data, cannot be made from the function, data or script."""
 
     @classmethod
     def bad_data(cls, name: str, problem: str) -> CaseError:
@@ -251,32 +251,35 @@ class CaseError(TorchQCompatError):
 
 
 class FxError(TorchQCompatError):
-    """FX cannot run the model to compare with, or its Numeric Suite was given a model of this package."""
+    """Raised if FX cannot run the model to compare with, or its Numeric Suite is given a model of this
+    package."""
 
 
 class ReportError(TorchQCompatError):
-    """A report cannot be made or written."""
+    """Raised if a report cannot be made or written."""
 
 
 class PathError(TorchQCompatError):
-    """A path given to the command line does not exist, or its file must not be replaced."""
+    """Raised if a path given to the command line does not exist, or its file must not be replaced."""
 
 
 class CodeError(TorchQCompatError):
-    """No finding has the given code."""
+    """Raised if no finding has the given code."""
 
 
 class RewriteUsageError(TorchQCompatError):
-    """Arguments of ``torchq-compat rewrite`` exclude each other."""
+    """Raised if ``torchq-compat rewrite`` is given no path."""
 
 
 class ModuleAttributeError(TorchQCompatError, AttributeError):
-    """A view of a float module, in a prepared or converted model, has no such attribute, call or hook."""
+    """Raised if a view of a float module, in a prepared or converted model, has no such attribute, call or
+    hook."""
 
 
 class LeftFloatError(TorchQCompatError):
-    """Modules stay float under ``torchq-compat run --strict``."""
+    """Raised if modules stay float under ``torchq-compat run --strict``."""
 
 
 class QuantizationWarning(UserWarning):
-    """A setting has no effect, or the result differs from what the configuration asks for."""
+    """Warning about a setting without effect, a result other than configured, or an untested version of
+    torch."""

@@ -351,7 +351,7 @@ def _prepare(
         if backend_config is not None:
             raise ConfigError.not_supported(
                 "backend_config beside a torchao Quantizer",
-                "the Quantizer says what the backend takes",
+                "the Quantizer decides what the backend supports",
                 "leave backend_config out, or give a QConfigMapping.",
             )
         qconfig_mapping = get_default_qat_qconfig_mapping() if is_qat else get_default_qconfig_mapping()

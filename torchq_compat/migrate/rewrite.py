@@ -62,8 +62,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "rewrite",
         help="rewrite legacy FX code for this package",
-        description="Print what rewriting would change in Python files and notebooks, or change it with "
-        "--write. Formatting, comments, line endings and encoding stay as they are.",
+        description="Print the changes to Python files and notebooks, or make them with --write. "
+        "Formatting, comments, line endings and encoding are kept.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -36,8 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "scan",
         help="list the FX constructs in Python files and notebooks",
-        description="List the FX constructs in Python files and notebooks: where, what each becomes, and "
-        "whether 'rewrite' does it or it is left for manual review. Nothing is executed and nothing is "
+        description="List the FX constructs in Python files and notebooks: where each is, what replaces it, "
+        "and whether 'rewrite' does it or it needs manual review. Nothing is executed and nothing is "
         "changed.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -114,4 +114,4 @@ def print_report(scan: Scan) -> None:
     if codes:
         print(f"  torchq-compat explain {' '.join(codes)}")
     if by["rewrite"]:
-        print("  torchq-compat rewrite shows what it would change, with --write it does")
+        print("  torchq-compat rewrite shows these changes, torchq-compat rewrite --write makes them")

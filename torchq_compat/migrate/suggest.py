@@ -34,8 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "suggest",
         help="measure the accuracy each module costs, and list those to leave float",
-        description="Quantize a model, switch off each module in turn, and print the lines for its "
-        "QConfigMapping that leave the worst ones float.",
+        description="Quantize a model, measure the accuracy that each module costs, and print the lines for "
+        "its QConfigMapping that leave the worst modules float.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

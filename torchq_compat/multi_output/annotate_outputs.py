@@ -114,7 +114,7 @@ def _told(
         if edge in told and told[edge] != _checked(edge, spec):
             raise AnnotationError(
                 f"{shown_source(spelled[edge])} and {shown_source(source)} are the same input of node "
-                f"{node.name!r} ({node.target}), and are told different specs.",
+                f"{node.name!r} ({node.target}), and have different specs.",
                 hint="leave one of the two out: getitems of one output carry the same tensor.",
             )
         told[edge] = _checked(edge, spec)

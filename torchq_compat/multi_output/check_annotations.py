@@ -83,7 +83,7 @@ def _check_annotation(node: Node) -> None:
     is_known = isinstance(node.meta.get("val"), Tensor) or has_several(node)
     if annotation.output_qspec is not None and not is_known:
         raise AnnotationError(
-            f"the output of {node.name} ({node.target}) has a spec, and is no tensor.",
+            f"the output of {node.name} ({node.target}) has a spec, but is not a tensor.",
             hint="annotate a node whose meta['val'] is a tensor, or several; torchao drops other specs.",
         )
 

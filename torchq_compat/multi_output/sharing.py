@@ -275,8 +275,7 @@ def _graphs_of(point: EdgeOrNode) -> set[Graph]:
 def _of_another_graph(point: str, source: str) -> AnnotationError:
     return AnnotationError(
         f"{point} takes its qparams from {source} of another graph.",
-        hint="look the node up in the graph that annotate(model) is given: each prepare captures one of its "
-        "own.",
+        hint="look the node up in the graph that annotate(model) is given: each prepare captures a new one.",
     )
 
 

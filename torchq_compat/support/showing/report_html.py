@@ -22,7 +22,7 @@ def report_html(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     state = " open" if len(shown) <= 40 else ""
-    why = f"<p>Why, where nothing else is said: {escape(common)}.</p>" if common else ""
+    why = f"<p>Reason, unless noted otherwise: {escape(common)}.</p>" if common else ""
     return (
         f"<div><p><b>{escape(headline(rows))}</b></p><details{state}><summary>{len(rows)} rows</summary>"
         f"{html_table(HEADER, shown)}{why}</details></div>"

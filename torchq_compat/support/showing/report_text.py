@@ -26,7 +26,7 @@ def report_text(rows: Sequence[Row], width: int) -> str:
     if model:
         blocks.append(_table(HEADER, [cells(row, common) for row in model], width))
     if common:
-        blocks.append(f"Why, where nothing else is said: {common}.")
+        blocks.append(f"Reason, unless noted otherwise: {common}.")
     if sizes:
         blocks.append(_table(SIZES, [(row.path, row.kind, row.action, row.reason) for row in sizes], width))
     return "\n\n".join(blocks)

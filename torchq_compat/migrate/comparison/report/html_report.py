@@ -133,8 +133,8 @@ def _plots(comparison: ComparedModel) -> Iterator[Plots]:
         if points:
             yield Plots(
                 f"Values against the qparams: {title}",
-                "The float model's values, and shaded what the integers cover, from dashed end to dashed "
-                "end; ticks are their steps (at most 64 drawn).",
+                "The float model's values; the integers cover the shaded range between the dashed lines, "
+                "and ticks are their steps (at most 64 are drawn).",
                 "several",
                 tuple(
                     Picture(", ".join(point.name for point in alike), plots.histogram(alike))

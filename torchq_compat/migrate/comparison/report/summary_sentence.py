@@ -124,7 +124,7 @@ def worst_places(capture: Capture, count: int = 3) -> list[tuple[Place, str]]:
 def _reasons(point: Point, capture: Capture) -> Iterator[str]:
     side, qparams, histogram = point.ours, point.ours.qparams, point.histogram
     if qparams is None:
-        yield "It is computed in float: what comes in carries the noise."
+        yield "It is computed in float: the noise comes from its input."
         return
     if side.saturated is not None and side.saturated > MUCH_SATURATED:
         yield (
@@ -137,11 +137,11 @@ def _reasons(point: Point, capture: Capture) -> Iterator[str]:
             yield f"Float's values fill {used:.0%} of the range that it covers: few steps are left for them."
     before = _before(point, capture)
     if before is not None and side.sqnr > before.ours.sqnr - INHERITED:
-        yield f"The noise comes in: {before.name}, before it, has {before.ours.sqnr:.1f} dB."
+        yield f"The noise comes from its input: {before.name} has {before.ours.sqnr:.1f} dB."
     elif len(qparams.scales) == 1:
         yield f"The noise is its own: one step is {qparams.scales[0]:.3g}."
     else:
-        yield f"It has {len(qparams.scales)} sets of qparams; the parts that they are of carry the noise."
+        yield f"It has {len(qparams.scales)} sets of qparams; the noise comes from the parts they belong to."
 
 
 def _width(qparams: QParamsView) -> float:
