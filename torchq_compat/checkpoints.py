@@ -101,9 +101,9 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
     FX's model may be a prepared one, calibrated or trained; a converted one, for a backend or as a reference;
     or one from ``torch.ao.quantization.quantize_dynamic``. The values of a prepared model are loaded
-    unchanged, so calibration and training continue where they were. The weights of a converted model become
-    its dequantized integers, and all qparams stay as saved until the observers see data again; batch norms
-    that training kept separate become identities.
+    unchanged, so calibration and training continue where they were. From a converted model, the dequantized
+    integers are loaded as weights, and all qparams stay as saved until the observers see data again; batch
+    norms that training kept separate become identities.
 
     Args:
         prepared: the model that ``prepare_fx`` or ``prepare_qat_fx`` of this package returned for the same

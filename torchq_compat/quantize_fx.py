@@ -186,8 +186,8 @@ def convert_fx(
     Raises:
         ConvertError: ``graph_module`` was not prepared by this package, or an observer has seen NaN or
             infinity.
-        ConfigError: a setting cannot be read or is not supported, or ``qconfig_mapping`` differs from the
-            prepared one in more than None.
+        ConfigError: a setting cannot be read or is not supported, or ``qconfig_mapping`` differs from that
+            of prepare in more than entries set to None.
         CustomModuleError: a quantized class does not do what the mapping requires of it.
 
     Example:

@@ -1,4 +1,4 @@
-"""Refuse torch.ao's Numeric Suite, which would find nothing in a model of this package, without an error.
+"""Refuse torch.ao's Numeric Suite, which would silently find nothing in a model of this package.
 
 The suite looks for torch.ao's modules, or for their names in a state_dict. So the models, and the states they
 return, check the calling frame, as ``other_engines`` does.

@@ -88,7 +88,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="whether FX must run too; auto: if it can (default)",
     )
     parser.add_argument(
-        "target", metavar="SCRIPT | module:function", help="the script that quantizes, or the function"
+        "target",
+        metavar="SCRIPT | module:function",
+        help="the script that quantizes, or the function that returns the case",
     )
     add_script_arguments(parser)
     parser.set_defaults(command=compare_command)

@@ -1,4 +1,4 @@
-"""Write the pages that are made from code and data, or check that they are as they would be written."""
+"""Write the generated pages, or check that they are up to date."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MODULE = "torchq_compat.custom_config"
 
 
 def class_pairs(method: str) -> Setter:
-    """Convert ``{"static": {Float: Observed}}`` to one call per pair."""
+    """Return a converter for ``{"static": {Float: Observed}}``: one call per pair."""
 
     def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
         for mode, classes in _pairs(source, value):
@@ -53,8 +53,8 @@ def _pairs(
 
 
 def standalone_modules(method: str) -> Setter:
-    """Convert the tuple ``(module, qconfig_dict, example_inputs, prepare_custom_config_dict,
-    backend_config_dict)``."""
+    """Return a converter for a list of tuples ``(module, qconfig_dict, example_inputs,
+    prepare_custom_config_dict, backend_config_dict)``."""
 
     def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
         for entry, (module, qconfigs, inputs, prepare, backend) in tuples_of(source, value, 5):

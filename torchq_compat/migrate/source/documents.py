@@ -71,7 +71,7 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Return the document of the file at ``path``.
+    """Read the file at ``path``.
 
     Raises:
         UnreadableError: the file cannot be read, or is neither Python nor a notebook.
@@ -86,7 +86,11 @@ def read_document(path: Path) -> Document:
 
 
 def parse(code: str | bytes) -> ast.Module:
-    """Return the syntax tree of Python's ``ast``: without formatting, but far faster than LibCST."""
+    """Return the syntax tree of ``code`` by Python's ``ast``: without formatting, but far faster than LibCST.
+
+    Raises:
+        UnreadableError: ``code`` is not valid Python.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
