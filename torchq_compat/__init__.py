@@ -1,7 +1,7 @@
-"""Legacy FX graph mode quantization scripts, on torch.export and torchao's PT2E.
+"""Run legacy FX graph mode quantization scripts on torch.export and torchao's PT2E.
 
-The names are imported when they are first used: the command line must start, and complain, without torch. The
-errors, which need no torch, are all here, too.
+Names are imported when they are first used, because the command line must start, and report errors, without
+torch. The errors, which do not need torch, are imported at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchq_compat import errors
-from torchq_compat.errors import *  # noqa: F403 - listed once, there
+from torchq_compat.errors import *  # noqa: F403 - errors.py lists them
 
 if TYPE_CHECKING:
     from torchq_compat import checkpoints as checkpoints
@@ -77,7 +77,7 @@ __all__ = [
 ]
 __all__ += errors.__all__
 
-#: Where a name lives that is not in quantize_fx.
+#: Name -> the module that defines it, for names that are not in quantize_fx.
 _HOMES = {
     "ConvertedModel": "torchq_compat.graph.graph_module",
     "QuantizationGraphModule": "torchq_compat.graph.graph_module",
@@ -98,11 +98,11 @@ _HOMES = {
 }
 
 
-#: torch.ao's private names of public functions here; old scripts import them.
+#: torch.ao's private name -> the public function here; old scripts import the private names.
 _LEGACY_NAMES = {"_reroute_tuple_getitem_pattern": "reroute_tuples"}
 
 
-#: The modules that users import; every other one is internal.
+#: The modules that users import; all other modules are internal.
 _MODULES = (
     "checkpoints",
     "custom_config",
@@ -116,7 +116,7 @@ _MODULES = (
     "recurrent_parts",
 )
 
-if not TYPE_CHECKING:  # To a type checker a name that is not above is an error.
+if not TYPE_CHECKING:  # A type checker reports every name that is not listed above.
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
@@ -138,7 +138,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package as ``help`` sees it: pydoc would list every folder, where users import ten modules."""
+    """The package; ``__path__`` is hidden from pydoc, or ``help`` would list the internal folders too."""
 
     @property
     def __path__(self) -> Any:  # type: ignore[override]

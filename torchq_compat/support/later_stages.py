@@ -1,6 +1,6 @@
-"""Stages behind the last of ours, which only torch asks for: ``torch.onnx.export`` and ``torch.jit``.
+"""Calls into the stages that run only when ``torch.onnx.export`` or ``torch.jit`` is given a model.
 
-They stand above the models that are asked, so each is found by its name, when it is first asked for.
+These stages import the models that call them, so each is imported by its name when it is first needed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _IS_RUNNING = ContextVar("torchq_compat_is_running_for_onnx", default=False)
 
 
 def is_captured_for_onnx() -> bool:
-    """Whether ``torch.onnx.export`` is capturing a model, whose operators ONNX may have no words for; not
-    inside of ``run_for_onnx``."""
+    """Return whether ``torch.onnx.export`` is capturing a model, whose operators ONNX may not have; False
+    inside ``run_for_onnx``."""
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export() and not _IS_RUNNING.get()
 
 
@@ -36,8 +36,8 @@ def run_for_onnx(model: nn.Module, args: tuple[Any, ...]) -> Any:
 
 
 def graph_for_onnx(model: nn.Module) -> Graph:
-    """The graph of ``run_for_onnx``: torch.export interprets the graph of a GraphModule, and calls no
-    ``forward``."""
+    """Return a graph that calls ``run_for_onnx``: torch.export interprets the graph of a GraphModule and does
+    not call its ``forward``."""
     graph = Graph()
     args = graph.placeholder("*args")
     graph.output(graph.call_function(lambda given: run_for_onnx(model, tuple(given)), (args,)))
@@ -45,12 +45,15 @@ def graph_for_onnx(model: nn.Module) -> Graph:
 
 
 def scripted_graph(model: nn.Module) -> Any:
-    """The ``ScriptedGraph`` of a captured model; see ``lower/torchscript/scripted.py``."""
+    """Return the ``ScriptedGraph`` of a captured model; see ``lower/torchscript/scripted.py``."""
     return importlib.import_module(f"{TORCHSCRIPT_STAGE}.scripted").scripted_graph(model)
 
 
 def scripted_recurrent(module: nn.Module, contract: Any) -> nn.Module:
-    """The plain module of a recurrent one of an eager model; see ``lower/torchscript/recurrent.py``."""
+    """Return the plain module for a recurrent ``module`` of an eager model.
+
+    See ``lower/torchscript/recurrent.py``.
+    """
     made: nn.Module = importlib.import_module(f"{TORCHSCRIPT_STAGE}.recurrent").scripted_recurrent(
         module, contract
     )

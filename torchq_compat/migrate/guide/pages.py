@@ -1,4 +1,4 @@
-"""Pages that are made whole, and blocks of pages that people write."""
+"""Generate pages, and generated blocks in pages that are written by hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
 
 __all__ = ["guide_pages", "made_pages", "with_block"]
 
-#: A link of the page of contents to a page of the guide.
+#: A link in the page of contents to a page of the guide.
 PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
 
 
 def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
-    """Make every page that is made, in part or whole.
+    """Generate every page that is generated in part or whole.
 
     Args:
         checkout: the root of the repository.
@@ -52,7 +52,7 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
 
 
 def guide_pages(checkout: Path) -> list[Path]:
-    """Return the pages of the guide in the order of reading: that of contents, then those it links to."""
+    """Return the pages of the guide in reading order: the page of contents, then those it links to."""
     contents = checkout / "migration" / "README.md"
     linked = dict.fromkeys(PAGE.findall(contents.read_text()))
     return [contents, *(contents.parent / name for name in linked)]

@@ -1,4 +1,4 @@
-"""Calls that prepare without ``example_inputs``."""
+"""Find calls that prepare without ``example_inputs``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["REVIEW"]
 
 
 PREPARING = ("prepare_fx", "prepare_qat_fx")
-#: Keys of a custom config dict.
+#: The keys of a custom config dict.
 OLD_KEYS = (
     "standalone_module_name",
     "standalone_module_class",
@@ -40,7 +40,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
         if arg is None:
             refusal = "torch.export captures the model by running it once"
         elif isinstance(arg.value, cst.Name) and arg.value.value == "None":
-            refusal = "None stands there; the first batch of the calibration loader will do"
+            refusal = "example_inputs is None; the first batch of the calibration loader will do"
         elif isinstance(arg.value, cst.Dict) and _is_config(arg.value):
             refusal = "before torch 1.13 the third argument was a custom config; now it is example_inputs"
         else:
@@ -49,7 +49,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 
 
 def _is_config(value: cst.Dict) -> bool:
-    """Whether the keys of a dict are settings, and not the parameters of a model."""
+    """Return whether the keys of a dict are settings, and not the parameters of a model."""
     keys = [e.key for e in value.elements if isinstance(e, cst.DictElement)]
     names = [key.raw_value for key in keys if isinstance(key, cst.SimpleString)]
     return not names or all(name in OLD_KEYS for name in names)

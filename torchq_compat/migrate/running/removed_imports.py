@@ -1,5 +1,5 @@
-"""What torch has removed, where a legacy script runs: imports find the new modules, capture functions are put
-back."""
+"""Restore what torch has removed, for a legacy script: imports find the new modules, and capture functions
+exist again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["redirect_removed_imports", "restore_removed_captures"]
 
 
 class _Redirected(MetaPathFinder, Loader):
-    """Finds the module that stands in the place of a removed one."""
+    """A finder that imports the new module in place of a removed one."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -34,7 +34,7 @@ class _Redirected(MetaPathFinder, Loader):
         new = new_module(spec.name)
         assert new is not None
         module = importlib.import_module(new)
-        # The import system writes the spec of the old name onto it.
+        # The import system overwrites the spec of the new module with that of the old name.
         self._own = (module, module.__spec__)
         return module
 
@@ -45,7 +45,7 @@ class _Redirected(MetaPathFinder, Loader):
 
 
 def redirect_removed_imports() -> None:
-    """Let imports of removed modules find the new ones, where torch really has removed them."""
+    """Let imports of removed modules find the new ones, if torch has removed them."""
     if any(_is_there(name) for name in REMOVED):
         return
     if not any(isinstance(finder, _Redirected) for finder in sys.meta_path):
@@ -60,7 +60,7 @@ def _is_there(name: str) -> bool:
 
 
 def restore_removed_captures() -> None:
-    """Let modules that have lost a function of ``REMOVED_CAPTURES`` have one that does the same."""
+    """Give modules that have lost a function of ``REMOVED_CAPTURES`` an equivalent function."""
     for removed in REMOVED_CAPTURES.values():
         module = importlib.import_module(removed.module)
         if not hasattr(module, removed.name):
@@ -76,7 +76,7 @@ def _capture(removed: RemovedCapture) -> Callable[..., Any]:
         **settings: Any,
     ) -> Any:
         if removed.gave_module:
-            # It traced with Dynamo; Quantizers look for the source functions that leaves.
+            # The removed function traced with Dynamo; Quantizers need the source functions it records.
             settings.setdefault("strict", True)
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, **settings)
         return program.module() if removed.gave_module else program

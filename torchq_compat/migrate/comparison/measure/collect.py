@@ -1,4 +1,4 @@
-"""Collect: float model, this package and FX on the same weights and batches, measured at every place."""
+"""Run the float model, this package and FX on the same weights and batches, and measure every place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["FxSetting", "capture", "output_series"]
 
 FxSetting = bool | Literal["auto"]
 MAX_POINTS = 400
-#: A dimension with fewer values is not taken for time.
+#: A dimension with fewer values is not treated as time.
 FEWEST_STEPS = 4
 
 
@@ -92,7 +92,7 @@ def _quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> tuple[QuantizedM
 
 
 def _measure(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> _Measured:
-    """Run all sides on every batch and add up."""
+    """Run all sides on every batch and accumulate the measurements."""
     float_model = copy.deepcopy(case.model).eval()
     places = {key: PlaceMeasures() for key in ours.places}
     outputs: list[PlaceMeasures] = []
@@ -135,7 +135,7 @@ def _run_fx(theirs: QuantizedModel | None, batch: tuple[Any, ...]) -> tuple[Any,
         return (), {}
     try:
         with warnings.catch_warnings():
-            # What FX warns about shows in what is measured.
+            # The effects of FX's warnings show in the measurements.
             warnings.simplefilter("ignore")
             return theirs.run(batch)
     except Exception as cause:
@@ -172,7 +172,7 @@ def _series(
 
 
 def _time_axis(model: nn.Module) -> int | None:
-    """Return the dimension of time in tensors of three; None for a model without recurrent modules."""
+    """Return the time dimension of three-dimensional tensors; None for a model without recurrent modules."""
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     return int(any(module.batch_first for module in recurrent)) if recurrent else None
 
@@ -195,10 +195,11 @@ def _costs(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> Costs:
 def output_series(
     name: str, axis: int | None, exact: Tensor, ours: Tensor, fx: Tensor | None
 ) -> Series | None:
-    """Return the values along time, where either side is farthest from float. None: nothing to draw.
+    """Return the values along time at the position where either side is farthest from float; None if there is
+    no time to draw.
 
-    Time is ``axis`` of a tensor of three dimensions. What has no time is not drawn: a line over the places of
-    a batch, or over classes, would say nothing.
+    Time is dimension ``axis`` of a three-dimensional tensor. Other tensors are not drawn: a line over a
+    batch, or over classes, would be meaningless.
     """
     if axis is None or exact.dim() != 3 or exact.shape[axis] < FEWEST_STEPS or not exact.is_floating_point():
         return None
