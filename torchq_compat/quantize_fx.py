@@ -358,7 +358,8 @@ def _prepare(
     if not isinstance(model, nn.Module) and isinstance(qconfig_mapping, nn.Module):
         name = "prepare_qat_fx" if is_qat else "prepare_fx"
         raise ArgumentError(
-            f"{name}: model must be an nn.Module, got {shown(model)}; the module was given as the second argument.",
+            f"{name}: model must be an nn.Module, got {shown(model)}; the module "
+            "was given as the second argument.",
             hint=f"the order is {name}(model, qconfig_mapping, example_inputs).",
         )
     rules = read_qconfig_mapping(qconfig_mapping)
