@@ -46,8 +46,7 @@ SLICES = (ATEN.chunk.default, ATEN.split_with_sizes.default)
 
 
 class UnsupportedCellError(Exception):
-    """The cell loop has no instructions for a part of a graph, which the message names. Never reaches the
-    user."""
+    """The cell loop has no instructions for a graph; the message says why. It never reaches the user."""
 
 
 def cell_program(*graphs: tuple[str, GraphModule]) -> CellProgram:
@@ -267,8 +266,7 @@ class _Reader:
 def _finished(
     instruction: Instruction, units: list[int], carried: dict[int, PerTensorQParams | DynamicQParams | None]
 ) -> Instruction:
-    """Return ``instruction`` with its units, and with the qparams that a state has from the second step
-    on."""
+    """Return ``instruction`` with its units, and with a state's qparams from the second step on."""
     finished = replace(instruction, units=units[instruction.target])
     slot = instruction.sources[0][0]
     if instruction.op is Op.LINEAR and instruction.input is None and slot in carried:

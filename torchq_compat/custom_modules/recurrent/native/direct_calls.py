@@ -174,8 +174,7 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
 
 
 def quantized_on(values: Tensor, qparams: QParams | None) -> Tensor:
-    """Return ``values``, which are multiples of the scale of ``qparams``, as a quantized tensor of
-    torch.ao."""
+    """Return ``values``, already rounded to ``qparams``, as a quantized tensor of torch.ao."""
     assert isinstance(qparams, PerTensorQParams)
     return of_integers(qparams.quantize(values), qparams.scale, qparams.zero_point)
 

@@ -31,10 +31,10 @@ def run_native_direction(
     backward: bool,
     batch_sizes: Sequence[int] = (),
 ) -> tuple[Tensor, State]:
-    """Run ``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states; packed rows with
-    ``batch_sizes``.
+    """Run one direction: ``x`` (T, B, I), or packed rows with ``batch_sizes``, and states (B, width) ->
+    (T, B, P) and the last states.
 
-    It runs one direction by itself, for a module with other directions that run in Python; it binds nothing.
+    It is for modules of which some directions run in Python, and binds nothing.
     """
     program = owned.program
     masks = tuple(weight_mask(names[1:]) for names in program.weights)

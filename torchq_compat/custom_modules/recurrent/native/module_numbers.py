@@ -80,8 +80,7 @@ class Boundary:
 
     Attributes:
         columns: the qparams of the columns of x, as ``as_numbers`` returns them.
-        states: for each given state, the qparams it is quantized with: none, one for all rows, or one per
-            row.
+        states: for each given state, the qparams to quantize it with: none, one for all rows, or one per row.
         results: for the output and each last state, the qparams of its integers; None: floats.
     """
 

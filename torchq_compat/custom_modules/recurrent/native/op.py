@@ -128,8 +128,7 @@ def recurrent(
             ``NO_SIZES``: x is not packed.
         directions: the number of directions of each layer.
         owner: the owner of the packed weights; 0: no owner, and only the last few packed weights are kept.
-        version: a number that grows whenever a weight is written in place; -1: check the weights' own
-            versions.
+        version: a number that grows whenever a weight is written in place; -1: check the weights themselves.
 
     Returns:
         The output (T, B, directions * width), in the order of ``x``, and the last states; for a cell only the

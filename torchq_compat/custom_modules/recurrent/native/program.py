@@ -56,8 +56,7 @@ class DynamicQParams:
 
 
 class WeightNames(NamedTuple):
-    """The names of the attributes of a linear's int8 weight (N, K) in the cell; per tensor without
-    ``scales``."""
+    """The attribute names of a linear's int8 weight (N, K) in the cell; per tensor without ``scales``."""
 
     values: str
     scales: str | None
