@@ -188,8 +188,8 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def mapping_hint(self, module: nn.Module) -> str | None:
-        """Return a hint how to map a ``module`` that has a qconfig and stays float because no mapping names
-        its class; None if ``module`` is not of this kind."""
+        """Return a hint on how to map a ``module`` that has a qconfig and stays float because no mapping
+        names its class; None if ``module`` is not of this kind."""
 
     def loses_forward(self, module: nn.Module) -> bool:
         """Return whether ``module`` has its own ``forward``, which its observed module does not call."""

@@ -30,7 +30,7 @@ class _Parent(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if name.startswith("__"):
-                raise  # Hooks such as __deepcopy__ of a parametrized model are not the parent's.
+                raise  # The parent must not be copied with the __deepcopy__ of a parametrized model.
             return getattr(super().__getattr__(ROOT), name)
 
 

@@ -1,4 +1,4 @@
-"""Makes the weights of a converted scan body inputs from the graph that contains the scan.
+"""Moves the weights of a converted scan body into the graph that contains the scan.
 
 The body owned its weights so that torchao could fold them; torch.export saves a scan only if they are
 additional inputs of the scan.

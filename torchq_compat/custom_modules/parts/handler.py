@@ -173,12 +173,12 @@ def converted_by_its_class(request: ConvertRequest, standard: Standard, build: C
 
 
 def hint_to_map(float_class: type[nn.Module], observed: str) -> str:
-    """Return a hint how to map a class of torch.nn that no mapping names."""
+    """Return a hint on how to map a class of torch.nn that no mapping names."""
     return map_class(f"torch.nn.{float_class.__name__}", observed)
 
 
 def map_class(float_class: str, observed: str) -> str:
-    """Return a hint how to map ``float_class``, which no mapping names."""
+    """Return a hint on how to map ``float_class``, which no mapping names."""
     setter = "PrepareCustomConfig().set_float_to_observed_mapping"
     return f"map it: {setter}({float_class}, {observed})"
 

@@ -42,7 +42,7 @@ class PreparedStandalone(OpaqueModule, QuantizationGraphModule):
         return QuantizationGraphModule.__call__(self, *args, **kwargs)
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
-        """Quantized results are integers already."""
+        """Return ``result``: quantized results are already integers."""
         return result
 
 
@@ -61,7 +61,7 @@ class ConvertedStandalone(OpaqueModule, ConvertedGraphModule):
         return ConvertedGraphModule.__call__(self, *quantize_inputs(bound, self.input_qparams()))
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
-        """Quantized results are integers already."""
+        """Return ``result``: quantized results are already integers."""
         return result
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:

@@ -63,7 +63,7 @@ class OpaqueUserModule(OpaqueModule):
 
 
 class HeldGraphModule(OpaqueUserModule):
-    """Holds a GraphModule that a user's class returned: a GraphModule's class is its own and not replaced."""
+    """Holds a GraphModule that a user's class returned: each has its own class, which cannot be extended."""
 
     def __init__(self, held: GraphModule) -> None:
         nn.Module.__init__(self)

@@ -365,7 +365,7 @@ class ObservedRecurrent(RecurrentModule):
         split_gates=FLAG,
     )
     def from_float(cls, other: nn.Module, qconfig: Any = None, split_gates: bool = False) -> Any:
-        """Observe a float module by its ``qconfig``, or by ``qconfig`` if it has none. Legacy signature.
+        """Observe the float module ``other`` by its own qconfig, or else by ``qconfig``. Legacy signature.
 
         Raises:
             ConfigError: if there is no qconfig.

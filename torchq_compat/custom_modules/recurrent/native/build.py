@@ -152,13 +152,12 @@ def _with_operator(path: Path) -> Path:
         return path  # A second library would replace the one in use.
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     if not has_kernel(OPERATOR_NAME, "CPU"):
-        raise OSError("it has not the operator of the kernel")
+        raise OSError("it does not have the operator of the kernel")
     return path
 
 
 def _compile(compiler: list[str], path: Path) -> None:
-    """Compile the library and move it to ``path``; another process may load or write ``path`` at the same
-    time."""
+    """Compile in a temporary directory, then move to ``path``, which other processes may load or write."""
     root = _torch_root()
     print(f"torchq_compat: compiling the kernel of recurrent modules, once, into {path}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:

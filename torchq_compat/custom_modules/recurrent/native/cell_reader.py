@@ -46,7 +46,7 @@ SLICES = (ATEN.chunk.default, ATEN.split_with_sizes.default)
 
 
 class UnsupportedCellError(Exception):
-    """The cell loop has no instructions for a graph; the message says why. It never reaches the user."""
+    """Raised if the cell loop has no instructions for a graph; says why. It never reaches the user."""
 
 
 def cell_program(*graphs: tuple[str, GraphModule]) -> CellProgram:
@@ -168,7 +168,7 @@ class _Reader:
             raise UnsupportedCellError("a linear has no int8 weight")
         source = self._whole(source)
         if isinstance(source.qparams, DynamicQParams) and self.once[source.slot] and source.slot != 0:
-            raise UnsupportedCellError("dynamic qparams are chosen from what is computed of the input alone")
+            raise UnsupportedCellError("dynamic qparams are chosen from values computed from the input alone")
         bias = args[2] if len(args) > 2 else None
         self.weights.append(weight.names._replace(bias=self._name(bias)))
         return self._instruct(
@@ -183,7 +183,7 @@ class _Reader:
     def _weight(self, node: Node) -> _Weight:
         values, *qparams = _arguments(node)[:3]
         if not isinstance(values, Node) or values.op != "get_attr":
-            raise UnsupportedCellError(f"{node.name} dequantizes no constant")
+            raise UnsupportedCellError(f"{node.name} dequantizes a value that is no constant")
         tensor = _attribute(self.graph_module, str(values.target))
         if tensor.dtype is not torch.int8 or tensor.dim() != 2:
             raise UnsupportedCellError(f"a weight is {tensor.dtype}")
@@ -230,7 +230,7 @@ class _Reader:
         if any(user.target is not DEQUANTIZE_DYNAMIC for user in node.users) or any(
             reader.target is not ATEN.linear.default for user in node.users for reader in user.users
         ):
-            raise UnsupportedCellError("something else but a linear reads values with dynamic qparams")
+            raise UnsupportedCellError("an op other than a linear reads values with dynamic qparams")
         _, _, chosen_max, eps, _ = chosen
         qparams = DynamicQParams(eps, chosen_max, quant_min, quant_max, dtype)
         return replace(self._whole(self.values[source]), qparams=qparams)
