@@ -984,7 +984,7 @@ void run_direction(const Cell& cell, bool backward, int64_t steps, int64_t batch
         .run();
   };
   if (!batch_sizes) return run(0, steps, batch);
-  // All steps of the same batch size run at once; states of sequences that ended, or have not begun, are kept.
+  // All steps of one batch size run at once; states of sequences that have ended, or not begun, are kept.
   int64_t first_row = backward ? rows : 0;
   for (int64_t step = backward ? steps - 1 : 0; step >= 0 && step < steps;) {
     const int64_t size = batch_sizes[step], direction = backward ? -1 : 1;
