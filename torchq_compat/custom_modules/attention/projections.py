@@ -1,7 +1,7 @@
-"""The quantized parts of attention: what FX observes in ``torch.ao.nn.quantizable.MultiheadAttention``.
+"""The quantized parts of attention, which FX observes in ``torch.ao.nn.quantizable.MultiheadAttention``.
 
-The projections into queries, keys and values, the one out, and the returned weights. Scores, softmax and the
-weighted sum are computed in floats, there as here.
+They are the projections into queries, keys and values, the output projection, and the returned weights. As in
+FX, scores, softmax and the weighted sum are computed in floats.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WEIGHTS_PARTS = (
 
 
 class Observed(nn.Module):
-    """Its input, as a node of its own."""
+    """An alias of its input, so that the value has its own node to observe."""
 
     def forward(self, x: Tensor) -> Tensor:
         alias: Tensor = torch.ops.aten.alias.default(x)
@@ -37,7 +37,7 @@ class Observed(nn.Module):
 
 
 class ProjectIn(nn.Module):
-    """(L, N, E), (S, N, kdim), (S, N, vdim) -> queries (L, N, E), keys and values (S, N, E)."""
+    """Input projections: (L, N, E), (S, N, kdim), (S, N, vdim) -> (L, N, E), (S, N, E), (S, N, E)."""
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ProjectIn(nn.Module):
     @staticmethod
     def example_inputs(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
         device = attention.out_proj.weight.device
-        # Different lengths, and none of them the batch: nothing may be taken to be equal.
+        # The two lengths differ from each other and from the batch, so that export does not make them equal.
         return (
             torch.zeros(3, 2, attention.embed_dim, device=device),
             torch.zeros(4, 2, attention.kdim, device=device),
@@ -61,7 +61,7 @@ class ProjectIn(nn.Module):
 
 
 class ProjectOut(nn.Module):
-    """(L, N, E) -> (L, N, E)."""
+    """The output projection: (L, N, E) -> (L, N, E)."""
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ProjectOut(nn.Module):
 
 
 class ReturnedWeights(nn.Module):
-    """(N, L, S) or (N, H, L, S), flattened to one dimension -> the same."""
+    """The returned weights, (N, L, S) or (N, H, L, S) flattened to one dimension -> the same, observed."""
 
     def __init__(self) -> None:
         super().__init__()

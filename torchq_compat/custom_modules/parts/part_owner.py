@@ -1,4 +1,4 @@
-"""Custom modules made of graphs of parts: what the package's own kinds have in common."""
+"""The base class of the package's own custom modules, which consist of graphs of parts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["PartOwner"]
 
 
 class PartOwner(OpaqueModule, ABC):
-    """An observed or converted module made of prepared or converted graphs.
+    """An observed or converted module that consists of prepared or converted graphs.
 
     Attributes:
-        specs: what the parts are observed with.
-        module_path: where it stands in the model, for messages.
+        specs: the specs of the parts.
+        module_path: the module's path in the model, for messages.
     """
 
     specs: PartSpecs
@@ -39,25 +39,27 @@ class PartOwner(OpaqueModule, ABC):
         self.opaque_layouts: list[CallLayout] = []
 
     def forward(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
-        """Called by a user's quantized module it may get torch.ao's quantized tensors."""
+        """Run a call. The caller may be a user's quantized module, which may pass quantized tensors of
+        torch.ao."""
         if opaque_layout is None:
             args, kwargs = pytree.tree_map_only(Tensor, _float_values, (args, kwargs))
         return super().forward(*args, opaque_layout=opaque_layout, **kwargs)
 
     @abstractmethod
     def graphs(self) -> Iterator[tuple[str, GraphModule]]:
-        """Return (path inside the module, graph of parts)."""
+        """Yield (path inside the module, graph of parts)."""
 
     @abstractmethod
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         """Return the quantized dtype of each of the ``count`` flat results of a call; None for floats."""
 
     def named_input_qparams(self) -> dict[str, PerTensorQParams]:
-        """Input of the graphs, by its name -> the qparams of its values in every call, where it is known."""
+        """Return the qparams of the graphs' inputs, by name, for inputs that have the same known qparams in
+        every call."""
         return {}
 
     def take_over(self, other: PartOwner) -> None:
-        """Stand where ``other`` stood."""
+        """Take over the specs, path, layouts and mode of ``other``, which this module replaces."""
         self.specs = other.specs
         self.module_path = other.module_path
         self.opaque_layouts = list(other.opaque_layouts)

@@ -1,7 +1,7 @@
-"""A user's module as an opaque module: the same object, of a subclass of its class that the graph can call
-flat.
+"""A user's module as an opaque module: the same object, its class replaced by a subclass that the graph can
+call with flat tensors.
 
-So the module keeps its path, its state and its ``isinstance``; ``torch.nn.utils.parametrize`` adds
+The module keeps its path, its state and its ``isinstance`` relations; ``torch.nn.utils.parametrize`` adds
 behaviour to a module in the same way.
 """
 
@@ -23,12 +23,12 @@ __all__ = ["OpaqueUserModule", "as_opaque_module", "as_users_module"]
 
 
 class OpaqueUserModule(OpaqueModule):
-    """Added to the class of a user's module, so that the graph can call it.
+    """A mixin for the class of a user's module, so that the graph can call the module.
 
     Attributes:
-        opaque_path: where the module stands in the model.
-        opaque_takes_floats: whether the module gets its quantized inputs in floats; otherwise, as in FX, as
-            quantized tensors.
+        opaque_path: the module's path in the model.
+        opaque_takes_floats: whether the module gets its quantized inputs as floats; otherwise it gets
+            quantized tensors, as in FX.
     """
 
     opaque_path: str
@@ -63,7 +63,7 @@ class OpaqueUserModule(OpaqueModule):
 
 
 class HeldGraphModule(OpaqueUserModule):
-    """A GraphModule a user's class returned: a graph's class is its own and cannot be added to."""
+    """Holds a GraphModule that a user's class returned: each has its own class, which cannot be extended."""
 
     def __init__(self, held: GraphModule) -> None:
         nn.Module.__init__(self)
@@ -91,7 +91,7 @@ def as_opaque_module(module: nn.Module, path: str, *, takes_floats: bool) -> Opa
 
 
 def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
-    """Return the module the user's class made, as it was."""
+    """Return the module as the user's class made it."""
     if isinstance(opaque, HeldGraphModule):
         return opaque.held
     users_class = opaque.opaque_users_class
@@ -110,7 +110,7 @@ def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
 
 
 def _shown(structure: Structure) -> str:
-    """Return a structure for people: its shape with dtypes left out."""
+    """Return a structure for messages, without dtypes."""
     return str(structure.put_together(["tensor"] * structure.count()))
 
 
@@ -121,10 +121,10 @@ def _has_legacy_dtype(qparams: QParams) -> bool:
 
 
 def _legacy_tensor(q: Tensor, qparams: QParams) -> Tensor:
-    """Return the torch.ao quantized tensor with the integers ``q``, which classes of legacy scripts take.
+    """Return the torch.ao quantized tensor with the integers ``q``, which classes of legacy scripts accept.
 
-    Results with several qparams (directions of a recurrent module) are quantized again with some that cover
-    all: hardly a quantized operator takes per-channel activations.
+    Values with several qparams (directions of a recurrent module) are quantized again with qparams that cover
+    all, because hardly any quantized operator accepts per-channel activations.
     """
     if not isinstance(qparams, PerTensorQParams):
         whole = covering([piece for _, piece in qparams.runs])
