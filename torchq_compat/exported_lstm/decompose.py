@@ -111,10 +111,10 @@ def decompose_recurrent(
 def _decompose(
     program: ExportedProgram | GraphModule, shape: LoopShape | str, operators: Collection[Any]
 ) -> GraphModule:
-    if shape not in list(LoopShape):
+    if shape not in list(WRITE):
         raise AtenLSTMError(
             f"shape {shape!r} is not known.",
-            hint=f"the shapes are: {', '.join(LoopShape)}.",
+            hint=f"the shapes are: {', '.join(WRITE)}.",
         )
     graph_module = _own_module(program)
     refuse_packed(graph_module)

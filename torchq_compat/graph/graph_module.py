@@ -75,7 +75,6 @@ __all__ = [
     "ModelRecord",
     "QuantizationGraphModule",
     "Stage",
-    "is_traced_by_jit",
     "preserved_of",
     "record_of",
 ]
@@ -130,11 +129,6 @@ class ModelRecord:
 
 def is_asked_by_torch_jit(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith(("torch.jit", "torch._jit_internal"))
-
-
-def is_traced_by_jit() -> bool:
-    """Return whether torch.jit.trace is tracing; it gets the scripted graph, or it would fix every size."""
-    return not torch.compiler.is_compiling() and bool(torch._C._is_tracing())
 
 
 class QuantizationGraphModule(GraphModule):

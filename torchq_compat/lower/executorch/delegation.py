@@ -12,8 +12,6 @@ from torch.fx import GraphModule, Node
 
 __all__ = ["DelegationReport", "read_delegation"]
 
-DELEGATE = torch.ops.higher_order
-NO_COMPUTATION = ("getitem", "sym_size", "mul", "alloc")
 IN_LOOP = "in the body of a loop, where weights are arguments and a delegate wants constants"
 NO_PATTERN = "no kernel of the backend, or not in the pattern it looks for"
 

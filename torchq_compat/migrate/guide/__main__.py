@@ -30,9 +30,5 @@ def main() -> int:
     return int(bool(stale) and args.check)
 
 
-def _text_of(page: Path) -> str:
-    return page.read_text() if page.exists() else ""
-
-
 if __name__ == "__main__":
     sys.exit(main())

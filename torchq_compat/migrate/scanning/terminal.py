@@ -8,16 +8,13 @@ from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from torchq_compat.migrate.source.source_files import Problem
 
-__all__ = ["print_finding", "print_problems", "print_table", "progress"]
+__all__ = ["print_finding", "print_problems", "progress"]
 
 ItemT = TypeVar("ItemT")
-#: The width if standard output is not a terminal, wide enough that no line is wrapped.
-PIPE_WIDTH = 400
 
 
 def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
@@ -30,10 +27,6 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Raise, where rich would exit; the command line handles a broken pipe."""
         raise BrokenPipeError
-
-
-def print_table(table: Table) -> None:
-    _Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=False).print(table)
 
 
 def print_finding(line: str) -> None:

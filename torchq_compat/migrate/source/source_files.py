@@ -20,7 +20,6 @@ SUFFIXES = (".py", ".pyw", ".ipynb")
 SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 #: The size limit; a notebook with pictures may be large.
 MAX_BYTES = 256 << 20
-BOM = "\ufeff"
 
 
 class UnreadableError(Exception):

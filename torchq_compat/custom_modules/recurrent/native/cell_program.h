@@ -160,7 +160,6 @@ struct TorchqCompatCell {
   void prepare();
 
  private:
-  void arrange();
   void add(int64_t index);
   Table table_of(size_t index) const;
   void find_readers();
