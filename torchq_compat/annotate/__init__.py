@@ -1,1 +1,2 @@
-"""Annotate: decide for each node what is quantized, then write ``quantization_annotation``; nothing else."""
+"""Annotate: decides for each node what is quantized, then writes ``quantization_annotation``; nothing
+else."""
