@@ -1,12 +1,12 @@
-"""Fold QAT's batch norms into the ops before torchao converts.
+"""Folds QAT's batch norms into the ops in front of them, before torchao converts.
 
 ``batch_norm.fuse`` turned ``bn(op(x, w) + b)`` into
 
     s = gamma / sqrt(var + eps);  bn(op(x, fq(w * s)) / s + b)
 
-which in evaluation is ``op(x, fq(w * s)) + (b - mean) * s + beta``. torchao folds its own form of it after
-conversion by exporting 96 patterns and matching each, whatever the model has: 11 seconds for one convolution.
-Batch norms that are not folded here are hidden from it.
+which in evaluation is ``op(x, fq(w * s)) + (b - mean) * s + beta``. torchao folds its own form of this after
+conversion by exporting 96 patterns and matching each, for any model: 11 seconds for one convolution. Batch
+norms that are not folded here are hidden from torchao.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _apply(prepared: GraphModule, fold: _Fold) -> None:
     assert isinstance(reshaped, Node)
     shape = reshaped.args[1]
     bias = _value(prepared, fold.bias) if fold.bias is not None else torch.zeros_like(mean)
-    # Unique: two convolutions may share a weight, and each folds its own batch norm.
+    # The name is unique: two convolutions may share a weight, and each folds its own batch norm.
     name = fold.batch_norm.name
     constants = {
         f"{name}_folded": _value(prepared, weight) * scale.reshape(shape),  # type: ignore[arg-type]
