@@ -1,2 +1,1 @@
-"""Annotate: decides for each node what is quantized, then writes ``quantization_annotation``; nothing
-else."""
+"""Annotate: decides for each node what is quantized, then only writes ``quantization_annotation``."""

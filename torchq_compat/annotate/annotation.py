@@ -38,8 +38,8 @@ class SpecQuantizer(Quantizer):  # type: ignore[misc]
     def annotate(self, model: GraphModule) -> GraphModule:
         for node, specs in self.decide(model).items():
             if specs:
-                # Sharing is explicit, edge by edge; torchao's implicit sharing would join observers of
-                # different classes whose ranges happen to agree.
+                # Sharing is decided here, edge by edge; torchao's implicit sharing would join
+                # observers of different classes whose ranges happen to agree.
                 node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
                     input_qspec_map=dict(specs.inputs),
                     output_qspec=specs.output,
@@ -49,4 +49,4 @@ class SpecQuantizer(Quantizer):  # type: ignore[misc]
         return model
 
     def validate(self, model: GraphModule) -> None:
-        """Do nothing: the decisions were made from this graph."""
+        """Check nothing: the decisions were made from this graph."""

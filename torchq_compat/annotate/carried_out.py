@@ -68,9 +68,7 @@ def unobserved_points(
 
 
 def unread_points(prepared: GraphModule) -> set[PointName]:
-    """Return the outputs in ``prepared`` that are observed and that nothing reads: convert drops their
-    observers.
-    """
+    """Return the outputs in ``prepared`` that are observed and then read by nothing: convert drops them."""
     return {
         name_of(_observed(node, prepared))
         for node in prepared.graph.nodes
@@ -81,8 +79,7 @@ def unread_points(prepared: GraphModule) -> set[PointName]:
 
 
 def _observed(node: Node, prepared: GraphModule) -> Node:
-    """Return the node whose value the observer called by ``node`` observes, perhaps through other
-    observers."""
+    """Return the node that the observer called by ``node`` observes, perhaps through other observers."""
     source = node.args[0]
     assert isinstance(source, Node)
     while source.op == "call_module" and is_activation_post_process(

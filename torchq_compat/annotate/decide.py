@@ -152,8 +152,8 @@ class _State:
         self.decisions.append(Decision(partition.label, kind, action, reason, node=node, unlike_fx=unlike_fx))
 
     def _unlike_fx(self, pattern: FusedPattern, action: Action) -> str:
-        """Return what FX does differently if it treats a float input as quantized, else an empty string;
-        record the same for the output of an op that shares qparams."""
+        """Return what FX does if it treats a float input as quantized, else an empty string; record the same
+        for the output of an op that shares qparams."""
         inputs = [producer for producer, _ in pattern.observed_partition.inputs]
         told = next((told for each in inputs if (told := self.quantized_in_fx_alone.get(each))), "")
         if told and action is Action.SHARED and pattern.last.output is not None:
@@ -309,8 +309,7 @@ class _State:
         dtypes: set[torch.dtype | None],
     ) -> tuple[Action, str]:
         """Decide about an op whose input comes from a custom module, perhaps quantized, with no observer to
-        share. FX would go back through the module and share the observer of its input, which has another
-        range."""
+        share. FX goes back through the module to the observer of its input, which has another range."""
         assert last.output is not None
         if dtypes == {None}:
             if specs.reuses_input:
@@ -337,8 +336,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _has_bounded_result(partition: SourcePartition) -> bool:
-    """Return whether FX's default mappings give the result fixed qparams, as for sigmoid, tanh and
-    softmax."""
+    """Return whether FX's default mappings give the result fixed qparams: sigmoid, tanh, softmax."""
     return any(kind in FIXED_QPARAMS_OP_TO_OBSERVER for kind in partition.origin.object_types)
 
 
@@ -347,8 +345,7 @@ def _is_quantized(dtype: torch.dtype | None) -> bool:
 
 
 def _infinite_value(pattern: FusedPattern) -> str | None:
-    """Return a name for the input or result of ``pattern`` with values that mean infinity; None if there is
-    none."""
+    """Return a name for an input or the result of ``pattern`` with values that mean infinity, or None."""
     for producer, _ in pattern.observed_partition.inputs:
         if metadata.INFINITE.is_on(producer):
             return f"its input {producer.name!r}"

@@ -55,8 +55,7 @@ def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
 
 
 def _violation(config: DTypeConfig, specs: OpSpecs, has_weight: bool, has_bias: bool) -> str:
-    """Return what in ``specs`` the DTypeConfig ``config`` does not allow; an empty string if it allows
-    all."""
+    """Return what in ``specs`` the DTypeConfig ``config`` does not allow, or an empty string."""
     return (
         _input_violation(config, specs)
         or (_weight_violation(config, specs) if has_weight else "")

@@ -140,13 +140,13 @@ def _entry(ops: tuple[SourcePartition, ...], backend: BackendTable) -> PatternEn
 
 
 def _pattern_parts(ops: tuple[SourcePartition, ...]) -> tuple[tuple[PatternPart, ...], ...]:
-    """Return, for each of ``ops``, the object types by which a pattern may name it."""
+    """List, for each of ``ops``, the object types by which a pattern may name it."""
     parts = [_parts(before, op) for before, op in itertools.pairwise(ops)]
     return (ops[0].origin.object_types, *parts)
 
 
 def _parts(before: SourcePartition, op: SourcePartition) -> tuple[PatternPart, ...]:
-    """Return the object types by which a pattern may name ``op`` behind ``before``."""
+    """List the object types by which a pattern may name ``op`` if it follows ``before``."""
     side = _side(before, op)
     if side is None:
         return op.origin.object_types

@@ -50,8 +50,7 @@ class ObservedEdges:
         self._observer[self._first(edge_or_node)] = self._observer[self._first(leader)]
 
     def dtype_at(self, edge_or_node: EdgeOrNode) -> torch.dtype | None:
-        """Return the dtype that the observer of ``edge_or_node`` quantizes to; None if its spec has no
-        dtype."""
+        """Return the dtype that the observer of ``edge_or_node`` quantizes to, or None."""
         return getattr(self._specs[self._observer[self._first(edge_or_node)]], "dtype", None)
 
     def node_specs(self, nodes: Iterable[Node]) -> dict[Node, NodeSpecs]:

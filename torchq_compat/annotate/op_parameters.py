@@ -38,7 +38,7 @@ PARAMETERS: dict[object, dict[str, int]] = {
 
 
 def weight_of(node: Node) -> Node | None:
-    """Return the weight argument of ``node`` if a QConfig can quantize it, else None."""
+    """Return the weight argument of ``node`` if a QConfig can quantize it, or None."""
     if node.target in NORMALIZATIONS or node.target is PRELU:
         return None
     edge = _edges(node).get("weight")
@@ -46,17 +46,17 @@ def weight_of(node: Node) -> Node | None:
 
 
 def parameters_of(node: Node) -> dict[str, tuple[Node, Node]]:
-    """Return "weight" and "bias" -> the edge into ``node``, for those that ``node`` is given."""
+    """Map "weight" and "bias" to the edge into ``node``, for those that ``node`` is given."""
     return {name: edge for name, edge in _edges(node).items() if name in ("weight", "bias")}
 
 
 def parameter_nodes(node: Node) -> set[Node]:
-    """Return the arguments of ``node`` that are parameters, not activations."""
+    """Return all arguments of ``node`` that are parameters and not activations."""
     return {parameter for parameter, _ in _edges(node).values()}
 
 
 def named_parameters_of(node: Node) -> dict[str, Node]:
-    """Return each role, such as "weight" or "running_mean" -> the parameter that ``node`` is given for it."""
+    """Map each role, such as "weight" or "running_mean", to the parameter that ``node`` is given for it."""
     return {name: parameter for name, (parameter, _) in _edges(node).items()}
 
 

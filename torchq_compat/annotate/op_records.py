@@ -46,11 +46,11 @@ def module_record(module_type: type[nn.Module], path: str) -> OpRecord:
 
 
 def write_op_records(records: Iterable[tuple[Node, OpRecord]]) -> None:
-    """Write each record on its node."""
+    """Put each record on its node."""
     for node, record in records:
         metadata.OP.write(node, record)
 
 
 def op_record(node: Node) -> OpRecord | None:
-    """Return the record that prepare wrote on ``node``; None if ``node`` is no op of the model."""
+    """Return the record that prepare wrote on ``node``; None if the node is no op of the model."""
     return metadata.OP.of(node)

@@ -122,8 +122,8 @@ class UserQuantizer(WrappingQuantizer):
             self._observers = dict(observers)
 
     def decisions(self, prepared: GraphModule) -> tuple[Decision, ...]:
-        """Return a decision about each op, and each annotated end, of ``prepared``, torchao's prepared outer
-        graph."""
+        """Return a decision about each op and each annotated input or output of ``prepared``, torchao's
+        prepared outer graph."""
         observers = self._observers or {}
         missing = unobserved_points(prepared, observers)
         idle = {name_of(point) for point, each in observers.items() if each is None or not quantizes(each)}

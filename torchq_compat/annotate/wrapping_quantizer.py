@@ -11,8 +11,7 @@ __all__ = ["OuterGraphQuantizer", "WrappingQuantizer"]
 
 
 class WrappingQuantizer(Quantizer):  # type: ignore[misc]
-    """A Quantizer that forwards every call of torchao's prepare to ``quantizer``, for subclasses to
-    extend."""
+    """A base class of Quantizers that forwards every call of torchao's prepare to ``quantizer``."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()

@@ -1,9 +1,7 @@
-"""Batch norm through the stages, behind six functions; no other code imports the modules of this package.
+"""Batch norm through the stages, behind six functions; no other package imports its modules directly.
 
 - ``before_capture``: set a number in place of ``momentum=None``, which torch.export cannot capture.
-- ``prepare``: for PTQ, let torchao fold the foldable batch norms; for QAT, fuse them as FX does; make
-cumulative
-  averages.
+- ``prepare``: let torchao fold what may be folded; for QAT, fuse as FX does; average cumulatively.
 - ``convert``: fold the fused batch norms, and hide the others from torchao.
 - ``freeze``: keep the statistics while the rest of the model trains.
 - ``by_path``: return the paths of the batch norms before they are folded.

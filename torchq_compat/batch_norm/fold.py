@@ -76,7 +76,7 @@ def _apply(prepared: GraphModule, fold: _Fold) -> None:
     assert isinstance(reshaped, Node)
     shape = reshaped.args[1]
     bias = _value(prepared, fold.bias) if fold.bias is not None else torch.zeros_like(mean)
-    # The name is unique: two convolutions may share a weight, and each folds its own batch norm.
+    # Unique: two convolutions may share a weight, and each folds its own batch norm.
     name = fold.batch_norm.name
     constants = {
         f"{name}_folded": _value(prepared, weight) * scale.reshape(shape),  # type: ignore[arg-type]

@@ -21,8 +21,7 @@ CONSTANTS = (GAMMA, BETA, RUNNING_MEAN, RUNNING_VAR, EPS)
 
 
 def unfoldable_batch_norms(graph_module: GraphModule) -> set[Node]:
-    """Return the batch norms of ``graph_module`` that must not be folded, because that would change other
-    results."""
+    """Return the batch norms of ``graph_module`` whose folding would change other results."""
     batch_norms = [node for node in graph_module.graph.nodes if node.target is BATCH_NORM]
     readers = _readers(graph_module)
     parameters = dict(graph_module.named_parameters(remove_duplicate=False))

@@ -130,7 +130,7 @@ def _scaled_weight(graph: Graph, pair: _Pair, scale: Node) -> Node:
     shape = [-1 if axis == pair.weight_axis else 1 for axis in range(len(pair.weight_shape))]
     with graph.inserting_before(pair.op):
         scaled = graph.call_function(ATEN.mul.Tensor, (pair.weight, _reshaped(graph, scale, shape)))
-        # Error messages read the module path from here.
+        # Error messages take the module path from here.
         scaled.meta["nn_module_stack"] = pair.op.meta.get("nn_module_stack")
         return graph.node_copy(pair.weight_fake_quantize, lambda _: scaled)
 

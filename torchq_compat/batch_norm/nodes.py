@@ -33,8 +33,7 @@ def batch_norm_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
 
 
 def batch_norms_by_path(graph_module: GraphModule) -> dict[str, str]:
-    """Return the path of every batch norm -> the path of the op in front of it, empty if that is no
-    module."""
+    """Return the path of every batch norm -> the path of the op before it, empty if that is no module."""
     found = {}
     for _, node in batch_norm_nodes(graph_module):
         source = node.args[0]

@@ -24,8 +24,7 @@ WEIGHTED = (
 
 
 def decide_parametrizations(model: nn.Module, rules: QConfigRules) -> Iterator[Decision]:
-    """Yield a decision about each module of ``model`` that would be quantized if its weight were not
-    parametrized."""
+    """Yield a decision about each module of ``model`` that only its parametrized weight keeps float."""
     for path, module in model.named_modules():
         if not isinstance(module, WEIGHTED) or not parametrize.is_parametrized(module, "weight"):
             continue

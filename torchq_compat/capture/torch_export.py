@@ -195,8 +195,7 @@ def line_of_failure(cause: BaseException) -> str:
 
 
 def _user_line(cause: BaseException) -> str | None:
-    """Return file, line and text of the last frame that is neither torch's nor ours; None if there is
-    none."""
+    """Return file, line and text of the last frame that is neither torch's nor ours, or None."""
     for frame in reversed(traceback.extract_tb(cause.__traceback__)):
         path = Path(frame.filename)
         if path.exists() and not any(path.is_relative_to(root) for root in LIBRARY_ROOTS):

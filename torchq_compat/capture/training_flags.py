@@ -1,5 +1,4 @@
-"""The float model's training flags, which do not decide the mode: prepare_fx calibrates, prepare_qat_fx
-trains.
+"""The float model's training flags: they do not decide that prepare_fx calibrates and prepare_qat_fx trains.
 
 In FX the flag of an LSTM, not the function called, chose between observers and fake-quantizes.
 """

@@ -58,8 +58,7 @@ def _seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Called:
-    """A replacement of the class ``kind``: ``call`` answers its calls, but ``list[Tensor]()`` calls
-    ``kind``."""
+    """A replacement of the class ``kind``: ``call`` answers its calls, but not those of ``list[Tensor]``."""
 
     kind: Any
     call: Callable[..., Any]

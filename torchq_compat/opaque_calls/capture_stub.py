@@ -39,8 +39,7 @@ class CallResults:
     returns_whole_result: bool = False
 
     def watch(self, model: nn.Module) -> RemovableHandle:
-        """Record whether ``model`` returns one of the results while it is captured; return the hook's
-        handle."""
+        """Record whether ``model`` returns one of the results during capture; return the hook's handle."""
 
         def note(_model: nn.Module, _args: Any, result: Any) -> None:
             self.returns_whole_result = any(result is whole for whole in self.results)
@@ -48,7 +47,7 @@ class CallResults:
         return model.register_forward_hook(note)
 
 
-#: Computes the nested result of a call from fake arguments, with shapes and dtypes only.
+#: Computes the nested result of a call from fake arguments: shapes and dtypes only.
 FakeCall = Callable[..., Any]
 
 
@@ -71,7 +70,7 @@ class StubRegistry:
     results: CallResults = field(default_factory=CallResults)
 
     def add(self, handle: str, original: nn.Module, fake_call: FakeCall) -> CaptureStub:
-        """Register a stub, and return the module to put in the place of ``original``."""
+        """Register a stub and return the module to put in the place of ``original``."""
         self.by_handle[handle] = _Stub(fake_call)
         return CaptureStub.standing_for(original, handle)
 

@@ -71,8 +71,7 @@ class Structure:
 
     @classmethod
     def take_apart_with_sizes(cls, nested: Any) -> tuple[Structure, list[Tensor], list[Any]]:
-        """Return the results of ``take_apart``, and the sizes (``torch.SymInt``) that are symbolic in
-        capture."""
+        """Return what ``take_apart`` does, and the sizes (``torch.SymInt``) that capture made symbolic."""
         tensors: list[Tensor] = []
         sizes: list[Any] = []
         return cls._take_apart(nested, tensors, sizes), tensors, sizes
@@ -97,13 +96,11 @@ class Structure:
         return cls(spec, tuple(leaves))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
-        """Return the structure itself: it is immutable, and copying its TreeSpec would warn from inside
-        torch."""
+        """Return the structure itself: it is frozen, and copying its TreeSpec would warn inside torch."""
         return self
 
     def put_together(self, tensors: Any, sizes: Any = ()) -> Any:
-        """Return the nested value with ``tensors`` and ``sizes`` at their leaves (of any type, such as
-        nodes)."""
+        """Return the nested structure around ``tensors`` and ``sizes``, of any type, such as nodes."""
         return self._put_together(iter(tensors), iter(sizes))
 
     def _put_together(self, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:

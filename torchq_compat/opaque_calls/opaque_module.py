@@ -19,8 +19,7 @@ class OpaqueModule(nn.Module):
 
     A user calls it with the arguments and results of the float module that it replaces (``opaque_call``). The
     graph calls it with flat tensors and the index of a ``CallLayout``; at a quantized boundary the tensors
-    are integers. Most names begin with ``opaque``, because this class is also mixed into classes that users
-    wrote.
+    are integers. Names begin with ``opaque`` or ``leaf``: the class is also mixed into classes of users.
     """
 
     opaque_layouts: list[CallLayout]
@@ -32,8 +31,8 @@ class OpaqueModule(nn.Module):
     opaque_shows_result_qparams = False
     #: Whether it accepts and returns floats rounded to the qparams of its layouts, in place of integers.
     opaque_in_floats = False
-    #: Whether it rounds other float inputs to the qparams of its layouts, and accepts and returns torch.ao's
-    #: quantized tensors; ``leaf_quantized`` of a call then gives the results to return as quantized tensors.
+    #: Whether it rounds float inputs without qparams to those of its layouts, and accepts and returns
+    #: torch.ao's quantized tensors; a call's ``leaf_quantized`` then gives the results to quantize.
     leaf_quantizes = False
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,8 +40,7 @@ class OpaqueModule(nn.Module):
         raise NotImplementedError
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """Return the qparams of each of the flat ``results``, on any device including ``meta``; None for
-        floats."""
+        """Return the qparams of each of the flat ``results`` (of any device, also ``meta``); None: floats."""
         return (None,) * len(results)
 
     def forward(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:

@@ -24,14 +24,12 @@ def input_labels(owner: type[nn.Module], inputs: Structure) -> list[str]:
 
 
 def output_labels(outputs: Structure) -> list[str]:
-    """Return a label for each tensor of a result, the keys that lead to it; an empty one for a single
-    tensor."""
+    """Return a label for each tensor of a result, the keys that lead to it; empty for a single tensor."""
     return [".".join(map(str, keys)) for keys in outputs.tensor_keys()]
 
 
 def most_specific(settings: dict[str, Any], label: str) -> str | None:
-    """Return the longest key of ``settings`` that is ``label`` or a prefix of its path; None if there is
-    none."""
+    """Return the longest key of ``settings`` that is ``label`` or a prefix of its path, or None."""
     matching = [key for key in settings if label == key or label.startswith(f"{key}.")]
     return max(matching, key=len, default=None)
 

@@ -28,8 +28,7 @@ __all__ = ["PACK", "PAD", "time_and_batch"]
 
 @torch.library.custom_op("torchq_compat::pack_padded_sequence", mutates_args=())
 def _pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tuple[Tensor, Tensor]:
-    """Return the rows of the steps of padded sequences, and for each step the number of sequences that have
-    it.
+    """Return the rows of the steps of padded sequences, and the number of sequences that have each step.
 
     Args:
         input: (T, B, ...), or (B, T, ...) with ``batch_first``.

@@ -149,8 +149,8 @@ def _keep_whole(result: Any) -> Any:
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Return whether ``value`` is a list of lengths that were taken apart, symbols or tensors of one integer,
-    of which ``torch.tensor`` cannot make a tensor."""
+    """Return whether ``value`` is a list of lengths that were taken apart: symbols or tensors of one integer,
+    where ``torch.tensor`` requires integers."""
     if not isinstance(value, (list, tuple, ListOfTensor)):
         return False
     return any(isinstance(each, torch.SymInt) or _is_number(each) for each in value) and all(

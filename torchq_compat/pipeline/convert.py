@@ -95,7 +95,7 @@ def convert_to_reference(
     unguard(working)
     if switched_off:
         remove_observers(working, switched_off)
-    # torchao's convert of a QAT model draws random example inputs of its own.
+    # torchao's convert of a QAT model makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         _convert_opaque_modules(working, settings)
         converted = convert_graph(working, as_fx=record.rules is not None, is_trained=record.is_qat)

@@ -117,8 +117,7 @@ class _Places:
 
 
 def _folded(model: GraphModule, before: Mapping[str, str]) -> dict[str, list[Decision]]:
-    """Return the decisions about batch norms that are no longer in the graph, by the path of the op before
-    them."""
+    """Return the decisions about batch norms that left the graph, by the path of the op before them."""
     left = {module_path_of(node) for node in model.graph.nodes}
     found: dict[str, list[Decision]] = {}
     for path, producer in before.items():

@@ -294,8 +294,7 @@ class _Reader:
                 if named:
                     names[site.node] = named[0]
         if (given or problems) and state.is_reference:
-            # In a reference model each site has a scale, so the order of the whole graph pairs them without
-            # names.
+            # In a reference model each site has a scale, so the order of the graph pairs them without names.
             aligned = _aligned(ordered, theirs, state, self.prefix)
             return aligned if not aligned[2] or not problems else (names, tuple(more), tuple(problems))
         return names, tuple(more), tuple(problems)
@@ -522,7 +521,7 @@ def _once(path: str) -> str:
 
 
 def _flat(path: str) -> str:
-    """Return the path of a module as FX writes it in the name of a scale."""
+    """Return the path of a module as FX has it in the name of a scale."""
     return path.replace(".", "_")
 
 

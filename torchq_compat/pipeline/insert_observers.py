@@ -69,8 +69,7 @@ def observe_by_rules(
 
 
 def observe_by_quantizer(captured: Captured, quantizer: Quantizer, *, is_qat: bool) -> Observed:
-    """Annotate everything but custom modules by ``quantizer``, and prepare; return the graph with the
-    decisions."""
+    """Annotate everything but custom modules by ``quantizer``, and prepare; return the decisions too."""
     around = UserQuantizer(quantizer, captured.boundaries, captured.model)
     prepared = prepare_with(captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative)
     return prepared, around.decisions(prepared)

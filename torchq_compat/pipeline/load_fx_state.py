@@ -1,4 +1,5 @@
-"""Loads a state dict of FX into a prepared model: every entry is matched before any is written."""
+"""Loads a state dict of FX into a prepared model: everything is matched first, then all or nothing is
+written."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def boundaries_of(
 
 def maps_to_users_class(swap: Swap) -> bool:
     """Return whether the observed class is the user's own, which may compute something else than the float
-    class."""
+    one."""
     if swap.request is None:
         return False
     is_known = swap.request.observed_class.__module__.startswith(("torchq_compat.", "torch.ao."))
@@ -100,7 +100,7 @@ def loses_forward(swap: Swap) -> bool:
 
 def _observed(swap: Swap, prepare_inside: PrepareInside) -> nn.Module:
     if swap.request is None:
-        # torchao's convert reads ``.qconfig`` of every module of a class that FX could quantize dynamically.
+        # torchao's convert reads .qconfig of every module class FX could quantize dynamically.
         vars(swap.module)["qconfig"] = None
         return swap.module
     observed = swap.handler.observe(replace(swap.request, prepare_inside=prepare_inside))

@@ -66,13 +66,12 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
         TorchQCompatError: see the entry points in ``quantize_fx``.
     """
     check_float_model(model)
-    # torchao's prepare for QAT draws random example inputs of its own.
+    # torchao's prepare for QAT makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
             return _prepare_rolled_or_not(model, request)
         except CaptureError as error:
-            # FX runs nothing during prepare, so its scripts may give an example of one sample and train with
-            # larger batches.
+            # FX runs nothing in prepare: scripts may give it one sample, and train with larger batches.
             if not is_one_value_a_channel(error.__cause__) or request.dynamic_shapes is not None:
                 raise
             two = replace(request, example_inputs=with_two_samples(request.example_inputs))

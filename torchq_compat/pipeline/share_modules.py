@@ -108,8 +108,8 @@ def _module_paths(graph_module: GraphModule, accepts: Callable[[Node], bool] = l
 
 
 def _own_copy(quantizer: Quantizer) -> Quantizer:
-    """Return a copy of ``quantizer``, so that the original remembers nothing of the trial graph; return
-    ``quantizer`` itself if it cannot be copied."""
+    """Return a copy of ``quantizer``, so that it remembers nothing of the trial graph, or ``quantizer``
+    itself if it cannot be copied."""
     try:
         copied: Quantizer = copy.deepcopy(quantizer)
     except Exception:

@@ -27,7 +27,7 @@ def decide_switched_off(prepared: GraphModule, before: QConfigRules, after: QCon
     ``after``.
 
     Raises:
-        ConfigError: ``after`` gives an op a different QConfig, or switches a custom module off.
+        ConfigError: ``after`` gives an op another QConfig, or switches a custom module off.
     """
     found: SwitchedOff = {}
     for node in prepared.graph.nodes:

@@ -20,8 +20,7 @@ __all__ = ["unmatched_at_convert"]
 def unmatched_at_convert(
     prepared: GraphModule, settings: ConvertSettings, before: QConfigRules | None, after: QConfigRules | None
 ) -> Iterator[str]:
-    """Yield a warning for each unused setting of a ConvertCustomConfig and each unused new QConfigMapping
-    rule.
+    """Yield a warning about each unused setting of a ConvertCustomConfig or new rule of a QConfigMapping.
 
     Args:
         before: the rules of prepare, which has warned about them.

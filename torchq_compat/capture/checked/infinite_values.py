@@ -44,8 +44,7 @@ class _Marking(GraphRunner):
 
 
 def stands_for_infinity(values: Tensor) -> bool:
-    """Return whether some of ``values`` are infinite, or so much larger than the others that they mean
-    infinity."""
+    """Return whether some of ``values`` are infinite, or so much larger than the others as to mean it."""
     if not values.is_floating_point() or not values.numel():
         return False
     sizes = values.detach().abs().double()

@@ -25,9 +25,7 @@ AS_LARGE = 12.0
 
 
 def difference(expected: Any, actual: Any, least: float) -> str | None:
-    """Return how two results differ; None if they are equal, with an SQNR of at least ``least`` dB for
-    floats.
-    """
+    """Return how two results differ; None if they are equal, floats to an SQNR of ``least`` dB."""
     wanted, found = pytree.tree_leaves(expected), pytree.tree_leaves(actual)
     if len(wanted) != len(found):
         return f"{len(found)} results instead of {len(wanted)}"

@@ -33,8 +33,7 @@ def group_of(dimension: Dimension) -> Group:
 
 
 def trial_sizes(sizes: InputSizes) -> Iterator[SizeGroups]:
-    """Yield up to two sets of sizes other than the example's that ``sizes`` allows; none if no size is
-    free."""
+    """Yield up to two sets of sizes other than the example's that ``sizes`` allows."""
     known = dict.fromkeys(group_of(d) for d in sizes.symbols.values() if d.example > 0)
     if not known:
         return

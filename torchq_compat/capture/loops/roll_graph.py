@@ -193,8 +193,7 @@ class _Roller:
                     node.replace_all_uses_with(kept)
 
     def value(self, read: Read, dim: int) -> int:
-        """Return the index of the result that stacks ``read`` of all steps along ``dim``; add it if
-        needed."""
+        """Return the index of the result that stacks ``read`` of all steps along ``dim``."""
         key = (read, dim)
         if key not in self.values:
             self.values[key] = len(self.stacked)

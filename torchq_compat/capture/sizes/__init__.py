@@ -1,2 +1,1 @@
-"""The sizes that a captured model accepts, free, fixed or related, and the user's lines that constrain
-them."""
+"""The sizes that a captured model accepts, free, fixed or related, and the lines that constrain them."""

@@ -169,8 +169,7 @@ class InputSizes:
         return replace(self, rules=(*self.rules, *rules))
 
     def with_line(self, places: Iterable[tuple[str, int]], line: str) -> InputSizes:
-        """Return the sizes with ``line`` in those rules about the dimensions at ``places`` that have no
-        line."""
+        """Return the sizes with ``line`` in the rules about the dimensions at ``places`` that lack one."""
         known = set(places)
         rules = (
             replace(rule, line=line)

@@ -121,8 +121,7 @@ def _place(frame: FrameType | None) -> tuple[str | None, bool, bool]:
 
 
 def _counts(frame: FrameType) -> bool:
-    """Return whether ``frame`` calls one of ``COUNTING_OPS``, whose own code evaluates the size further
-    down."""
+    """Return whether ``frame`` calls one of ``COUNTING_OPS``, whose own code then evaluates the size."""
     if frame.f_code.co_name != "__call__":
         return False
     op = frame.f_locals.get("self")
