@@ -319,12 +319,12 @@ class _State:
         dtype = next(d for d in dtypes if d is not None)
         if len(partition.inputs) == 1 and all(preserves_values(node) for node in partition.nodes):
             self.dtype_of[last.output] = dtype
-            return Action.SHARED, "it hands on the quantized values of a custom module unchanged"
+            return Action.SHARED, "it returns the quantized values of a custom module unchanged"
         if specs.activation is None or specs.reuses_input:
             return Action.FLOAT, "it reuses the qparams of a custom module but changes the values"
         self.observed.observe(last.output, specs.activation)
         self.dtype_of[last.output] = specs.activation_dtype
-        return Action.QUANTIZED, "its input is a custom module's output; its own output is observed apart"
+        return Action.QUANTIZED, "its input is a custom module's output; its own output has its own observer"
 
 
 SHARE = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT

@@ -34,7 +34,7 @@ def find_dtype_config(
 def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool) -> str:
     """Return the reason, for people, why ``find_dtype_config`` found nothing."""
     reasons = dict.fromkeys(_violation(c, specs, has_weight, has_bias) for c in entry.dtype_configs)
-    return "the backend does not take its qconfig: " + (
+    return "the backend does not support its qconfig: " + (
         "; ".join(reasons) or "it has no dtype configs for it"
     )
 

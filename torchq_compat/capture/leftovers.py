@@ -38,6 +38,6 @@ def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[D
                 f"hooks of {type(module).__name__}",
                 Action.DROPPED,
                 "hooks run once, while the model is captured: what they compute on tensors is in the graph, "
-                "what else they do happens no more",
+                "their other effects are lost",
                 warn=True,
             )

@@ -65,8 +65,8 @@ def _refuse_wrapped(prepared: nn.Module, given: Mapping[str, Any]) -> None:
     states = [name for name, value in given.items() if isinstance(value, Mapping) and _has_tensors(value)]
     if states and not _has_tensors(given):
         raise CheckpointError(
-            f"this is no state, but has one under {states[0]!r}.",
-            hint=f"hand in checkpoint[{states[0]!r}].",
+            f"this is no state dict, but has one under {states[0]!r}.",
+            hint=f"pass checkpoint[{states[0]!r}].",
         )
     prefix = next(iter(given), "").partition(".")[0] + "."
     is_ours = any(name.startswith(prefix) for name in prepared.state_dict())

@@ -273,7 +273,7 @@ def _refuse_parted_parameters(made: RolledModel) -> None:
             elif node.op == "get_attr":
                 read.add(id(attribute_of(model, node)))
         if read & known:
-            raise NotALoopError("parameters are read inside of it and outside, and training would part them")
+            raise NotALoopError("it shares parameters with other code, and training would make copies differ")
         known |= read
 
 
@@ -335,7 +335,7 @@ def _check(
         ran += 1
         problem = _compare(made, run)
         if problem is not None:
-            raise NotALoopError(f"rolled it computes something else at lengths {sizes}: {problem}")
+            raise NotALoopError(f"the rolled loop computes something else at lengths {sizes}: {problem}")
     if ran < 2:
         raise NotALoopError("the float model does not run at other lengths")
 

@@ -106,7 +106,7 @@ def _check_results(flow: Flow) -> None:
             raise NotALoopError("every step writes the same")
     for position in missing:
         if any(node is not None and _outside(flow, node) for node in (step[position] for step in flow.steps)):
-            raise NotALoopError("the last step leaves out what others hand on")
+            raise NotALoopError("the last step lacks values that other steps return")
 
 
 def _outside(flow: Flow, node: Node) -> list[Node]:
