@@ -1,4 +1,4 @@
-"""Convert: a calibrated or trained model -> its q-dq form."""
+"""Convert: turns a calibrated or trained model into its q-dq form."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def convert_to_reference(
     """Return the q-dq form of ``prepared``, which stays usable.
 
     Args:
-        rules: a QConfigMapping with None for what shall stay float; None: the one of prepare.
+        rules: a QConfigMapping that gives None to what shall stay float; None means the one of prepare.
         backend: a BackendConfig given to convert, which changes nothing.
 
     Raises:
-        ConfigError: ``rules`` say more than None to what was prepared.
+        ConfigError: ``rules`` give what was prepared a QConfig that is neither None nor the one of prepare.
         ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
-        CustomModuleError: a quantized class that does not do what the mapping promises.
+        CustomModuleError: a quantized class does not do what the mapping promises.
     """
     record = _record_of_prepared(prepared)
     for told in unmatched_at_convert(prepared, settings, record.rules, rules):
@@ -75,7 +75,7 @@ def convert_to_reference(
         remove_observers(working, switched_off)
 
     # Convert the custom modules, then the graph around them.
-    # torchao's convert of a model in training makes random example inputs of its own.
+    # torchao's convert of a QAT model makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         _convert_opaque_modules(working, settings)
         converted = convert_graph(working, as_fx=record.rules is not None, is_trained=record.is_qat)
@@ -167,8 +167,8 @@ def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None,
 
 
 def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module, ...], ...]:
-    """Return the observers of the results of the opaque module at ``path``, in flat order, one for each
-    call."""
+    """Return the observers of each result of the opaque module at ``path``, in flat order: one observer for
+    each call."""
     observers = {user.args[0]: observer for user, observer in observer_nodes(working)}
     found: dict[int, list[nn.Module]] = {}
     for call in opaque_call_nodes(working):
@@ -181,7 +181,7 @@ def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module,
 
 
 def _check_observers(prepared: GraphModule) -> None:
-    """Refuse qparams that are not numbers; warn about observers that saw nothing."""
+    """Raise for observers that have no finite qparams; warn about observers that saw no data."""
     faults = observer_faults(prepared)
     for path in {str(node.target): None for node in opaque_call_nodes(prepared)}:
         opaque = prepared.get_submodule(path)

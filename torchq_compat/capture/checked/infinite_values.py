@@ -1,6 +1,7 @@
-"""Values that stand for infinity, as those of masks that are added to the scores of attention.
+"""Values that mean infinity, such as those of masks that are added to attention scores.
 
-No scale holds them and the others: with one for -1e9, every score is 0. What has them stays float.
+No scale can represent them together with the other values: with a scale for -1e9, every score is 0. Tensors
+with such values stay float.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torchq_compat.support.upstream import pytree
 
 __all__ = ["mark_infinite_values"]
 
-#: From here on a number may stand for infinity ...
+#: A number of at least this size may mean infinity ...
 LARGE = 1e8
-#: ... if all others are smaller than it by this factor at least.
+#: ... if all smaller ones are at most this fraction of it.
 APART = 1e-4
 
 
 def mark_infinite_values(graph_module: GraphModule, case: CaptureCase) -> None:
-    """Mark the nodes of a captured graph whose values on the example inputs stand for infinity in part.
+    """Mark the nodes of a captured graph that have values which mean infinity on the example inputs.
 
-    It runs only where a constant or an example input is that large.
+    The graph runs only if a constant or an example input is that large.
     """
     if _may_have_any(graph_module, case.args):
         case.runs.of_graph(graph_module, case.args, runner=_Marking)
@@ -43,7 +44,7 @@ class _Marking(GraphRunner):
 
 
 def stands_for_infinity(values: Tensor) -> bool:
-    """Return whether some of ``values`` are infinite, or so much larger than all others that they mean it."""
+    """Return whether some of ``values`` are infinite, or so much larger than the others as to mean it."""
     if not values.is_floating_point() or not values.numel():
         return False
     sizes = values.detach().abs().double()
