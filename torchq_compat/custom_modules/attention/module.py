@@ -35,8 +35,7 @@ from torchq_compat.custom_modules.parts.part_graph import (
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.opaque_calls.tensor_labels import input_labels
-from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
+from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.dtypes import as_dtype
@@ -56,6 +55,8 @@ class AttentionModule(PartOwner):
         project_out: the projection of the attended values.
         returned_weights: observes the attention weights that a call returns.
     """
+
+    inputs_named_as = nn.MultiheadAttention
 
     def __init__(
         self,
@@ -90,16 +91,6 @@ class AttentionModule(PartOwner):
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return (self.specs.group_dtype("output"), self.specs.group_dtype("attention_weights"))[:count]
-
-    def named_input_qparams(self) -> dict[str, PerTensorQParams]:
-        """Return the qparams of query, key and value, which the boundary quantizes."""
-        found: dict[str, set[QParams | None]] = {}
-        for layout in self.opaque_layouts:
-            labels = input_labels(nn.MultiheadAttention, layout.inputs)
-            for label, qparams in zip(labels, layout.input_qparams, strict=bool(layout.input_qparams)):
-                found.setdefault(label, set()).add(qparams)
-        single = {label: all_qparams.pop() for label, all_qparams in found.items() if len(all_qparams) == 1}
-        return {label: qparams for label, qparams in single.items() if isinstance(qparams, PerTensorQParams)}
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Run a call of ``torch.nn.MultiheadAttention``.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.custom_modules.parts.own_linear import own_linear
-from torchq_compat.custom_modules.parts.part import Part, PartKind
+from torchq_compat.custom_modules.parts.part import ObservedValue, Part, PartKind
 
 __all__ = ["OUT_PARTS", "PROJECTION_PARTS", "WEIGHTS_PARTS", "ProjectIn", "ProjectOut", "ReturnedWeights"]
 
@@ -26,14 +26,6 @@ OUT_PARTS = (
 WEIGHTS_PARTS = (
     Part("quant_attn_output_weights", PartKind.IDENTITY, "attention_weights", "softmax(q k / sqrt(d))"),
 )
-
-
-class Observed(nn.Module):
-    """An alias of its input, so that the value has its own node to observe."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        alias: Tensor = torch.ops.aten.alias.default(x)
-        return alias
 
 
 class ProjectIn(nn.Module):
@@ -65,7 +57,7 @@ class ProjectOut(nn.Module):
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
-        self.quant_attn_output = Observed()
+        self.quant_attn_output = ObservedValue()
         self.out_proj = own_linear(attention.out_proj.weight, attention.out_proj.bias)
 
     def forward(self, attended: Tensor) -> tuple[Tensor, ...]:
@@ -77,7 +69,7 @@ class ReturnedWeights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.quant_attn_output_weights = Observed()
+        self.quant_attn_output_weights = ObservedValue()
 
     def forward(self, weights: Tensor) -> tuple[Tensor, ...]:
         return (self.quant_attn_output_weights(weights),)

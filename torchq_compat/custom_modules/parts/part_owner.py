@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
-from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.opaque_calls.tensor_labels import input_labels
+from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
 from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
 
@@ -28,6 +29,8 @@ class PartOwner(OpaqueModule, ABC):
         module_path: the module's path in the model, for messages.
     """
 
+    #: A float class, if the arguments of its ``forward`` are the graphs' inputs, by name.
+    inputs_named_as: ClassVar[type[nn.Module] | None] = None
     specs: PartSpecs
     qconfig: Any
     module_path: str
@@ -56,7 +59,15 @@ class PartOwner(OpaqueModule, ABC):
     def named_input_qparams(self) -> dict[str, PerTensorQParams]:
         """Return the qparams of the graphs' inputs, by name, for inputs that have the same known qparams in
         every call."""
-        return {}
+        if self.inputs_named_as is None:
+            return {}
+        found: dict[str, set[QParams | None]] = {}
+        for layout in self.opaque_layouts:
+            labels = input_labels(self.inputs_named_as, layout.inputs)
+            for label, qparams in zip(labels, layout.input_qparams, strict=bool(layout.input_qparams)):
+                found.setdefault(label, set()).add(qparams)
+        single = {label: all_qparams.pop() for label, all_qparams in found.items() if len(all_qparams) == 1}
+        return {label: qparams for label, qparams in single.items() if isinstance(qparams, PerTensorQParams)}
 
     def take_over(self, other: PartOwner) -> None:
         """Take over the specs, path, layouts and mode of ``other``, which this module replaces."""

@@ -288,11 +288,11 @@ def _is_quantized(op: Node, qparams_of: Mapping[Node, PerTensorQParams]) -> bool
 
 
 def _without_kernel(op: Node) -> str:
-    if op.target in RULES:
+    if op.target in PASSTHROUGH and len(op.all_input_nodes) > 1:
+        return "its inputs have different qparams"
+    if op.target in RULES or op.target in PASSTHROUGH:
         return "its input or its result is not quantized"
-    return (
-        "its inputs have different qparams" if op.target in PASSTHROUGH else "it has no integer kernel here"
-    )
+    return "it has no integer kernel here"
 
 
 def _decision(node: Node, action: Action, reason: str, *, warn: bool = False) -> Decision:
