@@ -1,4 +1,4 @@
-"""The input's qparams behind a dropout: FX's quantized dropout returns the tensor it is given.
+"""Keep the input's qparams behind a dropout: FX's quantized dropout returns the tensor it is given.
 
 In the reference graph of FX, and in ours, the output of a dropout has an observer of its own. Its integer
 kernel has no use for it: what follows, up to the next op that computes, is on the steps of the input.

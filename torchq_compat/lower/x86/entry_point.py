@@ -1,4 +1,4 @@
-"""Lower what ``convert_fx`` converted, or warn why it stays a reference model."""
+"""Lower a model that ``convert_fx`` converted, or warn why it remains a reference model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["lower_or_warn"]
 
 
 def lower_or_warn(reference: ConvertedGraphModule) -> ConvertedModel:
-    """Return ``reference`` on the integer kernels of the engine in use; where it has none, on this package's
-    own for recurrent modules and linear layers.
+    """Return ``reference`` on the integer kernels of the engine in use; if the engine has none, on this
+    package's own kernels for recurrent modules and linear layers.
 
     Raises:
         ConfigError: an engine that torch does not have.

@@ -1,4 +1,4 @@
-"""Calls that prepare without ``example_inputs``, or with some that no model runs on."""
+"""Find calls that prepare without ``example_inputs``, or with some that no model runs on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["REVIEW"]
 PREPARING = ("prepare_fx", "prepare_qat_fx")
 MISSING = "torch.export captures the model by running it once"
 MAX_STEPS = 8
-#: Keys of a custom config dict.
+#: The keys of a custom config dict.
 OLD_KEYS = (
     "standalone_module_name",
     "standalone_module_class",
@@ -45,7 +45,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 
 
 def _value(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode) -> cst.BaseExpression:
-    """What a variable surely holds, through several; ``value`` itself where that is not known."""
+    """Return what a variable surely holds, through several; ``value`` itself where that is not known."""
     for _ in range(MAX_STEPS):
         if not isinstance(value, cst.Name):
             break
@@ -62,9 +62,9 @@ def _constant(source: ParsedSource, name: cst.Name) -> cst.BaseExpression | None
 
 
 def _refusal(source: ParsedSource, value: cst.BaseExpression) -> str:
-    """Why no model runs on ``value``; empty where it may."""
+    """Return why no model runs on ``value``; empty where it may."""
     if isinstance(value, cst.Name) and value.value == "None":
-        return "None stands there; the first batch of the calibration loader will do"
+        return "example_inputs is None; the first batch of the calibration loader will do"
     if isinstance(value, cst.Dict) and _is_config(value):
         return "before torch 1.13 the third argument was a custom config; now it is example_inputs"
     if _holds_no_tensor(value):
@@ -75,7 +75,7 @@ def _refusal(source: ParsedSource, value: cst.BaseExpression) -> str:
 
 
 def _holds_no_tensor(value: cst.BaseExpression) -> bool:
-    """Whether ``value`` is spelled out, and all of it is numbers, strings and shapes."""
+    """Return whether ``value`` is spelled out, and all of it is numbers, strings and shapes."""
     if isinstance(value, (cst.Tuple, cst.List)):
         return all(_holds_no_tensor(element.value) for element in value.elements)
     if isinstance(value, cst.UnaryOperation):
@@ -88,7 +88,7 @@ def _holds_no_tensor(value: cst.BaseExpression) -> bool:
 
 
 def _is_config(value: cst.Dict) -> bool:
-    """Whether the keys of a dict are settings, and not the parameters of a model."""
+    """Return whether the keys of a dict are settings, and not the parameters of a model."""
     keys = [e.key for e in value.elements if isinstance(e, cst.DictElement)]
     names = [key.raw_value for key in keys if isinstance(key, cst.SimpleString)]
     return not names or all(name in OLD_KEYS for name in names)
