@@ -124,7 +124,7 @@ def by_ours(model: nn.Module, batches: list[Any]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("flow", "additions"), [(by_its_own_flow, 4), (by_ours, 6)])
 def test_the_backend_quantizer_of_the_tutorial(flow: Any, additions: int) -> None:
-    """In a graph of torch.export ``+=`` and ``x.add(y)`` have sources that the tutorial does not search for."""
+    """In a graph of torch.export ``+=`` and ``x.add(y)`` have sources that the tutorial does not match."""
     torch.manual_seed(0)
     model = Block().eval()
     batches = [(torch.randn(2, 4, 8, 8),) for _ in range(3)]
