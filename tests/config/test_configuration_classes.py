@@ -79,7 +79,7 @@ def batches(*shapes: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
 
 
 def check(model: nn.Module, mapping: QConfigMapping, data: Any, least_db: float, **kwargs: Any) -> None:
-    """Assert FX's activation qparams (1e-5), and an SQNR within 0.5 dB of FX's and of ``least_db`` or more."""
+    """Assert FX's activation qparams (1e-5), and an SQNR within 0.5 dB of FX's and at least ``least_db``."""
     model = model.eval()
     theirs, ours = by_fx(model, mapping, data, **kwargs)[1], by_us(model, mapping, data, **kwargs)[1]
     a, b = sorted(fx_activation_qparams(theirs)), sorted(activation_qparams(ours))
