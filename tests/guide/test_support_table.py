@@ -34,7 +34,7 @@ FUNCTIONS = (fx.prepare_fx, fx.convert_fx, fx.fuse_fx)
 
 
 def fx_features() -> Iterator[str]:
-    """What there is in FX, read from torch.ao."""
+    """What FX supports, read from torch.ao."""
     for config in CONFIGS:
         for name in vars(config):
             if name.startswith(("set_", "_set_", "add_")):

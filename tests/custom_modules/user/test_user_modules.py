@@ -1,5 +1,4 @@
-"""A user's own custom modules: what FX did for the classic custom module, and all other forms of calls and
-results."""
+"""A user's own custom modules: what FX did for the classic one, and all other forms of calls and results."""
 
 from __future__ import annotations
 
@@ -161,8 +160,7 @@ class FloatCustom(StaticCustom):
 
 
 def test_used_twice_each_call_with_its_own_qparams() -> None:
-    """A class with ``takes_floats`` has no output qparams: a call with values 100 times smaller loses
-    nothing."""
+    """A class with ``takes_floats`` has no output qparams: a call with values 100 times smaller is as accurate."""
     model = Twice().eval()
     data = [(uniform(10.0, 16, 3), uniform(0.1, 16, 3)) for _ in range(8)]
     configs = settings_for(Custom, ObservedCustom, FloatCustom)
