@@ -118,7 +118,7 @@ def test_training_reaches_every_weight_and_is_what_converts(
 
 @pytest.mark.slow
 def test_explain_reports_what_a_fused_fake_quantize_cuts_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused fake-quantize does not call its observer; clipped values are counted in a sample of its calls."""
+    """A fused fake-quantize does not call its observer; clipping is counted in a sample of its calls."""
     path, shares = "recurrent.layers.0.layer_fw.cell.fgate_cx_igate_cgate", []
     for every in (fused_fake_quantize.COUNTED_EVERY, 1):
         monkeypatch.setattr(fused_fake_quantize, "COUNTED_EVERY", every)

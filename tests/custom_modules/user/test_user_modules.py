@@ -160,7 +160,7 @@ class FloatCustom(StaticCustom):
 
 
 def test_used_twice_each_call_with_its_own_qparams() -> None:
-    """A class with ``takes_floats`` has no output qparams: a call with values 100 times smaller is as accurate."""
+    """A class with ``takes_floats`` has no output qparams: a call with small values is as accurate."""
     model = Twice().eval()
     data = [(uniform(10.0, 16, 3), uniform(0.1, 16, 3)) for _ in range(8)]
     configs = settings_for(Custom, ObservedCustom, FloatCustom)
