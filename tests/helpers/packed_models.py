@@ -49,7 +49,7 @@ def random_shapes(count: int, seed: int) -> list[PackedShape]:
 
 
 class Packs(nn.Module):
-    """A recurrent module between packing and unpacking; returns the result and the states at sequence ends."""
+    """A recurrent module between packing and unpacking; returns result and states at sequence ends."""
 
     def __init__(self, shape: PackedShape, features: int = 6, hidden: int = 8) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Kind:
         return self.name
 
     def parts_and_weights(self, *, split_gates: bool, projected: bool) -> int:
-        """Return the number of observers in one cell: of projection pairs, their weights, sums, other parts."""
+        """Return the number of observers in one cell: projection pairs, weights, sums, the rest."""
         pairs = len(self.bias) if split_gates else 1
         return 4 * pairs + self.sums[split_gates] + self.others + 2 * projected
 
@@ -149,7 +149,7 @@ class Point:
         return h_n[layer * self.directions :][: self.directions]
 
     def _fill_gates(self, module: nn.Module, suffix: str, incoming: float) -> None:
-        """Fill in weights for gate sums of standard deviation 0.8, and a bias that opens gates, as if trained."""
+        """Set weights for gate sums of standard deviation 0.8, and a bias that opens gates, as if trained."""
         from_x, from_h = getattr(module, f"weight_ih{suffix}"), getattr(module, f"weight_hh{suffix}")
         spread = 1.2 if self.bias else 1.4
         from_x.copy_(uniform(spread / incoming / from_x.shape[1] ** 0.5, *from_x.shape))
@@ -189,7 +189,7 @@ class Point:
         return [self.arguments(self.other_steps, 1) for _ in range(SEQUENCES)]
 
     def observer_count(self) -> int:
-        """Return the number of observers in the cells and at the module's edges, independent of the length."""
+        """Return the number of observers in cells and at the module's edges, for any length."""
         projected = bool(self.share)
         in_cells = self.kind.parts_and_weights(split_gates=self.split_gates, projected=projected)
         requantized = 0

@@ -106,7 +106,7 @@ def with_weights_of(made: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def mirror(float_class: type[nn.Module], **attributes: Any) -> tuple[Any, Any]:
-    """Return settings with classes that compute as ``float_class``; ``attributes`` are the observed class's."""
+    """Return settings with classes that compute as ``float_class``; ``attributes``: the observed class's."""
 
     class Observed(float_class):  # type: ignore[valid-type, misc]
         @classmethod
