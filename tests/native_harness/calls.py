@@ -49,7 +49,7 @@ DTYPES = {8: (torch.uint8, torch.int8), 16: (torch.int16, torch.int32), 32: (tor
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of ``cell_loop``; x is (rows, I) with ``batch_sizes``. ``features``: the cases covered."""
+    """The arguments of ``cell_loop``; x is (rows, I) with ``batch_sizes``. ``features``: cases covered."""
 
     x: Tensor
     states: list[Tensor]

@@ -1,4 +1,4 @@
-"""One module imports torch.ao.quantization and torch.ao.nn; the rest works where torch has no FX engine."""
+"""Only one module imports torch.ao.quantization and torch.ao.nn; the rest works without an FX engine."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["prepare_imports"]
 
 
 def prepare_imports() -> None:
-    """Make ``import torchvision`` work, and let nothing be downloaded."""
+    """Make ``import torchvision`` work, and prevent downloads."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     name = "torchvision._meta_registrations"
     if "torchvision" not in sys.modules:
