@@ -27,7 +27,7 @@ from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
 from torchq_compat.annotate.passthrough_ops import PASSTHROUGH, preserves_values
 
 ATEN = torch.ops.aten
-#: Operator -> arguments behind the tensor, of 4 x 4 x 4 x 4.
+#: Operator -> further arguments, for a tensor of shape 4 x 4 x 4 x 4.
 ARGUMENTS: dict[object, tuple[Any, ...]] = {
     ATEN.channel_shuffle.default: (2,),
     ATEN.chunk.default: (2, 1),
@@ -68,7 +68,7 @@ ARGUMENTS: dict[object, tuple[Any, ...]] = {
     ATEN.unbind.int: (1,),
     ATEN.unfold.default: (1, 2, 1),
 }
-#: Operator -> what it is called with in place of the tensor.
+#: Operator -> a function from the tensor to all arguments, if the first one is not the tensor itself.
 OTHER_INPUTS = {
     ATEN.max_pool1d.default: lambda x: (x[0], 2),
     ATEN.stack.default: lambda x: ([x, x],),
@@ -242,7 +242,7 @@ def test_behind_a_reshape_of_floats(between: Callable[[Tensor, nn.Module], Tenso
     assert decision.action == "quantized"
     assert told in decision.unlike_fx
     assert bool(decision.unlike_fx) == bool(told)
-    # What FX quantizes besides its result.
+    # If ``told``, FX quantizes another value besides the result.
     difference = sqnr(theirs[1](x), ours[1](x))
     assert difference < 45 if told else difference > 40
     assert 20 < sqnr(model(x), ours[1](x)) < 55

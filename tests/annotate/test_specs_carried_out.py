@@ -41,7 +41,7 @@ Name = tuple[Any, ...]
 
 
 class Program(nn.Module):
-    """A few ops in a random order, most of them with several outputs; every value is a result."""
+    """A few ops in random order, most of them with several outputs; all values are returned."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ QAT = get_default_qat_qconfig_mapping("x86")
 
 
 class Net(nn.Module):
-    """A convolution, batch norms and what a test does with them."""
+    """Convolutions and batch norms; ``run`` says how a test uses them."""
 
     def __init__(self, run: Callable[[Any, Tensor], Any], affine: bool = True) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ class RecurrentModel(nn.Module):
 
 
 def random_inputs(lstm: nn.RNNBase, length: int, batch: int) -> tuple[Tensor, ...]:
-    """Input and zero states of a RecurrentModel."""
+    """Return an input and zero states of a RecurrentModel."""
     rows = lstm.num_layers * (1 + lstm.bidirectional)
     count = 2 if isinstance(lstm, nn.LSTM) else 1
     states = (torch.zeros(rows, batch, lstm.hidden_size) for _ in range(count))

@@ -31,7 +31,7 @@ RECURRENT = {nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell}
 
 
 class UnavailableError(Exception):
-    """A contender cannot be built; the message says why, for the table."""
+    """Raised if a contender cannot be built; the message is its entry in the table."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ STAGES = ("prepare", "calibrate", "convert")
 #: Several batches, because the first one also sets up the observers.
 BATCHES, BATCH = 3, 4
 WIDTH = 64
-#: A run that takes longer is not repeated.
+#: In seconds: a longer run is not repeated.
 LONG_SECONDS = 30.0
 
 Inputs = tuple[Tensor, ...]

@@ -1,8 +1,8 @@
 """Random recurrent contracts through the whole life: ``python -m tests.fuzz.recurrent_fuzzer [--count
 1000]``.
 
-Every one ends near the float model on integers. None is refused: a dynamic nn.RNN stays float and says so, as
-FX's backend has none, and any error, ours too, is a fault.
+Every contract ends near the float model on integers. None is refused: a dynamic nn.RNN, which FX's backend
+lacks, stays float with a warning, and any error, even one of this package, is a fault.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LEAST_DB, MOST_DB = 12.0, 75.0
 #: SQNR in dB of the converted model against the fake-quantized model that was trained: a value midway between
 #: two steps may fall to the other side.
 LEAST_DB_TRAINED = 25.0
-#: Fake-quantizes whose ranges cover all that was seen.
+#: Fake-quantizes whose ranges cover all values seen.
 FAKE_QUANTIZE: Any = FakeQuantize
 COVERING_QAT = QConfig(  # type: ignore[no-untyped-call]
     FAKE_QUANTIZE.with_args(observer=MinMaxObserver, dtype=torch.quint8),

@@ -1,4 +1,4 @@
-"""The fuzzers in short; ``python -m tests.fuzz`` runs all of their cases."""
+"""Short runs of the fuzzers; ``python -m tests.fuzz`` runs all of their cases."""
 
 from __future__ import annotations
 

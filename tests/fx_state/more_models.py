@@ -95,7 +95,7 @@ class Tied(nn.Module):
 
 
 class Repeated(nn.Module):
-    """``contiguous()``, which torch.export drops, in front of other ops of the same code."""
+    """A model with ``contiguous()``, which torch.export drops, in front of other ops of the same code."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:

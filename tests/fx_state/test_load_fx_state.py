@@ -232,7 +232,7 @@ def test_old_forms_of_packed_linears(version: int) -> None:
 
 
 def before_1_12(prepared: GraphModule) -> dict[str, Any]:
-    """Name observers as FX did before torch 1.12: after what they observe, in the order of the graph."""
+    """Name observers as FX did before torch 1.12: after the observed nodes, in the order of the graph."""
     renamed = {
         str(node.target): f"{node.args[0]}_activation_post_process_0"
         for node in prepared.graph.nodes

@@ -1,4 +1,4 @@
-"""The support table is complete against torch.ao, and the committed page is the generated one."""
+"""The support table covers all of torch.ao, and the committed page is the generated one."""
 
 from __future__ import annotations
 

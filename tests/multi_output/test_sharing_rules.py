@@ -31,7 +31,7 @@ Nodes = dict[str, Node]
 
 
 class Written(Quantizer):
-    """Annotations written by a function of the graph's nodes, by name."""
+    """A quantizer whose annotations ``write`` makes, given the graph's nodes by name."""
 
     def __init__(self, write: Callable[[Nodes], None]) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def cat_specs(n: Nodes, cat1: Any, cat2: Any) -> None:
 
 
 def test_everything_around_two_cats_is_one_group() -> None:
-    """The outputs op1, op2, op3 are those of one operator."""
+    """op1, op2 and op3 are outputs of one operator."""
 
     def write(n: Nodes) -> None:
         op1, op3 = Output(n["chunk"], 0), Output(n["chunk"], 2)
@@ -329,7 +329,7 @@ def test_every_consumer_of_an_output_moves_behind_its_observer() -> None:
     assert list(observer.args[0].users) == [observer]
 
 
-# -- one instance for a group: the ranges are those of all its points together
+# -- one observer for a group: its range covers all points of the group
 
 
 def test_a_group_has_one_range() -> None:
@@ -393,7 +393,7 @@ def test_a_circle_through_a_derived_spec() -> None:
 
 
 def test_an_output_told_to_share_that_has_another_dtype() -> None:
-    """Two quantizers: the first gave the output uint8, the second wants it with the input's int8 qparams."""
+    """Two quantizers: the first set uint8 for the output, the second shares the input's int8 qparams."""
 
     def write(n: Nodes) -> None:
         chunk, x = n["chunk"], n["x"]

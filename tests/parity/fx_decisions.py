@@ -1,7 +1,7 @@
-"""What FX decided about each op of a model, and what we did, in the same words.
+"""The decisions of FX and of this package on each op of a model, in the same form.
 
-An op is named by where it stands: a module by its path, a function by the path of the module whose code calls
-it and the function's name. A fused chain is named by its first op.
+An op is named by its place: a module by its path, a function by the path of the module that calls it and its
+name. A fused chain is named by its first op.
 """
 
 from __future__ import annotations

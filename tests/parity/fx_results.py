@@ -1,10 +1,10 @@
-"""What FX makes of a case, as numbers: live, or as stored in this folder.
+"""The results of FX for a case, as numbers: live, or as stored in this folder.
 
     python -m tests.parity
 
 runs FX on every case and writes ``fx_results.json`` (the corpus) and ``fx_parts.json`` (LSTMs observed part
-by part) again; ``python -m tests.zoo`` writes those of the zoo, ``migration/zoo.json``. The stored ones are
-compared in every run, also where torch has no FX engine any more.
+by part) again; ``python -m tests.zoo`` writes those of the zoo, ``migration/zoo.json``. The stored results
+are compared in every run, also if torch has no FX engine any more.
 """
 
 from __future__ import annotations

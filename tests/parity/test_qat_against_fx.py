@@ -298,8 +298,8 @@ class Tail(nn.Module):
 
 @pytest.mark.parametrize("backend", ["qnnpack", "x86"])
 def test_an_lstm_but_for_what_fx_does_not_train(backend: str) -> None:
-    """FX trains tanh of the cell state in float and converts it to 8 bits. Without that fake-quantize the
-    losses are FX's; with it the trained model is the one that converts."""
+    """FX trains tanh of the cell state in float and converts it to 8 bits. Without a fake-quantize for it the
+    losses are FX's; with one the model converts to what was trained."""
     torch.manual_seed(0)
     batches = [(torch.randn(6, 16, 8), *torch.randn(2, 1, 16, 12)) for _ in range(10)]
     mapping, model = get_default_qat_qconfig_mapping(backend), Tail()

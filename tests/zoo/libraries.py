@@ -1,6 +1,6 @@
-"""torchvision without its C++ operators, which do not load beside the CPU build of torch.
+"""torchvision without its C++ operators, which do not load with the CPU build of torch.
 
-Its models only need Python; of its own operators it wants schemas when it is imported.
+Its models need only Python; its import requires the schemas of its own operators.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Style:
         torch.manual_seed(0)
         attention = nn.MultiheadAttention(E, HEADS, **self.arguments)
         for name, parameter in attention.named_parameters():
-            # torch starts biases at zero, and scores so small that the weights are all alike.
+            # torch initializes biases to zero, and scores so small that all attention weights are equal.
             parameter.data.copy_(uniform(0.3 if "bias" in name else 0.5, *parameter.shape))
         return Model(attention, self.call).eval()
 

@@ -19,7 +19,7 @@ LINEAR = torch.ops.aten.linear.default
 
 
 def cell_inputs(cell: GraphModule) -> tuple[Tensor, ...]:
-    """x of seven steps (7, 3, I) and states (3, width)."""
+    """Return x with seven steps (7, 3, I) and states (3, width)."""
     widths = [int(n.meta["val"].shape[1]) for n in cell.graph.nodes if n.op == "placeholder"]
     return uniform(1.0, 7, 3, widths[0]), *(uniform(0.5, 3, width) for width in widths[1:])
 

@@ -75,7 +75,7 @@ DOCUMENTED_PARTS: dict[str, QParams] = {
 
 
 def cells_of(model: nn.Module, path: str = "my_lstm") -> Iterator[tuple[str, GraphModule]]:
-    """The cells of the LSTM at ``path``, by their paths."""
+    """Yield the cells of the LSTM at ``path`` with their paths."""
     for name, module in model.named_modules():
         if re.fullmatch(rf"{path}\.layers\.\d+\.layer_(fw|bw)\.cell", name):
             assert isinstance(module, GraphModule)

@@ -139,7 +139,7 @@ def linear_on_half_of_uint8() -> GraphModule:
     ids=["16 bits", "half of uint8"],
 )
 def test_other_qparams_are_left_to_the_portable_kernels(make: Callable[[], GraphModule], reason: str) -> None:
-    """XNNPACK's own checks look at the pattern and not at the qparams."""
+    """XNNPACK's own checks inspect the pattern, but not the qparams."""
     model = make()
     with pytest.warns(QuantizationWarning, match="xnnpack takes no operator"):
         program = to_executorch(model, (torch.randn(16, 8),), backend="xnnpack")
