@@ -330,7 +330,7 @@ def accepted(entry_point: EntryPoint, parameter: inspect.Parameter, kind: Kind) 
 
 
 def cases() -> Iterator[Case]:
-    """Yield every entry point with every kind of argument, one parameter at a time, and swapped."""
+    """Yield every entry point with every kind of argument, one at a time, and with arguments swapped."""
     for entry_point in entry_points():
         assert entry_point.good is not None, f"{entry_point.name} has no arguments in GOOD"
         parameters = list(inspect.signature(entry_point.function).parameters.values())

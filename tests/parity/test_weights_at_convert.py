@@ -97,7 +97,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", [*UNFUSED, *FUSED])
 def test_calibrated_with_fake_quantizes(name: str) -> None:
-    """Training used no qparams of a fused kernel, so they are the observer's, as in FX."""
+    """Nothing was trained with the qparams of a fused kernel, so they are the observer's, as in FX."""
     ours, theirs = on_both_sides((UNFUSED | FUSED)[name], is_qat=False, steps=2)
     assert_equal(scales(ours, tc), scales(theirs, fx))
     widest = ours.get_parameter("fc.weight").detach().abs().max()

@@ -109,7 +109,7 @@ def test_integers_in_products_alone(name: str) -> None:
         # Sums in another order, which may move an integer by one step.
         assert sqnr(reference, value) > 55
         assert 30 < sqnr(float_value, value) < 50
-    # Nothing is quantized: nearly all numbers of a result are distinct.
+    # The results are on no grid: nearly all of their numbers are distinct.
     output = found[0]
     assert output.unique().numel() > 0.9 * (output != 0).sum()
     state = lowered.state_dict()

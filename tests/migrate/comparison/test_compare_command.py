@@ -168,7 +168,7 @@ def comparisons(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]
 
 @pytest.mark.slow
 def test_a_script_gives_what_the_function_gives(tmp_path: Path) -> None:
-    """The script feeds its batches through a buffer that it overwrites, to a copy of the model."""
+    """The batches are those that the script fed to a copy of the model, through a buffer it overwrites."""
     result = compare(tmp_path, "--json", "quantize.py", quantize=MODEL + QUANTIZE)
     assert result.returncode == 0
     assert "calibrated" in result.stderr
