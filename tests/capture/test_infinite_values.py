@@ -1,4 +1,4 @@
-"""Masks of minus infinity, and of large numbers in its place: the sum with a mask stays float."""
+"""Masks of minus infinity, or of large negative numbers instead: the sum with a mask stays float."""
 
 from __future__ import annotations
 

@@ -522,7 +522,7 @@ def test_what_stays_float_is_said_again() -> None:
 
 
 class Relu(nn.Module):
-    """A custom module that is both the float and the observed class."""
+    """A custom module, whose observed class is ObservedRelu."""
 
     @classmethod
     def from_float(cls, module: nn.Module) -> nn.Module:
