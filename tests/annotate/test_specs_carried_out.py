@@ -254,7 +254,7 @@ def marks_before(node: Node, fixed: set[Any]) -> tuple[list[Any], Node]:
 
 
 def check(plan: Plan, converted: GraphModule) -> int:
-    """Assert that ``converted`` has the q-dq of ``plan`` at every place; return the number of q-dq."""
+    """Assert that ``converted`` has the q-dq of ``plan`` at every place; return the number of specs."""
     fixed = {mark for name in plan.specs if (mark := plan.mark(name))[2] is not None}
 
     def compare(reader: Node, consumer: str | None) -> None:

@@ -159,8 +159,8 @@ class Point:
             getattr(module, f"bias_ih{suffix}").copy_(opened + uniform(0.2, *opened.shape))
 
     def _fill_projection(self, weight: Tensor) -> None:
-        """Fill ``weight`` so that each output mixes ``share`` hidden units and is as large as they are, within
-        the [-1, 1) of a scale of 2^-7."""
+        """Fill ``weight`` so that each output mixes ``share`` hidden units and is as large as they are,
+        within the [-1, 1) of a scale of 2^-7."""
         mixed = torch.arange(self.hidden_size) // self.share == torch.arange(self.proj_size)[:, None]
         signs = torch.sign(torch.rand(weight.shape) - 0.5)
         weight.copy_(mixed * signs * 1.15 / self.share + uniform(0.02, *weight.shape))

@@ -104,7 +104,7 @@ class WaveUNet(nn.Module):
         self.lstm = BLSTM(n_in, bidirectional)
 
     def valid_length(self, length: int) -> int:
-        """Return the least length that the strides of every convolution divide evenly."""
+        """Return the least length from ``length`` on that all convolutions cover in whole strides."""
         for _ in range(self.depth):
             length = math.ceil((length - self.kernel) / self.stride) + 1
             length = max(length, 1)
