@@ -1,4 +1,4 @@
-"""What people give in place of the right argument: our error says what it is and what to write."""
+"""Wrong objects in place of an argument: the error says what the object is and what to write."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_no_mapping(prepare: Callable[..., Any], mapping: object, hint: str) -> 
 
 @pytest.mark.parametrize("prepare", PREPARES)
 def test_the_model_stands_second(prepare: Callable[..., Any]) -> None:
-    with pytest.raises(ArgumentError, match=r"the module stands second\.\nHint: the order is prepare_"):
+    with pytest.raises(ArgumentError, match=r"as the second argument\.\nHint: the order is prepare_"):
         prepare(MAPPING, net(), X)
 
 

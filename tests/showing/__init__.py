@@ -1,1 +1,0 @@
-"""How reports are shown."""
