@@ -121,11 +121,7 @@ class CaptureError(TorchQCompatError):
 
 
 class ExportError(TorchQCompatError, ValueError):
-<<<<<<< HEAD
-    """A model cannot be exported as asked."""
-=======
-    """Raised if a converted model cannot be exported as requested, or become TorchScript."""
->>>>>>> int
+    """Raised if a model cannot be exported as requested, or become TorchScript."""
 
 
 class StreamingError(TorchQCompatError, ValueError):

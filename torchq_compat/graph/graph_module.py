@@ -293,25 +293,15 @@ class QuantizationGraphModule(GraphModule):
         return explain_failed_call(self.reference, stage.value, args, cause)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-<<<<<<< HEAD
-        """As ``nn.Module.named_children``, for all but the Numeric Suite."""
-        if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
-            refuse_numeric_suite(sys._getframe(1))
-        return super().named_children()
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As ``nn.Module.named_modules``, for all but the Numeric Suite."""
-        if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
-            refuse_numeric_suite(sys._getframe(1))
-=======
         """Call ``nn.Module.named_children``; refuse the Numeric Suite."""
-        refuse_numeric_suite(sys._getframe(1))
+        if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
+            refuse_numeric_suite(sys._getframe(1))
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Call ``nn.Module.named_modules``; refuse the Numeric Suite."""
-        refuse_numeric_suite(sys._getframe(1))
->>>>>>> int
+        if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
+            refuse_numeric_suite(sys._getframe(1))
         modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return modules
 

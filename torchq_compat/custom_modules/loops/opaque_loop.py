@@ -70,12 +70,8 @@ def _scan(
     wholes: Sequence[Tensor],
     same: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-<<<<<<< HEAD
-    """As ``run_steps``, bit for bit."""
-    count, read = len(states), len(wholes) - form.counted
-=======
     """Run all steps as a ``scan``, with the same bits as ``run_steps``."""
->>>>>>> int
+    count, read = len(states), len(wholes) - form.counted
     weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
@@ -83,15 +79,9 @@ def _scan(
         now, rest = flat[:count], flat[count:]
         parts, rest = rest[: len(wholes)], rest[len(wholes) :]
         given, rest = rest[: len(same)], rest[len(same) :]
-<<<<<<< HEAD
         args = (*now, *parts[:read], *given)
         results = functional_call(step, dict(zip(weights, rest, strict=True)), args)
-        # scan refuses a result that is another one, or an argument.
-=======
-        values = dict(zip(weights, rest, strict=True))
-        results = functional_call(step, values, (*now, *parts[:read], *given))
         # scan refuses a result that is also another result, or an argument.
->>>>>>> int
         return [each.clone() for each in results]
 
     xs = []

@@ -39,23 +39,14 @@ def exporting_loops_as(shape: LoopShape) -> Iterator[None]:
 
 
 def shape_in_export() -> LoopShape:
-<<<<<<< HEAD
-    """The shape the running export wants; rolled if it did not say."""
+    """Return the shape set for the running export; ``ROLLED`` if none is set."""
     # Dynamo cannot read a ContextVar. It runs in ``torch.export.export(strict=True)``, never in ``export``.
     if torch.compiler.is_dynamo_compiling():
         return LoopShape.ROLLED
-=======
-    """Return the shape set for the running export; ``ROLLED`` if none is set."""
->>>>>>> int
     return _SHAPE.get() or LoopShape.ROLLED
 
 
 def packs_are_padded() -> bool:
-<<<<<<< HEAD
-    """Whether the running export is ``export``'s, in which packed rows are those of padded sequences."""
-    return not torch.compiler.is_dynamo_compiling() and _SHAPE.get() is not None
-=======
     """Return whether the running export is this package's, in which the rows of a PackedSequence are those of
     padded sequences."""
-    return _SHAPE.get() is not None
->>>>>>> int
+    return not torch.compiler.is_dynamo_compiling() and _SHAPE.get() is not None

@@ -75,11 +75,17 @@ def scan_steps(
     xs: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Return the last states and the stacked values of ``body(*states, *parts, *weights)``, which gives the
-    new states and its values, over the first dimension of ``xs``, for torch.export to trace.
+    """Run ``body(*states, *parts, *weights)`` over the first dimension of ``xs`` as a ``scan``, which
+    torch.export traces.
 
-    The operator itself is called, not its front, which would compile each body first to find out which
-    weights it reads. Dynamo, which does so anyway, takes nothing but the front.
+    The operator is called directly and not through its front, which would first compile each body to find the
+    weights it reads. Dynamo does so anyway, and accepts only the front.
+
+    Args:
+        body: returns the new states, then its other values.
+
+    Returns:
+        The last states, then the stacked values.
     """
     if not torch.compiler.is_dynamo_compiling():
         return tuple(SCAN(body, list(states), list(xs), tuple(weights)))
@@ -96,17 +102,8 @@ def scan_steps(
 def run_rolled_direction(
     step: Step, weights: tuple[Tensor, ...], inputs: tuple[Tensor, ...], state: State, *, backward: bool
 ) -> tuple[Tensor, State]:
-<<<<<<< HEAD
-    """The same of ``step(*weights, *inputs, *states)``, bit for bit, as a ``scan``: how torch.export sees it,
-    at any length."""
-=======
     """Run ``step(*weights, *inputs, *states)`` as a ``scan``, which torch.export captures at any length, with
-    the same bits as ``run_looped_direction``.
-
-    The operator is called directly and not through ``torch.scan``, which would first compile each body to
-    find the weights it reads.
-    """
->>>>>>> int
+    the same bits as ``run_looped_direction``."""
 
     def body(*flat: Tensor) -> list[Tensor]:
         states, rest = flat[: len(state)], flat[len(state) :]
