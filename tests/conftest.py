@@ -54,6 +54,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seed(item)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not WITHOUT_EXECUTORCH:
+        return
+    left_out = [item for item in items if item.get_closest_marker("executorch")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     left_out = [item for item in items if item.get_closest_marker("browser")]
     if left_out:
@@ -67,4 +75,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if count:
         terminalreporter.write_line(f"{count} test(s) in a browser left out: pytest -m browser runs them")
     if WITHOUT_EXECUTORCH:
-        terminalreporter.write_line("tests/lower/executorch left out: pip install -e .[executorch] adds them")
+        terminalreporter.write_line(
+            "tests/lower/executorch, tests marked executorch and its blocks of the guide left out: "
+            "pip install -e .[executorch] adds them"
+        )

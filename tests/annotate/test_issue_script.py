@@ -41,6 +41,7 @@ def rewritten(name: str) -> Any:
 # -- the issue
 
 
+@pytest.mark.executorch
 @pytest.mark.slow
 def test_the_script_of_the_issue_runs_and_still_complains(capsys: pytest.CaptureFixture[str]) -> None:
     """With plain torchao the script prints what it printed then: no quantize nodes after lstm.input."""
@@ -69,6 +70,7 @@ def by_prepare_fx(model: nn.Module, quantizer: Any, batches: list[Any]) -> Any:
     return len(list(observer_nodes(prepared))), converted
 
 
+@pytest.mark.executorch
 @pytest.mark.parametrize("flow", [pytest.param(by_torchao, marks=pytest.mark.slow), by_prepare_fx])
 def test_the_quantizer_of_the_issue(flow: Any) -> None:
     torch.manual_seed(0)

@@ -143,6 +143,11 @@ class CaptureStub(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__(ORIGINAL), name)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Set a plain attribute: a parameter that the model assigns in its ``forward`` does not belong to the
+        stub, and ``nn.Module`` would refuse a name that the original has."""
+        vars(self)[name] = param
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         registry = _REGISTRY.get()
         stub = registry.by_handle[self.stub_handle]

@@ -19,7 +19,7 @@ EXPORT_MODULE_TAKES_CHECK_GUARDS = (
 
 #: The tested pairs of versions; torchao imports private names of torch, so they work in pairs. The workflows
 #: try the other pairs that pyproject.toml allows, and the import warns about them until they are listed here.
-TESTED = (("2.13", "0.18"),)
+TESTED = (("2.13", "0.18"), ("2.15", "0.18"))
 
 
 def untested_pair(torch_version: str, torchao_version: str) -> str:

@@ -51,6 +51,14 @@ class Dropping(nn.Module):
         return self.module(x)
 
 
+class Assigning(Dropping):
+    """The same with a parameter itself, which dropout in eval mode returns with torch 2.15."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.module.weight_hh_l0 = self.raw
+        return self.module(x)
+
+
 def parametrized() -> nn.Module:
     return parametrizations.weight_norm(nn.LSTM(6, 8, batch_first=True), "weight_hh_l0")
 
@@ -75,7 +83,7 @@ class Flattens(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:hooks of LSTM")
 @pytest.mark.parametrize(
-    "make", [Named, parametrized, normed, Dropping, lambda: nn.LSTM(6, 8, batch_first=True)]
+    "make", [Named, parametrized, normed, Dropping, Assigning, lambda: nn.LSTM(6, 8, batch_first=True)]
 )
 def test_what_computes_like_its_base_is_mapped(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
