@@ -16,11 +16,14 @@ from torchq_compat.showing.report_html import report_html
 from torchq_compat.showing.report_text import report_text
 from torchq_compat.showing.rows import Role, Row, headline
 from torchq_compat.showing.text_table import fitted_width
+from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["Action", "Decision", "QuantizedValue", "Report", "data_frame"]
+
+WIDTH = Expected("an int above 0", lambda value: INDEX.accepts(value) and value > 0)
 
 
 class Action(StrEnum):
@@ -141,11 +144,15 @@ class Report:
     def __len__(self) -> int:
         return len(self.decisions)
 
+    @checked_arguments(path=instance_of(str))
     def find(self, path: str) -> tuple[Decision, ...]:
         """Return the decisions about ``path`` and everything below it.
 
         Args:
             path: of a module, as ``named_modules`` has it, or of an op: ``"module/op"``.
+
+        Raises:
+            ArgumentError: ``path`` is no str.
         """
         return tuple(
             d for d in self.decisions if d.path == path or d.path.startswith((f"{path}.", f"{path}/"))
@@ -177,8 +184,16 @@ class Report:
         """
         return data_frame([row.as_dict() for row in self.rows], [*Row.__dataclass_fields__])
 
+    @checked_arguments(width=optional(WIDTH))
     def to_text(self, width: int | None = None) -> str:
-        """Return the table in lines of at most ``width`` columns; None: as wide as the terminal, or 100."""
+        """Return the table as lines of text.
+
+        Args:
+            width: the columns of a line at most; None: as wide as the terminal, or 100.
+
+        Raises:
+            ArgumentError: ``width`` is no int above 0.
+        """
         return report_text(self.rows, width or fitted_width())
 
     def as_dicts(self) -> list[dict[str, Any]]:
