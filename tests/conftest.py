@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 import zlib
 from collections.abc import Generator, Sequence
 
@@ -19,8 +20,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from torchq_compat.errors import QuantizationWarning
+
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start
+
+with warnings.catch_warnings():
+    # A pair of torch and torchao that nobody tested is told at the import, once: its tests run all the same.
+    warnings.simplefilter("default", QuantizationWarning)
+    import torchq_compat.support.torch_ao  # noqa: F401
 
 SEED = int(os.environ.get("TORCHQ_SEED", "0"))
 LEFT_OUT = pytest.StashKey[int]()

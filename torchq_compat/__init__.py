@@ -1,7 +1,7 @@
-"""Legacy FX graph mode quantization scripts, on torch.export and torchao's PT2E.
+"""Run legacy FX graph mode quantization scripts on torch.export and torchao's PT2E.
 
-The names are imported when they are first used: the command line must start, and complain, without torch. The
-errors, which need no torch, are all here, too.
+Names are imported when they are first used, because the command line must start, and report errors, without
+torch. The errors, which do not need torch, are imported at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchq_compat import errors
-from torchq_compat.errors import *  # noqa: F403 - listed once, there
+from torchq_compat.errors import *  # noqa: F403 - errors.py lists them
 
 if TYPE_CHECKING:
     from torchq_compat import checkpoints as checkpoints
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchq_compat.lower.executorch import to_executorch
     from torchq_compat.lower.export import export
     from torchq_compat.lower.onnx import to_onnx
+    from torchq_compat.lower.streams.streaming_model import streaming
     from torchq_compat.migrate.comparison.comparing import compare
     from torchq_compat.migrate.comparison.suggesting import suggest
     from torchq_compat.multi_output.annotate_outputs import annotate_outputs
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         prepare_fx,
         prepare_qat_fx,
     )
-    from torchq_compat.streams.streaming_model import streaming
 
     __version__: str
 
@@ -77,7 +77,7 @@ __all__ = [
 ]
 __all__ += errors.__all__
 
-#: Where a name lives that is not in quantize_fx.
+#: Name -> the module that defines it, for names that are not in quantize_fx.
 _HOMES = {
     "ConvertedModel": "torchq_compat.graph.graph_module",
     "QuantizationGraphModule": "torchq_compat.graph.graph_module",
@@ -92,17 +92,17 @@ _HOMES = {
     "quantizer_from": "torchq_compat.annotate.quantizer_from",
     "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
     "suggest": "torchq_compat.migrate.comparison.suggesting",
-    "streaming": "torchq_compat.streams.streaming_model",
+    "streaming": "torchq_compat.lower.streams.streaming_model",
     "to_executorch": "torchq_compat.lower.executorch",
     "to_onnx": "torchq_compat.lower.onnx",
 }
 
 
-#: torch.ao's private names of public functions here; old scripts import them.
+#: torch.ao's private name -> the public function here; old scripts import the private names.
 _LEGACY_NAMES = {"_reroute_tuple_getitem_pattern": "reroute_tuples"}
 
 
-#: The modules that users import; every other one is internal.
+#: The modules that users import; all other modules are internal.
 _MODULES = (
     "checkpoints",
     "custom_config",
@@ -116,7 +116,7 @@ _MODULES = (
     "recurrent_parts",
 )
 
-if not TYPE_CHECKING:  # To a type checker a name that is not above is an error.
+if not TYPE_CHECKING:  # A type checker reports every name that is not listed above.
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
@@ -138,7 +138,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package as ``help`` sees it: pydoc would list every folder, where users import ten modules."""
+    """The package; ``__path__`` is hidden from pydoc, or ``help`` would list the internal folders too."""
 
     @property
     def __path__(self) -> Any:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""``python -m torchq_compat``: the same command as ``torchq-compat``."""
+"""Run ``python -m torchq_compat``, the same command as ``torchq-compat``."""
 
 import sys
 

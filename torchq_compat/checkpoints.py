@@ -1,6 +1,6 @@
-"""Checkpoints that are whole or not there, and states that FX saved.
+"""Save and load checkpoints, and load states that FX saved.
 
-A killed save leaves the old file, a bad one is refused.
+An interrupted save leaves the old file in place, and a damaged file is refused.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ STATE = Expected(
 
 @checked_arguments(state=STATE, path=PATH)
 def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write ``state``, a module's state_dict or a mapping of such, to ``path`` in one step.
+    """Write ``state`` to ``path`` in one step.
 
-    The file is written beside ``path`` and moved over it when it is complete and on disk.
+    The file is written beside ``path`` and moved over it once it is complete and on disk.
 
     Args:
-        state: a module, its state_dict, or a mapping of names to such and to plain values.
-        path: the file; one that is there is replaced.
+        state: a module, its state_dict, or a mapping from names to state_dicts and plain values.
+        path: the file; an existing one is replaced.
 
     Raises:
-        CheckpointError: a value that cannot be saved.
-        OSError: the file cannot be written; one that was there is left.
+        CheckpointError: ``state`` has a value that cannot be saved.
+        OSError: the file cannot be written; an existing one is left as it was.
     """
     content = state.state_dict() if isinstance(state, nn.Module) else dict(state)
     with whole_file(Path(path)) as file:
@@ -66,18 +66,20 @@ def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLik
 
 @checked_arguments(path=PATH, model=optional(MODULE))
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None) -> dict[str, Any]:
-    """Read what ``save_checkpoint`` wrote, tensors and plain values only; load it into ``model`` if given.
+    """Read a file that ``save_checkpoint`` wrote, and load it into ``model`` if given.
+
+    Only tensors and plain values are read.
 
     Args:
         path: the file.
-        model: loads the state with ``strict=True``; None to read only.
+        model: the model to load the state into, with ``strict=True``; None to read only.
 
     Returns:
-        What was saved.
+        The saved state.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is no whole checkpoint, or does not fit ``model``, which then is unchanged.
+        CheckpointError: the file is not a complete checkpoint, or does not fit ``model``, which is unchanged.
     """
     try:
         content: dict[str, Any] = torch.load(path, weights_only=True)
@@ -95,26 +97,26 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
 
 @checked_arguments(prepared=MODULE, state_dict=BY_NAME)
 def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load what ``state_dict()`` of a model of FX returned into a model prepared here.
+    """Load the ``state_dict()`` of a model of FX into a model prepared by this package.
 
-    FX's model may have been prepared, and calibrated or trained, or converted, for a backend or as a
-    reference; or come from ``torch.ao.quantization.quantize_dynamic``. The numbers of a prepared one are
-    taken over as they are, so that calibration and training go on where they were. Of a converted one the
-    weights are the dequantized integers, and all qparams stay as they were saved until the observers see
-    data again; batch norms that training kept apart become ones that change nothing.
+    FX's model may be a prepared one, calibrated or trained; a converted one, for a backend or as a reference;
+    or one from ``torch.ao.quantization.quantize_dynamic``. The values of a prepared model are loaded
+    unchanged, so calibration and training continue where they were. From a converted model, the dequantized
+    integers are loaded as weights, and all qparams stay as saved until the observers see data again; batch
+    norms that training kept separate become identities.
 
     Args:
-        prepared: what ``prepare_fx`` or ``prepare_qat_fx`` of this package returned for the same float model
-        and configuration; changed in place.
-        state_dict: the state, with the names and values FX gave it. Packed objects among them, of functions
-        and of dynamic modules, are read if torch.load was allowed to load them. The state of a converted
-        model with embeddings is only valid as long as that model lives, since torch leaves the scales
-        in the packed weight: load it, or save it to a file, before the model is dropped.
+        prepared: the model that ``prepare_fx`` or ``prepare_qat_fx`` of this package returned for the same
+            float model and configuration; changed in place.
+        state_dict: the state, with the names and values FX gave it. The packed objects of functions and of
+            dynamic modules are read if torch.load was allowed to load them. The state of a converted model
+            with embeddings is only valid while that model exists, since torch leaves the scales in the
+            packed weight: load the state, or save it to a file, before the model is deleted.
 
     Raises:
-        CheckpointError: half a state, a state of another model, entries that have no place here, NaN, or
-        values that cannot be read; the message names them, and ``prepared`` is as it was.
-        ArgumentError: ``prepared`` is no model prepared here.
+        CheckpointError: the state is incomplete or of another model, or has entries that have no place here,
+            NaN, or values that cannot be read; the message names them, and ``prepared`` is unchanged.
+        ArgumentError: ``prepared`` was not prepared by this package.
 
     Example:
         >>> import torch
@@ -133,9 +135,8 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
         found = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
         raise ArgumentError(
             f"load_fx_state: {type(prepared).__name__} is a {found} model, not one prepared here.",
-            hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into what that "
-            "returns, and "
-            "convert it.",
+            hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into the model it "
+            "returns, and convert that model.",
         )
     load_state(prepared, state_dict)
 
@@ -152,8 +153,8 @@ def _packed(path: str, names: list[str]) -> CheckpointError:
     shown_names = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return CheckpointError(
         f"the checkpoint {path} holds packed objects of torch.ao, which are no plain values: {shown_names}.",
-        hint="if you trust its source, load it with torch.load(path, weights_only=False) and hand what that "
-        "returns to load_fx_state; or save the state of the prepared model.",
+        hint="if you trust its source, load it with torch.load(path, weights_only=False) and pass the result "
+        "to load_fx_state; or save the state of the prepared model.",
     )
 
 

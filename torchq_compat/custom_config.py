@@ -1,6 +1,6 @@
-"""``torch.ao.quantization.fx.custom_config``: the same classes, from here on.
+"""The classes of ``torch.ao.quantization.fx.custom_config``, to import from here.
 
-A config object is data; torch.ao's own class is read as it is, so a script's objects keep working.
+They are torch.ao's own classes, so the config objects of a script keep working.
 """
 
 from torchq_compat.support.torch_ao import (

@@ -1,7 +1,7 @@
 """The errors and the warning that this package raises on purpose; all of them are public.
 
-Each error says what went wrong and where (module path, setting), and after ``Hint:`` what to do. Its wording
-stands where it is raised; here is what several modules share.
+Each error says what went wrong and where (module path, setting), and after ``Hint:`` what to do. A message is
+written where it is raised, or here if several modules raise it.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class TorchQCompatError(Exception):
 
 
 class InputError(TorchQCompatError, ValueError):
-    """Example inputs or call arguments that do not fit the model."""
+    """Raised if example inputs or call arguments do not fit the model."""
 
 
 class ExampleInputsError(InputError):
-    """Example inputs that the float model itself does not run on."""
+    """Raised if the float model itself does not run on the example inputs."""
 
     @classmethod
     def does_not_fit(cls, model: str, cause: BaseException) -> ExampleInputsError:
@@ -74,15 +74,15 @@ class ExampleInputsError(InputError):
 
 
 class ArgumentError(InputError, TypeError):
-    """An argument of a public function that is not what the function takes; nothing was changed."""
+    """Raised if a public function does not accept an argument; nothing was changed."""
 
 
 class CallError(InputError, RuntimeError):
-    """A prepared or converted model that failed on the arguments of a call."""
+    """Raised if a prepared or converted model fails on the arguments of a call."""
 
 
 class ConfigError(TorchQCompatError, ValueError):
-    """A setting that cannot be read or that contradicts another one."""
+    """Raised if a setting cannot be read, is not supported, or contradicts another setting."""
 
     @classmethod
     def wrong_type(cls, setting: str, expected: str, found: object) -> ConfigError:
@@ -97,7 +97,7 @@ class ConfigError(TorchQCompatError, ValueError):
 
 
 class CaptureError(TorchQCompatError):
-    """torch.export could not capture the model."""
+    """Raised if torch.export cannot capture the model, or the captured model computes something else."""
 
     @classmethod
     def differs(cls, model: str, stage: str, what: str) -> CaptureError:
@@ -121,15 +121,15 @@ class CaptureError(TorchQCompatError):
 
 
 class ExportError(TorchQCompatError, ValueError):
-    """A converted model cannot be exported as asked."""
+    """Raised if a converted model cannot be exported as requested, or become TorchScript."""
 
 
 class StreamingError(TorchQCompatError, ValueError):
-    """A model cannot be fed its sequences in pieces."""
+    """Raised if a model cannot be fed its sequences in chunks."""
 
 
 class CustomModuleError(TorchQCompatError):
-    """A custom module whose classes do not do what the mapping promises."""
+    """Raised if the classes of a custom module do not do what the mapping requires of them."""
 
     @classmethod
     def call_failed(cls, path: str, problem: str) -> CustomModuleError:
@@ -147,11 +147,11 @@ class CustomModuleError(TorchQCompatError):
 
 
 class ConvertError(TorchQCompatError):
-    """convert_fx was given something it cannot convert."""
+    """Raised if ``convert_fx``, or another engine's function, is given a model it cannot convert."""
 
 
 class CheckpointError(TorchQCompatError):
-    """A checkpoint that cannot be read, or that does not belong to the model; the model is unchanged."""
+    """Raised if a checkpoint or state cannot be saved or read, or does not fit the model (left unchanged)."""
 
     @classmethod
     def not_a_state(cls, found: str) -> CheckpointError:
@@ -177,19 +177,19 @@ class CheckpointError(TorchQCompatError):
 
 
 class CalibrationError(TorchQCompatError):
-    """An observer that could not take a batch."""
+    """Raised if an observer fails on a batch."""
 
 
 class ScriptError(TorchQCompatError):
-    """A script the command line was asked for cannot be run."""
+    """Raised if the script given to the command line, or the file for its explanation, cannot be used."""
 
 
 class PartConfigError(ConfigError):
-    """A setting of parts that cannot be carried out."""
+    """Raised if a setting of a module's parts cannot be applied."""
 
 
 class RecurrentModuleError(CustomModuleError):
-    """A recurrent module that was observed, called or converted in a way it cannot be."""
+    """Raised if a recurrent module cannot be observed, called or converted as requested."""
 
     @classmethod
     def unusable_result(cls, path: str, method: str, found: object) -> RecurrentModuleError:
@@ -202,7 +202,7 @@ class RecurrentModuleError(CustomModuleError):
 
 
 class UserModuleError(CustomModuleError):
-    """Classes of a user's custom module that do not do what the mapping promises."""
+    """Raised if the classes of a user's own custom module do not do what the mapping requires of them."""
 
     @classmethod
     def other_results(cls, path: str, owner: type, expected: str, found: str) -> UserModuleError:
@@ -213,15 +213,15 @@ class UserModuleError(CustomModuleError):
 
 
 class AnnotationError(TorchQCompatError, ValueError):
-    """Specs that cannot be carried out on the graph they are for."""
+    """Raised if specs cannot be applied to the graph they are for."""
 
 
 class AtenLSTMError(TorchQCompatError, ValueError):
-    """An exported LSTM that cannot be broken up as asked."""
+    """Raised if an exported LSTM, GRU or RNN cannot be decomposed or quantized as requested."""
 
 
 class ExecutorchError(TorchQCompatError):
-    """A model that cannot become an ExecuTorch program, or a program that cannot be run."""
+    """Raised if a model cannot become an ExecuTorch program, or the program cannot be run."""
 
     @classmethod
     def other_inputs(cls, problem: str, expected: Iterable[str]) -> ExecutorchError:
@@ -232,15 +232,15 @@ class ExecutorchError(TorchQCompatError):
 
 
 class OnnxError(TorchQCompatError):
-    """A model that cannot become an ONNX file."""
+    """Raised if a model cannot become an ONNX file."""
 
 
 class OnnxFileError(OnnxError, OSError):
-    """An ONNX file that cannot be written where it shall be."""
+    """Raised if an ONNX file cannot be written to its path."""
 
 
 class CaseError(TorchQCompatError):
-    """The models to compare cannot be made: the function, its result, or the script is at fault."""
+    """Raised if the models to compare, or their data, cannot be made from the function, data or script."""
 
     @classmethod
     def bad_data(cls, name: str, problem: str) -> CaseError:
@@ -251,32 +251,35 @@ class CaseError(TorchQCompatError):
 
 
 class FxError(TorchQCompatError):
-    """FX was demanded and cannot run the model."""
+    """Raised if FX cannot run the model to compare with, or its Numeric Suite is given a model of this
+    package."""
 
 
 class ReportError(TorchQCompatError):
-    """The page cannot be written."""
+    """Raised if a report cannot be made or written."""
 
 
 class PathError(TorchQCompatError):
-    """A path of the command line that is not there, or that must not be replaced."""
+    """Raised if a path given to the command line does not exist, or its file must not be replaced."""
 
 
 class CodeError(TorchQCompatError):
-    """A code of a finding that there is not."""
+    """Raised if no finding has the given code."""
 
 
 class RewriteUsageError(TorchQCompatError):
-    """Arguments of ``torchq-compat rewrite`` that do not go together."""
+    """Raised if ``torchq-compat rewrite`` is given no path."""
 
 
 class ModuleAttributeError(TorchQCompatError, AttributeError):
-    """What a view of a float module in a converted model cannot give."""
+    """Raised if a view of a float module, in a prepared or converted model, has no such attribute, call or
+    hook."""
 
 
 class LeftFloatError(TorchQCompatError):
-    """Modules that stay float under ``torchq-compat run --strict``."""
+    """Raised if modules stay float under ``torchq-compat run --strict``."""
 
 
 class QuantizationWarning(UserWarning):
-    """Something of the model is not what its configuration asks for."""
+    """Warning about a setting without effect, a result other than configured, or an untested version of
+    torch."""

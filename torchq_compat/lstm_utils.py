@@ -1,12 +1,12 @@
-"""``torch.ao.quantization.fx.lstm_utils``: LSTMs whose parts are observed one by one.
+"""``torch.ao.quantization.fx.lstm_utils`` on PT2E: LSTMs whose parts are observed one by one.
 
 Legacy: each helper built every cell with ``prepare_fx`` and then found the ops to re-observe by counting adds
-and multiplications, in the forward direction only. Here a part has a name, in both directions; see
+and multiplications, in the forward direction only. Here each part has a name, in both directions; see
 ``custom_modules.recurrent.cell.cell_parts``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and
 cells.
 
-New: an ``aten.lstm.input`` that torch.export left whole, quantized as one operator or decomposed, for any
-torchao Quantizer; no FX configuration takes part.
+New: functions that quantize the ``aten.lstm.input`` of an exported program as one operator, or decompose it,
+for any torchao Quantizer, without an FX configuration.
 """
 
 from __future__ import annotations
@@ -58,37 +58,39 @@ def get_lstm_with_individually_observed_parts(
     sigmoid_input_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
     tanh_input_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
 ) -> ObservedLSTM:
-    """Make an observed LSTM, in both directions, with the given constructors on its parts.
+    """Return an observed LSTM whose parts, in both directions, are observed with the given constructors.
 
     Legacy: ``_get_lstm_with_individually_observed_parts``. A constructor is an observer or fake-quantize
     class of torch.ao or torchao, or ``Class.with_args(...)``. A part without one follows
     ``float_lstm.qconfig``; sigmoid and tanh then have fixed qparams over [0, 1) and [-1, 1).
 
     Args:
-        float_lstm: an ``nn.LSTM`` with a ``qconfig`` attribute, as ``from_float`` gets it.
-        example_inputs: of the cell, as FX wanted them: ``(x, (h, c))`` with x (B, I). Checked against the
-            LSTM's sizes when given, otherwise not needed.
-        backend_config: which dtypes the parts may have; default: any integer dtype.
-        linear_output_obs_ctr: the sum of the two projections, which is the gates' input.
-        sigmoid_obs_ctr: outputs of the input, forget and output gate.
-        tanh_obs_ctr: output of the cell gate.
-        cell_state_obs_ctr: ``f * c``, ``i * g`` and their sum, the new cell state.
-        hidden_state_obs_ctr: ``o * tanh(c)``, the new hidden state and the module's output.
-        split_gates: one projection pair and one sum per gate instead of one four times as wide.
-        igates_obs_ctr: ``W_ih x + b_ih``.
-        hgates_obs_ctr: ``W_hh h + b_hh``.
-        tanh_cell_state_obs_ctr: ``tanh(c)``.
-        weight_obs_ctr: the weights of both projections.
-        sigmoid_input_obs_ctr: the inputs of the three sigmoid gates, apart from what produced them.
-        tanh_input_obs_ctr: the input of the cell gate, apart from what produced it.
+        float_lstm: an ``nn.LSTM`` with a ``qconfig`` attribute, as passed to ``from_float``.
+        example_inputs: inputs of the cell, as in FX: ``(x, (h, c))`` with x (B, I). If given, they are
+            checked against the LSTM's sizes; they are not needed otherwise.
+        backend_config: the dtypes that the parts may have; default: any integer dtype.
+        linear_output_obs_ctr: for the sum of the two projections, which is the gates' input.
+        sigmoid_obs_ctr: for the outputs of the input, forget and output gates.
+        tanh_obs_ctr: for the output of the cell gate.
+        cell_state_obs_ctr: for ``f * c``, ``i * g`` and their sum, the new cell state.
+        hidden_state_obs_ctr: for ``o * tanh(c)``, the new hidden state and the module's output.
+        split_gates: use one pair of projections and one sum per gate, not one of each that is four times as
+            wide.
+        igates_obs_ctr: for ``W_ih x + b_ih``.
+        hgates_obs_ctr: for ``W_hh h + b_hh``.
+        tanh_cell_state_obs_ctr: for ``tanh(c)``.
+        weight_obs_ctr: for the weights of both projections.
+        sigmoid_input_obs_ctr: for the inputs of the three sigmoid gates, separately from the op before them.
+        tanh_input_obs_ctr: for the input of the cell gate, separately from the op before it.
 
     Raises:
-        ConfigError: a constructor that is none, or a dtype ``backend_config`` does not allow; the message
-            names the part.
-        CustomModuleError: no ``nn.LSTM``, no qconfig, or example inputs that do not fit its sizes.
+        ConfigError: a constructor is not an observer or fake-quantize class, or ``backend_config`` does not
+            allow a dtype; the message names the part.
+        CustomModuleError: ``float_lstm`` is not an ``nn.LSTM`` or has no qconfig, or ``example_inputs`` do
+            not fit its sizes.
 
     Returns:
-        The observed LSTM, called as ``float_lstm`` is: ``(x, (h_0, c_0))`` in float32.
+        The observed LSTM, called with the arguments of ``float_lstm``: ``(x, (h_0, c_0))`` in float32.
 
     Example:
         >>> import torch
@@ -129,21 +131,21 @@ def get_reference_quantized_lstm_module(
     observed_lstm: quantizable.LSTM,
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> ConvertedLSTM:
-    """Return the q-dq form of an observed LSTM, which is not changed.
+    """Return the q-dq form of ``observed_lstm``.
 
-    Legacy: ``_get_reference_quantized_lstm_module``. ``backend_config`` chose the reference modules FX used;
-    a q-dq graph has none, so it changes nothing here.
+    Legacy: ``_get_reference_quantized_lstm_module``. There ``backend_config`` chose the reference modules; a
+    q-dq graph has none, so ``backend_config`` has no effect here.
 
     Args:
-        observed_lstm: an observed LSTM of this package, calibrated.
-        backend_config: read and checked, not used.
+        observed_lstm: a calibrated observed LSTM of this package; it is not changed.
+        backend_config: checked, but not used.
 
     Returns:
-        The converted LSTM, called as the float one is.
+        The converted LSTM, called with the arguments of the float LSTM.
 
     Raises:
-        ConfigError: a ``backend_config`` that cannot be read.
-        CustomModuleError: not an LSTM observed by this package.
+        ConfigError: ``backend_config`` cannot be read.
+        CustomModuleError: ``observed_lstm`` is not an LSTM observed by this package.
 
     Example:
         >>> import torch

@@ -1,16 +1,16 @@
-"""Register the operators that exported programs call. Import it where a saved program is loaded:
+"""Register the operators that exported programs call. Import this module before loading a saved program:
 
 import torchq_compat.operators
 program = torch.export.load("model.pt2")
 
-A program without Python loads the library of ``native_library`` instead.
+A C++ program loads the library that ``native_library`` returns instead.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Importing registers: quantized_decomposed, torchq_compat_native::recurrent, and
+# These imports register quantized_decomposed, torchq_compat_native::recurrent, and
 # torchq_compat::quantized_recurrent.
 import torchao.quantization.pt2e  # noqa: F401
 
@@ -23,17 +23,17 @@ __all__ = ["native_library"]
 
 
 def native_library() -> Path:
-    """Find the shared library with ``torchq_compat_native::recurrent``, the operator of recurrent modules.
+    """Return the path of the shared library with ``torchq_compat_native::recurrent``.
 
-    A program in C++ that runs an AOTInductor package of a model with recurrent modules opens it (``dlopen``)
-    before it loads the model. It needs libtorch 2.13 or later, and nothing of Python; which instructions it
-    uses, it asks the CPU it runs on.
+    This is the operator of recurrent modules. A C++ program that runs an AOTInductor package of a model with
+    recurrent modules opens the library (``dlopen``) before it loads the model. The library needs libtorch
+    2.13 or later and no Python; it chooses its instructions for the CPU it runs on.
 
     Returns:
-        Where it is on this machine: to be shipped beside the package.
+        The path on this machine; ship the file beside the package.
 
     Raises:
-        ExportError: there is none, and none can be compiled here.
+        ExportError: the library is missing and cannot be compiled here.
 
     Example:
         >>> from torchq_compat.operators import native_library

@@ -1,8 +1,8 @@
 """Ready-made sets of constructors for ``lstm_utils`` and ``recurrent_parts``.
 
-Each function returns keyword arguments: ``get_lstm_with_individually_observed_parts(lstm, **int16_parts())``,
-``get_individually_observed_parts(gru, **int16_parts(gru))``. With ``fake_quantize=True`` they are
-fake-quantizes, for quantization-aware training.
+A function returns keyword arguments: ``get_lstm_with_individually_observed_parts(lstm, **int16_parts())``,
+``get_individually_observed_parts(gru, **int16_parts(gru))``. With ``fake_quantize=True`` the constructors
+make fake-quantizes, for quantization-aware training. ``whole_range_dynamic`` returns a QConfig instead.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ RECURRENT = optional(instance_of(*(family.float_class for family in FAMILIES)))
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """Return FX's default: every part from the module's QConfig, sigmoid 1/256 and tanh 2/256 fixed.
+    """Return FX's default: all parts follow the QConfig, with fixed scales 1/256 (sigmoid) and 2/256 (tanh).
 
     Source: ``torch.ao.nn.quantizable.LSTM`` and the fixed qparams of torch.ao's default QConfigMapping. There
-    is nothing to override, so the result is empty; ``fake_quantize`` is the QConfig's own affair.
+    is nothing to override, so the result is empty; the QConfig decides between observers and fake-quantizes.
 
     Args:
-        module: the recurrent module they are for; not used.
+        module: the recurrent module to quantize; not used.
         fake_quantize: not used.
 
     Returns:
-        No constructors.
+        An empty dict.
 
     Example:
         >>> from torchq_compat.profiles import int8_parts
@@ -54,16 +54,16 @@ def int8_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) 
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """Return the 16-bit LSTM that torch.ao documents for ``_get_lstm_with_individually_observed_parts``.
+    """Return the 16-bit profile that torch.ao documents for ``_get_lstm_with_individually_observed_parts``.
 
-    32-bit storage, as there: gate sums on 2^-11 from -16, sigmoid on 2^-16 over [0, 1), tanh on 2^-15 over
-    [-1, 1), cell state on 2^-11 over [-16, 16), hidden state quint8 on 2^-7 over [-1, 1); the projections
-    follow the QConfig. Source: the example flow of pytorch#96343. A GRU or RNN ``module`` gets the groups it
-    has; a GRU's products of hidden state and gate have tanh's qparams; the hidden state of an RNN with ReLU,
-    which has no bound, follows the QConfig.
+    Stored in 32 bits, as there: gate sums with scale 2^-11 from -16, sigmoid with scale 2^-16 over [0, 1),
+    tanh with scale 2^-15 over [-1, 1), cell state with scale 2^-11 over [-16, 16). The hidden state is quint8
+    with scale 2^-7 over [-1, 1); the projections follow the QConfig. Source: the example flow of
+    pytorch#96343. For a GRU or RNN, only the groups it has are returned; a GRU's products of hidden state and
+    gate have tanh's qparams; the hidden state of an RNN with ReLU, which is unbounded, follows the QConfig.
 
     Args:
-        module: the recurrent module they are for; default: an LSTM.
+        module: the recurrent module to quantize; default: an LSTM.
         fake_quantize: whether to return fake-quantizes, for quantization-aware training.
 
     Returns:
@@ -93,15 +93,16 @@ def int16_parts(module: nn.Module | None = None, *, fake_quantize: bool = False)
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int8_with_int16_cell(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """Return 8-bit activations with a 16-bit cell state: the fixed-point form of embedded kernels.
+    """Return the profile with 8-bit activations and a 16-bit cell state, the fixed point of embedded kernels.
 
-    Gate sums Q3.12 (int16 on 2^-12), gate outputs and tanh(c) Q0.15 (int16 on 2^-15), cell state int16 on the
-    smallest power of two that covers the calibrated range; hidden state and input follow the QConfig. Source:
-    the integer LSTM (8x8_16) of the TensorFlow Lite quantization specification; tflite-micro#2670. For a GRU
-    or RNN ``module`` the groups it has; a GRU's products of hidden state and gate are Q0.15.
+    Gate sums are Q3.12 (int16, scale 2^-12), gate outputs and tanh(c) Q0.15 (int16, scale 2^-15); the cell
+    state is int16 with the smallest power of two as scale that covers the calibrated range; hidden state and
+    input follow the QConfig. Source: the integer LSTM (8x8_16) of the TensorFlow Lite quantization
+    specification; tflite-micro#2670. For a GRU or RNN, only the groups it has are returned; a GRU's products
+    of hidden state and gate are Q0.15.
 
     Args:
-        module: the recurrent module they are for; default: an LSTM.
+        module: the recurrent module to quantize; default: an LSTM.
         fake_quantize: whether to return fake-quantizes, for quantization-aware training.
 
     Returns:
@@ -131,17 +132,17 @@ def int8_with_int16_cell(module: nn.Module | None = None, *, fake_quantize: bool
 
 @checked_arguments(module=RECURRENT, fake_quantize=FLAG)
 def int8_products(module: nn.Module | None = None, *, fake_quantize: bool = False) -> dict[str, Any]:
-    """Return the LSTM whose products are of 8-bit integers and whose gates and states are floats.
+    """Return the profile with 8-bit matrix products, and gates and states in float.
 
-    The projections read the input and the hidden state as the QConfig's integers and have its weights; every
-    other part, the output and the states among them, stays float. Source: ONNX Runtime's
-    ``DynamicQuantizeLSTM``, with static qparams in place of dynamic ones. Products of this package do not
-    overflow, so that a QConfig with the whole range, as ``get_default_qconfig("onednn")``, serves better than
-    one with a reduced range. For a GRU or RNN ``module`` the groups it has.
+    The projections follow the QConfig: their input, the hidden state they read, and their weights are
+    integers. All other parts, including the output and the states, stay float. Source: ONNX Runtime's
+    ``DynamicQuantizeLSTM``, with static qparams in place of dynamic ones. The integer products of this
+    package do not overflow, so a QConfig with the whole range, such as ``get_default_qconfig("onednn")``, is
+    more accurate than one with a reduced range. For a GRU or RNN, only the groups it has are returned.
 
     Args:
-        module: the recurrent module they are for; default: an LSTM.
-        fake_quantize: not used; what stays float is no fake-quantize either.
+        module: the recurrent module to quantize; default: an LSTM.
+        fake_quantize: not used; parts that stay float have no fake-quantize.
 
     Returns:
         Keyword argument ``<group>_obs_ctr`` -> constructor of an observer that quantizes nothing.
@@ -160,21 +161,21 @@ def int8_products(module: nn.Module | None = None, *, fake_quantize: bool = Fals
 
 @checked_arguments(qconfig=instance_of(QConfig))
 def whole_range_dynamic(qconfig: QConfig = default_dynamic_qconfig) -> QConfig:
-    """Return a dynamic QConfig whose activations take all 256 integers, on every engine and CPU.
+    """Return a dynamic QConfig whose activations use all 256 integers, on every engine and CPU.
 
-    torch.ao spreads dynamic activations over half of them where its x86 engines could overflow; the products
-    of this package cannot. Some 6 dB more, at the same speed. For ``prepare_fx``, for ``quantize_dynamic`` as
-    an entry of its spec; ``quantize_dynamic(whole_range=True)`` does it for all. To torch.ao and FX it is
-    ``qconfig``.
+    torch.ao spreads dynamic activations over half of them where its x86 engines could overflow; the integer
+    products of this package cannot overflow. The whole range gains some 6 dB at the same speed. Use the
+    result with ``prepare_fx``, or as an entry in the spec of ``quantize_dynamic``;
+    ``quantize_dynamic(whole_range=True)`` uses it for every module. torch.ao and FX treat it as ``qconfig``.
 
     Args:
-        qconfig: the dynamic QConfig, of 8-bit activations, whose weights it takes.
+        qconfig: the dynamic QConfig, with 8-bit activations; its weight observer is kept.
 
     Returns:
         The QConfig.
 
     Raises:
-        ConfigError: ``qconfig`` is not dynamic, or its activations are no 8-bit integers.
+        ConfigError: ``qconfig`` is not dynamic, or its activations are not 8-bit integers.
 
     Example:
         >>> from torchq_compat.profiles import whole_range_dynamic
@@ -191,7 +192,7 @@ def whole_range_dynamic(qconfig: QConfig = default_dynamic_qconfig) -> QConfig:
 
 
 def _of_kind(module: nn.Module | None, constructors: dict[str, Any]) -> dict[str, Any]:
-    """Return the constructors of groups that ``module`` has; default: those of an LSTM."""
+    """Return the ``constructors`` of the groups that ``module`` has; if it is None, that an LSTM has."""
     groups = (LSTM if module is None else kind_of(module)).groups
     return {name: value for name, value in constructors.items() if name.removesuffix("_obs_ctr") in groups}
 

@@ -62,30 +62,33 @@ def prepare_fx(
 ) -> QuantizationGraphModule:
     """Prepare a model for post-training quantization.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.prepare_fx``. The returned model observes in evaluation mode;
-    ``model`` itself is not touched and shares no storage with it.
+    Legacy: ``torch.ao.quantization.quantize_fx.prepare_fx``. The returned model is in evaluation mode and
+    observes when called; ``model`` itself is not changed and shares no storage with it.
 
     Args:
         model: the float model.
         qconfig_mapping: a QConfigMapping or its dict form; or a torchao ``Quantizer``, which annotates
-            all that is no custom module. Custom modules then have torch.ao's default qconfig. A recurrent
-            module that nothing maps is the Quantizer's, if it annotates the operator: ``aten.lstm.input``.
+            everything but custom modules. Custom modules then have torch.ao's default qconfig. A recurrent
+            module that is not mapped is left to the Quantizer, if it annotates the operator, such as
+            ``aten.lstm.input``.
         example_inputs: one example of every positional argument; only their structure, dtypes and ranks
-            matter, every size stays free unless the model fixes it. A bare tensor, a list, and a dict of
-            forward's parameters are taken too, with a QuantizationWarning that names the tuple to write.
+            matter, and every size stays free unless the model fixes it. A bare tensor, a list, and a dict of
+            forward's parameters are accepted too, with a QuantizationWarning that names the tuple to write.
         prepare_custom_config: a PrepareCustomConfig or its dict form.
         backend_config: a BackendConfig or its dict form; default: torch.ao's native backend.
-        dynamic_shapes: which sizes stay free, as ``torch.export.export`` takes it; default: all that can.
+        dynamic_shapes: which sizes stay free, in the form ``torch.export.export`` accepts; default: every
+            size that can.
 
     Returns:
-        The observed model, called as ``model`` is, with tensors of the same dtypes and any free sizes.
+        The observed model, called with the arguments of ``model``: tensors of the same dtypes and any free
+        sizes.
 
     Raises:
-        InputError: ``example_inputs`` missing, or not fitting the model.
-        ConfigError: a setting that cannot be read or is not carried over.
-        CaptureError: torch.export cannot capture the model; names the user's line.
-        CustomModuleError: an observed class that does not do what the mapping promises.
-        AnnotationError: specs of a Quantizer that cannot be carried out; see ``check_annotations``.
+        InputError: ``example_inputs`` are missing or do not fit the model.
+        ConfigError: a setting cannot be read or is not supported.
+        CaptureError: torch.export cannot capture the model; the message names the user's line.
+        CustomModuleError: an observed class does not do what the mapping requires of it.
+        AnnotationError: specs of a Quantizer cannot be applied; see ``check_annotations``.
 
     Example:
         >>> import torch
@@ -121,11 +124,11 @@ def prepare_qat_fx(
 ) -> QuantizationGraphModule:
     """Prepare a model for quantization-aware training.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.prepare_qat_fx``, which takes no ``_equalization_config``; so
-    ``backend_config`` is the fifth argument, as there.
+    Legacy: ``torch.ao.quantization.quantize_fx.prepare_qat_fx``, which has no ``_equalization_config``;
+    ``backend_config`` is the fifth argument there too.
 
     Args:
-        model: the float model; the other arguments and the errors are those of ``prepare_fx``.
+        model: the float model. The other arguments and the errors are those of ``prepare_fx``.
 
     Returns:
         The model with fake-quantizes, in training mode.
@@ -164,25 +167,28 @@ def convert_fx(
 
     Legacy: ``torch.ao.quantization.quantize_fx.convert_fx``. On an x86 CPU, with
     ``torch.backends.quantized.engine`` x86, onednn or fbgemm, the result runs the integer kernels that FX's
-    ran; ``explain`` says where it does not. It is a GraphModule whose state_dict is that of
+    result ran; ``explain`` says where it does not. The result is a GraphModule with the state_dict of
     ``convert_to_reference_fx``; its ``reference`` is that q-dq graph, which torch.export and torch.compile
-    see. With another engine or machine the q-dq graph itself is returned, with a QuantizationWarning.
-    ``_remove_qconfig``, ``backend_config`` and ``keep_original_weights`` change nothing here, and one that
-    would in FX is warned about.
+    capture. With another engine or machine, only recurrent modules and linear layers run on integers, the
+    rest in floats between its q-dq, with a QuantizationWarning. ``_remove_qconfig``, ``backend_config`` and
+    ``keep_original_weights`` have no effect here; a value that has one in FX is warned about.
 
     Args:
-        graph_module: what ``prepare_fx`` or ``prepare_qat_fx`` returned, calibrated or trained. It is not
-            changed.
+        graph_module: the model that ``prepare_fx`` or ``prepare_qat_fx`` returned, calibrated or trained. It
+            is not changed.
         convert_custom_config: a ConvertCustomConfig or its dict form.
-        qconfig_mapping: the mapping given to prepare, with None for what shall stay float after all.
+        qconfig_mapping: the mapping given to prepare, with None for what is to stay float after all.
 
     Returns:
-        The quantized model, in evaluation mode, called as the float model is; float32 tensors in and out.
+        The quantized model, in evaluation mode, called with the arguments of the float model; float32
+        tensors in and out.
 
     Raises:
-        ConvertError: ``graph_module`` was not prepared by this package.
-        ConfigError: a setting that cannot be read or is not carried over; a ``qconfig_mapping`` that says
-            more than None to what was prepared.
+        ConvertError: ``graph_module`` was not prepared by this package, or an observer has seen NaN or
+            infinity.
+        ConfigError: a setting cannot be read or is not supported, or ``qconfig_mapping`` differs from that
+            of prepare in more than entries set to None.
+        CustomModuleError: a quantized class does not do what the mapping requires of it.
 
     Example:
         >>> import torch
@@ -210,22 +216,23 @@ def convert_to_reference_fx(
     qconfig_mapping: QConfigMapping | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> ConvertedModel:
-    """Convert to the portable q-dq graph of ``quantized_decomposed`` operators.
+    """Convert a calibrated or trained model to a portable q-dq graph of ``quantized_decomposed`` operators.
 
     Legacy: ``torch.ao.quantization.quantize_fx.convert_to_reference_fx``.
 
     Args:
-        graph_module: the prepared, calibrated or trained model; it is copied.
+        graph_module: the prepared, calibrated or trained model; it is not changed.
         convert_custom_config: observed-to-quantized classes and preserved attributes.
-        _remove_qconfig: not read; no module has a qconfig.
-        qconfig_mapping: switches quantization off where it says None, as in ``convert_fx``.
-        backend_config: checked as in ``convert_fx``.
+        _remove_qconfig: has no effect; no module has a qconfig.
+        qconfig_mapping: the mapping given to prepare, with None for what is to stay float, as in
+            ``convert_fx``.
+        backend_config: checked as in ``convert_fx``, without effect.
 
     Returns:
         The q-dq graph, for export and for any backend.
 
     Raises:
-        TorchQCompatError: as ``convert_fx``.
+        TorchQCompatError: the errors of ``convert_fx``.
 
     Example:
         >>> import torch
@@ -251,17 +258,16 @@ def fuse_fx(
     fuse_custom_config: FuseCustomConfig | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Fuse convolutions and linears with the batch norm and the ReLU behind them; with a ``backend_config``
-    the patterns it has a fuser method for.
+    """Fuse each convolution and linear module with the batch norm and the ReLU after it.
 
-    Legacy: ``torch.ao.quantization.quantize_fx.fuse_fx``. ``prepare_fx`` fuses on the exported graph, fused
-    here or not.
+    Legacy: ``torch.ao.quantization.quantize_fx.fuse_fx``. ``prepare_fx`` does not need it: it fuses on the
+    exported graph.
 
     Args:
-        model: the float model, in evaluation mode if it has batch norms behind convolutions or linears. It is
-            not changed.
+        model: the float model, in evaluation mode if it has batch norms after convolutions or linear modules.
+            It is not changed.
         fuse_custom_config: a FuseCustomConfig or its dict form.
-        backend_config: a BackendConfig or its dict form.
+        backend_config: a BackendConfig or its dict form; its patterns with a fuser method are fused instead.
 
     Returns:
         A GraphModule with modules of ``torch.ao.nn.intrinsic``; ``model`` itself, with a QuantizationWarning,
@@ -269,7 +275,7 @@ def fuse_fx(
 
     Raises:
         InputError: a batch norm to be folded is in training mode.
-        ConfigError: a setting that cannot be read, a fuser method that fails.
+        ConfigError: a setting cannot be read, or a fuser method fails.
 
     Example:
         >>> import torch
@@ -288,10 +294,9 @@ def _reference() -> Callable[..., ConvertedModel]:
 
 
 def get_default_prepare_custom_config() -> PrepareCustomConfig:
-    """Return a config that maps classes of torch.nn to those with the same names in ``nn.quantizable``.
+    """Return a config that maps torch.nn classes to the classes of the same names in ``nn.quantizable``.
 
-    Legacy: ``torch.ao.quantization.fx.custom_config`` has none; FX's backends map LSTM and
-    MultiheadAttention.
+    Legacy: torch.ao has no such function; FX's backends map LSTM and MultiheadAttention.
 
     Example:
         >>> import torch
@@ -309,7 +314,7 @@ def get_default_prepare_custom_config() -> PrepareCustomConfig:
 
 
 def get_default_convert_custom_config() -> ConvertCustomConfig:
-    """Return the config for ``convert_fx`` that goes with ``get_default_prepare_custom_config``.
+    """Return the ``convert_fx`` config that belongs to ``get_default_prepare_custom_config``.
 
     Example:
         >>> from torchq_compat import get_default_convert_custom_config
@@ -346,14 +351,15 @@ def _prepare(
         if backend_config is not None:
             raise ConfigError.not_supported(
                 "backend_config beside a torchao Quantizer",
-                "the Quantizer says what the backend takes",
+                "the Quantizer decides what the backend supports",
                 "leave backend_config out, or give a QConfigMapping.",
             )
         qconfig_mapping = get_default_qat_qconfig_mapping() if is_qat else get_default_qconfig_mapping()
     if not isinstance(model, nn.Module) and isinstance(qconfig_mapping, nn.Module):
         name = "prepare_qat_fx" if is_qat else "prepare_fx"
         raise ArgumentError(
-            f"{name}: model must be an nn.Module, got {shown(model)}; the module stands second.",
+            f"{name}: model must be an nn.Module, got {shown(model)}; the module "
+            "was given as the second argument.",
             hint=f"the order is {name}(model, qconfig_mapping, example_inputs).",
         )
     rules = read_qconfig_mapping(qconfig_mapping)
@@ -374,7 +380,7 @@ def _prepare(
 
 
 def _asks_for_something(equalization_config: Any) -> bool:
-    """FX's own default is an empty QConfigMapping."""
+    """Return whether ``equalization_config`` is more than FX's default, an empty QConfigMapping."""
     mapping = equalization_config
     if isinstance(mapping, dict) and set(mapping) <= set(DICT_KEYS):
         mapping = QConfigMapping.from_dict(mapping)
@@ -390,7 +396,7 @@ def _asks_for_something(equalization_config: Any) -> bool:
 
 
 def _warn_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -> None:
-    """Warn of arguments that were given a value and change nothing."""
+    """Warn about arguments that were given a value and have no effect."""
     if not remove_qconfig:
         warn_user("_remove_qconfig=False changes nothing: the modules of a converted model have no qconfig.")
     if keep_original_weights:
@@ -401,5 +407,5 @@ def _warn_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -
 
 
 def _read_convert_mapping(value: Any) -> QConfigRules | None:
-    # An empty dict says nothing, as in FX.
+    # FX treats an empty dict like None.
     return read_qconfig_mapping(value) if value is not None and value != {} else None

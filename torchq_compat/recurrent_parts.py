@@ -1,9 +1,10 @@
 """Recurrent modules whose parts are observed one by one: LSTM, GRU, RNN and their cells.
 
-Legacy has this for LSTM alone, ``torch.ao.quantization.fx.lstm_utils``; ``torchq_compat.lstm_utils`` keeps
-its signatures. The parts of every kind of cell are listed in ``custom_modules.recurrent.cell.cell_parts``.
+Legacy: ``torch.ao.quantization.fx.lstm_utils`` has this for LSTM only; ``torchq_compat.lstm_utils`` keeps its
+signatures. The parts of every kind of cell are listed in ``custom_modules.recurrent.cell.cell_parts``.
 
-And for Quantizers of PT2E: the operators that torch.export leaves of them, quantized whole or decomposed.
+New: functions for torchao Quantizers, which quantize the recurrent operators of an exported program whole, or
+decompose them.
 """
 
 from torchq_compat.custom_modules.recurrent.modules.observed_parts import get_individually_observed_parts
@@ -22,6 +23,6 @@ __all__ = [
     "whole_op_recurrent_quantizer",
 ]
 
-#: Whatever was decomposed: the functions of ``lstm_utils`` under names that say so.
+#: The functions of ``lstm_utils``, which accept any decomposed recurrent operator, under general names.
 prepare_decomposed_recurrent = prepare_decomposed_lstm
 convert_decomposed_recurrent = convert_decomposed_lstm

@@ -142,7 +142,7 @@ def itself(node: Node) -> Any:
                 ATEN.relu.default,
                 lambda n: annotate(n, {next(iter(n.graph.nodes)): INT8}),
             ),
-            ["x is no positional input", "'relu'"],
+            ["x is not a positional input", "'relu'"],
         ),
         (
             at(ATEN.chunk.default, lambda n: [annotate(user, {n: INT8}) for user in n.users]),

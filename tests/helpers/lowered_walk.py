@@ -84,7 +84,7 @@ def check_explained(lowered: Any, *args: Any) -> dict[str, str]:
     for decision in report:
         if decision.node:
             by_action.setdefault(decision.action.value, set()).add(decision.node)
-    fused = {d.node for d in report if d.reason == "runs in the kernel of what it follows"}
+    fused = {d.node for d in report if d.reason == "runs in the kernel of the op before it"}
     said_integers = by_action.get("lowered", set()) - fused
     said_floats = by_action.get("reference", set()) | by_action.get("float", set())
     assert {name for name, form in found.items() if form == "integers"} - {"clamp"} == said_integers

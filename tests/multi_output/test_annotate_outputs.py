@@ -371,7 +371,7 @@ def test_bad_specs_are_refused() -> None:
     refused("1 output specs were given .* 2 outputs", lambda n: annotate_outputs(n, {}, [int8()]))
     refused("output 5 .* does not exist", lambda n: annotate_outputs(n, {Output(n, 5): int8()}, [None, None]))
     refused(
-        "output 0 of chunk is no positional input",
+        "output 0 of chunk is not a positional input",
         lambda n: annotate_outputs(n, {Output(n, 0): int8()}, [None, None]),
     )
     refused("output 1 of chunk is a dtype", lambda n: annotate_outputs(n, {}, [None, torch.int8]))

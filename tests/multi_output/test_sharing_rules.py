@@ -430,7 +430,7 @@ def test_getitems_of_one_output_with_different_dtypes() -> None:
 
     for node, spec in ((getitem, INT8), (duplicate, UINT8)):
         node.meta["quantization_annotation"] = QuantizationAnnotation(output_qspec=spec)
-    with pytest.raises(AnnotationError, match="output 0 of chunk: it is told a QuantizationSpec of uint8"):
+    with pytest.raises(AnnotationError, match="output 0 of chunk: it is given a QuantizationSpec of uint8"):
         annotate_outputs(chunk, {}, [None, INT8])
 
 

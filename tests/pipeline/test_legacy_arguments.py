@@ -65,6 +65,7 @@ def test_taken_with_a_warning(model: nn.Module, given: Any, called: tuple[Any, .
         (PrepareCustomConfig(), "stands in the place of example_inputs"),
         (DataLoader([1]), "must be a tuple of positional arguments, got DataLoader"),
         ((X, SHIFT, X), r"takes 2 positional arguments, and they are 3.\n.*targets"),
+        ((1, 3, 8), r"takes 2 positional arguments, and they are 3 numbers.\n.*torch.rand\(shape\)"),
         ({"x": X, "target": X}, "a dict with 'target', which Two.forward does not take"),
         ({"shift": SHIFT}, "a dict without 'x', which Two.forward needs"),
     ],

@@ -57,7 +57,7 @@ def test_no_mapping(prepare: Callable[..., Any], mapping: object, hint: str) -> 
 
 @pytest.mark.parametrize("prepare", PREPARES)
 def test_the_model_stands_second(prepare: Callable[..., Any]) -> None:
-    with pytest.raises(ArgumentError, match=r"the module stands second\.\nHint: the order is prepare_"):
+    with pytest.raises(ArgumentError, match=r"as the second argument\.\nHint: the order is prepare_"):
         prepare(MAPPING, net(), X)
 
 

@@ -1,1 +1,1 @@
-"""Annotate: decide for each node what is quantized, then write ``quantization_annotation``; nothing else."""
+"""Annotate: decides for each node what is quantized, then only writes ``quantization_annotation``."""

@@ -1,4 +1,4 @@
-"""Writing decisions into a graph, in the one form torchao's prepare reads."""
+"""Writes decisions into a graph in the form that torchao's prepare reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["NodeSpecs", "SpecQuantizer"]
 
 @dataclass
 class NodeSpecs:
-    """The specs of one node: per input node, and of its output. None: not observed there."""
+    """The specs of one node: one for each observed input node, and that of its output; None if the output is
+    not observed."""
 
     inputs: dict[Node, QuantizationSpecBase] = field(default_factory=dict)
     output: QuantizationSpecBase | None = None
@@ -24,10 +25,10 @@ class NodeSpecs:
 
 
 class SpecQuantizer(Quantizer):  # type: ignore[misc]
-    """A torchao Quantizer that writes what ``decide`` says of a graph.
+    """A torchao Quantizer that writes the specs that ``decide`` returns for a graph.
 
-    ``decide`` is asked when torchao asks for annotations: by then its prepare for PTQ has folded batch norms,
-    which erases nodes.
+    ``decide`` is called when torchao calls ``annotate``: by then torchao's prepare for PTQ has folded batch
+    norms, which erases nodes.
     """
 
     def __init__(self, decide: Callable[[GraphModule], Mapping[Node, NodeSpecs]]) -> None:

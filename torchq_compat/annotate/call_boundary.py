@@ -1,4 +1,4 @@
-"""Describe what the outer graph observes around one call of a custom module."""
+"""The specs that the outer graph has around one call of a custom module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class OpaqueBoundary:
     """The specs at the inputs and outputs of one call of a custom module.
 
     Attributes:
-        input_specs: the spec for each flat input that comes in floats; None: not observed.
+        input_specs: the spec of each flat input that arrives as floats; None if it is not observed.
         output_dtypes: the quantized dtype of each flat output that the module quantizes itself; None
             for floats.
-        output_specs: the spec for each flat output that comes out in floats; None: not observed.
-        accepted: quantized dtypes that an input may come in besides that of its spec.
+        output_specs: the spec of each flat output that leaves as floats; None if it is not observed.
+        accepted: quantized dtypes that an input may have besides that of its spec.
     """
 
     input_specs: tuple[QuantizationSpec | None, ...]
@@ -29,5 +29,5 @@ class OpaqueBoundary:
 
     @classmethod
     def floats(cls, inputs: int, outputs: int) -> OpaqueBoundary:
-        """Make the boundary of a call with float inputs and outputs, of which none is observed."""
+        """Return the boundary of a call with float inputs and outputs, none of which is observed."""
         return cls((None,) * inputs, (None,) * outputs, (None,) * outputs)

@@ -1,4 +1,4 @@
-"""What became of a Quantizer's specs: which observers stand in the prepared graph, and which do not."""
+"""Checks which of a Quantizer's specs became observers in the prepared graph."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torchq_compat.support.upstream import is_activation_post_process
 
 __all__ = ["PointName", "annotated_points", "name_of", "quantizes", "unobserved_points", "unread_points"]
 
-#: A point by names, which last longer than nodes: (producer, consumer), or (node,) for its output.
+#: A point by node names, which outlive nodes: (producer, consumer) for an edge, (node,) for an output.
 PointName = tuple[str, ...]
 WATCHING_ONLY = (NoopObserver, RecordingObserver)
 
 
 def name_of(point: EdgeOrNode) -> PointName:
-    """Return ``point`` by names."""
+    """Return ``point`` as node names."""
     return tuple(node.name for node in point) if isinstance(point, tuple) else (point.name,)
 
 
@@ -35,7 +35,7 @@ def annotated_points(node: Node) -> list[PointName]:
 
 
 def quantizes(observer: nn.Module) -> bool:
-    """Return whether convert puts q-dq, or a cast to float16, in the place of ``observer``."""
+    """Return whether convert replaces ``observer`` by q-dq or by a cast to a narrower float dtype."""
     dtype = getattr(observer, "dtype", None)
     if dtype is None or isinstance(observer, WATCHING_ONLY):
         return False
@@ -45,9 +45,9 @@ def quantizes(observer: nn.Module) -> bool:
 def unobserved_points(
     prepared: GraphModule, observers: Mapping[EdgeOrNode, nn.Module | None]
 ) -> set[PointName]:
-    """Return those of the points of ``prepared`` where torchao made an observer and did not put it.
+    """Return the points of ``prepared`` for which torchao made an observer that it did not insert.
 
-    torchao does not observe a buffer that its consumer writes into, and says nothing.
+    torchao silently does not observe a buffer that its consumer writes into.
     """
     called: dict[int, set[Node]] = {}
     for node in prepared.graph.nodes:
@@ -60,7 +60,7 @@ def unobserved_points(
     for point, observer in observers.items():
         places = called.get(id(observer), set())
         source = point[0] if isinstance(point, tuple) else point
-        # A batch norm that was fused for training stands between a weight and its observer.
+        # If a batch norm was fused for training, its scaling is between a weight and its observer.
         is_moved = bool(places) and shared[id(observer)] == 1
         if observer is not None and source not in places and not is_moved:
             missing.add(name_of(point))
@@ -79,7 +79,7 @@ def unread_points(prepared: GraphModule) -> set[PointName]:
 
 
 def _observed(node: Node, prepared: GraphModule) -> Node:
-    """Return what the observer called by ``node`` observes, behind other observers of the same value."""
+    """Return the node that the observer called by ``node`` observes, perhaps through other observers."""
     source = node.args[0]
     assert isinstance(source, Node)
     while source.op == "call_module" and is_activation_post_process(

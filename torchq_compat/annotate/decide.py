@@ -1,8 +1,8 @@
-"""Decide, op by op in graph order, what is observed; no node is changed here.
+"""Decides, op by op in graph order, what is observed; no node is changed here.
 
 FX's rules: an op with a QConfig and a matching backend pattern has its inputs observed, unless the producer
-already yields that dtype, and its output observed, with an observer of its own or with that of its first
-input. An op without stays float.
+already returns the same dtype, and its output observed, with its own observer or that of its first input.
+Other ops stay float.
 """
 
 from __future__ import annotations
@@ -37,16 +37,24 @@ from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
 __all__ = ["GraphDecisions", "decide_graph"]
 
-#: What FX makes of an op behind a reshape of floats, to which its default mappings give no observer.
-LEFT_FLOAT_IN_FX = "FX leaves it float: behind a reshape of floats it observes nothing"
+#: What FX does to an op behind a reshape of floats, to which FX's default mappings give no observer.
+LEFT_FLOAT_IN_FX = (
+    "FX leaves it float: behind a reshape of floats it observes nothing; set_module_name(path, None) does so "
+    "here"
+)
+PRELU_IN_FX = (
+    "torch's integer kernel, which FX calls, multiplies positive values by the largest slope; computed "
+    "between q-dq here, as in FX's reference"
+)
 BORROWED_IN_FX = "FX quantizes its input with the qparams of another tensor, from before what computes it"
-#: Ops that hand values on without computing: not reported, never observed.
+PRELU = (torch.ops.aten.prelu.default,)
+#: Ops that return values without computing, which are neither reported nor observed.
 SILENT_TARGETS = {"getitem", "sym_size.int"}
 
 
 @dataclass(frozen=True)
 class GraphDecisions:
-    """The specs to write, the decisions to show, and what each op is to a QConfigMapping."""
+    """The specs to write, the decisions to show, and the record by which a QConfigMapping selects each op."""
 
     specs: dict[Node, NodeSpecs]
     decisions: tuple[Decision, ...]
@@ -62,19 +70,19 @@ def decide_graph(
     quantized_inputs: Iterable[Node] = (),
     quantized_outputs: Iterable[tuple[Node, Node]] = (),
 ) -> GraphDecisions:
-    """Decide for every op of ``graph_module``.
+    """Return the decisions about every op of ``graph_module``.
 
     Args:
-        graph_module: the captured model, custom modules as opaque calls.
-        model: what was exported, if it is at hand.
+        graph_module: the captured model, with custom modules as opaque calls.
+        model: the exported module; None if only the graph is known.
         rules: the QConfigMapping.
         backend: the BackendConfig.
-        leaves: the boundary of each opaque call.
-        quantized_inputs: placeholders that will take integers.
+        boundaries: the boundary of each opaque call.
+        quantized_inputs: placeholders that will accept integers.
         quantized_outputs: (node, output node) of results that will be returned as integers.
 
     Raises:
-        ConfigError: QConfigs that conflict in a fused pattern, or whose settings contradict each other.
+        ConfigError: QConfigs conflict in a fused pattern, or have settings that contradict each other.
     """
     partitions = find_source_partitions(graph_module, model)
     state = _State(rules, backend)
@@ -106,9 +114,9 @@ class _State:
     decisions: list[Decision] = field(default_factory=list)
     #: The quantized dtype a node's value has for its consumers.
     dtype_of: dict[Node, torch.dtype] = field(default_factory=dict)
-    #: Edges already observed, by producer: consumers that want the same share one observer.
+    #: Edges already observed, by producer: consumers that want equal observers share one.
     edges_from: dict[Node, list[tuple[EdgeOrNode, QuantizationSpec]]] = field(default_factory=dict)
-    #: Float results that FX takes for quantized -> what that makes of an op that reads them.
+    #: A float result that FX treats as quantized -> what FX does to an op that reads it.
     quantized_in_fx_alone: dict[Node, str] = field(default_factory=dict)
 
     def take_opaque_call(self, node: Node, boundary: OpaqueBoundary) -> None:
@@ -152,12 +160,14 @@ class _State:
         self.decisions.append(Decision(partition.label, kind, action, reason, node=node, unlike_fx=unlike_fx))
 
     def _unlike_fx(self, pattern: FusedPattern, action: Action) -> str:
-        """Return what FX does, where it takes a float input for quantized; ops that share qparams hand it
-        on."""
+        """Return what FX does if it treats a float input as quantized, else an empty string; record the same
+        for the output of an op that shares qparams."""
         inputs = [producer for producer, _ in pattern.observed_partition.inputs]
         told = next((told for each in inputs if (told := self.quantized_in_fx_alone.get(each))), "")
         if told and action is Action.SHARED and pattern.last.output is not None:
             self.quantized_in_fx_alone[pattern.last.output] = told
+        if not told and action is Action.QUANTIZED and any(n.target in PRELU for n in pattern.first.nodes):
+            return PRELU_IN_FX
         return told if action in (Action.QUANTIZED, Action.SHARED) else ""
 
     def _decide(self, pattern: FusedPattern) -> tuple[Action, str]:
@@ -175,7 +185,7 @@ class _State:
         return self._quantize(pattern, entry, OpSpecs(qconfig))
 
     def _quantize(self, pattern: FusedPattern, entry: PatternEntry, specs: OpSpecs) -> tuple[Action, str]:
-        """As far as the backend's row for it allows."""
+        """Quantize ``pattern`` by ``specs`` if ``entry`` allows it; return the action and the reason."""
         partition = pattern.observed_partition
         if specs.reuses_input:
             return self._share_with_input(partition, pattern.last, specs)
@@ -211,15 +221,18 @@ class _State:
             self.dtype_of[last.output] = specs.activation_dtype
 
     def _round_bias(self, partition: SourcePartition, specs: OpSpecs) -> None:
-        """FX observes the bias of a function like its input; a module keeps its bias."""
+        """Observe the bias of a function like its input, as FX does; FX leaves the bias of a module alone."""
         edge = partition.parameters.get("bias")
         if edge is not None and specs.activation is not None:
             self.observed.observe(edge, specs.activation)
 
     def _input_spec(self, partition: SourcePartition, specs: OpSpecs) -> QuantizationSpec:
-        """FX observes an input with the constructor of the output. For the fixed qparams of a bounded result
-        that cuts the input of a sigmoid to [0, 1): the observer of the global QConfig is taken instead, or
-        a histogram."""
+        """Return the spec of the inputs.
+
+        FX observes an input with the constructor of the output. With the fixed qparams of a bounded result
+        this would cut the input of a sigmoid to [0, 1), so the observer of the global QConfig, or a
+        histogram, is used instead.
+        """
         assert specs.activation is not None
         has_fixed_qparams = specs.activation_constructor.settings.has_fixed_qparams
         if not (has_fixed_qparams and _has_bounded_result(partition)):
@@ -227,7 +240,9 @@ class _State:
         return self._general_spec(specs.activation_dtype)
 
     def _general_spec(self, dtype: torch.dtype | None = None) -> QuantizationSpec:
-        """Return the activation of the global QConfig, if it is static and of ``dtype``; or a histogram."""
+        """Return the activation spec of the global QConfig if it is static and of ``dtype``, else a
+        histogram's.
+        """
         general = OpSpecs(self.rules.global_qconfig) if self.rules.global_qconfig else None
         if general and general.is_static and general.activation and dtype in (None, general.activation_dtype):
             return general.activation
@@ -274,10 +289,10 @@ class _State:
         return Action.SHARED, "its output shares the observer of its first input"
 
     def _source(self, producer: Node, node: Node) -> tuple[EdgeOrNode | None, torch.dtype | None]:
-        """Return where an input was observed and the dtype it is quantized to, also where float ops have
-        moved its values since.
+        """Return where an input is observed, or None, and the dtype it is quantized to, or None. Float ops
+        that only move values may be in between.
 
-        FX goes back through every op without an observer, also through one that computes.
+        FX goes back through every op without an observer, including ops that compute.
         """
         while True:
             for edge_or_node in ((producer, node), producer):
@@ -288,7 +303,7 @@ class _State:
             producer, node = moved, producer
 
     def _is_observed_before(self, node: Node) -> bool:
-        """Return whether FX finds an observer on its way back through every op."""
+        """Return whether FX finds an observer on its way back from ``node`` through every op."""
         while node.all_input_nodes:
             producer = node.all_input_nodes[0]
             if any(each in self.observed for each in (node, (producer, node), producer)):
@@ -303,8 +318,8 @@ class _State:
         specs: OpSpecs,
         dtypes: set[torch.dtype | None],
     ) -> tuple[Action, str]:
-        """The input comes from a custom module, already quantized, with no observer to share. FX traces
-        back through the module and takes the observer of its input, which has another range."""
+        """Decide about an op whose input comes from a custom module, perhaps quantized, with no observer to
+        share. FX goes back through the module to the observer of its input, which has another range."""
         assert last.output is not None
         if dtypes == {None}:
             if specs.reuses_input:
@@ -314,12 +329,12 @@ class _State:
         dtype = next(d for d in dtypes if d is not None)
         if len(partition.inputs) == 1 and all(preserves_values(node) for node in partition.nodes):
             self.dtype_of[last.output] = dtype
-            return Action.SHARED, "it hands on the quantized values of a custom module unchanged"
+            return Action.SHARED, "it returns the quantized values of a custom module unchanged"
         if specs.activation is None or specs.reuses_input:
             return Action.FLOAT, "it reuses the qparams of a custom module but changes the values"
         self.observed.observe(last.output, specs.activation)
         self.dtype_of[last.output] = specs.activation_dtype
-        return Action.QUANTIZED, "its input is a custom module's output; its own output is observed apart"
+        return Action.QUANTIZED, "its input is a custom module's output; its own output has its own observer"
 
 
 SHARE = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
@@ -331,7 +346,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _has_bounded_result(partition: SourcePartition) -> bool:
-    """Return whether FX's default mappings give it fixed qparams, for its result: sigmoid, tanh, softmax."""
+    """Return whether FX's default mappings give the result fixed qparams: sigmoid, tanh, softmax."""
     return any(kind in FIXED_QPARAMS_OP_TO_OBSERVER for kind in partition.origin.object_types)
 
 
@@ -340,7 +355,7 @@ def _is_quantized(dtype: torch.dtype | None) -> bool:
 
 
 def _infinite_value(pattern: FusedPattern) -> str | None:
-    """Return the name of what the pattern reads or gives with values that stand for infinity."""
+    """Return a name for an input or the result of ``pattern`` with values that mean infinity, or None."""
     for producer, _ in pattern.observed_partition.inputs:
         if metadata.INFINITE.is_on(producer):
             return f"its input {producer.name!r}"
@@ -349,7 +364,6 @@ def _infinite_value(pattern: FusedPattern) -> str | None:
 
 
 def _same_observer(a: QuantizationSpec, b: QuantizationSpec) -> bool:
-    """Return whether an observer that another consumer has already can be reused, by FX's test: the same
-    class and the same dtype."""
+    """Return whether two consumers of a value can share an observer, by FX's test: equal class and dtype."""
     mine, other = a.observer_or_fake_quant_ctr.settings, b.observer_or_fake_quant_ctr.settings
     return bool(mine == other)

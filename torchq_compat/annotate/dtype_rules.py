@@ -1,8 +1,8 @@
-"""Whether a backend takes an op in the dtypes and ranges a QConfig asks for.
+"""Whether a backend supports an op in the dtypes and ranges of a QConfig.
 
-FX's rule: some DTypeConfig of the op's pattern must match the QConfig's activation dtype, whether it is
-dynamic, and, for a function, the weight and bias dtypes; and the observers must keep to the constraints of
-the config: quantization range, smallest scale, fixed scale and zero point.
+FX's rule: some DTypeConfig of the op's pattern must match the QConfig's activation dtype, its ``is_dynamic``,
+and, for a function, the weight and bias dtypes; and the observers must satisfy the constraints of the config:
+quantization range, smallest scale, fixed scale and zero point.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ __all__ = ["find_dtype_config", "is_half_static", "refusal", "takes_weight"]
 def find_dtype_config(
     entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool
 ) -> DTypeConfig | None:
-    """Return the first DTypeConfig of ``entry`` that allows what ``specs`` ask for.
+    """Return the first DTypeConfig of ``entry`` that allows ``specs``; None if none does.
 
     Args:
-        has_weight: whether the op is a function with a weight argument; a module's weight is looked at
-            by ``takes_weight``.
-        has_bias: whether it is a function with a bias argument.
+        has_weight: whether the op is a function with a weight argument; ``takes_weight`` checks the weight
+            of a module.
+        has_bias: whether the op is a function with a bias argument.
     """
     return next((c for c in entry.dtype_configs if not _violation(c, specs, has_weight, has_bias)), None)
 
 
 def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool) -> str:
-    """Say why ``find_dtype_config`` found nothing, for people."""
+    """Return the reason, for people, why ``find_dtype_config`` found nothing."""
     reasons = dict.fromkeys(_violation(c, specs, has_weight, has_bias) for c in entry.dtype_configs)
-    return "the backend does not take its qconfig: " + (
+    return "the backend does not support its qconfig: " + (
         "; ".join(reasons) or "it has no dtype configs for it"
     )
 
 
 def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
-    """Return whether a module's weight is quantized: FX asks for one DTypeConfig that matches all four
+    """Return whether a module's weight is quantized: FX requires one DTypeConfig that matches all four
     dtypes."""
     bias = torch.float16 if is_half_static(specs) else torch.float32
     output = torch.float32 if specs.is_dynamic else specs.activation_dtype
@@ -55,7 +55,7 @@ def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
 
 
 def _violation(config: DTypeConfig, specs: OpSpecs, has_weight: bool, has_bias: bool) -> str:
-    """Say which dtype of ``specs`` the DTypeConfig ``config`` does not allow; empty if it allows all."""
+    """Return what in ``specs`` the DTypeConfig ``config`` does not allow, or an empty string."""
     return (
         _input_violation(config, specs)
         or (_weight_violation(config, specs) if has_weight else "")
@@ -148,7 +148,7 @@ def is_half_static(specs: OpSpecs) -> bool:
 
 
 def _is_same(allowed: torch.dtype | None, asked: torch.dtype) -> bool:
-    """quint8 and uint8 are; quint4x2 is neither."""
+    """Return whether two dtypes are the same; quint8 and uint8 are, but quint4x2 is only equal to itself."""
     allowed = allowed or torch.float32
     if PACKED_DTYPES & {allowed, asked}:
         return allowed is asked

@@ -1,8 +1,8 @@
-"""Fused patterns of a BackendConfig: the ops that run as one, with nothing observed between them.
+"""Fused patterns of a BackendConfig: ops that run as one, with nothing observed between them.
 
-FX has two kinds. A pattern with a fuser method replaces modules by a fused one before any QConfig is looked
-at: the QConfig of the first module counts, and one by object type has to be the same for all of them. A
-pattern without, of functions, is matched later: the QConfig of the last op counts.
+FX has two kinds. A pattern with a fuser method replaces modules by a fused one before any QConfig is read:
+the QConfig of the first module applies, and QConfigs by object type must be the same for all of the modules.
+A pattern without a fuser method, of functions, is matched later: the QConfig of the last op applies.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ __all__ = ["FusedPattern", "match_fused_patterns"]
 
 @dataclass(frozen=True)
 class FusedPattern:
-    """Ops that run as one, in the order they run; most patterns have one.
+    """Ops that run as one; most patterns have a single op.
 
     Attributes:
-        entry: the backend's row for it, None if it has none.
-        input_type_to_index: where the first op, if it is a function, has its weight and bias.
-        selection: the QConfig that counts for all of it.
+        ops: the ops, in the order they run.
+        entry: the backend's entry for the pattern; None if it has none.
+        input_type_to_index: the positions of weight and bias of the first op, if it is a function.
+        selection: the QConfig that applies to the whole pattern.
         record: the op whose QConfig that is.
-        observes_inputs: False where the first op's own QConfig is None.
+        observes_inputs: False if the first op's own QConfig is None.
     """
 
     ops: tuple[SourcePartition, ...]
@@ -54,17 +55,17 @@ class FusedPattern:
 
     @property
     def observed_partition(self) -> SourcePartition:
-        """Return the first op, with the inputs and weights of all of the pattern that are observed."""
+        """The first op, with the inputs and weights of the whole pattern that are observed."""
         partition = self.first.with_roles(self.input_type_to_index)
         if not self.observes_inputs:
             return replace(partition, inputs=(), weights=())
-        # Without a fused module FX observes what its root takes, and nothing that enters behind.
+        # Without a fused module FX observes the inputs of the first op, and no inputs of later ones.
         if self.entry is None or not self.entry.is_fused_module:
             return partition
         return replace(partition, inputs=(*partition.inputs, *self._joining_inputs()))
 
     def _joining_inputs(self) -> tuple[tuple[Node, Node], ...]:
-        """Return (producer, consumer) of what enters behind the first op."""
+        """Return the (producer, consumer) edges from outside into the ops behind the first one."""
         inside = {node for op in self.ops for node in op.nodes}
         return tuple(edge for op in self.ops[1:] for edge in op.inputs if edge[0] not in inside)
 
@@ -72,13 +73,13 @@ class FusedPattern:
 def match_fused_patterns(
     partitions: list[SourcePartition], rules: QConfigRules, backend: BackendTable
 ) -> list[FusedPattern]:
-    """Match the longest fused patterns of the backend; an op in none is a pattern of its own.
+    """Return the longest matches of the backend's fused patterns; an op in no match is a pattern of its own.
 
     Raises:
-        ConfigError: modules that fuse have different QConfigs by object type.
+        ConfigError: modules of a fused pattern have different QConfigs by object type.
     """
     matcher = _Matcher({node: partition for partition in partitions for node in partition.nodes}, backend)
-    # Where both inputs of an add could be the pattern's, FX takes the left one.
+    # If both inputs of an add could belong to a pattern, FX uses the left one.
     joined_on_the_left = {
         op.nodes[-1]
         for ops in matcher.patterns(partitions, lambda op, side: side == 0)
@@ -113,8 +114,7 @@ class _Matcher:
         return [ops for ops in found if ops[0].nodes[-1] not in absorbed]
 
     def _longest(self, partition: SourcePartition, may_join: MayJoin) -> tuple[SourcePartition, ...]:
-        """Return the longest pattern that starts with ``group``; what a pattern starts with need be none
-        itself."""
+        """Return the longest pattern that starts with ``partition``; its beginnings need not be patterns."""
         longest: tuple[SourcePartition, ...] = (partition,)
         ops = longest
         while (follower := self._follower(ops, may_join)) is not None:
@@ -124,7 +124,7 @@ class _Matcher:
         return longest
 
     def _follower(self, ops: tuple[SourcePartition, ...], may_join: MayJoin) -> SourcePartition | None:
-        """Return the op behind ``ops`` with which a fused pattern of the backend goes on."""
+        """Return the op behind ``ops`` that continues a fused pattern of the backend, or None."""
         output = ops[-1].output
         if output is None or len(output.users) != 1:
             return None
@@ -146,7 +146,7 @@ def _pattern_parts(ops: tuple[SourcePartition, ...]) -> tuple[tuple[PatternPart,
 
 
 def _parts(before: SourcePartition, op: SourcePartition) -> tuple[PatternPart, ...]:
-    """List the object types by which a pattern may name ``op`` where it follows ``before``."""
+    """List the object types by which a pattern may name ``op`` if it follows ``before``."""
     side = _side(before, op)
     if side is None:
         return op.origin.object_types
@@ -154,8 +154,8 @@ def _parts(before: SourcePartition, op: SourcePartition) -> tuple[PatternPart, .
 
 
 def _side(before: SourcePartition, op: SourcePartition) -> int | None:
-    """Return which argument of ``op``, one of several tensors, is the output of ``before``; None if it is the
-    only one. ``x + x`` has it twice, which no pattern means: -1."""
+    """Return the position of the output of ``before`` in the arguments of ``op``; None if ``op`` has only one
+    tensor, and -1 if the output is there twice, as in ``x + x``, which matches no pattern."""
     if len(op.inputs) == 1 and (op.origin.is_module_call or op.tensor_count <= 1 + len(op.parameters)):
         return None
     sides = [side for side, argument in enumerate(op.nodes[0].args) if argument is before.output]
@@ -191,7 +191,8 @@ def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, ru
 
 
 def _module_type(part: ObjectType) -> type:
-    """FX puts an nn.ReLU into the fused module for a functional relu."""
+    """Return ``part`` if it is a class, else nn.ReLU: FX puts an nn.ReLU into the fused module for a
+    functional relu."""
     return part if isinstance(part, type) else nn.ReLU
 
 

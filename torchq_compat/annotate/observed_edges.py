@@ -1,7 +1,7 @@
 """Observed edges and nodes of a graph, and which of them share an observer.
 
-An edge leads into a node; a node stands for its output. Those joined into a group get one observer, as FX
-makes all inputs and the output of ``cat`` point to the observer of its first input.
+An edge leads into a node; a node means its output. Edges and nodes that share use one observer, as FX makes
+all inputs and the output of ``cat`` use the observer of its first input.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ObservedEdges:
 
     def __init__(self) -> None:
         self._specs: dict[EdgeOrNode, QuantizationSpecBase] = {}
-        #: The first of the edges from one node that FX leads through one observer node.
+        #: Edge -> the first edge from the same node, if FX routes both through one observer node.
         self._joined_with: dict[EdgeOrNode, EdgeOrNode] = {}
-        #: The edge or node whose observer one uses; itself for an observer of its own.
+        #: Edge or node -> the edge or node whose observer it uses; itself if it has its own.
         self._observer: dict[EdgeOrNode, EdgeOrNode] = {}
 
     def __contains__(self, edge_or_node: EdgeOrNode) -> bool:
@@ -40,23 +40,23 @@ class ObservedEdges:
         self._observer[edge_or_node] = edge_or_node
 
     def join(self, edge: EdgeOrNode, other: EdgeOrNode) -> None:
-        """Let ``edge`` use the observer of ``other``, an edge from the same node, from now on: where one of
-        them comes to share the observer of something else, so does the other."""
+        """Make ``edge`` always use the observer of ``other``, an edge from the same node: if one of them
+        later shares the observer of something else, so does the other."""
         self._joined_with[edge] = self._first(other)
 
     def share(self, edge_or_node: EdgeOrNode, leader: EdgeOrNode) -> None:
-        """Let ``edge_or_node`` use the observer of ``leader``. As in FX this moves only ``edge_or_node`` and
-        the edges joined with it: others that share with it keep the observer they have."""
+        """Make ``edge_or_node`` use the observer of ``leader``. As in FX this changes only ``edge_or_node``
+        and the edges joined with it: edges and nodes that share its old observer keep that one."""
         self._observer[self._first(edge_or_node)] = self._observer[self._first(leader)]
 
     def dtype_at(self, edge_or_node: EdgeOrNode) -> torch.dtype | None:
-        """Return the dtype that the observer of ``edge_or_node`` quantizes to; None where its spec has
-        none."""
+        """Return the dtype that the observer of ``edge_or_node`` quantizes to, or None."""
         return getattr(self._specs[self._observer[self._first(edge_or_node)]], "dtype", None)
 
     def node_specs(self, nodes: Iterable[Node]) -> dict[Node, NodeSpecs]:
-        """Return the specs as torchao wants them: the first edge or node of an observer carries the spec, the
-        others point to it. torchao makes observers in graph order, edges of a node before its output."""
+        """Return the specs in torchao's form: the first edge or node of an observer has the spec, and the
+        others refer to it. torchao makes observers in graph order, for the edges of a node before its
+        output."""
         decided: dict[Node, NodeSpecs] = {}
         first_with: dict[EdgeOrNode, EdgeOrNode] = {}
         for node in nodes:

@@ -1,5 +1,5 @@
-"""Where aten operators keep their parameters: the weight a QConfig's weight constructor is about, the bias,
-running statistics."""
+"""The positions of parameters in the arguments of aten operators: the weight that a QConfig quantizes, the
+bias, and running statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["NORMALIZATIONS", "named_parameters_of", "parameter_nodes", "paramete
 
 ATEN = torch.ops.aten
 WEIGHT_AND_BIAS = {"weight": 1, "bias": 2}
-#: Their weight is never quantized.
+#: Normalizations, whose weight is never quantized -> parameter -> position of the argument.
 NORMALIZATIONS: dict[object, dict[str, int]] = {
     ATEN.layer_norm.default: {"weight": 2, "bias": 3},
     ATEN.group_norm.default: {"weight": 2, "bias": 3},
@@ -46,7 +46,7 @@ def weight_of(node: Node) -> Node | None:
 
 
 def parameters_of(node: Node) -> dict[str, tuple[Node, Node]]:
-    """Map "weight" and "bias" to the edge into ``node``, as far as ``node`` is given them."""
+    """Map "weight" and "bias" to the edge into ``node``, for those that ``node`` is given."""
     return {name: edge for name, edge in _edges(node).items() if name in ("weight", "bias")}
 
 
@@ -56,7 +56,7 @@ def parameter_nodes(node: Node) -> set[Node]:
 
 
 def named_parameters_of(node: Node) -> dict[str, Node]:
-    """Map each role, as "weight" or "running_mean", to the parameter that ``node`` is given for it."""
+    """Map each role, such as "weight" or "running_mean", to the parameter that ``node`` is given for it."""
     return {name: parameter for name, (parameter, _) in _edges(node).items()}
 
 

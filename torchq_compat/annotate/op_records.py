@@ -1,4 +1,4 @@
-"""Record how a QConfigMapping names an op, on its nodes, so that convert can ask another mapping about it."""
+"""Records on nodes how a QConfigMapping selects their op, so that convert can apply another mapping to it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ __all__ = ["OpRecord", "module_record", "op_record", "write_op_records"]
 
 @dataclass(frozen=True)
 class OpRecord:
-    """An op, or a fused pattern by the one of its ops whose QConfig counts.
+    """An op, or the op of a fused pattern whose QConfig applies to the pattern.
 
     Attributes:
-        label: the path of its decision.
+        label: the path in the decision about the op.
+        origin: the origin of the op.
+        call_index: how many calls of the same type the same module made before.
     """
 
     label: str
@@ -29,7 +31,7 @@ class OpRecord:
     call_index: int
 
     def select(self, rules: QConfigRules) -> Selection:
-        """Return the QConfig that ``rules`` give it."""
+        """Return the QConfig that ``rules`` give the op."""
         origin = self.origin
         if origin.is_module_call:
             return select_for_module(rules, origin.module_type, origin.module_path, self.call_index)
@@ -39,7 +41,7 @@ class OpRecord:
 
 
 def module_record(module_type: type[nn.Module], path: str) -> OpRecord:
-    """Of a module that stands in the graph as one call."""
+    """Return the record of a module that is one call in the graph."""
     return OpRecord(path, Origin(path, path, module_type, (module_type,), is_module_call=True), 0)
 
 

@@ -1,4 +1,4 @@
-"""module_name_object_type_order that no call has: FX ignores it in silence, here a warning says so."""
+"""Warnings about module_name_object_type_order rules that match no call, which FX ignores silently."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["decide_order_rules"]
 
 
 def decide_order_rules(partitions: list[SourcePartition], rules: QConfigRules) -> Iterator[Decision]:
-    """Return the decisions about the rules whose module never makes a call of that type, or not so many.
+    """Yield a decision about each rule whose module makes no call of the rule's type, or too few.
 
-    A module class that is not there at all is found where the model is looked at.
+    Rules about a module class that the module lacks are reported by ``capture.unmatched_rules``.
     """
     callers = {partition.caller for partition in partitions}
     for rule in rules.orders:

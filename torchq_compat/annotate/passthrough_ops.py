@@ -1,9 +1,9 @@
-"""Operators that only move data: the one table of them.
+"""The table of operators that only move data.
 
-Every result is a value of the input, or zero, which all qparams can hold. So the result has the qparams of
-the input without rounding, and the kernels of ATen run on quantized tensors as they are.
+Every value of the result is a value of the input, or zero, which all qparams can represent. So the result has
+the qparams of the input without rounding, and ATen's kernels run on quantized tensors unchanged.
 
-Legacy: FX's copy nodes and tensor shape nodes, whose dequantize and quantize it takes away.
+Legacy: FX's copy nodes and tensor shape nodes, around which FX removes dequantize and quantize.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def _always(node: Node) -> bool:
 
 
 def _pads_with_values(node: Node) -> bool:
-    """Return whether it pads with reflected values or zeros. Quantized tensors have no kernels for other
-    modes."""
+    """Return whether ``node`` pads with reflected values or zeros. Quantized tensors have no kernels for
+    other modes."""
     mode, value = _argument(node, 2, "mode", "constant"), _argument(node, 3, "value", None)
     return mode == "reflect" or (mode == "constant" and not value)
 
 
 def _drops_nothing(node: Node) -> bool:
-    """Return whether a dropout is in evaluation, where it is the identity."""
+    """Return whether the dropout ``node`` is in evaluation, where it is the identity."""
     return _argument(node, 2, "train", None) is False
 
 
@@ -96,7 +96,7 @@ PASSTHROUGH: dict[object, Callable[[Node], bool]] = {
     ATEN.dropout.default: _drops_nothing,
     ATEN.pad.default: _pads_with_values,
 }
-#: Operators that choose among the values of their input, and have no kernel on integers.
+#: Operators that select values of their input, and have no kernel on quantized tensors.
 CHOOSES = {
     ATEN.amax.default,
     ATEN.amin.default,
@@ -117,13 +117,13 @@ CHOOSES = {
 
 
 def preserves_values(node: Node) -> bool:
-    """Return whether the results of ``node`` are values of its inputs, or zero."""
+    """Return whether all values of the results of ``node`` are values of its inputs, or zero."""
     return node.target in PASSTHROUGH and PASSTHROUGH[node.target](node)
 
 
 def moved_by(node: Node) -> Node | None:
-    """Return the float input of which every result of ``node`` is a value, or zero; None where it computes,
-    or joins several."""
+    """Return the float input whose values, or zero, are the values of all results of ``node``; None if
+    ``node`` computes, or joins several inputs."""
     if not (preserves_values(node) or node.target in CHOOSES):
         return None
     given = [each for each in node.all_input_nodes if _holds_floats(each.meta.get("val"))]

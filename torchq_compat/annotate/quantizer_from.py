@@ -1,11 +1,11 @@
-"""QConfigMapping and BackendConfig as a torchao ``Quantizer``, for a ``prepare_pt2e`` call of one's own.
+"""A QConfigMapping and a BackendConfig as a torchao ``Quantizer``, for the user's own ``prepare_pt2e`` call.
 
     exported = torch.export.export(model, example_inputs).module()
     prepared = prepare_pt2e(exported, quantizer_from(get_default_qconfig_mapping("x86")))
 
-What FX's configuration says of ops is carried over. Custom modules are not: they are swapped before capture,
-by ``prepare_fx``. Ranges are torchao's: a reduced range saturates at its end, where FX goes on to that of the
-dtype.
+The Quantizer applies FX's configuration of ops, but not of custom modules, which ``prepare_fx`` swaps before
+capture. Ranges are torchao's: a reduced range saturates at its end, while FX saturates at the end of the
+dtype's range.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["TranslatedQuantizer", "quantizer_from"]
 
 
 class TranslatedQuantizer(SpecQuantizer):
-    """Annotates what a QConfigMapping and a BackendConfig quantize; see ``quantizer_from``.
+    """Annotates the ops that a QConfigMapping and a BackendConfig quantize; see ``quantizer_from``.
 
-    What is annotated already, by a quantizer before it in a ``ComposableQuantizer``, it leaves alone.
+    Nodes that an earlier quantizer in a ``ComposableQuantizer`` has annotated stay as they are.
 
     Attributes:
-        report: the decisions about the graph annotated last, printable and machine-readable.
+        report: the decisions about the last annotated graph, printable and machine-readable.
     """
 
     def __init__(self, qconfig_mapping: Any, backend_config: Any = None) -> None:
@@ -71,9 +71,9 @@ def quantizer_from(
 ) -> TranslatedQuantizer:
     """Return a torchao Quantizer that annotates what FX would have quantized.
 
-    In a ``ComposableQuantizer`` it annotates what the quantizers before it left alone.
+    In a ``ComposableQuantizer`` it annotates what the quantizers before it did not annotate.
 
-    Modules are known by what the exported graph holds of them, path and class name; a class defined inside a
+    Modules are identified by their path and class name in the exported graph; a class defined inside a
     function cannot be found by its name, so a rule by such an object type does not apply.
 
     Args:
@@ -81,11 +81,10 @@ def quantizer_from(
         backend_config: a BackendConfig or its dict form; default: torch.ao's native backend.
 
     Raises:
-        ConfigError: a setting that cannot be read; while annotating, QConfigs that conflict in a fused
-            pattern.
+        ConfigError: a setting cannot be read; or, while annotating, QConfigs conflict in a fused pattern.
 
     Returns:
-        The Quantizer; its ``report`` holds the decisions about the graph it annotated last.
+        The Quantizer; its ``report`` holds the decisions about the last annotated graph.
 
     Example:
         >>> import torch
@@ -113,9 +112,9 @@ def _left_alone(decision: Decision) -> Decision:
 
 
 def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], taken: set[Node]) -> NodeSpecs:
-    """Return the ``specs`` of ``node`` where those of the nodes in ``taken`` are not written.
+    """Return the ``specs`` of ``node`` when those of the nodes in ``taken`` are not written.
 
-    What ``node`` would have read from their observers it observes itself.
+    ``node`` observes itself what it would have shared with, or read from, observers of these nodes.
     """
 
     def present(spec: QuantizationSpecBase) -> QuantizationSpecBase:
@@ -137,13 +136,13 @@ def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], tak
             inputs[producer] = present(meant)
     shared = getattr(specs.output, "edge_or_node", None)
     if shared in taken and shared in inputs:
-        # An op that moves data: its output lies where its input does.
+        # An op that moves data: its output shares the observer of its input.
         return NodeSpecs(inputs, SharedQuantizationSpec((shared, node)))
     return NodeSpecs(inputs, None if specs.output is None else present(specs.output))
 
 
 def _spec_of(point: Any) -> QuantizationSpecBase | None:
-    """Return what is annotated at ``point``."""
+    """Return the annotated spec at ``point``."""
     node = point[1] if isinstance(point, tuple) else point
     annotation = node.meta[Q_ANNOTATION_KEY]
     spec: QuantizationSpecBase | None = (

@@ -1,4 +1,4 @@
-"""Source partitions: the nodes of an exported graph that were one node in FX.
+"""Source partitions: the nodes of an exported graph that would be one node in FX.
 
 A torch.nn module may export to several aten nodes; FX quantizes it as one op, at its inputs and output.
 """
@@ -25,12 +25,13 @@ class SourcePartition:
 
     Attributes:
         nodes: its nodes in order.
-        origin: where it came from.
+        origin: its origin.
         inputs: (producer, consumer in the partition) of every float activation that enters.
-        weights: (producer, consumer) of the weights a QConfig's weight constructor is about.
-        parameters: "weight", "bias" -> (producer, consumer), of a function that is given them.
-        tensor_count: how many positional arguments are tensors, repeated ones included.
-        output: the node whose value leaves, or None if several do or it is no float tensor.
+        weights: (producer, consumer) of the weights that a QConfig can quantize.
+        parameters: "weight", "bias" -> (producer, consumer); empty for a module.
+        tensor_count: how many positional arguments of the first node are float tensors, repeated ones
+            included.
+        output: the node whose value leaves; None if several do, or the value is no float tensor.
         call_index: how many calls of the same type the same module made before.
     """
 
@@ -45,12 +46,12 @@ class SourcePartition:
 
     @property
     def caller(self) -> str:
-        """Return the path of the module whose code makes the call."""
+        """The path of the module whose code makes the call."""
         return _caller(self.origin)
 
     @property
     def label(self) -> str:
-        """Return the module path for a module, ``scope/node`` for a function."""
+        """The module path for a module, ``scope/node`` for a function."""
         if self.origin.is_module_call:
             return self.origin.module_path
         return (
@@ -69,8 +70,8 @@ class SourcePartition:
         return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
     def with_roles(self, input_type_to_index: Mapping[str, int]) -> SourcePartition:
-        """Return the partition of a function whose arguments have the roles a BackendConfig gives them: one
-        that it does not call weight or bias is an activation."""
+        """Return the partition with the roles that a BackendConfig gives to the arguments of a function: an
+        argument without a role is an activation. The partition of a module is unchanged."""
         if self.origin.is_module_call:
             return self
         parameters = {name: edge for name, edge in self.parameters.items() if name in input_type_to_index}
@@ -87,8 +88,8 @@ class SourcePartition:
 
 
 def find_source_partitions(graph_module: GraphModule, model: nn.Module | None) -> list[SourcePartition]:
-    """Return the source partitions of ``graph_module`` in graph order; ``model`` is what was exported, if it
-    is at hand."""
+    """Return the source partitions of ``graph_module`` in graph order; ``model`` is the exported module, or
+    None if only the graph is known."""
     members: dict[str, list[Node]] = {}
     origins: dict[str, Origin] = {}
     for node in graph_module.graph.nodes:
@@ -135,7 +136,8 @@ def _partition(nodes: tuple[Node, ...], origin: Origin, call_index: int) -> Sour
         for producer in _activations(node, origin):
             if producer not in inside and (producer, node) not in inputs:
                 inputs.append((producer, node))
-    # torch.export computes sizes where they are first needed: within some module that has no part in them.
+    # torch.export computes a size where it is first needed, perhaps within a module that it does not belong
+    # to.
     leaving = [
         node for node in nodes if not _is_size(node) and any(user not in inside for user in node.users)
     ]

@@ -1,7 +1,7 @@
-"""A user's torchao Quantizer around custom modules: it annotates the rest, this package their edges.
+"""A user's torchao Quantizer for a graph with custom modules, whose calls this package annotates.
 
-Everything it wrote is checked and settled, whatever its ``validate`` does, and looked for again in the
-prepared graph: what ``explain`` says is what stands there.
+All annotations are checked and settled, independent of the Quantizer's ``validate``, and looked up again in
+the prepared graph, so that ``explain`` reports what is actually there.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["UserQuantizer"]
 
-#: Annotated nodes that are no op -> what they are called.
+#: The ``op`` of annotated nodes that are no ops of the model -> the kind in decisions about them.
 ENDS = {"placeholder": "input", "output": "output"}
-#: What torchao's ComposableQuantizer says where its children disagree (torchao 0.18).
+#: The message of torchao's ComposableQuantizer if its children annotate one node (torchao 0.18).
 OF_TWO_CHILDREN = re.compile(r"^Quantizer (\w+) has (changed|removed) annotations on node (\S+)$")
 
 
 class UserQuantizer(WrappingQuantizer):
-    """``quantizer`` for a graph with opaque calls.
+    """A user's ``quantizer`` for a graph with opaque calls.
 
     Args:
-        boundaries: of each opaque call of the graph.
-        model: what was exported.
+        quantizer: the user's Quantizer.
+        boundaries: the boundary of each opaque call of the graph.
+        model: the exported module.
 
     Raises:
-        ConfigError: a ComposableQuantizer holds something that is no Quantizer.
+        ConfigError: a ComposableQuantizer has a child that is no Quantizer.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class UserQuantizer(WrappingQuantizer):
         self._observers: dict[Any, nn.Module] | None = None
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Ask ``quantizer``, then annotate the calls of custom modules.
+        """Let ``quantizer`` annotate, then annotate the calls of custom modules.
 
         Raises:
             AnnotationError: two children of a ComposableQuantizer annotate one node.
@@ -100,7 +101,7 @@ class UserQuantizer(WrappingQuantizer):
         return model
 
     def validate(self, model: GraphModule) -> None:
-        """Ask ``quantizer``, then check and settle all annotations.
+        """Let ``quantizer`` validate, then check and settle all annotations.
 
         Raises:
             AnnotationError: see ``check_annotations``.
@@ -108,7 +109,7 @@ class UserQuantizer(WrappingQuantizer):
         super().validate(model)
         check_annotations(model)
         if self._points is None:
-            # Of several getitems of one output, one is left.
+            # If there were several getitems of one output, only one is left.
             partitions = [
                 partition for partition in self._groups or () if not all(n._erased for n in partition.nodes)
             ]
@@ -121,7 +122,8 @@ class UserQuantizer(WrappingQuantizer):
             self._observers = dict(observers)
 
     def decisions(self, prepared: GraphModule) -> tuple[Decision, ...]:
-        """Return what was done with each op of ``prepared``, which torchao made of the outer graph."""
+        """Return a decision about each op and each annotated input or output of ``prepared``, torchao's
+        prepared outer graph."""
         observers = self._observers or {}
         missing = unobserved_points(prepared, observers)
         idle = {name_of(point) for point, each in observers.items() if each is None or not quantizes(each)}
@@ -156,8 +158,8 @@ def _of_two_children(quantizer: ComposableQuantizer, child: str, did: str, node:
 
 
 def _points_of(partition: SourcePartition) -> list[PointName]:
-    """Return where ``partition`` and its parameters are annotated; the outputs of an operator with several
-    are its getitems'."""
+    """Return the points at which ``partition`` and its parameters are annotated; an operator with several
+    outputs has them at its getitems."""
     several = [node for node in partition.nodes if has_several(node)]
     read = [source for node in partition.nodes for source in node.all_input_nodes]
     parameters = [node for node in read if node.op == "get_attr"]
@@ -181,8 +183,8 @@ def _warn_if_annotated(call: Node, quantizer: Quantizer) -> None:
 
 
 def _annotation(call: Node, boundary: OpaqueBoundary) -> QuantizationAnnotation:
-    """Return each float input observed; one that its producer yields in a dtype the opaque module takes, by
-    that observer."""
+    """Return an annotation that observes each float input. An input whose producer is annotated with a dtype
+    that the opaque module accepts shares the producer's observer."""
     specs = {}
     for producer, spec in zip(call.args, boundary.input_specs, strict=False):
         assert isinstance(producer, Node)

@@ -1,4 +1,4 @@
-"""A Quantizer around another one: what it does not say itself, the other one says."""
+"""Quantizers that wrap another Quantizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["OuterGraphQuantizer", "WrappingQuantizer"]
 
 
 class WrappingQuantizer(Quantizer):  # type: ignore[misc]
-    """Hands every question of torchao's prepare on to ``quantizer``; subclasses add to the answers."""
+    """A base class of Quantizers that forwards every call of torchao's prepare to ``quantizer``."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class WrappingQuantizer(Quantizer):  # type: ignore[misc]
 
     def annotate(self, model: GraphModule) -> GraphModule:
         annotated: GraphModule | None = self.quantizer.annotate(model)
-        # torchao goes on with the graph it handed in; some Quantizers return nothing.
+        # torchao continues with the graph it passed; some Quantizers return None.
         return model if annotated is None else annotated
 
     def validate(self, model: GraphModule) -> None:
@@ -34,9 +34,11 @@ class WrappingQuantizer(Quantizer):  # type: ignore[misc]
 
 
 class OuterGraphQuantizer(WrappingQuantizer):
-    """Answers for the graph that comes first. torchao asks about the bodies of scans and while loops in it
-    next; they stay float: observers inside of them cannot be run where something is trained, nor be
-    converted."""
+    """A Quantizer that annotates only the outer graph, for which torchao calls it first.
+
+    torchao then calls it for the bodies of scans and while loops, which stay float: observers in them cannot
+    run during training, and cannot be converted.
+    """
 
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__(quantizer)

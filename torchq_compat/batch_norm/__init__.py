@@ -1,11 +1,11 @@
-"""Batch norm through the stages, behind six verbs; no other module looks inside this folder.
+"""Batch norm through the stages, behind six functions; no other package imports its modules directly.
 
-- ``before_capture``: give ``momentum=None`` a number, which torch.export can capture.
-- ``prepare``: let torchao fold what may be folded, fuse the others for QAT as FX does, average cumulatively.
-- ``convert``: fold what was fused, and keep the others out of torchao's sight.
-- ``freeze``: keep the statistics while the rest trains.
-- ``by_path``: tell where they are, before they are folded.
-- ``describe``: tell the names of each one's parameters, and what it was fused with.
+- ``before_capture``: set a number in place of ``momentum=None``, which torch.export cannot capture.
+- ``prepare``: let torchao fold what may be folded; for QAT, fuse as FX does; average cumulatively.
+- ``convert``: fold the fused batch norms, and hide the others from torchao.
+- ``freeze``: keep the statistics while the rest of the model trains.
+- ``by_path``: return the paths of the batch norms before they are folded.
+- ``describe``: yield the names of each batch norm's parameters, and the op it was fused with.
 """
 
 from torchq_compat.batch_norm.cumulative import give_momentum as before_capture

@@ -1,8 +1,8 @@
 """Batch norms with ``momentum=None``, whose running statistics are plain averages over all batches.
 
 nn.BatchNorm computes the factor of a batch, one over the number of batches, in Python from a tensor, which
-torch.export refuses. So they are captured with a number in its place, and a node that computes the factor is
-put into the prepared graph.
+torch.export refuses. So these batch norms are captured with a constant momentum, and a node that computes the
+factor is inserted into the prepared graph.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torchq_compat.support.upstream import BatchNormBase
 
 __all__ = ["average_cumulatively", "averaging_factor", "fix_averaging_factors", "give_momentum"]
 
-#: Stands in the captured graph; no statistic is ever updated with it.
+#: The momentum in the captured graph; no statistic is ever updated with it.
 STAND_IN = 0.1
 
 
 def give_momentum(model: nn.Module) -> set[str]:
-    """Set a momentum where ``model``, the package's own copy, has none; return the paths of their running
-    means."""
+    """Set a momentum in the batch norms of ``model``, the package's own copy, that have none; return the
+    paths of their running means."""
     found = set()
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, BatchNormBase) and module.track_running_stats and module.momentum is None:
@@ -36,13 +36,13 @@ def give_momentum(model: nn.Module) -> set[str]:
 
 
 def averaging_factor(batches: Tensor) -> float:
-    """Weight of the newest of ``batches``, an int64 count of shape ()."""
+    """Return the weight of the newest batch; ``batches`` is the int64 count of batches, of shape ()."""
     return 1.0 / max(float(batches), 1.0)
 
 
 def average_cumulatively(prepared: GraphModule, running_means: Collection[str]) -> None:
-    """Let the batch norms of ``running_means`` take the factor of the moment, where ``prepared`` counts
-    batches: the others update no statistics, and the graph has no counter for them."""
+    """Make the batch norms with ``running_means`` use the current averaging factor if ``prepared`` counts
+    their batches. Batch norms without a counter in the graph update no statistics."""
     counters = {str(node.args[0].target) for node in batch_counters(prepared)}  # type: ignore[union-attr]
     for path, node in list(batch_norm_nodes(prepared)):
         counter = path.removesuffix("running_mean") + "num_batches_tracked"
@@ -54,7 +54,7 @@ def average_cumulatively(prepared: GraphModule, running_means: Collection[str]) 
 
 
 def fix_averaging_factors(prepared: GraphModule) -> None:
-    """Take the factors out of a graph that will train no more."""
+    """Remove the averaging factors from a graph that will not be trained any more."""
     for _, node in batch_norm_nodes(prepared):
         if isinstance(node.args[MOMENTUM], Node):
             node.update_arg(MOMENTUM, STAND_IN)

@@ -1,12 +1,12 @@
-"""Fold QAT's batch norms into the ops before torchao converts.
+"""Folds QAT's batch norms into the ops in front of them, before torchao converts.
 
 ``batch_norm.fuse`` turned ``bn(op(x, w) + b)`` into
 
     s = gamma / sqrt(var + eps);  bn(op(x, fq(w * s)) / s + b)
 
-which in evaluation is ``op(x, fq(w * s)) + (b - mean) * s + beta``. torchao folds its own form of it after
-conversion by exporting 96 patterns and matching each, whatever the model has: 11 seconds for one convolution.
-Batch norms that are not folded here are hidden from it.
+which in evaluation is ``op(x, fq(w * s)) + (b - mean) * s + beta``. torchao folds its own form of this after
+conversion by exporting 96 patterns and matching each, for any model: 11 seconds for one convolution. Batch
+norms that are not folded here are hidden from torchao.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which batch norms may be folded into the convolution or linear in front of them.
 
-torchao's ``_fuse_conv_bn_`` folds every batch norm that reads a convolution: it does not ask who else reads
-the convolution, its weight or its bias, nor whether the statistics are those of the batch.
+torchao's ``_fuse_conv_bn_`` folds every batch norm that reads a convolution: it does not check whether other
+nodes read the convolution, its weight or its bias, nor whether the statistics are those of the batch.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torchq_compat.batch_norm.nodes import BETA, EPS, GAMMA, RUNNING_MEAN, RUNNI
 __all__ = ["unfoldable_batch_norms"]
 
 BATCH_NORM = torch.ops.aten.batch_norm.default
-#: What makes two batch norms the same function in evaluation.
+#: Positions of the arguments that make two batch norms the same function in evaluation.
 CONSTANTS = (GAMMA, BETA, RUNNING_MEAN, RUNNING_VAR, EPS)
 
 
 def unfoldable_batch_norms(graph_module: GraphModule) -> set[Node]:
-    """Return the batch norms of ``graph_module`` that have to stay: folded, something else would change."""
+    """Return the batch norms of ``graph_module`` whose folding would change other results."""
     batch_norms = [node for node in graph_module.graph.nodes if node.target is BATCH_NORM]
     readers = _readers(graph_module)
     parameters = dict(graph_module.named_parameters(remove_duplicate=False))
     return {
         node
         for node in batch_norms
-        # torchao makes a parameter of the folded weight, which a buffer cannot become.
+        # torchao registers the folded weight as a parameter, which fails if the weight is a buffer.
         if not _can_be_folded(node, readers) or not _names(node.args[0]) <= parameters.keys()
     }
 
 
 def _readers(graph_module: GraphModule) -> dict[str, set[Node]]:
-    """Who reads each parameter and buffer."""
+    """Return the nodes that read each parameter and buffer, by its name."""
     found: dict[str, set[Node]] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
@@ -44,13 +44,14 @@ def _readers(graph_module: GraphModule) -> dict[str, set[Node]]:
 
 def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
     op = batch_norm.args[0]
-    # A batch norm of a batch norm would be taken for that of the convolution, once the first is folded.
+    # After the first fold, a batch norm behind a batch norm would look like one behind the convolution.
     if not isinstance(op, Node) or op.target not in OUTPUT_DIMENSIONS or batch_norm.args[TRAINING]:
         return False
     if not all(_is_constant(batch_norm.args[position]) for position in (RUNNING_MEAN, RUNNING_VAR)):
         return False
     constants = [argument for argument in op.args[1:3] if argument is not None]
-    # Who shares the weight or the bias has to run into the same batch norm: a block called several times.
+    # Other readers of the weight or the bias must feed an equal batch norm, as in a block called several
+    # times.
     return all(
         _is_constant(constant)
         and all(_is_same_block(reader, op, batch_norm) for reader in readers[_name(constant)])
@@ -75,7 +76,7 @@ def _weights(op: Node) -> list[object]:
 
 
 def _names(op: Argument) -> set[str]:
-    """Return the weight and bias of ``op``."""
+    """Return the names of the weight and bias of ``op``."""
     assert isinstance(op, Node)
     return {_name(argument) for argument in op.args[1:3] if argument is not None}
 
@@ -90,5 +91,5 @@ def _name(argument: Argument) -> str:
 
 
 def _key(argument: Argument) -> object:
-    """The same for two nodes that get one attribute."""
+    """Return a key for ``argument`` that is the same for two nodes that read one attribute."""
     return argument.target if isinstance(argument, Node) and argument.op == "get_attr" else argument

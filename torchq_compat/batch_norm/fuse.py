@@ -4,9 +4,9 @@ FX fuses the pair, so that training sees the weight that will be quantized, the 
 
     s = gamma / sqrt(var + eps);  bn(op(x, fq(w * s)) / s + b)
 
-torchao's prepare for QAT has this for conv1d and conv2d, with limits: eps and momentum become the default
-ones (qat_utils.py matches with literals ignored), padding by name and inputs that a custom module quantized
-do not work, float pairs are rewritten too. So batch norms are hidden from it, and fused here.
+torchao's prepare for QAT does this for conv1d and conv2d, with limits: eps and momentum become the defaults
+(qat_utils.py matches with literals ignored), padding by name and inputs that a custom module quantized do not
+work, and float pairs are rewritten too. So batch norms are hidden from torchao, and fused here.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from torchq_compat.support.upstream import is_activation_post_process
 __all__ = ["fuse_batch_norms"]
 
 ATEN = torch.ops.aten
-#: Dimensions of the output that the batch norm behind the op normalizes per channel.
+#: Op -> the number of dimensions its output must have for the batch norm behind it to normalize the op's
+#: output channels.
 OUTPUT_DIMENSIONS: dict[object, int] = {
-    ATEN.linear.default: 2,  # behind a longer input they work on different dimensions (pytorch/ao#4116)
+    ATEN.linear.default: 2,  # with more, linear and batch norm use different dimensions (pytorch/ao#4116)
     ATEN.conv1d.default: 3,
     ATEN.conv1d.padding: 3,
     ATEN.conv2d.default: 4,
@@ -56,7 +57,7 @@ class _Pair:
 
     @property
     def weight_axis(self) -> int:
-        """Of the output channels."""
+        """The axis of the output channels."""
         return 1 if self.op.target in TRANSPOSED else 0
 
     @property
@@ -71,7 +72,7 @@ class _Pair:
 
 
 def fuse_batch_norms(prepared: GraphModule) -> None:
-    """Rewrite every such pair of ``prepared``, a QAT graph with its fake-quantizes, in place."""
+    """Fuse every such pair in ``prepared``, a QAT graph with its fake-quantizes, in place."""
     for _, node in list(batch_norm_nodes(prepared)):
         pair = _match(prepared, node)
         if pair is not None:
@@ -84,7 +85,7 @@ def _match(prepared: GraphModule, batch_norm: Node) -> _Pair | None:
     if not isinstance(op, Node) or len(op.users) != 1 or batch_norm.args[GAMMA] is None:
         return None
     if has_fixed_mode(batch_norm) and training_flag(batch_norm):
-        # It normalizes by the batch in evaluation too, so there is nothing to fold.
+        # The batch norm uses the statistics of the batch in evaluation too, so there is nothing to fold.
         return None
     if op.target not in OUTPUT_DIMENSIONS or OUTPUT_DIMENSIONS[op.target] != op.meta["val"].dim():
         return None
@@ -94,10 +95,10 @@ def _match(prepared: GraphModule, batch_norm: Node) -> _Pair | None:
     if not is_activation_post_process(prepared.get_submodule(str(fake_quantize.target))):
         return None
     if len(fake_quantize.users) != 1:
-        # A weight that others use too cannot be scaled for this batch norm alone.
+        # A weight with other users cannot be scaled for this batch norm alone.
         return None
     pair = _Pair(op, fake_quantize, batch_norm)
-    # A transposed convolution in groups has no axis for all channels.
+    # The weight of a grouped transposed convolution has no axis with all output channels.
     return pair if pair.weight_shape[pair.weight_axis] == pair.channels else None
 
 
@@ -116,7 +117,7 @@ def _rewrite(prepared: GraphModule, pair: _Pair) -> None:
 
 
 def _scale(graph: Graph, pair: _Pair) -> Node:
-    """Return ``gamma / sqrt(var + eps)``, with the statistics as they are before the batch."""
+    """Return ``gamma / sqrt(var + eps)``, with the statistics before they are updated by the batch."""
     gamma, variance, eps = (pair.batch_norm.args[i] for i in (GAMMA, RUNNING_VAR, EPS))
     with graph.inserting_before(pair.op):
         variance_with_eps = graph.call_function(ATEN.add.Tensor, (variance, eps))
@@ -125,7 +126,7 @@ def _scale(graph: Graph, pair: _Pair) -> Node:
 
 
 def _scaled_weight(graph: Graph, pair: _Pair, scale: Node) -> Node:
-    """Return a call of the fake-quantize with the weight times ``scale``."""
+    """Return a call of the weight's fake-quantize on the weight times ``scale``."""
     shape = [-1 if axis == pair.weight_axis else 1 for axis in range(len(pair.weight_shape))]
     with graph.inserting_before(pair.op):
         scaled = graph.call_function(ATEN.mul.Tensor, (pair.weight, _reshaped(graph, scale, shape)))

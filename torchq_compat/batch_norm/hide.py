@@ -1,8 +1,8 @@
-"""Batch norms that are fused or kept here, kept out of torchao's sight while it prepares or converts.
+"""Hides batch norms from torchao while it prepares or converts; this package fuses, folds or keeps them.
 
-torchao's convert looks for its QAT patterns as soon as there is any batch norm: it exports 96 of them and
-matches each, 17 seconds for a model of one batch norm (qat_utils.py, _fold_conv_bn_qat). Those that it fused
-are folded before; see ``batch_norm.fold``.
+torchao's convert looks for its QAT patterns if there is any batch norm: it exports 96 patterns and matches
+each, 17 seconds for a model of one batch norm (qat_utils.py, _fold_conv_bn_qat). Fused batch norms are folded
+before; see ``batch_norm.fold``.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
 def hide_batch_norms(graph_module: GraphModule) -> None:
-    """Let every batch norm of ``graph_module`` be a call that torchao does not know."""
+    """Replace every batch norm of ``graph_module`` by a call that torchao does not recognize."""
     _replace(graph_module, BATCH_NORM, kept_batch_norm)
 
 
 def hide_unfoldable_batch_norms(graph_module: GraphModule) -> None:
-    """Hide those that torchao would fold, when it prepares, although something else reads what it changes."""
+    """Hide the batch norms that torchao's prepare must not fold; see ``unfoldable_batch_norms``."""
     for node in unfoldable_batch_norms(graph_module):
         node.target = kept_batch_norm
     graph_module.recompile()
 
 
 def show_batch_norms(graph_module: GraphModule) -> None:
-    """Undo ``hide_batch_norms``."""
+    """Undo ``hide_batch_norms`` and ``hide_unfoldable_batch_norms``."""
     _replace(graph_module, kept_batch_norm, BATCH_NORM)
 
 
 class ShowingBatchNorms(WrappingQuantizer):
-    """A Quantizer that sees the batch norms again that were hidden while torchao folded the others."""
+    """A Quantizer that first restores the batch norms that were hidden while torchao folded the others."""
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         show_batch_norms(model)
@@ -51,8 +51,8 @@ class ShowingBatchNorms(WrappingQuantizer):
 
 
 class HidingBatchNorms(WrappingQuantizer):
-    """A Quantizer that hides the batch norms as soon as ``quantizer`` has annotated: torchao fuses them next,
-    when it prepares for training, with constants of its own."""
+    """A Quantizer that hides the batch norms after ``quantizer`` has annotated: torchao's prepare for QAT
+    would fuse them next, with default constants."""
 
     def annotate(self, model: GraphModule) -> GraphModule:
         annotated = super().annotate(model)
@@ -61,7 +61,7 @@ class HidingBatchNorms(WrappingQuantizer):
 
 
 def kept_batch_norm(*args: object) -> Tensor:
-    """aten.batch_norm under another name."""
+    """Compute ``aten.batch_norm``; a target that torchao does not recognize."""
     result: Tensor = BATCH_NORM(*args)
     return result
 

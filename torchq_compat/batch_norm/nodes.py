@@ -1,4 +1,4 @@
-"""Where the batch norms of a captured graph are, and what their arguments mean."""
+"""The batch norm nodes of a captured graph, and the positions of their arguments."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ GAMMA, BETA, RUNNING_MEAN, RUNNING_VAR, TRAINING, MOMENTUM, EPS = range(1, 8)
 
 
 def batch_norm_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
-    """Yield (path of the running mean, node) of every batch norm that has one."""
+    """Yield (path of the running mean, node) for every batch norm with a running mean."""
     for node in graph_module.graph.nodes:
         if node.target is torch.ops.aten.batch_norm.default and isinstance(node.args[RUNNING_MEAN], Node):
             yield str(node.args[RUNNING_MEAN].target), node
 
 
 def batch_norms_by_path(graph_module: GraphModule) -> dict[str, str]:
-    """Return the path of every batch norm, and that of the op it follows; empty where that is no module."""
+    """Return the path of every batch norm -> the path of the op before it, empty if that is no module."""
     found = {}
     for _, node in batch_norm_nodes(graph_module):
         source = node.args[0]

@@ -1,4 +1,4 @@
-"""What each batch norm of a graph is made of, for those who look for its parameters by name."""
+"""The names of the parameters of each batch norm in a graph, and the op it was fused with."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class BatchNormParts:
     """One batch norm.
 
     Attributes:
-        names: role, as nn.BatchNorm calls it -> name of the parameter or buffer in the graph.
-        eps: is added to the variance.
-        op: the convolution or linear that training fused with it; None if it stands alone.
-        bias: the name of the bias of ``op``.
+        names: the attribute of nn.BatchNorm -> the name of the parameter or buffer in the graph.
+        eps: the number that is added to the variance.
+        op: the convolution or linear that QAT fused with it; None if it is not fused.
+        bias: the name of the bias of ``op``; None if there is none.
     """
 
     names: dict[str, str]
@@ -35,7 +35,7 @@ class BatchNormParts:
 
 
 def describe_batch_norms(graph_module: GraphModule) -> Iterator[BatchNormParts]:
-    """The batch norms of ``graph_module`` that have running statistics."""
+    """Yield the parts of each batch norm of ``graph_module`` with running statistics."""
     for _, node in batch_norm_nodes(graph_module):
         arguments = {role: node.args[position] for role, position in ROLES.items()}
         eps = node.args[EPS]
@@ -46,7 +46,7 @@ def describe_batch_norms(graph_module: GraphModule) -> Iterator[BatchNormParts]:
 
 
 def _fused(batch_norm: Node) -> tuple[Node | None, str | None]:
-    """The op and the name of its bias, from ``bn(op(x, w * s) / s + b)``."""
+    """Return the op and the name of its bias in ``bn(op(x, w * s) / s + b)``; None for what is not there."""
     source, bias = batch_norm.args[0], None
     if isinstance(source, Node) and source.target is ATEN.add.Tensor:
         reshaped = source.args[1]

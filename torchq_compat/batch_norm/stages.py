@@ -26,10 +26,10 @@ __all__ = ["convert", "prepare"]
 def prepare(
     graph_module: GraphModule, quantizer: Quantizer, *, is_qat: bool, cumulative: Collection[str] = ()
 ) -> GraphModule:
-    """Put observers or fake-quantizes into ``graph_module`` where ``quantizer`` says.
+    """Insert observers or fake-quantizes into ``graph_module`` where ``quantizer`` annotates.
 
     Args:
-        cumulative: what ``before_capture`` returned.
+        cumulative: the paths of running means that ``before_capture`` returned.
     """
     if is_qat:
         prepared = prepare_qat_pt2e(graph_module, HidingBatchNorms(quantizer))
@@ -44,10 +44,10 @@ def prepare(
 
 
 def convert(prepared: GraphModule, fix_observers: Callable[[GraphModule], None]) -> GraphModule:
-    """Replace the observers of ``prepared``, which it changes, by q-dq.
+    """Return ``prepared``, which is changed, with its observers replaced by q-dq.
 
     Args:
-        fix_observers: called when the batch norms are folded, before torchao reads the observers.
+        fix_observers: called after the batch norms are folded, before torchao reads the observers.
     """
     drop_batch_counters(prepared)
     fix_averaging_factors(prepared)

@@ -1,1 +1,1 @@
-"""Capture: torch.export with every dimension dynamic, and where each node came from."""
+"""Capture: torch.export with every dimension dynamic, and the origin of each node."""

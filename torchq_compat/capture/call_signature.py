@@ -1,4 +1,4 @@
-"""How a captured model may be called: which arguments, and of which sizes."""
+"""The arguments that a captured model accepts, and their sizes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["CallSignature"]
 
 @dataclass(frozen=True)
 class CallSignature:
-    """How the captured model may be called.
+    """The arguments that a captured model accepts.
 
     Attributes:
-        names: the arguments it takes, in order; None if the float model takes ``*args``.
-        defaults: arguments of the float model that the example left at their default.
-        sizes: what has to hold of the sizes of its inputs.
+        names: the names of the arguments, in order; None if the float model takes ``*args``.
+        defaults: the arguments of the float model that the example left at their defaults, with these.
+        sizes: the conditions on the sizes of the inputs.
         positional: names of the arguments before ``*args``, and of ``*args`` itself.
     """
 
@@ -52,24 +52,24 @@ class CallSignature:
         """Return ``args`` and ``kwargs`` as the positional arguments of the captured model.
 
         Raises:
-            InputError: missing or unexpected arguments, or sizes that the captured model does not take.
+            InputError: missing or unexpected arguments, or sizes that the captured model does not accept.
         """
         bound = self._bind(args, kwargs)
-        # To torch.jit.trace sizes are tensors, which no condition can be asked of.
+        # Under torch.jit.trace sizes are tensors, on which conditions cannot be checked.
         if torch.compiler.is_compiling() or not torch._C._is_tracing():
             self.sizes.check(self.labelled(bound))
         return bound
 
     def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call with the same shapes was accepted before, which spares looking closely. Not
-        to be asked in a trace."""
+        """Return whether a call with the same shapes was accepted before, so that no check is needed. Do not
+        call this while tracing."""
         if kwargs or (self.names is not None and len(args) != len(self.names)):
             return False
         shapes = _shapes(args)
         return shapes is not None and self.sizes.were_accepted(shapes)
 
     def accept(self, bound: tuple[Any, ...]) -> None:
-        """Remember that nothing is wrong with ``bound``, which ``bind`` gave."""
+        """Remember that a call with the shapes of ``bound``, which ``bind`` returned, is valid."""
         shapes = _shapes(bound)
         if shapes is not None:
             self.sizes.accept(shapes)

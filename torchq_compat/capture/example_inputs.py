@@ -1,4 +1,4 @@
-"""Example inputs as a caller gives them, in any of the forms that FX took without a look."""
+"""Reads example inputs in any of the forms that FX accepted, without using them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ __all__ = [
     "with_two_samples",
 ]
 
-#: Default of an argument that must be given, whose absence deserves words of ours.
+#: Default of a required argument, so that its absence raises an error of ours.
 MISSING: Any = object()
-#: Keys of the custom config dict that stood third before torch 1.13, those that later releases dropped too.
+#: Keys of the custom config dict that was the third argument before torch 1.13, including those that later
+#: releases dropped.
 OLD_CONFIG_KEYS = {
     *PREPARE_KEYS,
     "additional_quant_pattern",
@@ -47,13 +48,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 CONFIGS = (PrepareCustomConfig, ConvertCustomConfig, FuseCustomConfig, QConfigMapping)
 WHERE_FROM = "the first batch of the calibration loader will do, without its targets"
-#: What no model takes as its only argument, and what stands here by mistake.
+#: Types that no model takes as its only argument, and that are given here by mistake.
 NO_ARGUMENT = (str, bytes, int, float, complex, set, frozenset, Iterator, nn.Module, DataLoader)
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def asks_for_examples(function: Callable[P, R]) -> Callable[P, R]:
-    """Give the decorated function ``MISSING`` where its caller leaves the second argument out."""
+    """Pass ``MISSING`` to the decorated function if its caller leaves out the second argument."""
 
     @functools.wraps(function)
     def asked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,16 +66,16 @@ def asks_for_examples(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
-    """``value`` as a tuple of positional arguments.
+    """Return ``value`` as a tuple of positional arguments.
 
-    A list becomes a tuple, a dict whose keys are parameters of forward the arguments of these names, any
-    other single value the only argument; each with a warning that names the new form.
+    A list becomes a tuple, a dict whose keys are parameters of ``forward`` becomes the arguments of these
+    names, and any other single value becomes the only argument; each with a warning that names the new form.
 
     Args:
-        model: whose forward is called with them; None: names are not looked at.
+        model: the model whose ``forward`` is called with the inputs; if None, names are not checked.
 
     Raises:
-        InputError: missing, a custom config, or holding a PackedSequence.
+        InputError: ``value`` is missing, is a custom config, or holds a PackedSequence.
     """
     if value is MISSING or value is None:
         stands = "" if value is MISSING else ": None stands in its place"
@@ -91,9 +92,9 @@ def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any
             f"prepare_custom_config=; {WHERE_FROM}.",
         )
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        model = None  # It is refused later, in words of its own.
+        model = None  # It is refused later, with an error of its own.
     if isinstance(value, PackedSequence):
-        value = (value,)  # It is a tuple of its own parts.
+        value = (value,)  # A PackedSequence is itself a tuple.
     args = value if isinstance(value, tuple) else _as_tuple(value, model)
     if any(_is_packed(leaf) for leaf in pytree.tree_leaves(args, is_leaf=_is_packed)):
         raise InputError(
@@ -138,10 +139,10 @@ def _as_tuple(value: Any, model: nn.Module | None) -> tuple[Any, ...]:
 
 
 def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | None:
-    """Keyword arguments as positional ones; None where ``value`` is an argument itself.
+    """Return keyword arguments as positional ones; None if ``value`` is itself an argument.
 
     Raises:
-        InputError: some of the keys are parameters of forward, and others not, or one is left out.
+        InputError: only some of the keys are parameters of ``forward``, or a required one is left out.
     """
     parameters = inspect.signature(model.forward).parameters
     taken = [name for name, each in parameters.items() if each.kind in BY_POSITION]
@@ -173,7 +174,8 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
 
 
 def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
-    """A batch of a loader holds targets too; FX did not look at it."""
+    """Raise if there are more ``args`` than ``forward`` takes, as in a batch of a loader, which has targets
+    too. FX did not check this."""
     if model is None:
         return
     parameters = inspect.signature(model.forward).parameters.values()
@@ -181,21 +183,24 @@ def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
         return
     count = sum(each.kind in BY_POSITION for each in parameters)
     if len(args) > count:
+        no_tensors = all(isinstance(leaf, (int, float)) for leaf in pytree.tree_leaves(args))
         raise ExampleInputsError(
             f"{type(model).__name__}.forward does not run on the example_inputs: it takes {count} positional "
-            f"arguments, and they are {len(args)}.",
-            hint="leave out what is no argument of the model, as the targets in a batch of a loader: "
+            f"arguments, and they are {len(args)}{' numbers' if no_tensors else ''}.",
+            hint="give tensors: (torch.rand(shape),) of a shape, (torch.tensor([data]),) of data."
+            if no_tensors
+            else "leave out what is no argument of the model, as the targets in a batch of a loader: "
             "example_inputs=(batch[0],).",
         )
 
 
 def is_one_value_a_channel(cause: BaseException | None) -> bool:
-    """Whether ``cause`` is that of a batch norm in training that has one value of each channel."""
+    """Return whether ``cause`` is the error of a batch norm in training with one value per channel."""
     return isinstance(cause, ValueError) and "more than 1 value per channel when training" in str(cause)
 
 
 def with_two_samples(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``args`` with every tensor of one sample twice, which is one more than a batch of one."""
+    """Return ``args`` with every tensor of one sample repeated, to make a batch of two."""
 
     def doubled(leaf: Any) -> Any:
         is_one = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == 1

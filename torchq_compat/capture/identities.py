@@ -1,7 +1,7 @@
-"""nn.Identity leaves no trace in an exported graph; FX kept it as an op that shares its input's observer.
+"""Makes nn.Identity visible in an exported graph; FX kept it as an op that shares its input's observer.
 
-Without it ``linear -> identity -> relu`` would look like a pair the backend fuses. The one inside a
-FloatFunctional was no op: FX swaps such modules for FXFloatFunctional, which has none.
+Without this op ``linear -> identity -> relu`` would look like a pair that the backend fuses. The Identity
+inside a FloatFunctional is no op in FX either: FX replaces such modules by FXFloatFunctional, which has none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["show_identities"]
 
 
 def show_identities(model: nn.Module) -> None:
-    """Make every Identity that ``model``, the package's own copy, calls itself export to ``aten.alias`` of
-    each tensor that it is given."""
+    """Make every Identity in ``model``, the package's own copy, export as an ``aten.alias`` of each input
+    tensor, except those inside a FloatFunctional."""
     functionals = [module for module in model.modules() if isinstance(module, FloatFunctional)]
     placeholders = {functional.activation_post_process for functional in functionals}
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""Blocks under ``torch.no_grad()`` or autocast, made part of the graph around them, as FX traced them.
+"""Inlines blocks under ``torch.no_grad()`` or autocast into the graph around them, as FX traced them.
 
-torch.export puts such a block into a submodule behind a higher-order op. No pass looks into it, so nothing in
-it would be quantized, and torchao after 0.18 refuses graphs that hold one.
+torch.export puts such a block into a submodule behind a higher-order op. No pass inspects the submodule, so
+nothing in it would be quantized, and torchao after 0.18 refuses graphs with such a block.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torchq_compat.support.upstream import FakeTensor
 __all__ = ["Block", "inline_blocks", "is_block"]
 
 HIGHER_ORDER = torch.ops.higher_order
-#: Higher-order op -> how many settings stand before the submodule.
+#: Higher-order op -> how many of its arguments are settings, before the submodule.
 SETTINGS = {HIGHER_ORDER.wrap_with_set_grad_enabled: 1, HIGHER_ORDER.wrap_with_autocast: 4}
-#: Says which dtype a value has under autocast.
+#: The op that asserts the dtype of a value under autocast.
 ASSERT_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 
@@ -32,9 +32,9 @@ class Block:
     """A block that was inlined.
 
     Attributes:
-        path: of the module whose code opens it.
-        context: the legacy name of the context: ``torch.no_grad`` or ``torch.autocast``.
-        casts: whether its ops ran in another dtype.
+        path: the path of the module whose code opens the block.
+        context: the name of the context: ``torch.no_grad``, ``torch.enable_grad`` or ``torch.autocast``.
+        casts: whether autocast was enabled in it, so that its ops ran in another dtype.
     """
 
     path: str
@@ -43,13 +43,13 @@ class Block:
 
 
 def is_block(node: Node) -> bool:
-    """Return whether ``node`` calls a block. One that gives nothing may still write into what it is given."""
+    """Return whether ``node`` calls a block. A block without results may still write into its inputs."""
     return node.target in SETTINGS
 
 
 def inline_blocks(graph_module: GraphModule) -> tuple[Block, ...]:
-    """Inline every block of ``graph_module``, nested ones included. Autocast is gone then, as in FX: the ops
-    run in the dtype they are given."""
+    """Inline every block of ``graph_module``, nested ones included, and return the blocks. Autocast is lost,
+    as in FX: the ops run in the dtype of their inputs."""
     blocks: list[Block] = []
     inlined: list[Node] = []
     while (call := _next_call(graph_module.graph)) is not None:
@@ -76,7 +76,8 @@ def _next_call(graph: Graph) -> Node | None:
 
 
 def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:
-    """Copy the nodes of the submodule before ``call``; returns the node that read it, and the copies."""
+    """Copy the nodes of the submodule in front of ``call``; return the node that read the submodule, and the
+    copied ops."""
     body_node, *operands = call.args[SETTINGS[call.target] :]  # type: ignore[index]
     assert isinstance(body_node, Node)
     body = graph_module.get_submodule(str(body_node.target))
@@ -126,7 +127,7 @@ def _is_read(graph: Graph, name: str) -> bool:
 
 
 def _forget_autocast(graph_module: GraphModule, inlined: Iterable[Node]) -> None:
-    """Give the values that autocast had cast the dtypes they have without it."""
+    """Recompute the example values that depend on ``inlined``, which have other dtypes without autocast."""
     graph, changed = graph_module.graph, set(inlined)
     for node in list(graph.nodes):
         if node.target is ASSERT_METADATA:

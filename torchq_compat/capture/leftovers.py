@@ -1,4 +1,4 @@
-"""Decide about Python attributes and hooks of a model, which do not survive capture."""
+"""Decisions about Python attributes and hooks of a model, which do not survive capture."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[Decision]:
-    """Decisions about the attributes of ``model`` itself and the hooks of all its modules.
+    """Yield decisions about the attributes of ``model`` itself and the hooks of all its modules.
 
     Args:
         model: the float model.
-        preserved: attributes the user asked to keep.
+        preserved: the names of attributes that the user's configuration keeps.
     """
     for name, value in vars(model).items():
         known = name in MODULE_ATTRIBUTES or name in preserved or name.startswith("_")
@@ -38,6 +38,6 @@ def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[D
                 f"hooks of {type(module).__name__}",
                 Action.DROPPED,
                 "hooks run once, while the model is captured: what they compute on tensors is in the graph, "
-                "what else they do happens no more",
+                "their other effects are lost",
                 warn=True,
             )

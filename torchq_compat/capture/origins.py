@@ -1,8 +1,8 @@
-"""Where a node of an exported graph came from, in the terms of the FX graph it would have been.
+"""The origin of a node of an exported graph, in terms of the graph that FX would have traced.
 
-FX traced user modules and kept modules of torch.nn as single nodes. An exported graph has aten operators
-only, with the module stack (``nn_module_stack``) and the Python function (``torch_fn``) in their metadata;
-everything else that needs to know a node's origin asks here.
+FX traced user modules and kept modules of torch.nn as single nodes. An exported graph has only aten
+operators, with the module stack (``nn_module_stack``) and the Python function (``torch_fn``) in their
+metadata. All code that needs a node's origin uses this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "meta_outside_leaves",
 ]
 
-#: Modules whose functions ``torch_fn`` calls "builtin_function_or_method".
+#: Python modules with the functions that ``torch_fn`` names "builtin_function_or_method".
 BUILTIN_HOMES = (torch, torch._C._nn)
 #: Methods that a Python operator calls; the metadata of ``x + y`` and ``x.add(y)`` is the same. FX traces
 #: ``x += y`` as ``x + y``.
@@ -47,15 +47,15 @@ OPERATOR_OF_METHOD = {
 
 @dataclass(frozen=True)
 class Origin:
-    """The FX node a node belongs to.
+    """The FX node that a node of an exported graph would belong to.
 
     Attributes:
-        call: identifies the call: the same for all nodes of one call of a torch.nn module.
-        module_path: of the torch.nn module, or of the module whose code calls the function.
-        module_type: its class.
-        object_types: what FX's configuration would call the op, most specific first.
-        is_module_call: a torch.nn module, as opposed to a function or method.
-        wrapped: name of the function under ``torch.fx.wrap`` it is inside of; empty for most.
+        call: an identifier of the call, the same for all nodes of one call of a torch.nn module.
+        module_path: the path of the torch.nn module, or of the module whose code calls the function.
+        module_type: the class of the module at ``module_path``.
+        object_types: the names of the op in FX's configuration, most specific first.
+        is_module_call: whether the call is of a torch.nn module, not of a function or method.
+        wrapped: the name of the function under ``torch.fx.wrap`` around the node; empty if there is none.
     """
 
     call: str
@@ -67,8 +67,8 @@ class Origin:
 
 
 def find_origin(node: Node, model: nn.Module | None) -> Origin:
-    """Return the origin of ``node`` in ``model``, the module that was exported; where only the graph is at
-    hand, classes are found by the names it holds."""
+    """Return the origin of ``node`` in ``model``, the exported module; if ``model`` is None, find classes by
+    their names in the node's metadata."""
     path, module_type = "", nn.Module if model is None else type(model)
     for key, fqn, class_name in _module_calls(node):
         found = _class_by_name(class_name) if model is None else _class_in(model, fqn)
@@ -84,14 +84,15 @@ def find_origin(node: Node, model: nn.Module | None) -> Origin:
 
 
 def innermost_call(node: Node) -> tuple[str, type[nn.Module]] | None:
-    """Return the call of a module whose code ``node`` is, and its class; None outside of modules."""
+    """Return the key of the innermost module call that ``node`` is in, and the class of the module; None if
+    it is in no module call."""
     *_, last = (None, *_module_calls(node))
     return None if last is None else (last[0], _class_by_name(last[2]))
 
 
 def meta_outside_leaves(node: Node) -> dict[str, Any]:
-    """Return the metadata of ``node`` for one that is put beside it: a call of a module that FX keeps as one
-    node has no more nodes than it had."""
+    """Return the metadata of ``node`` for a new node beside it. Calls of modules that FX keeps as one node
+    are removed from the module stack, so that the new node does not count as part of such a call."""
     meta = dict(node.meta)
     leaves = [key for key, _, name in _module_calls(node) if is_fx_leaf_class(_class_by_name(name))]
     if leaves:
@@ -102,8 +103,8 @@ def meta_outside_leaves(node: Node) -> dict[str, Any]:
 
 
 def callers_of_leaf(node: Node) -> list[Origin]:
-    """Return the origins that an item of the results of the module which ``node`` is a part of may have: the
-    code of each module around it, innermost first."""
+    """Return the possible origins of an item of the results of the torch.nn module that ``node`` is part of:
+    the code of each module around that module, innermost first."""
     callers: list[tuple[str, type[nn.Module]]] = [("", nn.Module)]
     for _, fqn, class_name in _module_calls(node):
         found = _class_by_name(class_name)
@@ -117,12 +118,13 @@ def callers_of_leaf(node: Node) -> list[Origin]:
 
 
 def is_fx_leaf(module: nn.Module) -> bool:
-    """Return whether FX's tracer keeps ``module`` as one node: classes of torch.nn, but not Sequential."""
+    """Return whether FX's tracer keeps ``module`` as one node: modules of torch.nn, except Sequential."""
     return is_fx_leaf_class(type(module))
 
 
 def is_fx_leaf_class(module_type: type[nn.Module]) -> bool:
-    """Return ``is_fx_leaf`` of the modules of a class; nn.Module itself stands for one that is not found."""
+    """Return ``is_fx_leaf`` for modules of class ``module_type``; nn.Module itself, which means a class that
+    was not found, is no leaf."""
     is_torch_own = module_type.__module__.startswith(("torch.nn", "torch.ao.nn"))
     return is_torch_own and module_type is not nn.Module and not issubclass(module_type, nn.Sequential)
 
@@ -141,7 +143,8 @@ def _class_in(model: nn.Module, path: str) -> type[nn.Module] | None:
 
 
 def _class_by_name(name: str) -> type[nn.Module]:
-    """Return nn.Module itself for a class inside a function, which cannot be found."""
+    """Return the module class called ``name``; nn.Module itself if it cannot be found, as a class defined in
+    a function."""
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
@@ -167,7 +170,8 @@ def _function_types(node: Node) -> Iterator[ObjectType]:
 
 
 def computes_like(found: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Return whether ``found`` is ``base``, a class of torch.nn, or one that has its forward from it."""
+    """Return whether ``found`` is ``base``, or is derived from ``base``, a class of torch.nn, and inherits
+    its ``forward``."""
     if found is base:
         return True
     return (

@@ -1,4 +1,7 @@
-"""Modules whose weight is computed: they stay float, as in FX, which knows them by their class."""
+"""Decisions about modules with a parametrized weight, which stay float as in FX.
+
+FX does not quantize them because parametrization changes the class of a module.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,7 @@ WEIGHTED = (
 
 
 def decide_parametrizations(model: nn.Module, rules: QConfigRules) -> Iterator[Decision]:
-    """Return the decisions about the modules of ``model`` that would be quantized, were their weight no
-    parametrization's."""
+    """Yield a decision about each module of ``model`` that only its parametrized weight keeps float."""
     for path, module in model.named_modules():
         if not isinstance(module, WEIGHTED) or not parametrize.is_parametrized(module, "weight"):
             continue

@@ -1,9 +1,9 @@
-"""Ops that train on purpose: what does not follow ``train()`` and ``eval()`` in the float model.
+"""Ops whose training flag, on purpose, does not follow ``train()`` and ``eval()`` in the float model.
 
-``F.dropout(x, training=True)``, a batch norm without running statistics, a dropout that a script put into
-training mode in a model in evaluation (Monte Carlo dropout), a batch norm that the model's own ``train()``
-keeps in evaluation. torch.export writes the flag of each call into the graph as a literal, and nothing there
-says which of them follow the mode.
+Examples: ``F.dropout(x, training=True)``, a batch norm without running statistics, a dropout that a script
+put into training mode in a model in evaluation (Monte Carlo dropout), a batch norm that the model's own
+``train()`` keeps in evaluation. torch.export writes the flag of each call into the graph as a literal, and
+the graph does not show which literals follow the mode.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchq_compat.support.model_copies import copied_model
 __all__ = ["EvaluationRun", "decide_evaluation", "fix_modes", "run_in_evaluation"]
 
 
-#: Python function -> aten operator, and where the function has its flag: name, position, default.
+#: Python function -> (aten operator, and the name, position and default of the function's training flag).
 FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
     "dropout": ("dropout", "training", 2, True),
     "dropout1d": ("feature_dropout", "training", 2, True),
@@ -53,11 +53,11 @@ TORCH_FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
 
 @dataclass(frozen=True)
 class EvaluationRun:
-    """What trains in evaluation, as far as a run says.
+    """The training flags of a model's ops, recorded in a run in evaluation.
 
     Attributes:
         flags: (module path, op) -> the training flag of each call, in order.
-        error: why the model does not run in evaluation; nothing is known then.
+        error: why the model does not run in evaluation, in which case ``flags`` is empty.
     """
 
     flags: Mapping[tuple[str, str], list[bool]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class EvaluationRun:
 
 
 def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRun:
-    """Run a copy of ``working`` in evaluation."""
+    """Run a copy of ``working`` in evaluation, and return its training flags."""
     model = copied_model(working).eval()
     recorder = _Recorder()
     try:
@@ -77,7 +77,7 @@ def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRu
 
 
 def decide_evaluation(working: nn.Module, run: EvaluationRun) -> Iterator[Decision]:
-    """Yield a decision about a model that trains and does not evaluate."""
+    """Yield a decision about a model that fails in evaluation."""
     if run.error is not None:
         first_line = str(run.error).strip().split("\n", 1)[0]
         yield Decision(
@@ -93,12 +93,12 @@ def decide_evaluation(working: nn.Module, run: EvaluationRun) -> Iterator[Decisi
 def fix_modes(
     graph_module: GraphModule, working: nn.Module, in_evaluation: EvaluationRun, *, is_qat: bool
 ) -> None:
-    """Let every op keep its flag that the float model does not switch.
+    """Fix the mode of every op whose training flag the float model's mode does not switch.
 
     Args:
-        graph_module: captured in training mode for QAT, else in evaluation.
-        working: what was captured.
-        in_evaluation: its run there; wanted for QAT only.
+        graph_module: the graph, captured in training mode for QAT, else in evaluation.
+        working: the captured model.
+        in_evaluation: the run of ``working`` in evaluation; needed for QAT only.
     """
     first_path = _first_paths(working)
     position: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -116,7 +116,7 @@ def fix_modes(
 
 
 def _first_paths(model: nn.Module) -> dict[str, str]:
-    """Return every path of ``model`` -> the first path of the module there."""
+    """Return each path of ``model`` -> the first path of the same module."""
     first: dict[nn.Module, str] = {}
     return {
         path: first.setdefault(module, path) for path, module in model.named_modules(remove_duplicate=False)
@@ -124,7 +124,7 @@ def _first_paths(model: nn.Module) -> dict[str, str]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes the flags of calls, by the module whose code makes them."""
+    """Records the training flags of calls, by the path of the module whose code makes the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Recorder(TorchFunctionMode):
 
 @contextmanager
 def _following(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Tell ``recorder`` which module of ``model`` runs."""
+    """Keep the path of the running module of ``model`` in ``recorder``."""
 
     def enter(path: str) -> Callable[..., None]:
         return lambda *_: recorder.path.append(path)

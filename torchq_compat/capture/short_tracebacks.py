@@ -1,4 +1,4 @@
-"""What torch tells of a failed capture, cut: our error says it, once and with the user's line."""
+"""Shortens what torch prints about a failed capture: our error says it once, with the user's line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 __all__ = ["failed_attempts_held_back", "without_frames_of_torch"]
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-#: Logger -> the beginning of the message that is held back.
+#: Logger -> the beginning of the messages that are held back.
 OF_ATTEMPTS = {
     "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
     "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
@@ -21,9 +21,10 @@ OF_ATTEMPTS = {
 
 
 def without_frames_of_torch(cause: Exception) -> Exception:
-    """Cut what ``cause`` would print above our error: causes of its own, and frames of torch and of ours.
+    """Return ``cause`` without its own causes, and without the frames of torch and of this package.
 
-    Frames of the user's model stay; torch.export has a hundred, and raises while it handles another error.
+    The frames of the user's model stay. torch.export has a hundred frames, and raises while it handles
+    another error.
     """
     cause.__cause__ = cause.__context__ = None
     frames = []
@@ -40,7 +41,7 @@ def without_frames_of_torch(cause: Exception) -> Exception:
 
 @contextmanager
 def failed_attempts_held_back() -> Iterator[None]:
-    """Hold the messages back in the ``with`` block: attempts follow each other, with fewer free sizes."""
+    """Suppress the messages in ``OF_ATTEMPTS``: a failed attempt is followed by one with fewer free sizes."""
     filters = {name: _without(beginning) for name, beginning in OF_ATTEMPTS.items()}
     for name, held_back in filters.items():
         logging.getLogger(name).addFilter(held_back)

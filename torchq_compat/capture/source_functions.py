@@ -1,7 +1,7 @@
-"""The function, or class of module, that each op of a captured graph comes from, where Quantizers look.
+"""Writes the function, or module class, that each op comes from into the metadata that Quantizers read.
 
-``get_source_partitions(graph, [operator.add, torch.add])`` and what backends have like it read
-``source_fn_stack``, which torch.export leaves out unless it is strict.
+``get_source_partitions(graph, [operator.add, torch.add])`` and similar functions of backends read
+``source_fn_stack``, which torch.export writes only in strict mode.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torchq_compat.capture.origins import (
 
 __all__ = ["SOURCE_FUNCTIONS", "restore_source_functions"]
 
-#: Key of torch's on ``node.meta``.
+#: torch's key of ``node.meta``.
 SOURCE_FUNCTIONS = "source_fn_stack"
 
 
 def restore_source_functions(graph_module: GraphModule, model: nn.Module) -> None:
-    """Write what a strict export writes: the class of the module of torch.nn whose code an op is, else the
-    function or method.
+    """Write the ``source_fn_stack`` of a strict export: the class of the torch.nn module that an op belongs
+    to, or else the function or method.
 
-    ``x + y`` and ``x.add(y)`` are ``operator.add``, another method its name; ``+=`` is ``operator.add``, too,
-    for the graph computes it out of place. All ops of one call have the same name.
+    ``x + y`` and ``x.add(y)`` are written as ``operator.add``, other methods as their names; ``+=`` is
+    ``operator.add``, too, because the graph computes it out of place. All ops of one call have the same name.
 
     Args:
-        model: what was exported.
+        model: the exported module.
     """
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and SOURCE_FUNCTIONS not in node.meta:
@@ -42,7 +42,7 @@ def restore_source_functions(graph_module: GraphModule, model: nn.Module) -> Non
 
 
 def _source(node: Node, model: nn.Module) -> tuple[str, Any] | None:
-    """(name of the call, what was called)."""
+    """Return (name of the call, the class, function or method called); None if it is unknown."""
     called = innermost_call(node)
     if called is not None and is_fx_leaf_class(called[1]):
         return called

@@ -1,4 +1,4 @@
-"""torch.export, called so that a legacy model stays as free in its sizes as an FX graph was."""
+"""Calls torch.export so that the sizes of a legacy model stay as free as they were in an FX graph."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.call_signature import CallSignature
-from torchq_compat.capture.full_slices import drop_full_slices
 from torchq_compat.capture.inlined_blocks import is_block
 from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError, ExampleInputsError, TorchQCompatError
 from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
+from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config
 from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
@@ -35,18 +35,16 @@ __all__ = [
     "line_of_failure",
 ]
 
-# A config module whose functions torch installs at run time.
+#: The directories of torch and of this package: a user's line is in neither.
 LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
-
-
-#: How to write what is usually written with the values of lengths.
+#: Advice on traceable forms of code that usually computes with the values of lengths.
 OF_LENGTHS = (
     "The values of lengths are known at run time only: give pack_padded_sequence the tensor itself; a bound "
     "is lengths.max().item(), as in x[:, : lengths.max()]; a mask is torch.arange(x.size(1)) < "
     "lengths[:, None]; the last steps are x[torch.arange(x.size(0)), lengths - 1]; they are sorted by "
     "lengths.sort(descending=True); and a loop over time runs over all x.size(1) steps."
 )
-#: (label of an input, dimension): taken as fixed to its size in the example.
+#: (label of an input, dimension) pairs that are fixed to their size in the example.
 Statics = tuple[tuple[str, int], ...]
 
 
@@ -56,10 +54,11 @@ def capture(
     """Return ``model`` as an aten graph that keeps its input and output structure.
 
     Args:
-        model: captured as it is, its training flags included.
+        model: the model, captured as it is, including its training flags.
         args: example positional arguments.
-        dynamic_shapes: as torch.export takes it; None makes every dimension dynamic that the model allows.
-        statics: without ``dynamic_shapes``, the dimensions that are fixed all the same.
+        dynamic_shapes: the argument of torch.export; None makes every dimension dynamic that the model
+            allows.
+        statics: the dimensions that are fixed if ``dynamic_shapes`` is None.
 
     Raises:
         Exception: whatever torch.export or the model raises; see ``explain_failure``.
@@ -69,20 +68,20 @@ def capture(
     except RuntimeError as cause:
         if "Inference tensors" not in str(cause):
             raise
-        # A block under torch.inference_mode can be captured only where no gradients are.
+        # A block under torch.inference_mode can be captured only without gradients.
         with torch.no_grad():
             program = export_with_free_sizes(model, args, dynamic_shapes, statics)
     options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
     graph_module = program.module(**options)
     assert isinstance(graph_module, GraphModule)
     graph_module.graph.eliminate_dead_code(lambda node: is_block(node) or node.is_impure())
-    drop_full_slices(graph_module)
+    _drop_full_slices(graph_module)
     return graph_module
 
 
 def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
-    """Return ``capture`` of a module with tensor arguments and a tuple of tensors as result, without pytree
-    in its calling code: it is called once per time step."""
+    """Return the graph of a module that takes tensors and returns a tuple of tensors, without pytree in its
+    calling code, because the graph is called once per time step."""
     captured = capture(model, args)
     make_out_of_place(captured)
     flat = GraphModule(captured, captured.graph)
@@ -92,16 +91,16 @@ def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
 
 
 def copied_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``args`` for a trial run: a model may write into them, and they may hang on an autograd
-    graph."""
+    """Return a copy of ``args`` for a trial run: a model may write into its inputs, and they may belong to an
+    autograd graph."""
     copies = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, args)
     assert isinstance(copies, tuple)
     return copies
 
 
 def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError:
-    """Return the error of ours for a failed capture of ``model`` (the float one): do the inputs fit at
-    all?"""
+    """Return our error for a failed capture of the float ``model``; an ``ExampleInputsError`` if ``model``
+    does not run on ``args``."""
     try:
         with torch.no_grad():
             copied_model(model)(*copied_inputs(args))
@@ -116,8 +115,8 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
 def export_with_free_sizes(
     model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any, statics: Statics = ()
 ) -> torch.export.ExportedProgram:
-    """Return ``torch.export.export``; without ``dynamic_shapes`` every dimension is free that ``model``
-    allows."""
+    """Return the result of ``torch.export.export``; without ``dynamic_shapes`` every dimension is free that
+    ``model`` allows, except ``statics``."""
     args = _distinct(args)
     export = partial(torch.export.export, model, args, strict=False)
     if dynamic_shapes is not None:
@@ -129,9 +128,12 @@ def export_with_free_sizes(
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``args`` with each tensor copied. One that is there twice, say as h0 and c0, torch.export would
-    take for one input, and the captured model would read one of its arguments for both; of one that is a view
-    it would ask whether the sizes are 1, to make it again from its base, and guard on the answer."""
+    """Return ``args`` with each tensor copied.
+
+    torch.export would take a tensor that is given twice, say as h0 and c0, for one input, and the captured
+    model would read one argument for both. To recreate a view from its base, torch.export would check whether
+    its sizes are 1, and guard on the answer.
+    """
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -157,15 +159,15 @@ def _every_dimension(model: nn.Module, args: tuple[Any, ...], statics: Statics) 
     shapes = _map_as_export_wants(dimensions, args)
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds[: len(args)]:
-        # torch.export sees what *args takes as one argument.
+        # torch.export treats all of *args as one argument.
         first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
         return (*shapes[:first], shapes[first:])
     return shapes
 
 
 def _map_as_export_wants(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return ``pytree.tree_map``; but torch.export wants a list where a dataclass, or another container
-    registered with pytree, stands in the arguments."""
+    """Return ``pytree.tree_map``, but with a list in the place of each dataclass or other container
+    registered with pytree, as torch.export requires."""
 
     def inside(each: Any) -> Any:
         if not _is_other_container(each):
@@ -187,13 +189,13 @@ def _children(value: Any) -> list[Any]:
 
 
 def line_of_failure(cause: BaseException) -> str:
-    """Return the user's line that ``cause`` was raised at, and what it says."""
+    """Return the user's line at which ``cause`` was raised, and the first line of its message."""
     first_line = str(cause).strip().split("\n", 1)[0]
     return " ".join(filter(None, (_user_line(cause), f"{type(cause).__name__}: {first_line}")))
 
 
 def _user_line(cause: BaseException) -> str | None:
-    """Return file and line of the last frame that is neither torch's nor ours."""
+    """Return file, line and text of the last frame that is neither torch's nor ours, or None."""
     for frame in reversed(traceback.extract_tb(cause.__traceback__)):
         path = Path(frame.filename)
         if path.exists() and not any(path.is_relative_to(root) for root in LIBRARY_ROOTS):
@@ -245,3 +247,22 @@ def _capture_hint(cause: BaseException, first_line: str) -> str:
         "see the torch.export programming model. Control flow on tensor values has to become torch.where or "
         "torch.cond."
     )
+
+
+def _drop_full_slices(graph_module: GraphModule) -> None:
+    """Remove slices of a whole dimension, so that their readers read the sliced tensor.
+
+    With a free dimension torch.export writes ``x[:, 1:3]`` as ``slice(slice(x, 0, 0, maximum), 1, 1, 3)``.
+    With fixed sizes there is no inner slice, and a Quantizer written for such graphs would annotate one node
+    too many.
+    """
+    for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if _is_full(*node.args[1:], **node.kwargs):
+            node.replace_all_uses_with(source)
+            graph_module.graph.erase_node(node)
+
+
+def _is_full(dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
+    return start in (None, 0) and end in (None, SLICE_END) and step == 1

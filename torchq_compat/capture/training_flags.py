@@ -1,4 +1,4 @@
-"""The float model's training flags: prepare_fx is calibration, prepare_qat_fx is training, whatever they say.
+"""The float model's training flags: they do not decide that prepare_fx calibrates and prepare_qat_fx trains.
 
 In FX the flag of an LSTM, not the function called, chose between observers and fake-quantizes.
 """
@@ -25,9 +25,10 @@ CALIBRATES = "prepare_fx calibrates in evaluation mode; prepare_qat_fx is for tr
 
 
 def decide_training_flags(model: nn.Module, *, is_qat: bool) -> Iterator[Decision]:
-    """Yield a decision about ``model``, or about each outermost module in it, whose flag is the other one.
+    """Yield a decision about each outermost module of ``model``, itself included, whose flag is overridden.
 
-    A module that differs from the model it is in was set apart by someone: that is warned about.
+    If ``model`` itself has the right flag, a submodule with the other one was set apart on purpose, so its
+    decision is a warning.
     """
     kept = set(_trained_on_purpose(model, is_qat=is_qat))
     found, reason = ("evaluation", TRAINS) if is_qat else ("training", CALIBRATES)
@@ -46,8 +47,8 @@ def decide_training_flags(model: nn.Module, *, is_qat: bool) -> Iterator[Decisio
 def set_training_flags(working: nn.Module, *, is_qat: bool) -> None:
     """Put ``working``, the package's own copy, into the mode it is captured in.
 
-    In a model in evaluation, a dropout or batch norm in training was set apart on purpose, as Monte Carlo
-    dropout is: it stays.
+    A dropout or batch norm in training in a model in evaluation, such as Monte Carlo dropout, was set on
+    purpose, and keeps its flag.
     """
     kept = _trained_on_purpose(working, is_qat=is_qat)
     working.train(is_qat)

@@ -1,9 +1,9 @@
 """Training and evaluation mode of a captured graph.
 
-torch.export fixes the mode as a literal argument of dropout and batch norm. torchao switches it by matching
-patterns, which gives a batch norm with another eps than 1e-5 that default (export_utils.py says so); here the
-literal itself is changed. An op whose literal does not follow the mode in the float model, as
-``F.dropout(x, training=True)``, keeps it.
+torch.export writes the mode as a literal argument of dropout and batch norm. torchao switches the mode by
+matching patterns, which resets the eps of a batch norm to the default, 1e-5 (see its export_utils.py); here
+the literal itself is changed. An op whose literal does not follow the mode in the float model, such as
+``F.dropout(x, training=True)``, keeps its literal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 ATEN = torch.ops.aten
-#: Position of the training flag.
+#: Op -> the position of its training flag.
 DROPOUT: dict[object, int] = {
     ATEN.dropout.default: 2,
     ATEN.dropout_.default: 2,
@@ -34,7 +34,7 @@ DROPOUT: dict[object, int] = {
     ATEN.alpha_dropout.default: 2,
     ATEN.feature_alpha_dropout.default: 2,
     ATEN.rrelu.default: 3,
-    # Dropout between the layers of recurrent operators that a Quantizer wanted whole.
+    # Dropout between the layers of recurrent operators that are kept whole for a Quantizer.
     ATEN.lstm.input: 6,
     ATEN.gru.input: 6,
     ATEN.rnn_tanh.input: 6,
@@ -54,7 +54,7 @@ def training_flag(node: Node) -> bool | None:
 
 
 def fix_mode(node: Node) -> None:
-    """Let ``node`` keep its flag, whatever the mode of the graph."""
+    """Make ``node`` keep its flag in every mode of the graph."""
     metadata.FIXED_MODE.write(node, True)
 
 
@@ -63,7 +63,7 @@ def has_fixed_mode(node: Node) -> bool:
 
 
 def set_training(graph_module: GraphModule, training: bool) -> None:
-    """Switch dropout, batch norm and its batch counter. Frozen batch norms stay in evaluation."""
+    """Switch dropouts, batch norms and batch counters. Frozen batch norms stay in evaluation."""
     metadata.TRAINING.write(graph_module, training)
     _switch(graph_module)
 
@@ -86,7 +86,7 @@ def batch_counters(graph_module: GraphModule) -> list[Node]:
 
 
 def drop_batch_counters(graph_module: GraphModule) -> None:
-    """Take the counting of training batches out of a graph that will train no more."""
+    """Remove the counting of training batches from a graph that will not be trained any more."""
     for node in batch_counters(graph_module):
         graph_module.graph.erase_node(node)
 

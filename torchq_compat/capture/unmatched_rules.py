@@ -1,4 +1,4 @@
-"""Names in a configuration that match nothing in the model: FX ignores them, here a warning says so."""
+"""Warnings about names in a configuration that match nothing in the model, which FX ignores silently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_PATH = "no module of the model has such a path"
 
 
 def decide_unmatched_rules(model: nn.Module, rules: QConfigRules) -> Iterator[Decision]:
-    """Return the decisions about the rules of a QConfigMapping that name nothing in ``model``."""
+    """Yield a decision about each rule of a QConfigMapping that names nothing in ``model``."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in rules.module_names:
         if name not in modules:
@@ -41,8 +41,8 @@ def decide_unmatched_rules(model: nn.Module, rules: QConfigRules) -> Iterator[De
 
 
 def _unmatched_order(rule: OrderRule, modules: dict[str, nn.Module]) -> Iterator[Decision]:
-    """Decide about the module ``rule`` names, and about the class it names if that is a module class. Its
-    index, and functions, are looked at in the captured graph."""
+    """Yield a decision if ``rule`` names a module that ``modules`` lacks, or a module class that the module
+    lacks. Indices, and functions, are checked in the captured graph."""
     name, kind = rule.module_name, type_name(rule.object_type)
     setting = f"module_name_object_type_order ({name!r}, {kind}, {rule.index})"
     if name not in modules:
@@ -55,7 +55,7 @@ def _unmatched_order(rule: OrderRule, modules: dict[str, nn.Module]) -> Iterator
 
 
 def decide_unmatched_settings(model: nn.Module, settings: PrepareSettings) -> Iterator[Decision]:
-    """Return the decisions about the entries of a PrepareCustomConfig that name nothing in ``model``."""
+    """Yield a decision about each entry of a PrepareCustomConfig that names nothing in ``model``."""
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {
         "non_traceable_module_name": settings.kept_float_names,
@@ -70,7 +70,7 @@ def decide_unmatched_settings(model: nn.Module, settings: PrepareSettings) -> It
         of_base = setting == "float_to_observed_mapping"
         if not any(found is wanted or (of_base and computes_like(found, wanted)) for found in classes):
             derived = [found for found in classes if issubclass(found, wanted)]
-            # Mappings of torch's own classes are written for many models: told by explain alone.
+            # Mappings of torch's own classes are written for many models: only ``explain`` reports them.
             is_standing = of_base and _is_torchs(wanted) and not derived
             decision = _unmatched(
                 f"{setting} {wanted.__name__}", _no_such_class(wanted, classes), "custom config"
@@ -89,7 +89,7 @@ def _classes_named(settings: PrepareSettings) -> Iterator[tuple[str, type[nn.Mod
         yield "standalone_module_class", standalone
     for mapping in settings.float_to_observed.values():
         for float_class, observed in mapping.items():
-            # The default config maps every class that has one, whatever the model.
+            # The default config maps every class that this package has an observed class for.
             if not observed.__module__.startswith("torchq_compat."):
                 yield "float_to_observed_mapping", float_class
 
@@ -109,13 +109,13 @@ def _no_such_class(wanted: type[nn.Module], classes: set[type[nn.Module]]) -> st
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'conv1'?``, or nothing where no known name is like ``name``."""
+    """Return ``; did you mean 'conv1'?``, or an empty string if no known name is like ``name``."""
     found = difflib.get_close_matches(name, [other for other in known if other], n=3)
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def type_name(object_type: object) -> str:
-    """Name an object type of a QConfigMapping as people write it."""
+    """Return the name of an object type of a QConfigMapping."""
     return object_type if isinstance(object_type, str) else getattr(object_type, "__name__", str(object_type))
 
 

@@ -1,14 +1,13 @@
-"""``tensor.data``, ``len(tensor)``, ``int(size)``, ``max(lengths)`` and the like during capture: what scripts
-write and torch.export does not see.
+"""Makes ``tensor.data``, ``len(tensor)``, ``int(size)``, ``max(lengths)`` and similar Python traceable during
+capture; torch.export does not trace them by itself.
 
-``data`` is no operator: what it returns hangs on nothing that was traced, and becomes a constant of the
-program that has no values. ``detach()`` is the same tensor to a graph. ``len`` and ``int`` return a plain
-integer, which fixes the size for good; ``size(0)`` is the same number and stays free, and so does
-``torch.sym_int`` of it, and the ``item()`` of a tensor of one integer. What iterates over lengths fixes how
-many there are; ``lengths.max()`` does not, and a list made of them waits (``lengths_as_lists``). FX has
-``torch.fx.wrap("len")``, which changes the globals of the user's module while it traces. Here the methods of
-the package's own copy of the model are bound again, with globals of their own; functions they call keep
-Python's own.
+``data`` is no operator: its result depends on nothing that was traced, and becomes a constant without values;
+``detach()`` is the same tensor in a graph. ``len`` and ``int`` return a plain integer, which fixes the size;
+``size(0)`` is the same number and stays free, as do ``torch.sym_int`` of it and the ``item()`` of a tensor of
+one integer. Python that iterates over lengths fixes their number; ``lengths.max()`` does not, and a list of
+lengths is not taken apart until it is read (``lengths_as_lists``). FX has ``torch.fx.wrap("len")``, which
+changes the globals of the user's module while it traces. Here the methods of the package's own copy of the
+model are rebound with globals of their own; functions that these methods call keep Python's own.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
 __all__ = ["with_seen_python"]
 
 DATA: Any = torch.Tensor.data
-#: Whose code does not ask tensors for numbers.
+#: Packages whose methods are not rebound: they do not convert tensors to numbers.
 LIBRARIES = ("torch", __name__.partition(".")[0])
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Exported = TypeVar("Exported")
-#: What methods call instead of Python's own, by name.
+#: The name of a Python builtin -> the function that methods call in its place.
 Replaced = Mapping[str, Callable[..., Any]]
 
 
@@ -59,7 +58,7 @@ def _seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Called:
-    """A class that is called otherwise; ``list[Tensor]()`` is no call of it."""
+    """A replacement of the class ``kind``: ``call`` answers its calls, but not those of ``list[Tensor]``."""
 
     kind: Any
     call: Callable[..., Any]
@@ -72,10 +71,10 @@ class _Called:
 
 
 class _Asked:
-    """What methods call instead of Python's own functions of a tensor.
+    """The functions that methods call in place of Python's builtins.
 
     Attributes:
-        by_anyone: whether one of them answered otherwise.
+        by_anyone: whether one of them computed something in place of the builtin.
     """
 
     def __init__(self) -> None:
@@ -134,7 +133,7 @@ class _Asked:
 
 
 def _are_numbers(value: Any) -> bool:
-    """Return whether ``value`` may be the lengths of sequences, or a list of them that is not taken apart."""
+    """Return whether ``value`` may be the lengths of sequences, as a tensor or as a list not taken apart."""
     if isinstance(value, ListOfTensor):
         return value.tensor is not None
     return isinstance(value, Tensor) and value.dim() == 1 and value.dtype in INTEGERS
@@ -145,7 +144,11 @@ def _tensor_of(value: Any) -> Any:
 
 
 def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Exported:
-    """Return ``export()``, during which all are seen in the code of ``model``, a copy of the user's."""
+    """Return ``export()``, run while the methods of ``model``, a copy of the user's, call the replacements.
+
+    If that fails after a replacement was used, export once more with only ``tensor.data`` replaced, and raise
+    the first error if that fails too.
+    """
     asked = _Asked()
     try:
         with _seen_python(model, asked.replaced()):
@@ -154,7 +157,7 @@ def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Export
         if not asked.by_anyone:
             raise
         first = cause
-    # A symbol is no key of a dict, and no int to whoever looks at its class.
+    # The symbols in place of integers may be the cause: a symbol is no dict key, and not an ``int`` by class.
     with _seen_python(model, {}):
         try:
             return export()
@@ -166,14 +169,14 @@ class _DetachedData(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # A slot's getter is another object each time it is asked for.
+        # Each read of ``__get__`` gives a new object, so compare by equality.
         if function == DATA.__get__ and get_proxy_mode() is not None:
             return args[0].detach()
         return function(*args, **(kwargs or {}))
 
 
 def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:
-    """Return the methods of a class of the user's by name."""
+    """Return the methods in ``module_type`` that the user wrote, by name."""
     found: dict[str, Any] = {}
     for base in reversed(module_type.__mro__):
         found.update(vars(base))
@@ -187,8 +190,8 @@ def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:
 
 
 def _may_replace(method: FunctionType, name: str) -> bool:
-    """Return whether ``method`` reads Python's own ``name``, and calls it where that is a class: what else is
-    done with a class, nothing in its place can do."""
+    """Return whether ``method`` reads the builtin ``name`` and, if that is a class, only calls it: a function
+    can replace a class only in calls."""
     if name in method.__globals__:
         return False
     uses = list(_uses(method.__code__, name))
@@ -196,10 +199,10 @@ def _may_replace(method: FunctionType, name: str) -> bool:
 
 
 def _uses(code: CodeType, name: str) -> Iterator[bool]:
-    """Yield of every place that reads the global ``name`` whether it is to call it."""
+    """Yield, for each place in ``code`` that reads the global ``name``, whether it is a call."""
     for instruction in dis.get_instructions(code) if name in code.co_names else ():
         if instruction.opname == "LOAD_GLOBAL" and instruction.argval == name:
-            # The lowest bit says that room is made for a call.
+            # The lowest bit is set if the instruction prepares a call.
             yield bool((instruction.arg or 0) & 1)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

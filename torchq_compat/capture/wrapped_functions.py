@@ -1,7 +1,7 @@
-"""Functions under ``torch.fx.wrap``: one float call, as FX keeps them.
+"""Functions under ``torch.fx.wrap``, which FX keeps as one float call.
 
-FX replaces such a function in the globals of its module while it traces, and puts it back. Here the function
-is traced through, and the nodes it makes are marked, so that nothing inside is quantized.
+FX replaces such a function in the globals of its Python module while it traces. Here the function is traced
+through, and its nodes are marked, so that nothing inside is quantized.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torchq_compat.support.upstream import WRAPPED_FUNCTIONS
 
 __all__ = ["WrappedCall", "marked_functions", "wrapped_call_of"]
 
-#: torch.export keeps what stands under this key of a node's metadata.
+#: The key of a node's metadata whose value torch.export keeps.
 CUSTOM = "custom"
-#: (function name, which call of the capture)
+#: (function name, number of the call in the capture)
 WrappedCall = tuple[str, int]
 
 
 def wrapped_call_of(node: Node) -> WrappedCall | None:
-    """Return the call of a wrapped function that ``node`` was made in."""
+    """Return the call of a wrapped function that ``node`` was made in; None if there is none."""
     found = (node.meta.get(CUSTOM) or {}).get(metadata.WRAPPED_CALL.name)
     return found if isinstance(found, tuple) else None
 
 
 @contextmanager
 def marked_functions() -> Iterator[None]:
-    """Mark the nodes that wrapped Python functions make, for the duration."""
+    """Mark the nodes that wrapped Python functions make while the context is active."""
     counter = itertools.count()
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -70,7 +70,7 @@ def _marking(name: str, function: Callable[..., Any], counter: Iterator[int]) ->
         marker = (name, next(counter))
         for node in graph.nodes:
             if node not in before:
-                # The outermost call counts.
+                # The outermost call overwrites the marks of inner ones.
                 node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), metadata.WRAPPED_CALL.name: marker}
         return result
 

@@ -1,1 +1,1 @@
-"""Read: legacy arguments, as objects or as the deprecated dicts, become frozen values once, on entry."""
+"""Read legacy arguments, objects or the deprecated dicts, into frozen values, once, on entry."""

@@ -1,7 +1,7 @@
-"""BackendConfig, object or dict -> ``BackendTable``: pattern -> how it is observed and which dtypes it takes.
+"""Read a BackendConfig, object or dict, into a ``BackendTable``: pattern -> its observation and dtypes.
 
-The patterns are torch.ao's own objects; nothing is typed again here. A fused pattern is written in the order
-the ops run: ``(nn.Linear, nn.ReLU)``.
+The patterns are torch.ao's own objects; none is declared again here. A fused pattern lists its ops in the
+order they run: ``(nn.Linear, nn.ReLU)``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PATTERN_KEYS = tuple(
     value for name, value in vars(torch_ao_backend_config).items() if name.endswith("_DICT_KEY")
 )
 
-#: What torch.ao's setters take without a look.
+#: The expected types of attributes that torch.ao's setters do not check.
 ENTRIES = {
     "name": instance_of(str),
     "_pattern_complex_format_to_config": mapping_of(ANYTHING, instance_of(BackendPatternConfig)),
@@ -61,10 +61,10 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True)
 class Join:
-    """An op of a fused pattern with a second input from outside, like the add of conv + add.
+    """An op of a fused pattern with a second input from outside the pattern, such as the add of conv + add.
 
     Attributes:
-        side: which argument of the op is the one from inside the pattern.
+        side: the index of the argument that comes from inside the pattern.
     """
 
     object_type: ObjectType
@@ -80,11 +80,12 @@ class PatternEntry:
     """One row of a BackendConfig.
 
     Attributes:
-        input_type_to_index: where a function has its "weight" and its "bias"; one that is not named here is
-            an activation.
-        is_fused_module: FX replaces the modules of the pattern by one before it looks at QConfigs.
-        fuser_method: makes that one: of whether it trains, and the modules in the order they run. None for
-            none, and for one that takes them in torch.ao's complex format.
+        input_type_to_index: the positions of the "weight" and "bias" arguments of a function; every other
+            argument is an activation.
+        is_fused_module: whether FX replaces the modules of the pattern by one module before it reads
+            QConfigs.
+        fuser_method: returns that module, called with whether it trains and the modules in the order they
+            run. None if there is none, or if it accepts the modules in torch.ao's complex format.
     """
 
     pattern: Pattern
@@ -96,40 +97,40 @@ class PatternEntry:
     fuser_method: Callable[..., nn.Module] | None = field(default=None, compare=False)
 
     def observation_for(self, tensor_count: int) -> ObservationType:
-        """Return whether ``x + 1`` shares the observer of ``x`` where ``x + y`` gets its own.
+        """Return how the op is observed: ``x + 1`` may share the observer of ``x``, ``x + y`` have its own.
 
         Args:
-            tensor_count: how many positional arguments of the op are tensors, repeated ones included.
+            tensor_count: the number of positional arguments that are tensors, counting repeated ones.
         """
         return self.observation_type_by_tensor_count.get(tensor_count, self.observation_type)
 
 
 @dataclass(frozen=True)
 class BackendTable:
-    """The patterns of a BackendConfig by the object types they name."""
+    """The patterns of a BackendConfig, by the object types that they consist of."""
 
     name: str
     entries: Mapping[Pattern, PatternEntry]
 
     @cached_property
     def beginnings(self) -> frozenset[Pattern]:
-        """Return the first two or more ops of every fused pattern, the whole pattern included."""
+        """The first two or more ops of every fused pattern, including the whole pattern."""
         chains = [pattern for pattern in self.entries if isinstance(pattern, tuple)]
         return frozenset(chain[:end] for chain in chains for end in range(2, len(chain) + 1))
 
     def may_start(self, *chain: tuple[PatternPart, ...]) -> bool:
-        """Return whether a fused pattern starts with ``chain``, each op given by all its object types."""
+        """Return whether a fused pattern starts with ``chain``; each op is given by all its object types."""
         return any(pattern in self.beginnings for pattern in itertools.product(*chain))
 
     def find(self, *chain: tuple[PatternPart, ...]) -> PatternEntry | None:
-        """Return the entry of one op (one argument) or of a fused pattern, each op given by all its object
+        """Return the entry of one op (one argument) or of a fused pattern; each op is given by all its object
         types."""
         patterns = chain[0] if len(chain) == 1 else itertools.product(*chain)
         return next((self.entries[pattern] for pattern in patterns if pattern in self.entries), None)
 
 
 def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> BackendTable:
-    """Read the config once; None is FX's default, the native backend.
+    """Read the config once; None means FX's default, the native backend.
 
     Raises:
         ConfigError: wrong type, unknown dict key.
@@ -157,8 +158,8 @@ def _configs_by_pattern(value: BackendConfig) -> Iterator[tuple[Any, BackendPatt
         if pattern is None:
             warn_user(
                 f"backend_config {value.name!r}: the pattern {_in_words(nested)} is not used: two of its ops "
-                "meet in one, and an exported graph is matched for chains of ops. They are quantized one by "
-                "one, as far as the config has patterns for them."
+                "feed one op, and only chains of ops are matched in an exported graph. Its ops are quantized "
+                "one by one, if the config has patterns for them."
             )
         else:
             yield pattern, config
@@ -172,8 +173,8 @@ def _check_keys_of_patterns(configs: Any) -> None:
 
 
 def _in_order(nested: Any) -> Any:
-    """Return a pattern in the complex format, ``(last op, its arguments)``, in the order the ops run; None
-    for one in which two ops of the pattern meet."""
+    """Convert a pattern in the complex format, ``(last op, its arguments)``, to the order the ops run; return
+    None if two ops of the pattern feed one op."""
     if not isinstance(nested, tuple):
         return nested
     op, *arguments = nested
@@ -188,7 +189,7 @@ def _in_order(nested: Any) -> Any:
 
 
 def _in_words(nested: Any) -> str:
-    """Return ``ReLU(add(Linear, MatchAllNode))``."""
+    """Return the pattern as text: ``ReLU(add(Linear, MatchAllNode))``."""
     if not isinstance(nested, tuple):
         return getattr(nested, "__name__", str(nested))
     op, *arguments = nested
@@ -217,8 +218,8 @@ def _entry(
 def _after_fusing(
     pattern: Any, config: BackendPatternConfig, configs: Mapping[Any, BackendPatternConfig]
 ) -> BackendPatternConfig:
-    """Return the row that counts for a pattern whose modules FX replaces by one before it looks at the rows
-    again: that of the module. A batch norm behind another module is folded and does not count."""
+    """Return the row that applies to a pattern whose modules FX replaces by one before it reads the rows
+    again: the row of that module. A batch norm after another module is folded and does not count."""
     first, *rest = pattern if isinstance(pattern, tuple) else (pattern,)
     kept = (first, *(part for part in rest if part not in BATCH_NORMS))
     unfolded = configs.get(kept, config) if len(kept) <= len(rest) else config

@@ -1,4 +1,4 @@
-"""PrepareCustomConfig and ConvertCustomConfig, objects or dicts -> frozen values."""
+"""Read PrepareCustomConfig and ConvertCustomConfig, objects or dicts, into frozen values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CLASS_MAPPING = mapping_of(
     instance_of(QuantType), mapping_of(MODULE_CLASS, instance_of(type, what="a class"))
 )
 ENTRY = instance_of(StandaloneModuleConfigEntry)
-#: What torch.ao's setters take without a look. Which indexes a model has is known when it is captured.
+#: The expected types of attributes that torch.ao's setters do not check. Indexes are checked at capture.
 ENTRIES = {
     "float_to_observed_mapping": CLASS_MAPPING,
     "observed_to_quantized_mapping": CLASS_MAPPING,
@@ -73,13 +73,13 @@ ENTRIES = {
     "standalone_module_classes": mapping_of(MODULE_CLASS, ENTRY),
 }
 
-#: From classes to classes, apart for static, dynamic and weight-only QConfigs.
+#: Class -> class, separately for static, dynamic and weight-only QConfigs.
 ClassMapping = Mapping[QuantType, Mapping[type[nn.Module], type[nn.Module]]]
 
 
 @dataclass(frozen=True)
 class StandaloneSettings:
-    """The configuration of one standalone module; None where it has that of its place."""
+    """The configuration of one standalone module; None for a setting that the model around it gives."""
 
     rules: QConfigRules | None
     example_inputs: tuple[Any, ...]
@@ -113,7 +113,7 @@ def read_prepare_custom_config(value: PrepareCustomConfig | dict[str, Any] | Non
     """Read the config once.
 
     Raises:
-        ConfigError: wrong type, unknown dict key, or a setting this release does not carry over.
+        ConfigError: wrong type, unknown dict key, or a setting that this release does not support.
         CustomModuleError: an observed class without ``from_float``.
     """
     if isinstance(value, dict):
@@ -145,8 +145,8 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
     """
     if _is_qconfig_dict(value):
         warn_user(
-            "convert_custom_config is a qconfig dict, of which FX's convert reads nothing either; leave it "
-            "out, or write qconfig_mapping=..."
+            "convert_custom_config is a qconfig dict, which is ignored, as in FX's convert; leave it out, "
+            "or write qconfig_mapping=..."
         )
         value = None
     if isinstance(value, dict):
@@ -171,12 +171,12 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
 
 
 def _is_qconfig_dict(value: Any) -> bool:
-    """What scripts give to ``convert_fx`` that gave it to ``prepare_fx`` before."""
+    """Return whether ``value`` is a qconfig dict, which some scripts give to ``convert_fx`` too."""
     return isinstance(value, dict) and bool(value) and set(value) <= set(DICT_KEYS)
 
 
 def read_fuse_custom_config(value: FuseCustomConfig | dict[str, Any] | None) -> tuple[str, ...]:
-    """Return the preserved attributes of a FuseCustomConfig, the only thing it says."""
+    """Return the preserved attributes of a FuseCustomConfig, its only setting."""
     if isinstance(value, dict):
         value = read_dict_form("fuse_custom_config", value, FUSE_KEYS, FuseCustomConfig)
     if value is None:

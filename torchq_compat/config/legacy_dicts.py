@@ -1,7 +1,7 @@
-"""The deprecated dict forms: one rule for all of them.
+"""Read the deprecated dict forms, all by the same rule.
 
-torch.ao's ``from_dict`` ignores keys it does not know, so a typing mistake there quantizes nothing and
-says nothing. Here the keys are checked first; the reading itself is torch.ao's own.
+torch.ao's ``from_dict`` ignores unknown keys, so a typing mistake in a key silently quantizes nothing. Here
+the keys are checked first; the reading itself is torch.ao's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class FromDict(Protocol[T_co]):
-    """A torch.ao config class that knows how to read its own dict form."""
+    """A torch.ao config class that can read its own dict form."""
 
     def from_dict(self, config: dict[str, Any], /) -> T_co: ...
 
@@ -39,10 +39,10 @@ def read_dict_form(
 
 
 def check_keys(setting: str, value: dict[str, Any], known_keys: Iterable[str]) -> None:
-    """Refuse keys of ``value`` that nobody reads.
+    """Refuse unknown keys of ``value``, which nothing would read.
 
     Raises:
-        ConfigError: names the first of them.
+        ConfigError: names the first unknown key.
     """
     known = tuple(known_keys)
     for key in value:

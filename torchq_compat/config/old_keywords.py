@@ -1,4 +1,4 @@
-"""Keywords and flags of the FX functions before torch 1.13, taken with a warning that names the new form."""
+"""Accept keywords and flags of the FX functions before torch 1.13 with a warning that names the new form."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ EXAMPLES = "example_inputs"
 def takes_old_keywords(
     reference: Callable[[], Callable[..., Any]] | None = None, *, missing: Any = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let the decorated function take the keywords it had before torch 1.13.
+    """Make the decorated function accept the keywords it had before torch 1.13.
 
     Args:
-        reference: for ``convert_fx``, which had an ``is_reference`` (then its second parameter): the function
-            that does what was asked for with it.
-        missing: what ``example_inputs`` is where the caller gives none, which deserves words of ours.
+        reference: for ``convert_fx``, which had ``is_reference`` (then its second parameter): returns the
+            function that is called instead if the flag is True.
+        missing: the value of ``example_inputs`` if the caller gives none, for an error of this package.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,4 +1,4 @@
-"""QConfigMapping or its dict form -> ``QConfigRules``, the same rules as a frozen value."""
+"""Read a QConfigMapping or its dict form into ``QConfigRules``, the same rules as a frozen value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "same_qconfig",
 ]
 
-#: What FX calls an object type: a module class, a function, or the name of a tensor method.
+#: An object type as FX defines it: a module class, a function, or the name of a tensor method.
 ObjectType = type | Callable[..., Any] | str
 
 SETTING = "qconfig_mapping"
@@ -51,7 +51,7 @@ ORDER = Expected(
         and INDEX.accepts(value[2])
     ),
 )
-#: What torch.ao's setters take without a look. Values are checked one by one, by their names.
+#: The expected types of keys that torch.ao's setters do not check. QConfigs are checked later, one by one.
 ENTRIES = {
     "object_type_qconfigs": mapping_of(OBJECT_TYPE, ANYTHING),
     "module_name_regex_qconfigs": mapping_of(instance_of(str), ANYTHING),
@@ -72,7 +72,7 @@ class OrderRule:
 
 @dataclass(frozen=True)
 class QConfigRules:
-    """The five levels of a QConfigMapping. A value of None anywhere means "keep float"."""
+    """The five levels of a QConfigMapping. A QConfig of None means "keep float" at every level."""
 
     global_qconfig: QConfig | None
     object_types: Mapping[ObjectType, QConfig | None]
@@ -82,12 +82,12 @@ class QConfigRules:
 
     @classmethod
     def of_global(cls, qconfig: QConfig) -> QConfigRules:
-        """Make a mapping with one QConfig for everything."""
+        """Return rules with one QConfig for everything."""
         return read_qconfig_mapping(QConfigMapping().set_global(qconfig))
 
     @property
     def qconfigs(self) -> tuple[QConfig | None, ...]:
-        """All of them, those of orders last."""
+        """All QConfigs, those of ``orders`` last."""
         levels = (self.object_types.values(), self.module_names.values())
         regexes = (qconfig for _, qconfig in self.module_name_regexes)
         orders = (rule.qconfig for rule in self.orders)
@@ -122,7 +122,7 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
 
 
 def _no_mapping(value: object) -> ConfigError:
-    """The error about what people give in place of a QConfigMapping."""
+    """Return the error for a value given in place of a QConfigMapping, with a hint for common mistakes."""
     found = ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
     if isinstance(value, QConfig):
         hint = "this is one QConfig: give QConfigMapping().set_global(qconfig), which is for every module."
@@ -143,10 +143,10 @@ def same_qconfig(a: QConfig | None, b: QConfig | None) -> bool:
 
 
 def check_convert_rules(prepare: QConfigRules, convert: QConfigRules) -> None:
-    """Refuse a mapping for convert that says more than None to what the one for prepare names.
+    """Refuse a convert mapping that differs from the prepare mapping otherwise than by QConfigs of None.
 
     Raises:
-        ConfigError: as FX does, for another global QConfig, for a key that is missing, and for a key with
+        ConfigError: as in FX, for another global QConfig, for a key that is missing, and for a key with
             another QConfig.
     """
     if not same_qconfig(prepare.global_qconfig, convert.global_qconfig):

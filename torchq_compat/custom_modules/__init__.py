@@ -1,7 +1,7 @@
 """Custom modules: float module -> observed module -> quantized module, each one opaque call of the outer
 graph.
 
-A kind of custom module is a handler in ``registry``; the stages loop over the handlers and name no class.
+Each kind of custom module has a handler in ``registry``; the stages loop over the handlers and name no class.
 Scripts add a kind with ``register``.
 """
 

@@ -1,4 +1,4 @@
-"""The registry of custom-module kinds: what the stages know of them.
+"""The registry of custom-module kinds, and the interface through which the stages use them.
 
 A new kind is one file with a handler that calls ``register``; no stage changes.
 """
@@ -41,12 +41,12 @@ __all__ = [
     "register",
 ]
 
-#: (graph module, opaque call, path, args and kwargs of the call) -> the nodes of its results in flat order,
-#: written before the call; None if this call cannot be written.
+#: (graph module, opaque call, path, args and kwargs of the call) -> nodes for its flat results, written
+#: before the call; None if this call cannot be written.
 WriteOps = Callable[[GraphModule, Node, str, tuple[Any, ...], dict[str, Any]], list[Node] | None]
-#: (model, state, its QConfigMapping, its path in FX's names with the dot) -> what the model wants.
+#: (model, state, the model's QConfigMapping, its path in FX's names with a final dot) -> what it needs.
 WantedByModel = Callable[..., Wanted]
-#: What explains a prepared or converted model.
+#: Prepared or converted model -> the decisions about it.
 ExplainModel = Callable[[nn.Module], Iterable[Decision]]
 
 
@@ -56,9 +56,9 @@ class ObserveRequest:
 
     Attributes:
         standalone: the configuration of a standalone module.
-        prepare_inside: prepares the module as a model of its own, where it is standalone or holds one.
-        example_inputs: of the model that the module holds.
-        ones: (argument, dimension) of that model whose size is always 1.
+        prepare_inside: prepares a standalone module, or the model that the module holds, as its own model.
+        example_inputs: the example inputs of the model that the module holds.
+        ones: (argument, dimension) pairs of that model whose size is always 1.
     """
 
     module: nn.Module
@@ -78,12 +78,12 @@ class ConvertRequest:
 
     Attributes:
         observed: the observed module, a copy that may be used up.
-        quantized_class: what the script maps it to, if it says.
-        path: where it stands in the model.
-        output_observers: what observes its results in the graph, in flat order, where something does: one
-            observer for each call.
-        input_observers: what observes each flat input of its first call in the graph, if anything.
-        convert_inside: converts a prepared model that is inside.
+        quantized_class: the class the script maps it to, if any.
+        path: the module's path in the model.
+        output_observers: for each flat result that is observed in the graph, its observers, one for each
+            call.
+        input_observers: the observer in the graph of each flat input of the first call, or None.
+        convert_inside: converts a prepared model inside the module.
     """
 
     observed: OpaqueModule
@@ -95,9 +95,9 @@ class ConvertRequest:
 
 
 class CustomModuleHandler(ABC):
-    """One kind of custom module. Float modules handed to a handler are copies: it may use them up."""
+    """One kind of custom module. A handler may change the float modules it gets: they are copies."""
 
-    #: Asked after all others.
+    #: Whether the handler comes after all others.
     is_fallback = False
     #: Whether this is the handler of standalone modules.
     carries_standalone = False
@@ -110,32 +110,31 @@ class CustomModuleHandler(ABC):
 
         Args:
             float_class: the key of the mapping, a class of the user's model.
-            observed_class: what the script maps it to.
+            observed_class: the class the script maps it to.
         """
 
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
-        """Return whether this handler quantizes ``module`` although no mapping is about it, as FX's backends
-        do."""
+        """Return whether this handler quantizes ``module`` without a mapping, as FX's BackendConfigs do."""
         return False
 
     def holds_model(self, module: nn.Module) -> bool:
         """Return whether a float ``module`` holds a model that is prepared on its own, by the rules of the
-        model around it, whatever they say of ``module``."""
+        model around it; the rule for ``module`` itself is then ignored."""
         return False
 
     def give_states(self, module: nn.Module) -> None:
-        """Let a float ``module``, called without the states it starts from, be called with them: then the
-        first step of a loop is like the others."""
+        """Make calls of a float ``module`` that omit the initial states pass them, so that the first step of
+        a loop is like the other steps."""
         return
 
     @abstractmethod
     def is_opaque(self, module: nn.Module) -> bool:
-        """Return whether a float ``module`` left as it is must stay one call, because torch.export would
-        unroll it or fix its sizes."""
+        """Return whether a ``module`` left float must stay one call, because torch.export would unroll it or
+        fix its sizes."""
 
     def ops_writer(self, module: nn.Module) -> WriteOps | None:
-        """Return what writes an opaque float ``module`` as ops that a Quantizer can annotate; None if
-        nothing can."""
+        """Return a function that writes an opaque float ``module`` as ops that a Quantizer can annotate; None
+        if there is none."""
         return None
 
     @abstractmethod
@@ -148,13 +147,13 @@ class CustomModuleHandler(ABC):
         """Make the observed module.
 
         Args:
-            request: the float module, its path, its specs and its calls.
+            request: the float module, its path, its qconfig and its specs.
 
         Returns:
             The module that takes the place of the float one in the prepared model.
 
         Raises:
-            CustomModuleError: the observed class does not do what the mapping promises.
+            CustomModuleError: if the observed class does not do what the mapping requires.
         """
 
     @abstractmethod
@@ -162,12 +161,12 @@ class CustomModuleHandler(ABC):
         """Return the specs around one call of an observed module.
 
         Args:
-            opaque: what ``observe`` returned.
-            request: the same request.
+            opaque: the module that ``observe`` returned.
+            request: the request that ``observe`` got.
             layout: the structure of the call's arguments and results.
 
         Raises:
-            CustomModuleError: settings of the module that do not fit the call.
+            CustomModuleError: if settings of the module do not fit the call.
         """
 
     @abstractmethod
@@ -179,13 +178,13 @@ class CustomModuleHandler(ABC):
         """Make the converted module.
 
         Args:
-            request: the calibrated module, the qparams of its calls, and what the script maps it to.
+            request: the calibrated module, the observers of its calls, and the class the script maps it to.
 
         Returns:
             The module that takes the place of the observed one in the converted model.
 
         Raises:
-            CustomModuleError: the quantized class does not do what the mapping promises.
+            CustomModuleError: if the quantized class does not do what the mapping requires.
         """
 
     def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:
@@ -195,58 +194,59 @@ class CustomModuleHandler(ABC):
 
     @abstractmethod
     def mapping_hint(self, module: nn.Module) -> str | None:
-        """Suggest how to map a float ``module`` that a quantized qconfig leaves float because
-        nothing maps it; None if this kind has nothing to say about it."""
+        """Return a hint on how to map a ``module`` that has a qconfig and stays float because no mapping
+        names its class; None if ``module`` is not of this kind."""
 
     def loses_forward(self, module: nn.Module) -> bool:
-        """Return whether ``module`` computes something of its own, in a forward that its observed module
-        does not call."""
+        """Return whether ``module`` has its own ``forward``, which its observed module does not call."""
         return False
 
     def quantized_class(
         self, opaque: OpaqueModule, mapping: Mapping[type[nn.Module], type[nn.Module]]
     ) -> type[nn.Module] | None:
-        """Return the entry of an observed-to-quantized mapping that is about ``opaque``: keyed on its class,
-        on a base class, or on the class the script mapped the float module to."""
+        """Return the class to which an observed-to-quantized ``mapping`` maps ``opaque``: its key is the
+        class of ``opaque``, a base class, or the class the script mapped the float module to."""
         classes = (type(opaque), opaque.opaque_observed_class or type(opaque))
         return next((to for key, to in mapping.items() if any(issubclass(c, key) for c in classes)), None)
 
     def check_call(
         self, opaque: OpaqueModule, path: str, layout: int, arguments: list[Any], expected: list[Tensor]
     ) -> None:
-        """Try a captured call on ``arguments`` and compare what it returns with ``expected``, tensors of the
-        right shapes and dtypes; ``opaque`` is a copy.
+        """Try a captured call of ``opaque``, a copy, on ``arguments``; compare the shapes and dtypes of the
+        results with those of ``expected``.
 
         Raises:
-            CustomModuleError: the observed module cannot stand in for the float one.
+            CustomModuleError: if the observed module cannot replace the float one.
         """
         return None
 
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
-        """Return a module that computes what the converted ``opaque`` does on integer kernels of an x86 CPU,
-        packed for ``torch.backends.quantized.engine``; or why there is none.
+        """Return a module that computes the converted ``opaque`` on integer kernels of an x86 CPU, packed for
+        ``torch.backends.quantized.engine``; or the reason why there is none.
 
-        It is called with the layouts of ``opaque``: values cross its boundary with the same qparams.
-        ``opaque`` keeps the state, and must stay as it is; after its state changed it is lowered again.
+        The lowered module is called with the layouts of ``opaque``: its inputs and results have the same
+        qparams. ``opaque`` keeps the state and must not be changed; when its state changes, it is lowered
+        again.
         """
         return "its kind has no integer kernels"
 
     def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
-        """Return (where inside ``opaque``, what) of observers that cannot be converted."""
+        """Return (path inside ``opaque``, fault) of every observer that cannot be converted."""
         return []
 
     def wanted_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
     ) -> Wanted:
-        """Return what the observed ``opaque`` wants from a state of FX, in which it stands at ``prefix``.
+        """Return what the observed ``opaque`` needs from a state dict of FX, in which its path is ``prefix``.
 
-        ``wanted_by_model`` tells it of a model inside. Default: its entries have the same names there.
+        ``wanted_by_model`` returns what a model inside ``opaque`` needs. Default: the entries have the same
+        names in both state dicts.
         """
         return Wanted(tuple(WantedTensor(name, (f"{prefix}.{name}",)) for name in opaque.state_dict()))
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
-        """Return the decisions inside an observed or converted module; ``explain_model`` tells those of a
-        model of its own."""
+        """Yield the decisions inside an observed or converted module; ``explain_model`` returns those about a
+        model inside the module."""
         return iter(())
 
 
@@ -256,10 +256,10 @@ _BUILT_IN_LOADED = False
 
 @checked_arguments(handler=instance_of(CustomModuleHandler))
 def register(handler: CustomModuleHandler) -> CustomModuleHandler:
-    """Add a kind of custom module. Later ones are asked first, so that a user's handler can take over.
+    """Add a kind of custom module. Handlers added later come first: a user's handler takes precedence.
 
     Args:
-        handler: decides and makes the modules of its kind.
+        handler: the handler that decides about modules of its kind and makes them.
 
     Returns:
         ``handler``.
@@ -281,13 +281,13 @@ def register(handler: CustomModuleHandler) -> CustomModuleHandler:
 
 
 def handlers() -> tuple[CustomModuleHandler, ...]:
-    """Return all kinds, in the order they are asked."""
+    """Return the handlers of all kinds, in order of precedence."""
     _load_built_in()
     return tuple(sorted(_HANDLERS, key=lambda handler: handler.is_fallback))
 
 
 def handler_of(opaque: Any) -> CustomModuleHandler | None:
-    """Return the handler of an observed or converted module."""
+    """Return the handler of an observed or converted module; None if there is none."""
     return next((handler for handler in handlers() if handler.owns(opaque)), None)
 
 

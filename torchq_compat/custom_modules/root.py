@@ -1,7 +1,7 @@
-"""A model that is a custom module itself: it gets a parent, for the graph has to have something to call.
+"""A parent for a model that is itself a custom module, so that the graph has a submodule to call.
 
-In the prepared and converted model it stands at ``module``; what is inside is reachable without that name
-too, at ``layers.0.layer_fw.cell``.
+In the prepared and converted model the path of the custom module is ``module``; its submodules are also
+reachable without that name, for example at ``layers.0.layer_fw.cell``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class _Parent(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if name.startswith("__"):
-                raise  # How a parametrized model is copied is not how its parent is.
+                raise  # The parent must not be copied with the __deepcopy__ of a parametrized model.
             return getattr(super().__getattr__(ROOT), name)
 
 
 def with_parent(model: nn.Module, settings: PrepareSettings) -> nn.Module:
-    """Return ``model``, or a parent of it with the same class name and signature if it is a custom module."""
+    """Return ``model``; if it is a custom module, a parent of it with the same class name and signature."""
     if not _is_custom_module(model, settings):
         return model
 

@@ -1,6 +1,6 @@
-"""Swap custom modules: decide which modules become opaque calls, then put the opaque calls in.
+"""Swaps custom modules: decides which modules become opaque calls, then inserts the opaque calls.
 
-Deciding and changing are two functions; the model that is changed is the package's own copy.
+One function decides, another changes the model, which is the package's own copy.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Swap:
     """One module that becomes an opaque call.
 
     Attributes:
-        paths: where the module stands; the first is its path in the graph, the others are aliases.
-        request: how to observe it, or None to leave it float behind an opaque call.
+        paths: the module's paths; the first is its path in the graph, the others are aliases.
+        request: how to observe the module; None to leave it float in an opaque call.
     """
 
     module: nn.Module
@@ -85,7 +85,7 @@ def _decide(
 
 
 def apply_swaps(model: nn.Module, swaps: list[Swap], stubs: StubRegistry) -> None:
-    """Put a capture stub in the place of every swapped module of ``model``."""
+    """Replace every swapped module of ``model`` by a capture stub."""
     for swap in swaps:
         fake_call = swap.handler.fake_call(swap.module, swap.paths[0])
         caller = stubs.add(swap.paths[0], swap.module, fake_call)
@@ -103,13 +103,14 @@ def _modules_with_paths(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str
 
 
 def _inside(paths: tuple[str, ...], swaps: list[Swap]) -> bool:
-    """Return whether a module is reached only through custom modules: what is in them is theirs."""
+    """Return whether a module is reached only through custom modules, whose handlers decide about it."""
     outer = tuple(f"{path}." for swap in swaps for path in swap.paths)
     return all(path.startswith(outer) for path in paths)
 
 
 def _is_non_traceable(module: nn.Module, paths: tuple[str, ...], settings: PrepareSettings) -> bool:
-    """Modules of torch.nn are leaves to FX anyway: to name them non-traceable changes nothing."""
+    """Return whether the script names ``module`` non-traceable; modules of torch.nn are excepted, which FX
+    never traces anyway."""
     named = type(module) in settings.kept_float_classes or any(p in settings.kept_float_names for p in paths)
     return named and not is_fx_leaf(module)
 
@@ -121,7 +122,8 @@ def _fallback() -> CustomModuleHandler:
 def _find(
     module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
 ) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
-    """Return the handler that quantizes ``module``, what it is asked for, and why; or why there is none."""
+    """Return the handler that quantizes ``module``, its request and the reason; or None, None and the reason
+    why there is none."""
     holder = next((h for h in handlers() if h.holds_model(module)), None)
     if holder is not None:
         request = ObserveRequest(module, path, type(module), NO_QUANTIZATION, OpSpecs(NO_QUANTIZATION))
@@ -149,8 +151,8 @@ def _find(
 def _mapping_of_base(
     module: nn.Module, mapping: Mapping[type[nn.Module], type[nn.Module]]
 ) -> type[nn.Module] | None:
-    """What the class of torch.nn is mapped to that ``module`` computes like: of a subclass of a user's, or of
-    a parametrized module, without a forward of its own."""
+    """Return the observed class mapped for a base class of torch.nn that ``module`` computes like: a user's
+    subclass or a parametrized module, without its own ``forward``."""
     for base in type(module).__mro__[1:]:
         if base in mapping and computes_like(type(module), base) and "forward" not in vars(module):
             known = next(h for h in handlers() if h.takes(base, mapping[base]))
@@ -171,7 +173,7 @@ def _find_standalone(
     module: nn.Module, path: str, selection: Selection, standalone: StandaloneSettings
 ) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
     handler = next(h for h in handlers() if h.carries_standalone)
-    # A QConfig that quantizes nothing, for a place that has none: the module's own mapping is what counts.
+    # If no qconfig is selected for the module, one that quantizes nothing: its own mapping decides.
     qconfig = selection.qconfig or NO_QUANTIZATION
     request = ObserveRequest(module, path, type(module), qconfig, OpSpecs(qconfig), standalone)
     own = "of its own" if standalone.rules is not None else f"from {selection.rule}"

@@ -1,1 +1,1 @@
-"""Eager-mode quantization that legacy scripts call beside FX: models in, models out, no graph."""
+"""Eager-mode quantization that legacy scripts use beside FX: it maps a model to a model, without a graph."""

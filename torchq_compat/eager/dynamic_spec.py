@@ -1,4 +1,4 @@
-"""``qconfig_spec`` of ``quantize_dynamic`` -> the QConfig of every module, by path."""
+"""Read ``qconfig_spec`` of ``quantize_dynamic`` into the QConfig of every module, by path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["ModuleSpec", "qconfigs_by_path", "read_spec"]
 
-#: Type of submodule, or path -> QConfig; None keeps float.
+#: Type of submodule, or path -> QConfig; None keeps the module float.
 ModuleSpec = Mapping[type | str, QConfig | None]
 
 QCONFIGS: Mapping[torch.dtype, QConfig] = {
@@ -31,7 +31,7 @@ QCONFIGS: Mapping[torch.dtype, QConfig] = {
     torch.quint4x2: float_qparams_weight_only_qconfig_4bit,
 }
 LINEAR_AND_RECURRENT = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.RNNCell, nn.GRUCell)
-#: What each dtype is for where no spec is given; torch.ao leaves nn.RNN out.
+#: Dtype -> the types it quantizes if no spec is given; torch.ao leaves out nn.RNN.
 DEFAULT_TYPES: Mapping[torch.dtype, tuple[type[nn.Module], ...]] = {
     torch.qint8: LINEAR_AND_RECURRENT,
     torch.float16: LINEAR_AND_RECURRENT,
@@ -72,11 +72,11 @@ def read_spec(spec: Any, dtype: Any) -> ModuleSpec:
 
 
 def qconfigs_by_path(model: nn.Module, spec: ModuleSpec, *, is_given: bool) -> dict[str, QConfig | None]:
-    """The QConfig of every module, as ``torch.ao.quantization.propagate_qconfig_`` finds it: that of its
-    parent, unless its type, its path or an attribute ``qconfig`` of its own says otherwise.
+    """Return the QConfig of every module as ``torch.ao.quantization.propagate_qconfig_`` does: that of its
+    parent, unless its type, its path or its own attribute ``qconfig`` gives another.
 
     Args:
-        is_given: whether a user wrote ``spec``, and wants to know what in it matches nothing.
+        is_given: whether a user wrote ``spec``, and is warned about entries that match nothing.
     """
     found = dict(_propagated(model, spec, spec.get("") if "" in spec else None, ""))
     if is_given:
@@ -85,8 +85,8 @@ def qconfigs_by_path(model: nn.Module, spec: ModuleSpec, *, is_given: bool) -> d
 
 
 def _warn_of_no_match(model: nn.Module, spec: ModuleSpec, paths: Container[str]) -> None:
-    """Name the paths of ``spec`` that are none, and its classes where no class is right: scripts list all
-    that can be quantized, {nn.LSTM, nn.GRU, nn.Linear}, and have some of them."""
+    """Warn of the paths in ``spec`` that do not exist, and of its classes if no class matches: scripts list
+    every class that can be quantized, {nn.LSTM, nn.GRU, nn.Linear}, while models have only some of them."""
     types = {type(module) for module in model.modules()}
     classes = [key for key in spec if not isinstance(key, str)]
     unmatched = [key for key in spec if isinstance(key, str) and key not in paths and key != ""]

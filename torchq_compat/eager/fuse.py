@@ -1,7 +1,7 @@
-"""``fuse_fx``: a GraphModule in which chains of modules that run as one are one.
+"""``fuse_fx``: trace a model to a GraphModule in which each chain of fusable modules is one module.
 
-Legacy: torch.ao's fused modules of ``torch.ao.nn.intrinsic``, at the path of the first of a chain; the others
-are gone.
+Legacy: torch.ao's fused modules of ``torch.ao.nn.intrinsic``, at the path of the first module of a chain; the
+other modules are deleted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["fuse"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-#: Chains of modules that torch.ao has a fused module for, the longest first.
+#: Chains of modules for which torch.ao has a fused module, the longest first.
 CHAINS: tuple[tuple[type[nn.Module], ...], ...] = (
     *((conv, norm, nn.ReLU) for conv, norm in zip(CONVOLUTIONS, BATCH_NORMS, strict=True)),
     *((conv, norm) for conv, norm in zip(CONVOLUTIONS, BATCH_NORMS, strict=True)),
@@ -43,7 +43,7 @@ CHAINS: tuple[tuple[type[nn.Module], ...], ...] = (
 
 @dataclass(frozen=True)
 class _Fusion:
-    """Module classes and functions that run one behind the other, and what makes one module of them."""
+    """Module classes and functions that run one after the other, and the function that fuses them."""
 
     kinds: tuple[Any, ...]
     fuse: Callable[..., Any]
@@ -53,7 +53,7 @@ def _fuse_known(is_qat: bool, *modules: nn.Module) -> Any:
     return fuse_known_modules(list(modules), is_qat=is_qat)[0]  # type: ignore[no-untyped-call]
 
 
-#: FX leaves torch.relu and the method to prepare.
+#: FX leaves torch.relu and Tensor.relu to prepare.
 DEFAULT = tuple(
     _Fusion((*before, relu), _fuse_known)
     for *before, last in CHAINS
@@ -67,14 +67,14 @@ class _ModuleTracer(Tracer):
 
 
 def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable | None = None) -> nn.Module:
-    """Fuse a traced copy of ``model``; ``model`` itself, with a warning, where it cannot be traced.
+    """Fuse a traced copy of ``model``; return ``model`` itself, with a warning, if it cannot be traced.
 
     Args:
-        backend: whose patterns are fused, by their fuser methods; None: what torch.ao has fused modules for.
+        backend: the patterns to fuse, with their fuser methods; None for those of torch.ao's fused modules.
 
     Raises:
-        InputError: a batch norm in training mode behind a convolution or linear.
-        ConfigError: a fuser method fails, or gives no module.
+        InputError: a batch norm in training mode follows a convolution or linear.
+        ConfigError: a fuser method fails, or returns no module.
     """
     working = copied_model(model)
     try:
@@ -94,7 +94,7 @@ def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable | Non
     fused.recompile()
     fused.train(model.training)
     kept = {name: getattr(working, name) for name in preserved if hasattr(working, name)}
-    # GraphModule.__deepcopy__ carries what stands under this key, and only that.
+    # GraphModule.__deepcopy__ copies the attributes under this key, and no others.
     fused.meta[USER_PRESERVED_ATTRIBUTES_KEY] = kept
     for name, value in kept.items():
         setattr(fused, name, value)
@@ -102,7 +102,7 @@ def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable | Non
 
 
 def _fusions_of(backend: BackendTable) -> tuple[_Fusion, ...]:
-    """The chains of modules that ``backend`` fuses, the longest first."""
+    """Return the chains of modules that ``backend`` fuses, the longest first."""
     chains = [
         _Fusion(pattern, entry.fuser_method)
         for pattern, entry in backend.entries.items()
@@ -117,7 +117,7 @@ def _starts_with_a_module(pattern: Pattern) -> bool:
 
 
 def _find_chains(fused: GraphModule, fusions: Iterable[_Fusion]) -> list[tuple[list[Node], _Fusion]]:
-    """Return the chains to fuse, from the end of the graph on, as FX matches; a node is in one of them."""
+    """Return the chains to fuse, matched from the end of the graph as in FX; they share no node."""
     modules = dict(fused.named_modules())
     calls = Counter(str(node.target) for node in fused.graph.nodes if node.op == "call_module")
     found: list[tuple[list[Node], _Fusion]] = []
@@ -125,7 +125,7 @@ def _find_chains(fused: GraphModule, fusions: Iterable[_Fusion]) -> list[tuple[l
     for node in reversed(fused.graph.nodes):
         for fusion in fusions:
             chain = _chain_to(node, fusion.kinds, modules)
-            # A module called twice is two ops; torch.ao fuses it into one, and is wrong.
+            # A module that is called twice is two ops; torch.ao wrongly fuses it into one.
             is_called_once = all(calls[str(each.target)] < 2 for each in chain if each.op == "call_module")
             if chain and is_called_once and taken.isdisjoint(chain):
                 found.append((chain, fusion))
@@ -135,7 +135,7 @@ def _find_chains(fused: GraphModule, fusions: Iterable[_Fusion]) -> list[tuple[l
 
 
 def _chain_to(last: Node, kinds: tuple[Any, ...], modules: dict[str, nn.Module]) -> list[Node]:
-    """Return the nodes of ``kinds`` that end with ``last``; empty if they are others, or read elsewhere."""
+    """Return the nodes of ``kinds`` that end with ``last``; empty if a node differs or has another reader."""
     chain: list[Node] = []
     node: Any = last
     for kind in reversed(kinds):
@@ -174,7 +174,7 @@ def _fuse_chain(fused: GraphModule, chain: list[Node], fusion: _Fusion) -> None:
 
 
 def _module_of(fused: GraphModule, node: Node) -> Any:
-    """What a fuser method takes for ``node``: its module; for F.relu one like it, for others the function."""
+    """Return what a fuser method gets for ``node``: its module, an nn.ReLU for F.relu, or its function."""
     if node.op == "call_module":
         return fused.get_submodule(str(node.target))
     return nn.ReLU() if node.target is F.relu else node.target
@@ -183,7 +183,7 @@ def _module_of(fused: GraphModule, node: Node) -> Any:
 def _made_by(fusion: _Fusion, modules: list[Any], path: str) -> nn.Module:
     try:
         made = fusion.fuse(False, *modules)
-    except Exception as cause:  # It may be the user's own.
+    except Exception as cause:  # The fuser method may be the user's own.
         name = getattr(fusion.fuse, "__name__", repr(fusion.fuse))
         raise ConfigError(
             f"backend_config: the fuser method {name} fails at {path!r}: {type(cause).__name__}: {cause}",

@@ -1,6 +1,6 @@
-"""``torch.ao.quantization.quantize_dynamic``: integer weights, activations quantized as they come.
+"""``torch.ao.quantization.quantize_dynamic``: integer weights, and activations quantized at run time.
 
-Recurrent modules become those of this package, which run in its native loop. ``Linear``, ``Embedding`` and
+Recurrent modules become modules of this package, which run in its native loop. ``Linear``, ``Embedding`` and
 ``EmbeddingBag`` become torch.ao.nn's own modules, which are single calls of torch's integer kernels.
 """
 
@@ -30,7 +30,7 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["quantize_dynamic"]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-#: Where the classes are that a mapping may name for recurrent modules; ours take their place.
+#: The namespace of torch.ao's dynamic classes; for recurrent modules, ours replace them in a mapping.
 LEGACY_DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
 
@@ -50,20 +50,20 @@ def quantize_dynamic(
     *,
     whole_range: bool = False,
 ) -> nn.Module:
-    """Quantize the weights of an eager model; activations are quantized as they come.
+    """Quantize the weights of an eager model; activations are quantized at run time.
 
     Legacy: ``torch.ao.quantization.quantize_dynamic``.
 
     Args:
-        model: the float model. Only with ``inplace`` it is changed.
+        model: the float model; changed only if ``inplace`` is True.
         qconfig_spec: a set of module types and paths, which get the default QConfig of ``dtype``; or a dict
             from types and paths to QConfigs, which submodules inherit; None: Linear, LSTM, GRU and the cells
             for qint8 and float16, Embedding and EmbeddingBag for quint8, EmbeddingBag for quint4x2.
         dtype: ``torch.qint8``, ``torch.float16``, ``torch.quint8`` or ``torch.quint4x2``.
-        mapping: type -> class with a ``from_float``, in place of the default ones.
+        mapping: type -> class with a ``from_float`` classmethod, in place of the default mapping.
         inplace: whether to change ``model`` itself.
-        whole_range: whether 8-bit activations of recurrent modules and linears take all 256 integers, with
-            equal numbers on every CPU and engine. torch.ao leaves out half of them on its x86 engines, which
+        whole_range: whether 8-bit activations of recurrent modules and linears use all 256 integers, with
+            equal numbers on every CPU and engine. On its x86 engines torch.ao uses only half of them, which
             costs 6 dB.
 
     Returns:
@@ -90,7 +90,7 @@ def quantize_dynamic(
     )
     working = model if inplace else copied_model(model)
     working.eval()
-    # All are made before the first is put in place: a failure leaves the model as it was.
+    # All modules are converted before the first is replaced: a failure leaves the model unchanged.
     quantized: dict[nn.Module, nn.Module] = {}
     qconfigs = qconfigs_by_path(working, spec, is_given=qconfig_spec is not None)
     if whole_range:
@@ -118,7 +118,7 @@ def quantize_dynamic(
 def _quantized(
     module: nn.Module, qconfig: QConfig, path: str, classes: Mapping[Any, Any]
 ) -> nn.Module | None:
-    """What stands in for ``module``; None: itself."""
+    """Return the quantized replacement of ``module``; None to keep it."""
     kind = type_before_parametrizations(module)
     quantized_class = classes.get(kind)
     is_ours = quantized_class is None or str(getattr(quantized_class, "__module__", "")).startswith(
@@ -148,7 +148,7 @@ def _quantized(
             warn_user(
                 f"{kind.__name__} at {path!r} quantizes its activations as torch.ao does, not whole_range."
             )
-    # from_float reads it there; ``module`` itself, which may be the user's, is left without.
+    # from_float reads ``qconfig`` of the module; set it on a copy, as ``module`` may be the user's own.
     float_module = copy.copy(module)
     vars(float_module)["qconfig"] = qconfig
     made: nn.Module = quantized_class.from_float(float_module)
@@ -156,8 +156,8 @@ def _quantized(
 
 
 def _obstacle(module: nn.Module, qconfig: QConfig) -> str | None:
-    """Why torch.ao's quantized class would refuse an embedding or compute something else: it keeps the weight
-    and the sizes alone, and sums up what is in a bag."""
+    """Return why torch.ao's quantized class would refuse an embedding or compute something else, or None: the
+    class keeps only the weight and the sizes, and always sums a bag."""
     if qconfig.weight().qscheme != torch.per_channel_affine_float_qparams:
         return "its qconfig is not float_qparams_weight_only_qconfig"
     if module.max_norm is not None:
@@ -168,7 +168,7 @@ def _obstacle(module: nn.Module, qconfig: QConfig) -> str | None:
 
 
 def _with_hooks_of(module: nn.Module, made: nn.Module) -> nn.Module:
-    """As torch.ao: the hooks of a float module go over to the one in its place."""
+    """Copy the hooks of the float module to its replacement, as torch.ao does."""
     for hook in module._forward_pre_hooks.values():
         made.register_forward_pre_hook(hook)
     for hook in module._forward_hooks.values():

@@ -1,6 +1,6 @@
-"""``torch.ao.nn.quantized.dynamic.Linear`` whose inputs take the whole 8-bit range.
+"""``torch.ao.nn.quantized.dynamic.Linear`` whose inputs use the whole 8-bit range.
 
-torch.ao's forward asks its kernel for half of it, and without VNNI the kernel would saturate at all of it.
+torch.ao's forward requests half of the range; on CPUs without VNNI, its kernel would saturate with all of it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ WHOLE_RANGE = DynamicQParams(SMALLEST_SCALE, 255, 0, 255, torch.uint8)
 
 
 class WholeRangeLinear(quantized.dynamic.Linear):
-    """As its base, on the package's own product; the state_dict is that of the base."""
+    """torch.ao's dynamic Linear on this package's own matrix product; the state_dict is the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (..., in_features) -> (..., out_features), with one scale and zero point for all of ``x``."""
+        """Map ``x`` (..., in_features) to (..., out_features), with one scale and zero point for ``x``."""
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
         packed = self._packed_params._packed_params
@@ -55,7 +55,7 @@ class WholeRangeLinear(quantized.dynamic.Linear):
         return linear_call(linear, ((self.in_features, None),), dynamic=WHOLE_RANGE)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of copies and pickles, which make calls of their own."""
+        """Return the state for copies and pickles, without the prepared call, which they make anew."""
         return {name: value for name, value in vars(self).items() if name != MADE}
 
     def _get_name(self) -> str:

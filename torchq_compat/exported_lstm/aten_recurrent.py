@@ -1,8 +1,8 @@
-"""A recurrent operator of an exported program, read: what torch.export leaves of LSTM, GRU and RNN.
+"""Reads the recurrent operators of an exported program, which torch.export writes for LSTM, GRU and RNN.
 
 Signature of ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``:
 ``(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)``, with the
-parameters in the order of ``_flat_weights``; ``hx`` is a list of two for LSTM, else a tensor.
+parameters in the order of ``_flat_weights``; ``hx`` is a list of two tensors for LSTM, else one tensor.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ KINDS: dict[Any, CellKind] = {
     ATEN.rnn_relu.input: RNN_RELU,
 }
 RECURRENT_OPS: tuple[Any, ...] = tuple(KINDS)
-#: Those of a PackedSequence: its batch sizes are data.
+#: The operators of a PackedSequence, whose batch sizes are data.
 PACKED_OPS = (ATEN.lstm.data, ATEN.gru.data, ATEN.rnn_tanh.data, ATEN.rnn_relu.data)
 
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction of one layer: its place and its parameters.
+    """One direction of one layer: its position and its parameters.
 
-    ``parameters`` are get_attr nodes by the names of ``torch.nn`` without the suffix: weight_ih, weight_hh,
-    bias_ih, bias_hh, weight_hr.
+    ``row`` is its row in the states. ``parameters`` are get_attr nodes by their names in ``torch.nn`` without
+    the suffix: weight_ih, weight_hh, bias_ih, bias_hh, weight_hr.
     """
 
     layer: int
@@ -53,24 +53,24 @@ class Direction:
 
     @property
     def path(self) -> str:
-        """Where its cell stands inside the module."""
+        """The path of its cell inside the module."""
         return f"layers.{self.layer}.{self.name}.cell"
 
     def values(self, graph_module: GraphModule) -> dict[str, Tensor]:
-        """Return the parameters themselves.
+        """Return the tensors of the parameters, by name.
 
         Raises:
-            AtenLSTMError: a parameter that is computed in the graph, or is not float32.
+            AtenLSTMError: if a parameter is computed in the graph, or is not float32.
         """
         return {name: _value(graph_module, node) for name, node in self.parameters.items()}
 
 
 @dataclass(frozen=True)
 class AtenRecurrent:
-    """The arguments of one node.
+    """The arguments of one node that calls a recurrent operator.
 
     Attributes:
-        kind: what a cell of it computes.
+        kind: the kind of its cells.
         x: (T, B, I), or (B, T, I) with ``batch_first``.
         states: (L*D, B, width) each, the hidden state first.
     """
@@ -112,15 +112,15 @@ class AtenRecurrent:
 def aten_recurrents(
     graph_module: GraphModule, operators: Collection[Any] = RECURRENT_OPS
 ) -> list[AtenRecurrent]:
-    """Every call of ``operators`` in the graph, in order."""
+    """Return every call of ``operators`` in the graph, in order."""
     return [AtenRecurrent.of(node) for node in graph_module.graph.nodes if node.target in operators]
 
 
 def refuse_packed(graph_module: GraphModule) -> None:
-    """Refuse a graph with an operator of a PackedSequence.
+    """Check that a graph has no operator of a PackedSequence.
 
     Raises:
-        AtenLSTMError: names the first one.
+        AtenLSTMError: if it has; names the first.
     """
     for node in graph_module.graph.nodes:
         if node.target in PACKED_OPS:

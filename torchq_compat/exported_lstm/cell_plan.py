@@ -1,7 +1,7 @@
-"""Plan what a quantizer observes in one cell, and which edges and nodes share an observer.
+"""Plans what a quantizer observes in one cell, and which edges and nodes share an observer.
 
-torchao itself is asked: it prepares the cell with the quantizer, and its callback tells which edge or node
-got which observer. So torchao's rules of sharing hold, and the graph around the cell plays no part.
+torchao prepares a copy of the cell with the quantizer, and its callback reports which edge or node got which
+observer. So torchao's sharing rules apply, independent of the graph around the cell.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["CellPlan", "EdgeOrNodeName", "plan_cell"]
 
 
 class EdgeOrNodeName(NamedTuple):
-    """A point of a cell, by names, so that it can be found in a copy of the cell.
+    """An edge or node of a cell, by name, so that it can be found in a copy of the cell.
 
-    ``position`` counts the input nodes of ``node``; None stands for its output.
+    ``position`` is an index into the input nodes of ``node``; None means its output.
     """
 
     node: str
@@ -33,19 +33,23 @@ class EdgeOrNodeName(NamedTuple):
 
 @dataclass(frozen=True)
 class CellPlan:
-    """The observed places in the order torchao makes observers.
+    """The observed places, in the order in which torchao makes observers.
 
     Attributes:
-        leader: the first place with the same observer; itself for the first.
-        specs: of the leaders. A derived spec refers to places.
+        leader: for each place the first place with the same observer, which may be the place itself.
+        specs: the specs of the leaders. A derived spec refers to places.
     """
 
     leader: dict[EdgeOrNodeName, EdgeOrNodeName]
     specs: dict[EdgeOrNodeName, Any]
 
     def spec(self, place: EdgeOrNodeName, point: Callable[[EdgeOrNodeName], Any], *, first: bool) -> Any:
-        """Return the spec of ``place`` in a copy of the cell, where ``point`` finds the points of the first
-        copy."""
+        """Return the spec of ``place`` in a copy of the cell.
+
+        Args:
+            point: place -> the edge or node in the first copy.
+            first: whether the copy is the first one; later copies share its observers.
+        """
         leader = self.leader[place]
         if not first or leader != place:
             return SharedQuantizationSpec(point(leader))
@@ -56,14 +60,14 @@ class CellPlan:
 
 
 def plan_cell(cell: GraphModule, quantizer: Quantizer) -> CellPlan:
-    """Plan what ``quantizer`` observes in ``cell``, which is not changed."""
+    """Return the plan of what ``quantizer`` observes in ``cell``, which is not changed."""
     recorder = _Recorder(quantizer)
     prepare_pt2e(copy.deepcopy(cell), recorder)
     return recorder.plan
 
 
 class _Recorder(WrappingQuantizer):
-    """Annotates as ``quantizer`` does, and reads what torchao makes of it."""
+    """Annotates with ``quantizer``, and records the observers that torchao makes from the annotations."""
 
     plan: CellPlan
 

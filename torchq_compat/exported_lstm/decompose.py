@@ -1,7 +1,7 @@
-"""Decompose the recurrent operators of a program that is already exported.
+"""Decomposes the recurrent operators of an exported program.
 
-The maintainers' answer in the PyTorch issue on operators with several outputs: an LSTM has internal states
-and internal linears; break it into ``aten.linear`` and annotate those.
+This is the maintainers' answer in the PyTorch issue on operators with several outputs: an LSTM has internal
+states and internal linears; break it into ``aten.linear`` and annotate those.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ def decompose_lstm(
 ) -> GraphModule:
     """Decompose every ``aten.lstm.input`` of ``program`` into ops that any quantizer can annotate.
 
-    Prepare what it returns, which computes the same, with ``prepare_decomposed_lstm`` and any torchao
-    Quantizer; the parts get the same qparams whatever the shape. ``recurrent_parts.decompose_recurrent`` does
-    the same for GRU and RNN, too.
+    Prepare the result, which computes the same as ``program``, with ``prepare_decomposed_lstm`` and any
+    torchao Quantizer; the parts get the same qparams in every shape. ``recurrent_parts.decompose_recurrent``
+    also decomposes GRU and RNN.
 
     Args:
-        program: a float32 program, or a module of one; it is not changed, and the parts own copies of the
-            LSTM's weights.
+        program: a float32 program, or its module; it is not changed, and the parts own copies of the LSTM's
+            weights.
         shape: ``"rolled"``: a ``scan`` over time whose body is the cell. ``"unrolled"``: the cell's nodes
-            once per step. ``"opaque"``: one ``call_module``, which loops in Python around cells that are
-            graphs of their own; its boundary is quantized when it is converted. Rolled and opaque accept any
-            sequence length, also where export had fixed it: the program's guards on its inputs are dropped,
-            and the other nodes decide what they accept.
+            once per step. ``"opaque"``: one ``call_module``, which runs each cell's own graph in a Python
+            loop; its boundary is quantized by convert. Rolled and opaque accept any sequence length, even if
+            export fixed the length: the program's guards on its inputs are dropped, and what other nodes
+            accept is up to them.
 
     Raises:
-        AtenLSTMError: no LSTM in the program, one of a PackedSequence, weights that are computed in it or not
-            float32, an unknown shape, or a dynamic length to unroll.
+        AtenLSTMError: no LSTM in the program, an LSTM of a PackedSequence, weights that are computed in the
+            program or not float32, an unknown shape, or a dynamic length with ``"unrolled"``.
 
     Returns:
-        A new module that takes and returns what ``program`` does.
+        A new module with the inputs and outputs of ``program``.
 
     Example:
         >>> import torch
@@ -86,17 +86,17 @@ def decompose_recurrent(
     """Decompose every LSTM, GRU and RNN of ``program`` into ops that any quantizer can annotate.
 
     These are ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``.
-    Prepare what it returns, which computes the same, with ``prepare_decomposed_recurrent``.
+    Prepare the result, which computes the same as ``program``, with ``prepare_decomposed_recurrent``.
 
     Args:
         program: see ``lstm_utils.decompose_lstm``.
-        shape: ``"rolled"``, ``"unrolled"`` or ``"opaque"``, as there.
+        shape: ``"rolled"``, ``"unrolled"`` or ``"opaque"``, see ``lstm_utils.decompose_lstm``.
 
     Returns:
-        A graph module that takes and returns what the program does.
+        A graph module with the inputs and outputs of ``program``.
 
     Raises:
-        AtenLSTMError: no such operator in the program, and as there.
+        AtenLSTMError: no such operator in the program; otherwise as ``lstm_utils.decompose_lstm``.
 
     Example:
         >>> import torch
@@ -111,10 +111,10 @@ def decompose_recurrent(
 def _decompose(
     program: ExportedProgram | GraphModule, shape: LoopShape | str, operators: Collection[Any]
 ) -> GraphModule:
-    if shape not in list(LoopShape):
+    if shape not in list(WRITE):
         raise AtenLSTMError(
             f"shape {shape!r} is not known.",
-            hint=f"the shapes are: {', '.join(LoopShape)}.",
+            hint=f"the shapes are: {', '.join(WRITE)}.",
         )
     graph_module = _own_module(program)
     refuse_packed(graph_module)
@@ -132,12 +132,12 @@ def _decompose(
     return rewritten
 
 
-#: Operators named in an error.
+#: The most operators that an error names.
 MOST_NAMED = 8
 
 
 def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any]) -> AtenLSTMError:
-    """The error for a program without ``operators``; says what it has."""
+    """Return the error for a program without ``operators``, which names the operators it has."""
     counts = Counter(str(node.target) for node in graph_module.graph.nodes if node.op == "call_function")
     named = [
         f"{target} x{count}" if count > 1 else target for target, count in counts.most_common(MOST_NAMED)
@@ -183,7 +183,7 @@ def _replace(node: Node, results: Sequence[Node]) -> None:
 
 
 def _drop_guards(graph_module: GraphModule) -> None:
-    """Checks of the captured sizes, which a loop over time does not need."""
+    """Drop the checks of captured sizes, which a loop over time does not need."""
     for node in list(graph_module.graph.nodes):
         if node.op == "call_module" and node.target == GUARDS:
             graph_module.graph.erase_node(node)

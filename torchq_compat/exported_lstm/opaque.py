@@ -1,4 +1,4 @@
-"""Opaque: one ``call_module`` that loops over time in Python around cells that are graphs of their own."""
+"""The opaque shape: one ``call_module`` that runs each cell's own graph in a Python loop over time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["OpaqueRecurrent", "write_opaque"]
 
 
 class OpaqueRecurrent(nn.Module):
-    """(x, *states) -> (output, *last states), as the operator takes and gives them, for any length.
+    """A module that replaces the operator, for any length: (x, *states) -> (output, *last states).
 
-    Cells are at ``layers.<i>.layer_fw.cell`` and ``layers.<i>.layer_bw.cell``.
+    Its cells are at ``layers.<i>.layer_fw.cell`` and ``layers.<i>.layer_bw.cell``.
     """
 
     def __init__(self, recurrent: AtenRecurrent, cells: dict[str, GraphModule]) -> None:
@@ -40,7 +40,7 @@ class OpaqueRecurrent(nn.Module):
         return [layer.directions() for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def directions(self) -> list[RecurrentDirection]:
-        """Return all of them."""
+        """Return the directions of all layers."""
         return [direction for layer in self.by_layer() for direction in layer]
 
     def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ class OpaqueRecurrent(nn.Module):
 def write_opaque(
     writer: NodeWriter, recurrent: AtenRecurrent, cells: dict[str, GraphModule]
 ) -> tuple[Node, ...]:
-    """Nodes for the results of ``recurrent``."""
+    """Write nodes for the results of ``recurrent``, and return them."""
     name = free_name(writer.graph_module, f"{recurrent.node.name}_decomposed")
     call = writer.module(name, OpaqueRecurrent(recurrent, cells), recurrent.x, *recurrent.states)
     return tuple(writer.getitem(call, index) for index in range(1 + len(recurrent.states)))

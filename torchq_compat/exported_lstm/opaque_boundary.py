@@ -1,8 +1,7 @@
-"""The quantized boundary of an opaque recurrent module: q-dq of its inputs and results, on the cells'
-qparams.
+"""The quantized boundary of an opaque recurrent module: q-dq around its calls, with the cells' qparams.
 
-The cells quantize what arrives and hand out values with their own qparams, so the q-dq here changes no
-value: it shows a backend what it may pass as integers.
+The cells already quantize their inputs and results with the same qparams, so the q-dq here changes no value:
+it shows a backend what it may pass as integers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ INPUTS, RESULTS = ("x", "h0", "c0"), ("output", "h_n", "c_n")
 
 
 def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueRecurrent) -> None:
-    """Insert q-dq around every call of ``module``, which stands at ``path``; warns of edges left float."""
+    """Insert q-dq around every call of ``module``, whose path is ``path``; warn about edges left float."""
     inputs, results = _input_qparams(module), _result_qparams(module)
     for call in [node for node in graph_module.graph.nodes if node.op == "call_module"]:
         if call.target == path:
@@ -64,7 +63,7 @@ def _result_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:
 
 
 def _argument_qparams(cell: GraphModule) -> tuple[PerTensorQParams | None, ...]:
-    """The qparams with which a converted cell quantizes x and the states; None where it does not."""
+    """Return the qparams with which a converted cell quantizes x and each state; None if it does not."""
     return tuple(_qparams_of_readers(node) for node in cell.graph.nodes if node.op == "placeholder")
 
 
@@ -87,7 +86,7 @@ def _combine(axis: int, all_qparams: Sequence[PerTensorQParams | None], size: in
 def _quantized_argument(
     graph_module: GraphModule, call: Node, argument: Any, qparams: QParams | None
 ) -> Node:
-    """Return ``argument`` of ``call`` quantized with ``qparams``; as it is if it comes so."""
+    """Return q-dq of ``argument`` of ``call`` with ``qparams``, or ``argument`` if it has them already."""
     if qparams is None or _qparams_of(argument, DEQUANTIZE) == qparams:
         source: Node = argument
         return source
@@ -95,8 +94,8 @@ def _quantized_argument(
 
 
 def _insert_after(graph_module: GraphModule, node: Node, qparams: QParams) -> None:
-    """q-dq between ``node`` and its readers; one that quantizes it with those qparams itself need not any
-    more."""
+    """Insert q-dq between ``node`` and its readers; bypass readers that quantize ``node`` with the same
+    qparams."""
     readers = list(node.users)
     q_dq = _insert(graph_module, node, qparams, before=node.next)
     for reader in readers:
@@ -107,6 +106,6 @@ def _insert_after(graph_module: GraphModule, node: Node, qparams: QParams) -> No
 
 
 def _insert(graph_module: GraphModule, node: Node, qparams: QParams, *, before: Node) -> Node:
-    """Insert q-dq of ``node``; returns the dequantize."""
+    """Insert q-dq of ``node`` and return the dequantize node."""
     with graph_module.graph.inserting_before(before):
         return insert_q_dq(graph_module.graph, node, qparams, constants_in(graph_module))

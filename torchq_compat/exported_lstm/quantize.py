@@ -1,4 +1,4 @@
-"""Prepare and convert a program whose recurrent operators are decomposed, whatever their shape."""
+"""Prepares and converts a program whose recurrent operators are decomposed, in any shape."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = ["convert_decomposed_lstm", "prepare_decomposed_lstm"]
     model=instance_of(GraphModule), quantizer=instance_of(Quantizer, what="a torchao Quantizer")
 )
 def prepare_decomposed_lstm(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """Insert observers where ``quantizer`` wants them, one per part of a cell and shared by all time steps.
+    """Insert the observers that ``quantizer`` requests, one per part of a cell, shared by all time steps.
 
-    Legacy: ``prepare_pt2e(model, quantizer)``, which it calls; but torchao does not look inside a module, and
-    gives each step that is written out observers of its own. ``quantizer`` is asked to annotate the graph and
+    Legacy: ``prepare_pt2e(model, quantizer)``, which this function calls. By itself torchao does not prepare
+    submodules, and gives every unrolled step its own observers. Here ``quantizer`` annotates the graph and
     each cell.
 
     Args:
-        model: what ``decompose_lstm`` or ``decompose_recurrent`` returned; it is not changed.
-        quantizer: any torchao Quantizer. What moves values between steps and layers is not quantized.
+        model: the result of ``decompose_lstm`` or ``decompose_recurrent``; it is not changed.
+        quantizer: any torchao Quantizer. Nodes that move values between steps and layers are not quantized.
 
     Returns:
-        The observed model, called as ``model`` is.
+        The observed model, called like ``model``.
 
     Example:
         >>> import torch
@@ -62,13 +62,13 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
     """Return the q-dq form of a calibrated model.
 
     Args:
-        prepared: from ``prepare_decomposed_lstm``; it is not changed.
+        prepared: the result of ``prepare_decomposed_lstm``; it is not changed.
 
     Returns:
-        The converted model, called as the float one is; float32 tensors in and out.
+        The converted model, called like the float model, with float32 inputs and outputs.
 
     Raises:
-        AtenLSTMError: an opaque module whose cells were not prepared.
+        AtenLSTMError: if a cell of an opaque module was not prepared.
 
     Example:
         >>> import torch
@@ -95,7 +95,7 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
     hoist_weights(converted)
     for path, module in _opaque_modules(converted):
         quantize_boundary(converted, path, module)
-    # torchao leaves the float weights of nested paths behind; a new module takes what the graph reads.
+    # torchao does not delete the float weights at nested paths; a new module has only what the graph reads.
     whole = GraphModule(converted, converted.graph)
     whole.meta.update(converted.meta)
     metadata.UNROLLED_CELLS.drop(whole)

@@ -1,7 +1,7 @@
-"""Rolled: one ``scan`` over time for each direction, its body the cell.
+"""The rolled shape: one ``scan`` over time for each direction, whose body is the cell.
 
-torchao prepares and converts the body of a scan along with the graph. The body owns its weights, so they are
-folded to integers; weights handed in as the scan's additional inputs would stay float.
+torchao prepares and converts the body of a scan along with the graph. The body owns its weights, so that they
+are folded to integers; weights passed as the scan's additional inputs would stay float.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SCAN = torch.ops.higher_order.scan
 def write_rolled(
     writer: NodeWriter, recurrent: AtenRecurrent, cells: dict[str, GraphModule]
 ) -> tuple[Node, ...]:
-    """Nodes for the results of ``recurrent``."""
+    """Write nodes for the results of ``recurrent``, and return them."""
 
     def write_direction(direction: Direction, x: Node, states: Sequence[Node]) -> tuple[Node, Sequence[Node]]:
-        # torchao sets the prepared body with setattr, which a path with dots would defeat.
+        # torchao sets the prepared body with setattr, which fails for a path with dots.
         name = f"{recurrent.node.name}_{direction.path.replace('.', '_')}"
         body = writer.body(free_name(writer.graph_module, name), scan_body(cells[direction.path]))
         steps = flipped(writer, x) if direction.backward else x
@@ -43,9 +43,9 @@ def write_rolled(
 
 
 def scan_body(cell: GraphModule) -> GraphModule:
-    """``cell``, (x, *states) -> new states, as a scan calls it: (*states, x) -> (*new states, y).
+    """Return ``cell``, (x, *states) -> new states, as a scan calls it: (*states, x) -> (*new states, y).
 
-    y is a copy of the hidden state, the first, because a carried value must not be handed out as well.
+    y is a copy of the hidden state, the first state, because a carried value must not also be an output.
     """
     graph, owned = Graph(), nn.Module()
     copied: dict[Node, Node] = {}

@@ -1,7 +1,7 @@
-"""Weights of a converted scan body, handed in by the graph that holds the scan.
+"""Moves the weights of a converted scan body into the graph that contains the scan.
 
-The body owned them so that torchao could fold them; torch.export saves a scan only if they are its additional
-inputs.
+The body owned its weights so that torchao could fold them; torch.export saves a scan only if they are
+additional inputs of the scan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["hoist_weights"]
 
 
 def hoist_weights(graph_module: GraphModule) -> None:
-    """Turn everything the scan bodies of ``graph_module`` own into buffers of ``graph_module``."""
+    """Turn all tensors owned by the scan bodies of ``graph_module`` into buffers of ``graph_module``."""
     for scan in [node for node in graph_module.graph.nodes if node.target is SCAN]:
         arguments: Any = scan.args
         body_node, init, xs, additional = arguments
@@ -33,7 +33,7 @@ def hoist_weights(graph_module: GraphModule) -> None:
 
 
 def _take_out(graph_module: GraphModule, path: str) -> dict[str, Tensor]:
-    """Make what the body at ``path`` owns its last arguments; returns the values, by name, in their order."""
+    """Turn the tensors owned by the body at ``path`` into its last inputs; return them by name, in order."""
     body = graph_module.get_submodule(path)
     assert isinstance(body, GraphModule)
     owned: list[Node] = [node for node in body.graph.nodes if node.op == "get_attr"]

@@ -1,8 +1,8 @@
-"""Any quantizer, so that the steps of an unrolled LSTM share the observers of the first one.
+"""Wraps any quantizer so that all steps of an unrolled LSTM share the observers of the first step.
 
-In a cell that is a graph of its own, an observer sees the values of all steps, and the state that arrives is
-observed apart from the state that leaves. Here the same: each cell is annotated once, alone, and every step
-follows that plan.
+In a cell with its own graph, an observer sees the values of all steps, and the incoming state is observed
+separately from the outgoing state. The same holds here: each cell is annotated once, alone, and every step
+follows the resulting plan.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torchq_compat.support import metadata
 
 __all__ = ["SharedStepsQuantizer"]
 
-#: The copies of a cell in its first step, by the names of the cell's nodes.
+#: The copies of a cell's nodes in the first step, by the names of the cell's nodes.
 FirstStep = dict[str, Node]
 
 
 class SharedStepsQuantizer(WrappingQuantizer):
-    """``quantizer``, asked once for every unrolled cell; glue is not quantized."""
+    """Annotates with ``quantizer``, which plans each unrolled cell once; glue nodes are not quantized."""
 
     def annotate(self, model: GraphModule) -> GraphModule:
         model = super().annotate(model)
@@ -43,7 +43,7 @@ class SharedStepsQuantizer(WrappingQuantizer):
 
 
 def _follow(node: Node, name: str, plan: CellPlan, first_step: FirstStep) -> None:
-    """Annotate ``node``, a copy of the cell's node ``name``, as ``plan`` says."""
+    """Annotate ``node``, a copy of the cell's node ``name``, according to ``plan``."""
 
     def point(place: EdgeOrNodeName) -> Any:
         copied = first_step[place.node]

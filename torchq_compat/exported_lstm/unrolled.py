@@ -1,7 +1,7 @@
-"""Unrolled: the cell's nodes once for every time step, over one set of weights.
+"""The unrolled shape: the cell's nodes once for every time step, with one set of weights.
 
-A node of a step knows which node of the cell it is a copy of, so that all steps can share the observers of
-the first one.
+Each node of a step records the node of the cell that it copies, so that all steps can share the observers of
+the first step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Copy", "unrolled_cells", "write_unrolled"]
 
 
 class Copy(NamedTuple):
-    """Which copy a node is: of which direction's cell, of which of its nodes, in the order of the steps."""
+    """The path of the cell and the node that a node copies, and its step, in the order of computation."""
 
     cell: str
     node: str
@@ -33,17 +33,17 @@ class Copy(NamedTuple):
 
 
 def unrolled_cells(graph_module: GraphModule) -> dict[str, GraphModule]:
-    """Return the cells that are written out in ``graph_module``, by path."""
+    """Return the cells that are unrolled in ``graph_module``, by path."""
     return metadata.UNROLLED_CELLS.of(graph_module) or {}
 
 
 def write_unrolled(
     writer: NodeWriter, recurrent: AtenRecurrent, cells: dict[str, GraphModule]
 ) -> tuple[Node, ...]:
-    """Nodes for the results of ``recurrent``.
+    """Write nodes for the results of ``recurrent``, and return them.
 
     Raises:
-        AtenLSTMError: the sequence length is dynamic.
+        AtenLSTMError: if the sequence length is dynamic.
     """
     base = free_name(writer.graph_module, f"{recurrent.node.name}_decomposed")
     length = recurrent.x.meta["val"].shape[1 if recurrent.batch_first else 0]
@@ -71,7 +71,7 @@ def write_unrolled(
 
 
 def _assert_length(writer: NodeWriter, recurrent: AtenRecurrent, length: int) -> None:
-    """Of a longer sequence the steps written out would be the first ones, without a word."""
+    """Write a check of the length: without it the first steps of a longer sequence would run silently."""
     size = writer.glue(ATEN.sym_size.int, recurrent.x, 1 if recurrent.batch_first else 0, value=length)
     same = writer.glue(operator.eq, size, length, value=True)
     message = f"{recurrent.node.name} was unrolled for sequences of {length} steps"

@@ -1,7 +1,7 @@
-"""LSTM, GRU and RNN as one quantized operator each: q-dq around ``aten.lstm.input``, nothing inside.
+"""Quantizes LSTM, GRU and RNN as one operator each: q-dq around ``aten.lstm.input``, nothing inside.
 
-For a backend that has a kernel for it and its own way with the internal state. The other way, ops that any
-quantizer can annotate, is ``decompose``.
+This is for a backend that has a kernel for the operator and handles the internal states itself. The
+alternative, ops that any quantizer can annotate, is ``decompose``.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def whole_op_lstm_quantizer(
 ) -> WholeOpLSTMQuantizer:
     """Return a torchao Quantizer that quantizes every ``aten.lstm.input`` as one operator.
 
-    Use it with ``prepare_pt2e``, ``prepare_qat_pt2e`` or inside a ``ComposableQuantizer``. Quantized are x,
-    h0, c0, each weight, the biases, and each of the three outputs. An LSTM has one set of qparams for its
-    hidden state and one for its cell state: h0, the output and h_n share one observer, c0 and c_n another. A
-    bias is int32 with zero point 0 and the scale of the sum it is added to: that of the weight times that of
-    what the weight multiplies, x in the first layer and otherwise the hidden state.
+    Use it with ``prepare_pt2e``, ``prepare_qat_pt2e`` or inside a ``ComposableQuantizer``. It quantizes x,
+    h0, c0, all weights and biases, and the three outputs. An LSTM has one set of qparams for its hidden state
+    and one for its cell state: h0, the output and h_n share one observer, c0 and c_n another. A bias is int32
+    with zero point 0 and the scale of the sum it is added to: the weight's scale times the scale of what the
+    weight multiplies, which is x for ``bias_ih`` of the first layer and otherwise the hidden state.
 
     Args:
-        activation: of x and both states; default int8 per tensor, affine, HistogramObserver.
-        weight: of all weights, per tensor or per channel on axis 0; default int8 per tensor, symmetric,
-            MinMaxObserver.
+        activation: the spec of x and both states; default int8 per tensor, affine, HistogramObserver.
+        weight: the spec of all weights, per tensor or per channel on axis 0; default int8 per tensor,
+            symmetric, MinMaxObserver.
 
     Source of the flow: the PyTorch issue on quantizing operators with multiple outputs (RNN, LSTM).
 
@@ -83,16 +83,16 @@ def whole_op_lstm_quantizer(
 def whole_op_recurrent_quantizer(
     activation: QuantizationSpec | None = None, weight: QuantizationSpec | None = None
 ) -> WholeOpRecurrentQuantizer:
-    """Make a torchao Quantizer that quantizes every LSTM, GRU and RNN of a program as one operator.
+    """Return a torchao Quantizer that quantizes every LSTM, GRU and RNN of a program as one operator.
 
     These are ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``.
-    Quantized are x, the states, each weight, the biases and each output, as ``whole_op_lstm_quantizer`` does
-    it: h0, the output and h_n share one observer.
+    It quantizes x, the states, all weights and biases, and the outputs, as ``whole_op_lstm_quantizer`` does:
+    h0, the output and h_n share one observer.
 
     Args:
-        activation: of x and the states; default int8 per tensor, affine, HistogramObserver.
-        weight: of all weights, per tensor or per channel on axis 0; default int8 per tensor, symmetric,
-            MinMaxObserver.
+        activation: the spec of x and the states; default int8 per tensor, affine, HistogramObserver.
+        weight: the spec of all weights, per tensor or per channel on axis 0; default int8 per tensor,
+            symmetric, MinMaxObserver.
 
     Returns:
         A Quantizer for ``prepare_pt2e``, ``prepare_qat_pt2e``, a ``ComposableQuantizer`` or ``prepare_fx``.
@@ -111,7 +111,7 @@ def whole_op_recurrent_quantizer(
 
 
 class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
-    """See ``whole_op_recurrent_quantizer``. Nodes that are annotated already are left alone."""
+    """The Quantizer of ``whole_op_recurrent_quantizer``. It skips nodes that are already annotated."""
 
     operators: tuple[Any, ...] = RECURRENT_OPS
 
@@ -124,7 +124,7 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
         """Annotate every call of ``operators``.
 
         Raises:
-            AtenLSTMError: an operator of a PackedSequence.
+            AtenLSTMError: if the model has an operator of a PackedSequence.
         """
         refuse_packed(model)
         for recurrent in aten_recurrents(model, self.operators):
@@ -135,10 +135,10 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
         return model
 
     def validate(self, model: GraphModule) -> None:
-        """Refuse what torchao could not carry out.
+        """Check that torchao can carry out all annotations.
 
         Raises:
-            AnnotationError: specs of this quantizer, or of one before it.
+            AnnotationError: if it cannot; the specs may be of this quantizer or of an earlier one.
         """
         check_annotations(model)
 
@@ -174,13 +174,13 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
 
 
 class WholeOpLSTMQuantizer(WholeOpRecurrentQuantizer):
-    """See ``whole_op_lstm_quantizer``."""
+    """The Quantizer of ``whole_op_lstm_quantizer``."""
 
     operators = (LSTM_OP,)
 
 
 def product_of_scales(observers: list[Any]) -> tuple[Tensor, Tensor]:
-    """Scale of an accumulator: that of the activation times that of the weight. Zero point 0."""
+    """Return the scale of an accumulator, the activation's scale times the weight's, and zero point 0."""
     activation, weight = observers
     scale = activation.calculate_qparams()[0] * weight.calculate_qparams()[0]
     return scale, torch.zeros_like(scale, dtype=torch.int32)

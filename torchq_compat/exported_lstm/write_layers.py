@@ -1,6 +1,6 @@
-"""Layers and directions, written as nodes around a loop over time that the shape decides.
+"""Writes layers and directions as nodes around the loop over time, which depends on the shape.
 
-Glue: the rows of the states, the order of time and batch, the stacking of results.
+The nodes written here are glue: they select rows of the states, transpose time and batch, and stack results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WriteDirection = Callable[[Direction, Node, Sequence[Node]], tuple[Node, Sequenc
 def write_layers(
     writer: NodeWriter, recurrent: AtenRecurrent, write_direction: WriteDirection
 ) -> tuple[Node, ...]:
-    """Nodes for the output and the last states of ``recurrent``."""
+    """Write nodes for the output and the last states of ``recurrent``, and return them."""
     x = writer.glue(ATEN.transpose.int, recurrent.x, 0, 1) if recurrent.batch_first else recurrent.x
     last: list[Sequence[Node]] = []
     for index, directions in enumerate(recurrent.layers()):
@@ -40,5 +40,5 @@ def write_layers(
 
 
 def flipped(writer: NodeWriter, x: Node) -> Node:
-    """Return ``x`` with time reversed."""
+    """Write ``x`` with time reversed, and return the node."""
     return writer.glue(ATEN.flip.default, x, [0])

@@ -1,4 +1,4 @@
-"""Writes nodes in the place of another one, with the example values that quantizers look at."""
+"""Writes nodes that replace another node, with the example values that quantizers inspect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATEN = torch.ops.aten
 
 
 class NodeWriter:
-    """Inserts nodes before ``place``; they carry its origin (module stack, stack trace)."""
+    """Inserts nodes before the node ``place``, with its origin metadata (module stack, stack trace)."""
 
     def __init__(self, graph_module: GraphModule, place: Node) -> None:
         self.graph_module = graph_module
@@ -28,7 +28,7 @@ class NodeWriter:
         self.fake_mode: FakeTensorMode = place.meta["val"][0].fake_mode
 
     def call(self, target: Any, *args: Any, value: Any = None, **meta: Any) -> Node:
-        """Return a call of ``target``; ``value`` is its example value, computed when it is not given."""
+        """Insert a call of ``target``; ``value`` is its example value, computed if it is not given."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args)
         if value is None:
@@ -37,28 +37,28 @@ class NodeWriter:
         return self._mark(node, value, meta)
 
     def glue(self, target: Any, *args: Any, value: Any = None) -> Node:
-        """Return a call that moves values."""
+        """Insert a call that only moves values."""
         return self.call(target, *args, value=value, **{metadata.GLUE.name: True})
 
     def getitem(self, source: Node, index: int) -> Node:
-        """Return the result ``index`` of ``source``."""
+        """Insert a getitem of the result ``index`` of ``source``."""
         return self.glue(operator.getitem, source, index)
 
     def attribute(self, path: str, value: torch.Tensor) -> Node:
-        """Return a get_attr of the parameter at ``path``."""
+        """Insert a get_attr of the parameter at ``path``, whose value is ``value``."""
         with self.graph.inserting_before(self.place):
             node = self.graph.get_attr(path)
         return self._mark(node, self.fake_mode.from_tensor(value.detach(), static_shapes=True), {})
 
     def body(self, name: str, module: GraphModule) -> Node:
-        """Return a get_attr of the graph ``module``, placed at the top level under ``name``."""
+        """Add the graph ``module`` at the top level under ``name``, and insert a get_attr of it."""
         self.graph_module.add_submodule(name, module)
         with self.graph.inserting_before(self.place):
             return self.graph.get_attr(name)
 
     def module(self, name: str, module: nn.Module, *args: Node) -> Node:
-        """Return a call of ``module``, placed at the top level under ``name``, with the results of
-        ``place``."""
+        """Add ``module`` at the top level under ``name``, and insert a call of it whose results are like
+        those of ``place``."""
         self.graph_module.add_submodule(name, module)
         with self.graph.inserting_before(self.place):
             node = self.graph.call_module(name, args)

@@ -1,6 +1,6 @@
-"""State dicts that FX saved, read into models prepared here.
+"""State dicts that FX saved, read for models prepared by this package.
 
-Read from the state (``given``), asked for by names that FX gives (``pipeline/fx_graph_names.py``, and the
-handlers of custom modules), matched and carried out (``pipeline/load_fx_state.py``). No model of FX is
-needed, nor its engine.
+``given`` reads the state. ``pipeline/fx_graph_names.py`` and the handlers of custom modules say what a model
+wants, by the names that FX gives. ``pipeline/load_fx_state.py`` matches and loads. Neither a model of FX nor
+its engine is needed.
 """

@@ -1,6 +1,6 @@
-"""What ``load_state_dict`` of our models does with a state of FX: refuse it, unless a process says otherwise.
+"""Whether ``load_state_dict`` of our models accepts a state of FX: it refuses, unless the process enables it.
 
-``torchq-compat run`` does: the script it runs was written for FX's models and its states.
+``torchq-compat run`` enables it: the script that it runs was written for FX's models and states.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _LOADERS: list[Loader] = []
 
 
 def accept_fx_states(loader: Loader) -> None:
-    """Let ``loader`` load FX's states into our models, from now on in this process."""
+    """Make ``loader`` load FX's states into our models, from now on in this process."""
     _LOADERS[:] = [loader]
 
 
 def fx_state_loader() -> Loader | None:
-    """What loads FX's states; None: they are refused."""
+    """Return the function that loads FX's states; None if they are refused."""
     return _LOADERS[0] if _LOADERS else None

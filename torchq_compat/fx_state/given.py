@@ -1,6 +1,7 @@
-"""A state dict of FX as entries by name, whatever form each had: the old forms and the packed ones are gone.
+"""A state dict of FX as named entries in one form: older versions and packed weights are converted.
 
-Versions: ``_load_from_state_dict`` of torch.ao's observers, fused conv-bn modules and packed linears.
+The version rules are those of ``_load_from_state_dict`` in torch.ao's observers, fused conv-bn modules and
+packed linears.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torchq_compat.support.quantized_tensors import is_quantized, quantize, quan
 
 __all__ = ["SCALE_NAME", "Entry", "FxState", "is_fx_state"]
 
-#: What only FX's models, and torch.ao's eager ones, call their entries.
+#: Names of entries that only FX's models, and torch.ao's eager models, have.
 ONLY_FX = re.compile(
     r"(^|\.)(([^.]+_)?activation_post_process(_\d+)?\.|weight_fake_quant\.|_packed_params\.|_all_weight_values\."
     r"|_packed_weight_|weight_(scale|zero_point|qscheme|dtype|axis)$)|_(scale|zero_point)_\d+$|_packed_weight_\d+$"
 )
-#: What a state of ours has, and no state of FX.
+#: Names of entries that states of our models have, and no state of FX has.
 OURS = re.compile(r"\.observer\.|^_frozen_param\d+$|(^|\.)_extra_state$|\.saturated$|\.loaded_scale$")
 WEIGHT_QPARAM = re.compile(r"_(axis|qscheme|dtype|quant_min|quant_max|axis_int)$")
-#: Of a converted graph.
+#: The scales of a converted graph.
 SCALE_NAME = re.compile(r"^(?P<prefix>.*)_scale_(?P<index>\d+)$")
 PACKED_NAME = re.compile(r"_packed_weight_\d+$")
 CONV_BN_V1 = {
@@ -41,13 +42,13 @@ CONV_BN_V1 = {
 
 
 def is_fx_state(state: Mapping[str, Any]) -> bool:
-    """Whether ``state`` has entries of FX's prepared and converted models, and none that only ours have."""
+    """Return whether ``state`` has entries of FX's prepared or converted models, and none of only ours."""
     return any(ONLY_FX.search(name) for name in state) and not any(OURS.search(name) for name in state)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing of a state, and the keys it was saved under."""
+    """A value of a state, and the keys it was saved under."""
 
     value: Tensor | FxWeight
     keys: tuple[str, ...]
@@ -55,10 +56,10 @@ class Entry:
 
 @dataclass
 class FxState:
-    """The entries of a state by the names a float or prepared model has for them; who takes one marks it.
+    """The entries of a state by their names in a float or prepared model; reading an entry marks it as taken.
 
     Attributes:
-        is_converted: whether the model was converted, so that there are integers and no observers.
+        is_converted: whether the model was converted, so that it has integers and no observers.
         is_lowered: whether its weights are packed or quantized tensors.
         functional_weights: packed weights of functions, in the order of the graph.
     """
@@ -71,15 +72,15 @@ class FxState:
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> FxState:
-        """``state`` as FX's ``state_dict()`` gave it.
+        """Read ``state``, a result of FX's ``state_dict()``.
 
         Raises:
-            CheckpointError: a value that is no tensor and nothing FX saves; names all of them.
+            CheckpointError: values that are neither tensors nor objects FX saves; names all of them.
         """
         return _Reader(_in_current_form(state)).read()
 
     def take(self, names: Iterable[str]) -> tuple[str, Entry] | None:
-        """The first of ``names`` that there is, with its entry."""
+        """Return the first of ``names`` that exists, and its entry; None if none exists."""
         for name in names:
             if name in self.entries:
                 self._taken.add(name)
@@ -87,7 +88,7 @@ class FxState:
         return None
 
     def take_under(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors below the first of ``prefixes`` that has any, by the rest of their names."""
+        """Return the tensors below the first of ``prefixes`` that has any, by the rest of their names."""
         for prefix in prefixes:
             found = {
                 name.removeprefix(f"{prefix}."): entry.value
@@ -100,11 +101,11 @@ class FxState:
         return {}
 
     def forgive(self, name: str) -> None:
-        """Take ``name`` for something that need not have a place."""
+        """Mark ``name`` as taken: it need not have a place in our model."""
         self._taken.add(name)
 
     def left(self) -> list[str]:
-        """The keys of everything nobody took."""
+        """Return the keys of all entries that were not taken."""
         entries = {**self.entries, **self.functional_weights}
         return sorted(
             {key for name, entry in entries.items() if name not in self._taken for key in entry.keys}
@@ -114,30 +115,30 @@ class FxState:
         return ((name, entry) for name, entry in self.entries.items() if name not in self._taken)
 
     def observers_at(self, prefix: str) -> list[str]:
-        """``<prefix>activation_post_process_<k>`` that have a state, in the order FX made them."""
+        """Return the ``<prefix>activation_post_process_<k>`` that have a state, in the order FX made them."""
         pattern = re.compile(re.escape(prefix) + r"activation_post_process_(\d+)\.")
         found = {int(match[1]) for name in self.entries if (match := pattern.match(name))}
         return [f"{prefix}activation_post_process_{index}" for index in sorted(found)]
 
     def named_observers_at(self, prefix: str) -> list[str]:
-        """``<prefix><name of a node>_activation_post_process_<k>``, as FX called them before torch 1.12, in
-        the order of its graph."""
+        """Return the ``<prefix><name of a node>_activation_post_process_<k>``, FX's names before torch 1.12,
+        in the order of its graph."""
         pattern = re.compile(re.escape(prefix) + r"[^.]+_activation_post_process_\d+(?=\.)")
         found = (match[0] for name in self.entries if (match := pattern.match(name)))
         return list(dict.fromkeys(found))
 
     def scales_at(self, prefix: str) -> list[str]:
-        """Names of the scales of a converted graph at ``prefix``, in the order of the graph."""
+        """Return the names of the scales of a converted graph at ``prefix``, in the order of the graph."""
         names = (name for name in self.entries if name.startswith(prefix))
         return [name for name in names if "." not in name[len(prefix) :] and SCALE_NAME.match(name)]
 
     @property
     def is_reference(self) -> bool:
-        """Whether it is of a converted model with quantize operators alone, so that each has its qparams."""
+        """Whether the model was converted with quantize operators only, so that each has its qparams."""
         return self.is_converted and not self.is_lowered
 
     def fingerprint(self, name: str) -> tuple[object, ...]:
-        """Equal for observers, or scales with their zero points, of equal content."""
+        """Return a value that is equal for observers, or scales with zero points, of equal content."""
         names = [each for each in self.entries if each.startswith(f"{name}.")] or list(self.qparams(name))
         values = (self.entries[each].value for each in sorted(names) if each in self.entries)
         return tuple(
@@ -145,7 +146,7 @@ class FxState:
         )
 
     def scales(self) -> list[str]:
-        """The names of all scales, those of a graph and of quantized modules."""
+        """Return the names of all scales, of graphs and of quantized modules."""
         return [
             name
             for name in self.entries
@@ -153,7 +154,7 @@ class FxState:
         ]
 
     def values_of(self, scale_name: str) -> tuple[Tensor, Tensor] | None:
-        """A scale and its zero point; None if one of them is missing."""
+        """Return a scale and its zero point; None if either is missing."""
         scale, zero_point = (self.entries.get(name) for name in self.qparams(scale_name))
         if scale is None or zero_point is None:
             return None
@@ -162,14 +163,14 @@ class FxState:
         return scale.value, zero_point.value
 
     def qparams(self, scale_name: str) -> tuple[str, str]:
-        """The names of a scale and its zero point."""
+        """Return the names of a scale and its zero point."""
         return scale_name, re.sub(r"scale(?=(_\d+)?$)", "zero_point", scale_name)
 
 
 def _in_current_form(state: Mapping[str, Any]) -> dict[str, Any]:
     current: dict[str, Any] = {}
     gammas = {name.removesuffix("gamma") for name in state if re.search(r"(^|\.)gamma$", name)}
-    # Layers of one's own have a gamma as well, and not the rest of a batch norm.
+    # A user's own layer may have a gamma as well, but not the other entries of a batch norm.
     conv_bn_v1 = {
         prefix
         for prefix in gammas
@@ -179,7 +180,7 @@ def _in_current_form(state: Mapping[str, Any]) -> dict[str, Any]:
         prefix, _, last = name.rpartition(".")
         prefix = f"{prefix}." if prefix else ""
         if last in ("min_vals", "max_vals"):
-            # MinMaxObserver and its kind, before version 3.
+            # MinMaxObserver and related observers, before version 3.
             name = f"{prefix}{last[:-1]}"
         elif prefix in conv_bn_v1 and last in CONV_BN_V1:
             # nn.intrinsic.qat, version 1.
@@ -203,7 +204,7 @@ class _Reader:
     def read(self) -> FxState:
         for name, value in self.state.items():
             self._read(name, value)
-        # A quantized batch norm has float weights, and the scale of its output.
+        # A quantized batch norm has float weights, but the scale of its output.
         modules = (
             name.removesuffix(".scale")
             for name in self.entries
@@ -213,7 +214,7 @@ class _Reader:
         if self.refused:
             raise _unknown_values(self.refused, self.state)
         self._join_reference_weights()
-        # The scale of a quantized module, and of what was a quantize operator.
+        # The scale of a quantized module, or of a former quantize operator.
         if any(SCALE_NAME.match(name) for name in self.entries):
             self.is_converted = True
         return FxState(self.entries, self.is_converted, self.is_lowered, self.functional)
@@ -264,7 +265,7 @@ class _Reader:
             self.refused.append(name)
 
     def _join_reference_weights(self) -> None:
-        """A reference module keeps a float weight with ``<name>_scale`` and so on beside it."""
+        """Join the float weight of a reference module with ``<name>_scale`` and its other qparams."""
         for name in list(self.entries):
             weight = self.entries[name].value if name in self.entries else None
             scale, zero_point = (self.entries.get(f"{name}_{what}") for what in ("scale", "zero_point"))
@@ -293,7 +294,7 @@ class _Reader:
 
 
 def _check_weight(name: str, weight: Tensor, scale: Any, zero_point: Any) -> None:
-    """Refuse what cannot be quantized."""
+    """Refuse a weight that cannot be quantized."""
     if weight.is_meta or scale.is_meta or zero_point.is_meta:
         raise CheckpointError.bad_value(name, "is a meta tensor, which has no values")
     if not bool(weight.isfinite().all()):
@@ -305,7 +306,7 @@ def _check_weight(name: str, weight: Tensor, scale: Any, zero_point: Any) -> Non
 def _reference_weight(
     weight: Tensor, scale: Any, zero_point: Any, axis: int, dtype: torch.dtype | None
 ) -> FxWeight:
-    """A float weight quantized with the qparams beside it, as the reference module quantizes it."""
+    """Return a float weight quantized with its stored qparams, as the reference module quantizes it."""
     dtype = torch.qint8 if dtype is None else dtype
     if dtype is torch.float16:
         return FxWeight(weight.half().float())
@@ -326,5 +327,5 @@ def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointErr
         f"the FX state has values that cannot be read: {found}{more}.",
         hint="packed weights of functions and of dynamic modules are objects: load the file in full, with "
         "torch.load(path, weights_only=False) if you trust its source, in a process that imported torch, "
-        "and hand in what that returned.",
+        "and give its result.",
     )

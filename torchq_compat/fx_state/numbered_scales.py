@@ -1,9 +1,9 @@
-"""Which of FX's numbered scales belongs to which place of a graph.
+"""Assign FX's numbered scales to the places of a graph.
 
-FX numbers the scales of one name in the order of its graph. An exported graph has the same order, but for
-two things: a parameter stands in FX's graph where Python read it, which may be long before the op that is
-given it; and ops that torch.export drops have a scale there. A lowered model lacks the scales that its
-modules and kernels hold. So the places are laid beside the numbers in the way that agrees best.
+FX numbers the scales of one name in the order of its graph. An exported graph has the same order, with two
+exceptions: in FX's graph a parameter is at the position where Python read it, which may be long before the op
+that uses it; and ops that torch.export drops have a scale in FX's graph. A lowered model lacks the scales
+that its modules and kernels hold. So places and numbers are aligned in the way that agrees best.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["Number", "Place", "laid_beside"]
 
 Key = TypeVar("Key")
 
-#: A scale without a place, or a place without its scale, is only taken where nothing else agrees.
+#: The costs of a scale without a place, and of a place without its scale: only if nothing else agrees.
 EXTRA, LACKED = 20.0, 1000.0
-#: A place that may lack its scale has one; for each place a parameter moves.
+#: The costs of a scale for a place that may lack it, and of each place by which a parameter moves.
 UNLIKELY, MOVED = 0.1, 1e-3
-#: One that is new has the qparams of another, or the other way round.
+#: The cost of equal qparams where new ones are expected, or the other way round.
 UNLIKE = 1.0
 MOST_EXTRA = 16
-#: So many parameters may have been read in another order than they are used in.
+#: The number of parameters that may be read in another order than they are used.
 WINDOW = 6
 NOWHERE = math.inf
 
@@ -34,12 +34,12 @@ class Place(Generic[Key]):
     """A value of our graph that FX quantizes.
 
     Attributes:
-        may_lack: whether the model may do without its scale.
-        is_new: whether it is the first that its observer sees: the others have its qparams. None: that says
-            nothing.
-        as_before: whether the observer of the place before sees it too.
-        mismatch: of a parameter, which may stand anywhere in front of its reader: how much a scale of that
-            index differs from what it has to be; 0 for the same.
+        may_lack: whether the model may lack its scale.
+        is_new: whether it is the first place that its observer sees; later places have the same qparams. None
+            if unknown.
+        as_before: whether the observer of the place before observes it too.
+        mismatch: for a parameter, which may be anywhere before its reader: the difference of the scale of an
+            index from the expected scale; 0 if they are equal.
     """
 
     key: Key
@@ -54,8 +54,8 @@ class Number:
     """A scale of FX.
 
     Attributes:
-        repeats: whether one in front of it, of whatever name, has the same qparams.
-        as_before: whether the number before has.
+        repeats: whether an earlier scale, of any name, has the same qparams.
+        as_before: whether the previous number has the same qparams.
     """
 
     repeats: bool
@@ -65,23 +65,23 @@ class Number:
 @dataclass
 class _State(Generic[Key]):
     cost: float
-    #: The states of the index before with what was done to come here: a place, or None for an extra one.
+    #: The states of the previous index, with the step to this state: a place, or None for an extra scale.
     before: list[tuple[tuple[int, frozenset[int], int], Place[Key] | None]] = field(default_factory=list)
 
 
 def laid_beside(
     places: Sequence[Place[Key]], given: Mapping[int, Number], is_whole: bool
 ) -> tuple[dict[Key, set[int]], set[int]] | None:
-    """Lay ``places``, in the order of the graph, beside the numbers of FX's scales.
+    """Align ``places``, in the order of the graph, with the numbers of FX's scales.
 
     Args:
-        places: a parameter stands where its reader does.
-        given: the numbers there are.
+        places: the places; a parameter is at the position of its reader.
+        given: the existing numbers.
         is_whole: whether each place has its scale, as in a reference model.
 
     Returns:
-        For each place the numbers that agree equally well, none if it lacks its scale; and those of no place.
-        None: there is no way.
+        For each place, the numbers that agree equally well, empty if it lacks its scale; and the numbers
+        without a place. None if no alignment exists.
     """
     fixed = [place for place in places if place.mismatch is None]
     floating = [(index, place) for index, place in enumerate(places) if place.mismatch is not None]
@@ -134,11 +134,11 @@ def _steps(
     ahead: Sequence[int],
     given: Mapping[int, Number],
 ) -> Iterator[tuple[tuple[int, frozenset[int], int], Place[Key] | None, float]]:
-    """What ``number`` may be of, with the state after it and the cost."""
+    """Yield the places that ``number`` may belong to, each with the state after it and the cost."""
     done, placed, extra = key
     is_given = number in given
     waiting = [index for index in range(len(floating)) if index not in placed]
-    # A parameter is read before the op that is given it.
+    # A parameter is read before the op that uses it.
     if done < len(fixed) and all(ahead[index] > done for index in waiting):
         place = fixed[done]
         if is_given:

@@ -1,6 +1,6 @@
-"""Weights in the forms FX's converted models save them in, as floats with their qparams.
+"""Weights in the forms in which FX's converted models save them, as floats with their qparams.
 
-Quantized tensors, pairs of a linear's weight and bias, and packed objects, which hold such pairs.
+The forms are quantized tensors, pairs of a linear's weight and bias, and packed objects of such pairs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["FxWeight", "is_packed", "unpacked_cell", "unpacked_pair", "weight_of
 
 @dataclass(frozen=True)
 class FxWeight:
-    """A weight as its integers stand for it.
+    """A weight with the values that its integers represent.
 
     Attributes:
         values: float32, the dequantized integers.
         scale: of shape (n,), one or one for each channel; None for half precision.
-        zero_point: as ``scale``; floats for embeddings.
+        zero_point: like ``scale``; floats for embeddings.
     """
 
     values: Tensor
@@ -41,17 +41,17 @@ class FxWeight:
 
 
 def is_packed(value: object) -> bool:
-    """Whether ``value`` is one of torch's packed objects."""
+    """Return whether ``value`` is one of torch's packed objects."""
     return isinstance(value, torch.ScriptObject)
 
 
 def weight_of_tensor(tensor: Tensor) -> FxWeight:
-    """``tensor``, quantized or in half precision, as an FxWeight."""
+    """Return ``tensor``, quantized or in half precision, as an FxWeight."""
     if not is_quantized(tensor):
         return FxWeight(tensor.detach().float())
     values = as_float(tensor).float()
     if is_per_channel(tensor) or has_float_qparams(tensor):
-        # embedding_bag_unpack gives a tensor whose scales lie in the memory of the packed object.
+        # embedding_bag_unpack returns a tensor whose scales are in the memory of the packed object.
         scales, zero_points = channel_qparams(tensor)
         return FxWeight(values, scales.float().clone(), zero_points.clone())
     scale, zero_point = qparams_of(tensor)
@@ -59,10 +59,10 @@ def weight_of_tensor(tensor: Tensor) -> FxWeight:
 
 
 def unpacked_pair(packed: Any) -> tuple[FxWeight, Tensor | None]:
-    """(weight, bias) of a packed linear, convolution or embedding.
+    """Return (weight, bias) of a packed linear, convolution or embedding.
 
     Raises:
-        ValueError: another kind of packed object.
+        ValueError: ``packed`` is another kind of object.
     """
     kind = _kind(packed)
     if "Embedding" in kind:
@@ -77,11 +77,11 @@ def unpacked_pair(packed: Any) -> tuple[FxWeight, Tensor | None]:
 
 
 def unpacked_cell(packed: Any) -> dict[str, FxWeight | Tensor]:
-    """ "weight_ih", "bias_ih", "weight_hh" and "bias_hh" of one direction of one layer of a dynamic LSTM or
-    GRU.
+    """Return "weight_ih", "bias_ih", "weight_hh" and "bias_hh" of one direction of one layer of a dynamic
+    LSTM or GRU.
 
     Raises:
-        ValueError: another kind of packed object.
+        ValueError: ``packed`` is another kind of object.
     """
     if "CellParams" not in _kind(packed):
         raise ValueError(f"{_kind(packed)} is no packed cell")
@@ -93,7 +93,7 @@ def _cell_entries(state: Any) -> Iterator[tuple[str, FxWeight | Tensor]]:
     for index, (which, linear) in enumerate(zip(("ih", "hh"), packed, strict=True)):
         weight, bias = unpacked_pair(linear)
         yield f"weight_{which}", weight
-        # Quantized cells keep the biases beside the linears.
+        # Quantized cells store the biases beside the linears.
         bias = biases[index] if biases else bias
         if bias is not None:
             yield f"bias_{which}", bias

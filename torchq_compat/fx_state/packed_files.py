@@ -1,6 +1,6 @@
-"""Which entries of a checkpoint file hold objects that ``torch.load(weights_only=True)`` does not load.
+"""Find the entries of a checkpoint file that ``torch.load(weights_only=True)`` does not load.
 
-The file is read without making any of its objects: whatever it names is a stand-in that does nothing.
+The file is read without creating any of its objects: each is replaced by a stand-in that does nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["packed_names"]
 
 
 class _StandIn:
-    """An object that is not made."""
+    """Takes the place of an object that is not created."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -27,7 +27,7 @@ class _StandIn:
 
 
 class _PackedStandIn(_StandIn):
-    """A packed object that is not made."""
+    """Takes the place of a packed object."""
 
 
 class _Reader(pickle.Unpickler):
@@ -41,12 +41,12 @@ class _Reader(pickle.Unpickler):
 
 
 def packed_names(path: str | os.PathLike[str]) -> list[str]:
-    """The names of the packed objects in the state at ``path``; none if it cannot be told."""
+    """Return the names of the packed objects in the state at ``path``; empty if the file is unreadable."""
     try:
         with zipfile.ZipFile(path) as archive:
             name = next(each for each in archive.namelist() if each.endswith("data.pkl"))
             content = _Reader(io.BytesIO(archive.read(name))).load()
-    except Exception:  # whatever the file is, this is about a better message
+    except Exception:  # Any failure is ignored: the names only improve an error message.
         return []
     if not isinstance(content, Mapping):
         return []

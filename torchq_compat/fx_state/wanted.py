@@ -1,4 +1,4 @@
-"""What a prepared model of ours wants from a state, and the names FX may have it under."""
+"""The values that a prepared model of ours needs from a state, and the names that FX may give them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class WantedTensor:
     """A parameter or buffer.
 
     Attributes:
-        name: in our state_dict.
-        names: in FX's, in the order they are tried.
-        observer: the path of the observer of this weight; None: it is not quantized.
-        more_observers: of a weight that several calls are given: the paths of those of the other calls.
-        is_functional: whether a function is given it: FX packs it by its order in the graph.
-        packed_with: of a function's bias, our name of the weight that FX packs it with.
-        is_optional: whether FX may do without it.
+        name: its name in our state_dict.
+        names: its possible names in FX's state_dict, in the order they are tried.
+        observer: the path of the observer of this weight; None if it is not quantized.
+        more_observers: for a weight that several calls use: the paths of the other calls' observers.
+        is_functional: whether a function uses it: FX packs it by its order in the graph.
+        packed_with: for the bias of a function: our name of the weight that FX packs it with.
+        is_optional: whether FX's state may lack it.
     """
 
     name: str
@@ -41,11 +41,13 @@ class WantedObserver:
     """An observer or fake-quantize.
 
     Attributes:
-        path: of ours.
-        prefixes: what FX's prepared model calls the same observer; several where it has several names.
-        scales: what FX's converted model may call its scale.
+        path: the path of our observer.
+        prefixes: the possible names of the same observer in FX's prepared model.
+        scales: the possible names of its scale in FX's converted model.
         is_weight: whether it observes a weight: a converted model has its qparams with the integers.
-        handed_on: scales of what it hands on as it is, for a lowered model that has none of its own.
+        handed_on: the scales of the input of an op that passes it on unchanged, for a lowered model, in which
+            the op has no scale.
+
         kernel: scale and zero point of the result of FX's kernel; a lowered model may have no others.
     """
 
@@ -59,13 +61,13 @@ class WantedObserver:
 
 @dataclass(frozen=True)
 class FoldedBatchNorm:
-    """A batch norm that trains on its own here and that FX folds at convert.
+    """A batch norm that is trained separately here and that FX folds at convert.
 
     Attributes:
-        gamma, beta, mean, variance: names in our state_dict.
-        eps: of the batch norm.
+        gamma, beta, mean, variance: their names in our state_dict.
+        eps: the eps of the batch norm.
         biases: FX's names of the bias it is folded into.
-        own_bias: our name of the bias in front of it; None if there is none.
+        own_bias: our name of the bias of the layer before it; None if there is none.
     """
 
     gamma: str
@@ -79,12 +81,12 @@ class FoldedBatchNorm:
 
 @dataclass(frozen=True)
 class Wanted:
-    """All that a model, or a module of it, wants.
+    """The values that a model, or a module of it, needs.
 
     Attributes:
         only_fx: prefixes and scales of FX that have no place here, for a known reason.
-        unused: prefixes and scales that FX itself makes no use of.
-        problems: why names of FX cannot be told apart, for an error.
+        unused: prefixes and scales that FX itself does not use.
+        problems: the reasons why names of FX are ambiguous, for an error.
     """
 
     tensors: tuple[WantedTensor, ...] = ()
@@ -105,7 +107,7 @@ class Wanted:
         )
 
     def below(self, path: str) -> Self:
-        """The same with our names below ``path``; those of FX are whole already."""
+        """Return the same with our names below ``path``; FX's names are complete already."""
 
         def at(name: str) -> str:
             return f"{path}.{name}" if path else name

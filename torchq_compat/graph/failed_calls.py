@@ -1,4 +1,4 @@
-"""A call of a captured model that failed: which argument differs from the example, and where it failed."""
+"""Explain failed calls of captured models: which argument differs from the example, and which op failed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from torchq_compat.support.upstream import pytree
 
 __all__ = ["FAILURES", "check_structure", "explain_failed_call", "has_structure", "structure_of"]
 
-#: What kernels and generated code raise on arguments they cannot take; a MemoryError is another matter.
+#: What kernels and generated code raise on arguments that do not fit; a MemoryError has another cause.
 FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def explain_failed_call(
     model: GraphModule, stage: str, args: tuple[Any, ...], cause: BaseException
 ) -> CallError | None:
-    """Return the error for a user; None where ``cause`` does not come from the arguments.
+    """Return the error for the user; None if ``cause`` does not come from the arguments.
 
     Args:
-        model: whose graph has the example's values on its placeholders.
-        stage: what the model is, "prepared" or "converted".
+        model: the model whose graph has the example's values on its placeholders.
+        stage: "prepared" or "converted".
     """
     if isinstance(cause, (RecursionError, torch.OutOfMemoryError)) or type(cause) is InputError:
         return None  # An InputError says itself what is wrong.
@@ -45,10 +45,10 @@ def explain_failed_call(
 
 
 def check_structure(model: GraphModule, args: tuple[Any, ...]) -> None:
-    """Refuse elements and keys that the example did not have: the generated code takes those it knows.
+    """Refuse elements and keys that the example did not have; the generated code would ignore them.
 
     Raises:
-        CallError: another number of values than ``model`` was captured with.
+        CallError: ``args`` hold another number of values, or another nesting, than the example of ``model``.
     """
     info = getattr(model.graph._codegen, "pytree_info", None)
     count = len(pytree.tree_leaves(args))
@@ -73,7 +73,7 @@ def _has_nesting(structure: Any, args: Any) -> bool:
 
 
 def structure_of(spec: pytree.TreeSpec) -> Any:
-    """``spec`` as nested tuples with None for leaves; "other" where it has more than tuples and lists."""
+    """Return ``spec`` as nested tuples with None for leaves; "other" if it has more than tuples and lists."""
     if spec.is_leaf():
         return None
     children = [structure_of(child) for child in spec.children()]
@@ -81,7 +81,7 @@ def structure_of(spec: pytree.TreeSpec) -> Any:
 
 
 def has_structure(structure: Any, args: Any) -> bool:
-    """Whether ``args`` are tensors in tuples and lists as ``structure_of`` said."""
+    """Return whether ``args`` are tensors in tuples and lists of ``structure``, from ``structure_of``."""
     if structure is None:
         return isinstance(args, Tensor)
     if structure == "other" or type(args) not in (tuple, list) or len(args) != len(structure):
@@ -90,7 +90,7 @@ def has_structure(structure: Any, args: Any) -> bool:
 
 
 def _differences(expected: list[tuple[str, Any]], given: list[Any]) -> Iterator[str]:
-    """List how ``given`` differs from the example, argument by argument."""
+    """Yield the differences of ``given`` from the example, argument by argument."""
     if len(expected) != len(given):
         yield f"its arguments hold {len(given)} values where the example held {len(expected)}"
         return
@@ -119,7 +119,7 @@ def _described(value: Any) -> str:
 
 
 def _place(cause: BaseException) -> str:
-    """Return the node that failed, by the modules around it: "'encoder.fc' (linear)"."""
+    """Return the node that failed, with the module path around it: "'encoder.fc' (linear)"."""
     paths: list[str] = []
     operation = ""
     for frame, line in traceback.walk_tb(cause.__traceback__):
@@ -144,7 +144,7 @@ def _path(node: Node) -> str:
     if node.op == "call_module":
         return str(node.target)
     path = module_path_of(node)
-    # What is inserted before an op stands in no module: the op it is there for does.
+    # A node inserted for an op has no module path of its own: use the path of that op.
     if not path and any(word in str(node.target) for word in ("quantize_per", "choose_qparams")):
         return next(filter(None, map(_path_of_reader, node.users)), "")
     return path

@@ -1,4 +1,4 @@
-"""The GraphModules that prepare_fx and convert_fx return: they behave like the model they came from."""
+"""The GraphModules that prepare_fx and convert_fx return; they are called like the float model."""
 
 from __future__ import annotations
 
@@ -55,10 +55,14 @@ from torchq_compat.qspecs.loaded_qparams import adopt_loaded_qparams
 from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.later_stages import (
+    graph_for_onnx,
+    is_captured_for_onnx,
+    run_for_onnx,
+    scripted_graph,
+)
 from torchq_compat.support.model_copies import copied_weights
-from torchq_compat.support.onnx_stage import graph_for_onnx, is_captured_for_onnx, run_for_onnx
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
-from torchq_compat.support.torchscript_stage import scripted_graph
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 
 if TYPE_CHECKING:
@@ -71,15 +75,14 @@ __all__ = [
     "ModelRecord",
     "QuantizationGraphModule",
     "Stage",
-    "is_traced_by_jit",
     "preserved_of",
     "record_of",
 ]
 
 _CALIBRATION = threading.RLock()
-#: Where a float model that is a custom module itself stands in its parent.
+#: The path of a float model that is a custom module itself, in the module that wraps it.
 ROOT = "module"
-#: Attribute that holds the structure of the arguments, and what it was read from.
+#: Attribute that holds the structure of the arguments, with the pytree_info it was read from.
 STRUCTURE = "_torchq_compat_structure"
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
@@ -95,17 +98,17 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """Facts about a model that this package made; frozen, so that copies of the model share them. It travels
-    in ``GraphModule.meta``.
+    """Facts about a model of this package, in ``GraphModule.meta``; frozen, so that copies of the model share
+    them.
 
     Attributes:
-        rules: the QConfigMapping it was prepared with; None where a torchao Quantizer was given instead.
-        backend: the BackendConfig it was prepared with; None as for ``rules``.
+        rules: the QConfigMapping the model was prepared with; None if a torchao Quantizer was given instead.
+        backend: the BackendConfig the model was prepared with; None as for ``rules``.
         is_custom_module: whether the float model is a custom module itself; see ``custom_modules.root``.
-        modules: what is known of the modules of the float model, by path.
-        batch_norms: path of every batch norm that was captured -> path of the op it follows.
-        steps: paths of the models that are called for each step of a loop: what is in them is reachable
-            without these names too.
+        modules: path -> facts about that module of the float model.
+        batch_norms: path of every captured batch norm -> path of the op it follows.
+        steps: paths of the models that run one step of a loop; the modules in them can also be reached
+            without these prefixes.
     """
 
     stage: Stage
@@ -128,13 +131,8 @@ def is_asked_by_torch_jit(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith(("torch.jit", "torch._jit_internal"))
 
 
-def is_traced_by_jit() -> bool:
-    """Whether torch.jit.trace is looking, which would fix every size: it gets the scripted graph."""
-    return not torch.compiler.is_compiling() and bool(torch._C._is_tracing())
-
-
 class QuantizationGraphModule(GraphModule):
-    """A captured model that takes the float model's call forms, ``train()`` and ``eval()``."""
+    """A captured model that supports the float model's call forms, ``train()`` and ``eval()``."""
 
     #: Properties that torch.jit.trace would compile.
     __jit_unused_properties__ = [  # noqa: RUF012 - torch.fx has a list there
@@ -154,7 +152,7 @@ class QuantizationGraphModule(GraphModule):
         wrapped = cls(graph_module, graph_module.graph)
         wrapped.meta.update(graph_module.meta)
         metadata.RECORD.write(wrapped, record)
-        # GraphModule.__deepcopy__ carries what stands under this key, and only that.
+        # GraphModule.__deepcopy__ copies only the attributes named under this key.
         wrapped.meta[USER_PRESERVED_ATTRIBUTES_KEY] = dict(preserved)
         guard(wrapped, record.stage.value)
         for name, value in preserved.items():
@@ -177,12 +175,12 @@ class QuantizationGraphModule(GraphModule):
 
     @property
     def reference(self) -> QuantizationGraphModule:
-        """The graph that the decisions of ``record`` are about: this one, unless it was lowered."""
+        """The model that the decisions of ``record`` describe: this one, unless it was lowered."""
         return self
 
     @property
     def lowering(self) -> tuple[Decision, ...]:
-        """The decisions taken after conversion."""
+        """The decisions made after conversion."""
         return ()
 
     @property
@@ -190,7 +188,7 @@ class QuantizationGraphModule(GraphModule):
         return metadata.RECORD.required(self)
 
     def add_decisions(self, decisions: tuple[Decision, ...]) -> None:
-        """Add what was found out about the finished model."""
+        """Add ``decisions`` about the finished model to its record."""
         record = replace(self.record, decisions=(*self.record.decisions, *decisions))
         metadata.RECORD.write(self, record)
 
@@ -202,7 +200,7 @@ class QuantizationGraphModule(GraphModule):
         bound = args
         if is_compiled or is_traced or not record.signature.knows(args, kwargs):
             bound = record.signature.bind(args, kwargs)
-            # Dynamo cannot look at the graph, and compares structures itself.
+            # Dynamo cannot trace the access to the graph, and compares structures itself.
             if not is_compiled and not self._has_structure(bound):
                 check_structure(self.reference, bound)
             if not is_compiled and not is_traced:
@@ -216,7 +214,7 @@ class QuantizationGraphModule(GraphModule):
             hooked = hooked_views(self.reference) if HOOKED and not is_compiled else {}
             if is_compiled or not (observes or hooked):
                 return super().__call__(*bound)
-            # Observers read, compare and write back: threads that calibrate together would lose extremes.
+            # Observers read, compare and write back: concurrent calibration would lose extremes.
             with _CALIBRATION, calling_hooks(self, hooked) if hooked else nullcontext():
                 return super().__call__(*bound)
         except FAILURES as cause:
@@ -231,40 +229,41 @@ class QuantizationGraphModule(GraphModule):
 
     @property
     def __jit_ignored_attributes__(self) -> list[str]:
-        """torch.jit.trace would compile what submodules export; the graph it gets calls none of them.
+        """The names torch.jit.trace skips: it would compile what submodules export, and the scripted graph
+        calls none of them.
 
-        It asks for this before it looks for attributes: packed weights are there until it calls the
-        model, and not for longer, because torch.export cannot look at them.
+        torch.jit.trace reads this property before it collects attributes. So the packed weights are set here,
+        and removed when the model is called, because torch.export cannot handle them.
         """
         vars(self).update(self.packed_weights())
         return ["is_prepared", *self._modules]
 
     def __dir__(self) -> list[str]:
         names = set(super().__dir__())  # type: ignore[no-untyped-call]
-        # What torch.jit was told to ignore it would go through here, and compile.
+        # torch.jit would compile the ignored names too if it found them here.
         if is_asked_by_torch_jit(sys._getframe(1)):
             private = {name for name in vars(self) if name.startswith("_torchq_compat")}
             return sorted(names - set(self._modules) - private)
         return sorted(names - {"torchscript_observes"})
 
     def on_torchs_operators(self) -> QuantizationGraphModule:
-        """Return the model as it runs in a process without this package, which TorchScript is for."""
+        """Return the model in a form that runs without this package, as TorchScript needs it."""
         return self
 
     def packed_weights(self) -> Mapping[str, Any]:
-        """Name -> packed weights, which torch.jit.trace knows as attributes of the module it traces."""
+        """Return name -> packed weights, which torch.jit.trace finds as attributes of the traced module."""
         return {}
 
     @torch.jit.export
     def torchscript_observes(self) -> bool:
-        """Return False. torch.jit.trace heeds ``__jit_ignored_attributes__`` where something is exported."""
+        """Return False. torch.jit.trace reads ``__jit_ignored_attributes__`` only if a method is exported."""
         return False
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Called by torch.jit.script: a plain module of the same computation that it can compile.
+        """Return a plain module with the same computation, which torch.jit.script calls for and compiles.
 
         Raises:
-            ExportError: a module or operator that TorchScript has no word for.
+            ExportError: a module or operator has no form in TorchScript.
         """
         return self._scripted().module()
 
@@ -273,7 +272,7 @@ class QuantizationGraphModule(GraphModule):
         return scripted
 
     def _has_structure(self, args: tuple[Any, ...]) -> bool:
-        """Whether ``args`` are tensors, in tuples and lists of the sizes that the example had."""
+        """Return whether ``args`` are tensors, in tuples and lists of the same lengths as in the example."""
         info = getattr(self.reference.graph._codegen, "pytree_info", None)
         if info is None:
             return all(isinstance(arg, Tensor) for arg in args)
@@ -283,7 +282,7 @@ class QuantizationGraphModule(GraphModule):
         return has_structure(known[1], args)
 
     def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
-        """Return the error that explains a failed call; None: ``cause`` itself says enough."""
+        """Return the error that explains a failed call; None if ``cause`` says enough itself."""
         if isinstance(cause, TorchQCompatError) or torch.compiler.is_compiling():
             return None
         stage = self.record.stage
@@ -294,18 +293,18 @@ class QuantizationGraphModule(GraphModule):
         return explain_failed_call(self.reference, stage.value, args, cause)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As ``nn.Module.named_children``, for all but the Numeric Suite."""
+        """Call ``nn.Module.named_children``; refuse the Numeric Suite."""
         refuse_numeric_suite(sys._getframe(1))
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As ``nn.Module.named_modules``, for all but the Numeric Suite."""
+        """Call ``nn.Module.named_modules``; refuse the Numeric Suite."""
         refuse_numeric_suite(sys._getframe(1))
         modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return modules
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.state_dict``."""
+        """Return the state as ``nn.Module.state_dict`` does; iterating over it refuses the Numeric Suite."""
         if not args and kwargs.get("destination") is None:
             kwargs["destination"] = StateOfCaptured()
             kwargs["destination"]._metadata = OrderedDict()
@@ -314,11 +313,11 @@ class QuantizationGraphModule(GraphModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As ``nn.Module.load_state_dict``; a state that does not fit leaves the model as it was.
+        """Load a state as ``nn.Module.load_state_dict`` does; if it does not fit, the model is unchanged.
 
         Raises:
-            CheckpointError: no state; missing or unexpected keys, or shapes that differ; qparams that are
-                none.
+            CheckpointError: ``state_dict`` is not a state, has missing or unexpected keys, shapes or dtypes
+                that do not fit, or invalid qparams.
         """
         check_state(state_dict, self)
         foreign = sorted(state_dict.keys() - self.state_dict().keys()) if is_fx_state(state_dict) else []
@@ -327,9 +326,9 @@ class QuantizationGraphModule(GraphModule):
             if loader is None:
                 raise _is_of_fx(foreign)
             return loader(self, state_dict)
-        # torchao's observers keep the very tensors they are given, and two models would then share them.
+        # torchao's observers keep the tensors they are given, uncopied: two models would share them.
         own = OrderedDict((k, v.clone() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
-        # Without the versions torch takes the state for an old one, and resets the eps of observers.
+        # Without version metadata torch treats the state as an old one, and resets the eps of observers.
         own._metadata = getattr(state_dict, "_metadata", self.state_dict()._metadata)  # type: ignore[attr-defined]
         state_dict = own
         before = {name: value.clone() for name, value in self.state_dict().items()}
@@ -345,7 +344,7 @@ class QuantizationGraphModule(GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         with warnings.catch_warnings():
-            # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
+            # Copying the TreeSpecs of an exported graph triggers a warning about torch's own pytree code.
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             memo.update(copied_weights(self))
             copied = cast("Self", super().__deepcopy__(memo))
@@ -367,7 +366,7 @@ class QuantizationGraphModule(GraphModule):
             return getattr(self.get_submodule(ROOT), name)
 
     def _get_name(self) -> str:
-        # The first that a tracer asks its root for.
+        # A tracer reads the name of its root first.
         refuse_fx_tracer(self.record.stage.value)
         return type(self).__name__
 
@@ -380,14 +379,16 @@ class QuantizationGraphModule(GraphModule):
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Switch dropout and batch norm, in the graph and in every module it calls."""
+        """Set the mode of dropout and batch norm, in the graph and in every module it calls."""
         super().train(mode)
         set_training(self, mode)
         return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """As ``nn.Module.apply``. The legacy batch norm switches look for fused QAT module classes, which a
-        captured model does not have; they switch the batch norms of the graph."""
+        """Call ``nn.Module.apply``; for torch.ao's batch norm switches, switch the batch norms of the graph.
+
+        These switches look for classes of fused QAT modules, which a captured model does not have.
+        """
         if fn in BATCH_NORM_SWITCHES:
             batch_norm.freeze(self, BATCH_NORM_SWITCHES[fn])
             return self
@@ -395,26 +396,24 @@ class QuantizationGraphModule(GraphModule):
 
 
 class ConvertedModel(QuantizationGraphModule):
-    """What ``convert_fx`` and ``convert_to_reference_fx`` return: a model that is quantized."""
+    """A quantized model, as ``convert_fx`` and ``convert_to_reference_fx`` return it."""
 
     @property
     def reference(self) -> ConvertedModel:
-        """The q-dq graph of ``convert_to_reference_fx``: this model itself, unless it runs on kernels."""
+        """The q-dq graph of ``convert_to_reference_fx``: this model itself, unless it was lowered."""
         return self
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
-        """Return the qparams of the integers each flat input is taken as; None where the input is taken as it
-        is."""
+        """Return, for each flat input, the qparams of its integers; None if the input is not quantized."""
         raise NotImplementedError
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
-        """Return the qparams of the integers each flat output is returned as; None where it is returned as it
-        is."""
+        """Return, for each flat output, the qparams of its integers; None if the output is not quantized."""
         raise NotImplementedError
 
 
 class ConvertedGraphModule(ConvertedModel):
-    """A q-dq graph: its state_dict carries all qparams. Views stand where the float model's modules stood."""
+    """A q-dq graph, with all qparams in its state_dict, and views in place of the float model's modules."""
 
     @classmethod
     def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
@@ -445,7 +444,7 @@ class ConvertedGraphModule(ConvertedModel):
 
     @property
     def graph(self) -> Graph:
-        """The q-dq graph; for torch.export and torch.onnx, which interpret it, one of operators that every
+        """The q-dq graph; for torch.export and torch.onnx, which interpret it, one with operators that every
         runtime has."""
         if self._is_asked_for_onnx():
             return graph_for_onnx(self)
@@ -457,7 +456,7 @@ class ConvertedGraphModule(ConvertedModel):
         GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
 
     def recompile(self) -> PythonCode:
-        """See ``torch.fx.GraphModule``. Inside of another model torch.export goes through ``forward``."""
+        """See ``torch.fx.GraphModule``. Adapt ``forward`` too: torch.export calls it inside another model."""
         code = super().recompile()
         plain = with_plain_tables(self, self._graph)
         if plain is None:
@@ -488,7 +487,7 @@ class ConvertedGraphModule(ConvertedModel):
     ) -> Any:
         """See ``QuantizationGraphModule``."""
         keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        # The cells inside have new qparams now; the boundary around them follows.
+        # The cells have new qparams now, so the boundaries around them are refreshed.
         for module in reversed(list(self.modules())):
             if isinstance(module, ConvertedGraphModule):
                 refresh_boundaries(module)
@@ -496,18 +495,18 @@ class ConvertedGraphModule(ConvertedModel):
 
 
 def _is_exported_alone() -> bool:
-    """Whether ``torch.export.export`` is capturing; ``torch.onnx.export`` runs the graph itself."""
+    """Return whether ``torch.export.export`` is capturing; ``torch.onnx.export`` runs the graph itself."""
     return torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export()
 
 
 def preserved_of(model: GraphModule) -> dict[str, Any]:
-    """Return the preserved attributes of a model this package made."""
+    """Return the preserved attributes of ``model``, which this package made."""
     preserved: dict[str, Any] = model.meta.get(USER_PRESERVED_ATTRIBUTES_KEY, {})
     return dict(preserved)
 
 
 def _failing_observer(model: nn.Module, cause: BaseException) -> str | None:
-    """Return where in ``model`` the innermost observer on the stack of ``cause`` stands."""
+    """Return the place in ``model`` of the innermost observer on the stack of ``cause``; None if none is."""
     paths = {
         observer: ".".join(filter(None, (prefix, observer_label(node))))
         for prefix, graph_module in model.named_modules()
@@ -520,7 +519,7 @@ def _failing_observer(model: nn.Module, cause: BaseException) -> str | None:
 
 
 def record_of(model: object) -> ModelRecord | None:
-    """Return the record of a model this package made; None for any other."""
+    """Return the record of ``model``; None if this package did not make it."""
     meta = getattr(model, "meta", None)
     record = meta.get(metadata.RECORD.name) if isinstance(meta, dict) else None
     return record if isinstance(record, ModelRecord) else None

@@ -1,7 +1,8 @@
-"""What scripts read of a converted model, module by module: ``q.conv1.weight()``, ``.scale``, ``print(q)``.
+"""Views of the float model's modules in a converted model: ``q.conv1.weight()``, ``.scale``, ``print(q)``.
 
-Legacy: modules of ``torch.ao.nn.quantized``. A captured graph has none: a view stands at the path of each
-float module, holds no tensor that the graph does not hold there, and answers from the graph.
+Legacy: modules of ``torch.ao.nn.quantized``. A captured graph has no modules, so a view is put at the path of
+each float module. A view holds only the tensors that the graph has at that path, and reads the rest from the
+graph.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ __all__ = [
 
 RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
 LEGACY_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8, torch.int32: torch.qint32}
-#: Values of a float module that are settings: no tensors, and nothing that could hold one.
+#: Types of a float module's attributes that are settings: neither tensors nor containers of tensors.
 SETTINGS = (int, float, str, bool, tuple, type(None))
 FUSED_RELU = re.compile(r"(?P<op>Conv)(?P<rank>\dd)|(?P<linear>Linear)")
 
 
 @dataclass(frozen=True)
 class ModuleFacts:
-    """What is known of a float module.
+    """Facts about a float module.
 
     Attributes:
         kind: the name of its class.
         settings: its plain public attributes.
-        shown: what its repr shows.
+        shown: its ``extra_repr()``.
         also: the other paths of the same module.
     """
 
@@ -66,7 +67,7 @@ class ModuleFacts:
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
-    """The facts of all modules of ``model`` that are torch.nn's, by path."""
+    """Return path -> facts, for all modules of ``model`` that FX does not trace into, such as torch.nn's."""
     found = {}
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -85,7 +86,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
 
 
 def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
-    """Put a view at every path of ``facts`` where ``converted`` has no module of its own."""
+    """Put a view at every path of ``facts`` that has no module of its own in ``converted``."""
     nodes = nodes_by_path(converted)
     for path, fact in facts.items():
         kind = _kind_of(fact, nodes.get(path, []))
@@ -99,7 +100,7 @@ def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> N
             continue
         view = _view_class(kind)(converted, path, fact)
         if standing is not None:
-            # The very parameters and buffers that the graph reads there.
+            # The view gets the parameters and buffers themselves, which the graph reads at this path.
             stand_in_for(standing, view)
         bias = view._parameters.get("bias")
         if "Quantized" in kind and bias is not None and not isinstance(bias, BiasParameter):
@@ -110,7 +111,8 @@ def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> N
 
 
 def order_as_float_model(model: nn.Module, facts: Mapping[str, ModuleFacts]) -> None:
-    """Let ``named_modules`` of ``model`` go through the modules of ``facts`` in their order, others first."""
+    """Order the submodules of ``model`` as in ``facts``, for ``named_modules``; submodules not in it come
+    first."""
     placed: set[str] = set()
     for path in facts:
         parent = model
@@ -126,7 +128,7 @@ def order_as_float_model(model: nn.Module, facts: Mapping[str, ModuleFacts]) -> 
 
 
 def stand_in_for(standing: nn.Module, view: ModuleView) -> None:
-    """Give ``view`` all that ``standing`` holds, its hooks too."""
+    """Give ``view`` everything that ``standing``, the module it replaces, holds, including hooks."""
     if isinstance(standing, ModuleView):
         HOOKED.discard(standing)
     vars(view).update({key: value for key, value in vars(standing).items() if key != "_view"})
@@ -135,14 +137,14 @@ def stand_in_for(standing: nn.Module, view: ModuleView) -> None:
 
 
 class BiasParameter(nn.Parameter):
-    """A bias that is also called, as the method of torch.ao's modules; saved as a plain parameter."""
+    """A bias that can also be called, like ``bias()`` of torch.ao's modules; saved as a plain parameter."""
 
     def __call__(self) -> Tensor:
         return self
 
 
 class ModuleView(nn.Module):
-    """Stands for a module of the float model in a converted one."""
+    """A stand-in for a module of the float model in the converted model."""
 
     def __init__(self, converted: GraphModule, path: str, facts: ModuleFacts) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ class ModuleView(nn.Module):
         )
 
     def register_forward_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
-        """As ``nn.Module.register_forward_hook``; the graph calls it where the module's ops are.
+        """Register a forward hook as ``nn.Module`` does; the graph calls it at the module's ops.
 
         Raises:
             ModuleAttributeError: the module has no result of its own in the graph.
@@ -194,7 +196,7 @@ class ModuleView(nn.Module):
         return super().register_forward_hook(hook, **kwargs)
 
     def register_forward_pre_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
-        """As ``nn.Module.register_forward_pre_hook``; it may read the inputs, not change them.
+        """Register a forward pre-hook as ``nn.Module`` does; it may read the inputs, but not change them.
 
         Raises:
             ModuleAttributeError: the module has no result of its own in the graph.
@@ -209,7 +211,7 @@ class ModuleView(nn.Module):
         HOOKED.add(self)
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse a hook on gradients, which nothing would call.
+        """Refuse a backward hook, which would never be called.
 
         Raises:
             ModuleAttributeError: always.
@@ -229,7 +231,7 @@ class ModuleView(nn.Module):
         return self
 
     def __reduce__(self) -> Any:
-        # A copy of the model gets views of its own.
+        # A copy of the model gets its own views.
         names = ("_parameters", "_buffers", "_modules", *(HOOK_STATE if has_hooks(self) else ()))
         return _plain_module, ({name: vars(self)[name] for name in names},)
 
@@ -248,7 +250,7 @@ class ModuleView(nn.Module):
         return ", ".join(shown)
 
 
-#: What a view has no answer for.
+#: The answer for an attribute that a view does not have.
 MISSING = object()
 
 
@@ -259,7 +261,7 @@ def _plain_module(state: dict[str, Any]) -> nn.Module:
 
 
 def hooked_views(owner: GraphModule) -> dict[str, nn.Module]:
-    """The views in ``owner`` that have hooks, by path."""
+    """Return path -> view, for the views in ``owner`` that have hooks."""
     found: dict[str, nn.Module] = {}
     for view in HOOKED:
         of, path, _ = vars(view)["_view"]
@@ -274,7 +276,10 @@ def _view_class(name: str) -> type[ModuleView]:
 
 
 def parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
-    """The module that shall hold ``path``, made where it is missing; None inside modules of other kinds."""
+    """Return the parent module of ``path`` and the last name of it.
+
+    Missing parents are made; the parent is None if a module on the way is not a plain ``nn.Module``.
+    """
     *parents, name = path.split(".")
     module = model
     for each in parents:
@@ -290,7 +295,7 @@ def parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
 
 
 def nodes_by_path(graph_module: GraphModule) -> dict[str, list[Node]]:
-    """The ops of each module, by its path."""
+    """Return module path -> ops of that module, without q-dq."""
     found: dict[str, list[Node]] = {}
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and node.target not in (*DEQUANTIZES, QUANTIZE):
@@ -303,7 +308,7 @@ def _nodes_at(graph_module: GraphModule, path: str) -> list[Node]:
 
 
 def _kind_of(facts: ModuleFacts, nodes: list[Node]) -> str:
-    """The name under which FX's converted model showed the module; empty where FX has none any more."""
+    """Return the class name of the module in FX's converted model; empty if FX has no such module there."""
     if not nodes:
         return ""
     weight = _weight_of(nodes)
@@ -325,7 +330,7 @@ def _is_behind_weighted(node: Node) -> bool:
 
 
 def _weight_of(nodes: list[Node]) -> Node | None:
-    """The dequantize of an integer weight that one of ``nodes`` reads."""
+    """Return the dequantize of an integer weight that one of ``nodes`` reads; None if there is none."""
     for node in nodes:
         for source in node.all_input_nodes:
             if source.target in DEQUANTIZES and _reads_attribute(source):
@@ -353,7 +358,7 @@ def _weight_attribute(owner: GraphModule, dequantize: Node) -> Any:
 
 
 def _weight(owner: GraphModule, path: str) -> Any:
-    """A method, as of torch.ao's modules, that returns the quantized weight."""
+    """Return a function that returns the quantized weight, like ``weight()`` of torch.ao's modules."""
     node = _weight_node(owner, path)
     if node is None:
         return MISSING
@@ -377,7 +382,8 @@ def _weight(owner: GraphModule, path: str) -> Any:
 
 
 def _bias(owner: GraphModule, path: str) -> Any:
-    """A method, as of torch.ao's modules, that returns the bias; a folded batch norm is in it."""
+    """Return a function that returns the bias, like ``bias()`` of torch.ao's modules; it includes a folded
+    batch norm."""
     weight = _weight_node(owner, path)
     if weight is None:
         return MISSING
@@ -391,15 +397,25 @@ def _bias(owner: GraphModule, path: str) -> Any:
 
 
 def _output_qparams(owner: GraphModule, path: str) -> Iterator[Any]:
-    """Scale and zero point of what the module's op, with a ReLU behind it, gives."""
+    """Yield scale and zero point of the result of the module's op, or of the ReLU after it."""
     nodes = _nodes_at(owner, path)
     node = nodes[-1] if nodes else None
+    if node is not None and _hands_on_qparams(node):
+        return  # As ReLU6, pools and dropouts of torch.ao: they have no scale.
     while node is not None:
         quantize = next((user for user in node.users if user.target is QUANTIZE), None)
         if quantize is not None:
             yield from quantize.args[1:3]
             return
         node = next((user for user in node.users if user.target in RELU), None)
+
+
+def _hands_on_qparams(node: Node) -> bool:
+    """Return whether the result of ``node`` is quantized with the qparams of its one quantized input."""
+    given = [source.args[1:] for source in node.all_input_nodes if source.target in DEQUANTIZES]
+    return len(given) == 1 and any(
+        user.args[1:] == given[0] for user in node.users if user.target is QUANTIZE
+    )
 
 
 def _scale(owner: GraphModule, path: str) -> Any:

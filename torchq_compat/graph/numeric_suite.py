@@ -1,7 +1,7 @@
-"""The Numeric Suite, given one of our models or its state: it finds nothing there, and says nothing.
+"""Refuse torch.ao's Numeric Suite, which would silently find nothing in a model of this package.
 
-It looks for torch.ao's modules, or for their names in a state_dict. So the models, and the states they give
-out, look at who asks, as ``other_engines`` does.
+The suite looks for torch.ao's modules, or for their names in a state_dict. So the models, and the states they
+return, check the calling frame, as ``other_engines`` does.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torchq_compat.errors import FxError
 __all__ = ["StateOfCaptured", "refuse_numeric_suite", "suite_error"]
 
 SUITE = "torch.ao.ns."
-#: children() asks named_children(), modules() named_modules(), and our own of a class that of its parent.
-#: Where torch.compile was in use, torch._dynamo stands around ``Tracer.trace``.
+#: Frames between the suite and our methods: children() calls named_children(), modules() calls
+#: named_modules(), and our methods call those of the base class. After torch.compile was used, torch._dynamo
+#: wraps ``Tracer.trace``.
 BETWEEN = ("torch.nn.modules.module", "torchq_compat.", "torch._dynamo.")
 
 
 class StateOfCaptured(OrderedDict[str, Any]):
-    """The state_dict of a captured model. It is pickled as the plain one it stands for."""
+    """The state_dict of a captured model; it is pickled as a plain OrderedDict."""
 
     def __iter__(self) -> Iterator[str]:
         refuse_numeric_suite(sys._getframe(1))
@@ -40,10 +41,10 @@ class StateOfCaptured(OrderedDict[str, Any]):
 
 
 def refuse_numeric_suite(frame: FrameType | None) -> None:
-    """Raise if ``frame``, which asks a model for its modules or a state for its keys, is the suite's.
+    """Raise if the Numeric Suite reads the modules of a model, or the keys of a state, from ``frame``.
 
     Raises:
-        FxError: it is.
+        FxError: the suite is the caller.
     """
     while frame is not None and _module_of(frame).startswith(BETWEEN):
         frame = frame.f_back
@@ -59,7 +60,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def suite_error(function: str) -> FxError:
-    """The error of a function of the suite that was given a model of ours."""
+    """Return the error for a ``function`` of the suite that was given a model of this package."""
     return FxError(
         f"{function} of the Numeric Suite finds nothing in a model of torchq_compat: its graph has no "
         "modules of torch.ao.",

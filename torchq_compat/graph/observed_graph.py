@@ -1,6 +1,7 @@
-"""One graph through torchao: prepare with given specs, and convert with FX's ranges.
+"""torchao's prepare and convert of one graph: prepare with given specs, convert with FX's ranges.
 
-The outer graph and every recurrent cell go through these two functions.
+The outer graph and every recurrent cell go through ``prepare_graph`` or ``prepare_with``, and
+``convert_graph``.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ from torchq_compat import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.annotate.wrapping_quantizer import OuterGraphQuantizer
 from torchq_compat.qspecs.dynamic_qparams import DynamicQuantization
-from torchq_compat.qspecs.float_qparams import attribute_at
 from torchq_compat.qspecs.loaded_qparams import has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.qspecs.weight_observers import WeightObserver
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import attribute_of, module_path_of
 from torchq_compat.support.torchao_flow import prepare_pt2e
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
 
@@ -53,7 +53,7 @@ __all__ = [
 
 SIXTEEN_BITS = (torch.int16, torch.uint16)
 TO_DTYPE = torch.ops.aten.to.dtype
-#: Operators that call a graph module -> which argument it is.
+#: Operators that call a graph module -> the position of that argument.
 BODY_OF_LOOP = {torch.ops.higher_order.scan: 0, torch.ops.higher_order.while_loop: 1}
 
 
@@ -85,7 +85,7 @@ def prepare_with(
 
 
 def calibrate_with_float_weights(prepared: GraphModule) -> None:
-    """Let fake-quantizes of weights observe alone, where nothing is trained: FX has them in training only."""
+    """Let the fake-quantizes of weights only observe, for calibration: FX has them in training only."""
     for node, module in observer_nodes(prepared):
         source = node.args[0]
         assert isinstance(source, Node)
@@ -94,11 +94,11 @@ def calibrate_with_float_weights(prepared: GraphModule) -> None:
 
 
 def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool = True) -> GraphModule:
-    """Replace the observers of ``prepared`` by q-dq. Changes ``prepared``: hand in a copy.
+    """Replace the observers of ``prepared`` by q-dq. This changes ``prepared``: pass a copy.
 
     Args:
-        as_fx: clamp to FX's ranges and choose dynamic qparams as FX does; else as torchao does.
-        is_trained: keep the ranges that fake-quantizes clamped to in training.
+        as_fx: whether to clamp to FX's ranges and choose dynamic qparams as FX does, not as torchao does.
+        is_trained: whether to keep the ranges that fake-quantizes clamped to in training.
     """
 
     def fix_observers(folded: GraphModule) -> None:
@@ -114,7 +114,7 @@ def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool
 
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
-    """Yield the nodes of a prepared graph that call an observer or fake-quantize, with that module."""
+    """Yield each node that calls an observer or fake-quantize, with the module it calls."""
     for node in graph_module.graph.nodes:
         if node.op == "call_module":
             module = graph_module.get_submodule(str(node.target))
@@ -123,19 +123,19 @@ def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]
 
 
 class ObserverFault(Enum):
-    """Why the qparams of an observer would mean nothing."""
+    """The reason why the qparams of an observer would be meaningless."""
 
     UNSEEN = "has seen no data"
     NOT_FINITE = "has seen NaN or infinity"
     NO_QPARAMS = "computes no qparams"
 
 
-#: Observers that watch, or stand for a dtype, and never have a scale.
+#: Observers that only record, or only name a dtype, and never have a scale.
 WITHOUT_QPARAMS = (NoopObserver, PlaceholderObserver, RecordingObserver)
 
 
 def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]]:
-    """Return (where, what) of the observers in ``graph_module`` that cannot be converted."""
+    """Return the label and the fault of each observer in ``graph_module`` that cannot be converted."""
     found = []
     for node, module in observer_nodes(graph_module):
         if not _quantizes_static(module):
@@ -150,7 +150,7 @@ def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]
 
 
 def observers_without_infinity(graph_module: GraphModule) -> list[str]:
-    """Return where the observers stand that met infinite values and left them out."""
+    """Return the labels of the observers that have met infinite values and ignored them."""
     return [
         observer_label(node)
         for node, module in observer_nodes(graph_module)
@@ -159,7 +159,7 @@ def observers_without_infinity(graph_module: GraphModule) -> list[str]:
 
 
 def observer_label(node: Node) -> str:
-    """Return where the observer called by ``node`` stands, for people: module path, observed op, observer."""
+    """Return a readable label of the observer that ``node`` calls: module path, observed op, observer."""
     source = node.args[0]
     assert isinstance(source, Node)
     path = module_path_of(source)
@@ -170,7 +170,8 @@ def observer_label(node: Node) -> str:
 
 
 def _call_shared_observers_by_one_name(prepared: GraphModule) -> None:
-    """torchao registers a shared observer once for each node; ``named_modules()`` has the first name only."""
+    """Call each shared observer by its first name: torchao registers it once per node, but
+    ``named_modules()`` has only the first name."""
     first = {module: path for path, module in prepared.named_modules()}
     for node, observer in observer_nodes(prepared):
         if node.target != first[observer]:
@@ -180,7 +181,8 @@ def _call_shared_observers_by_one_name(prepared: GraphModule) -> None:
 
 
 def _prepare_bodies(prepared: GraphModule, asked: OuterGraphQuantizer) -> None:
-    """torchao's convert goes into the bodies of loops; its prepare for training does not (torchao 0.18)."""
+    """Prepare the bodies of loops: torchao's convert handles them, its prepare for training does not (torchao
+    0.18)."""
     for node in list(prepared.graph.nodes):
         if node.target in BODY_OF_LOOP:
             name = str(node.args[BODY_OF_LOOP[node.target]].target)
@@ -190,7 +192,8 @@ def _prepare_bodies(prepared: GraphModule, asked: OuterGraphQuantizer) -> None:
 
 
 def _allow_train_eval(graph_module: GraphModule) -> GraphModule:
-    """torchao makes train() and eval() of its graphs raise, also of bodies of loops; scripts call both."""
+    """Restore train() and eval() of the graph and of loop bodies: torchao makes them raise, but scripts call
+    them."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             module.__dict__.pop("train", None)
@@ -199,8 +202,9 @@ def _allow_train_eval(graph_module: GraphModule) -> GraphModule:
 
 
 def _observe_weights(prepared: GraphModule) -> None:
-    """Let observers of weights look at them; fake-quantizes once more, as their next call in evaluation
-    would: since the last one there was a step of the optimizer, and one of the batch norm folded in."""
+    """Let the observers of weights observe them, and the fake-quantizes of weights once more, as their next
+    call in evaluation would: since the last call the optimizer and the folded batch norm changed the weights.
+    """
     for node, module in observer_nodes(prepared):
         source = node.args[0]
         assert isinstance(source, Node)
@@ -208,8 +212,8 @@ def _observe_weights(prepared: GraphModule) -> None:
             module.observe_attribute(prepared, str(source.target))
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
             if _fault(module) is ObserverFault.UNSEEN:
-                module.disable_fake_quant()  # type: ignore[operator]  # Nothing was trained with its qparams.
-            module(attribute_at(prepared, str(source.target)).detach())
+                module.disable_fake_quant()  # type: ignore[operator]  # No training used its qparams.
+            module(attribute_of(prepared, source).detach())
 
 
 def _fake_quantizes_weight(source: Node, module: nn.Module) -> bool:
@@ -222,12 +226,12 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
     A reduced-range observer has quant_max 127, and PT2E's quantize op would saturate there; FX's saturates
     at the dtype's own 255. Inside the calibrated range both give the same integers.
     """
-    # All of them first: places that share an observer share its name, under which the frozen one comes.
+    # List all nodes first: nodes that share an observer share its name, which the frozen one replaces.
     for node, module in list(observer_nodes(prepared)):
         if isinstance(module, WeightObserver) or not _quantizes_static(module):
             continue
         with warnings.catch_warnings():
-            # The warning about an observer that saw nothing is given once, by the caller, with paths.
+            # The caller warns once about all observers without data, with their paths.
             warnings.simplefilter("ignore")
             scale, zero_point = qparams_of(module)
         if scale.numel() != 1:
@@ -248,35 +252,38 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
 
 
 def _use_loaded_qparams(prepared: GraphModule) -> None:
-    """For torchao, which asks observers for what they observed. Those of weights tell it themselves."""
+    """Put the loaded qparams where torchao's convert reads them; weight observers do this themselves."""
     for node, module in observer_nodes(prepared):
         if has_loaded_qparams(module) and not isinstance(module, WeightObserver):
             set_loaded_observer(prepared, str(node.target))
 
 
 def _observed_range(module: nn.Module) -> tuple[int, int]:
-    """Return the integers that the calibrated range takes; a reduced range leaves out half of them."""
+    """Return the least and largest integer of the calibrated range; a reduced range has half of them."""
     source = getattr(module, "activation_post_process", module)
     return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]
 
 
 def _quantize_on_the_fly(prepared: GraphModule) -> None:
-    """Replace each dynamic observer by what FX's reference conversion made of it."""
+    """Replace each dynamic observer by the dynamic quantization of FX's reference conversion."""
     for node, module in observer_nodes(prepared):
         if not isinstance(module, WeightObserver) and getattr(module, "is_dynamic", False):
             prepared.set_submodule(str(node.target), DynamicQuantization.of(module))
 
 
 def _forget_annotations(prepared: GraphModule) -> None:
-    """``prepared`` is a copy, and its annotations name nodes of the original; torchao's convert would look
-    for the q-dq behind those."""
+    """Remove the annotations of ``prepared``, a copy: they name nodes of the original, whose q-dq torchao's
+    convert would look for."""
     for node in prepared.graph.nodes:
         node.meta.pop(Q_ANNOTATION_KEY, None)
 
 
 def _cast_around_observers(prepared: GraphModule) -> None:
-    """quantized_decomposed's quantize takes float32 only: a float64 value is cast to it and back. What is
-    dequantized with qparams of its own, or from float16, is float32: it is cast back."""
+    """Insert casts to float32 and back around observers of other float dtypes.
+
+    quantized_decomposed's quantize accepts float32 only, so float64 is cast. For float16 and bfloat16, a
+    dynamic q-dq pair and one of dtype float16 return float32, which is cast back.
+    """
     graph = prepared.graph
     for node, module in list(observer_nodes(prepared)):
         source = node.args[0]
@@ -304,8 +311,11 @@ def _comes_out_narrow(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype, *, is_trained: bool) -> tuple[int, int]:
-    """FX's quantize op clamps to the dtype's range. Kept are ranges the model was trained to (a fake-quantize
-    clamps there), ranges given with fixed qparams, and those of dtypes FX does not have."""
+    """Return the range that the quantize op of ``module`` clamps to: the dtype's range, as in FX.
+
+    The observer's own range is kept if the model was trained with it (a fake-quantize clamps to it), if it
+    was given with fixed qparams, and for dtypes that FX does not have.
+    """
     source = getattr(module, "activation_post_process", module)
     trained_to = is_trained and isinstance(module, FakeQuantizeBase)
     if trained_to or isinstance(source, FixedQParamsObserver) or dtype in SIXTEEN_BITS:

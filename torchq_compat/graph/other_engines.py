@@ -1,8 +1,8 @@
-"""Keep other engines from converting or tracing the models of this package.
+"""Keep other engines from preparing, converting or tracing the models of this package.
 
-FX's ``convert_fx`` and torchao's ``convert_pt2e`` take any GraphModule that carries what a prepare left in
-``meta``. Given a model prepared here they would leave custom modules observed and batch norms unfolded,
-without a word: a half-ported script would go on with a float model.
+FX's ``convert_fx`` and torchao's ``convert_pt2e`` accept any GraphModule whose ``meta`` has what a prepare
+wrote. In a model prepared by this package they would silently leave custom modules observed and batch norms
+unfolded: a half-ported script would go on with a float model.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torchq_compat.support.upstream import get_node_name_to_scope
 
 __all__ = ["OBSERVED_KEY", "guard", "refuse_fx_tracer", "refuse_torchao_prepare", "unguard"]
 
-#: What torch.ao's and torchao's prepare leave in ``GraphModule.meta``, and their convert reads first.
+#: The key of ``GraphModule.meta`` that torch.ao's and torchao's prepare write, and their convert reads first.
 OBSERVED_KEY = "_observed_graph_module_attrs"
 CALLERS_OF_TRACE = 4
 
 
 def guard(graph_module: GraphModule, stage: str) -> None:
-    """Let every other convert fail on ``graph_module`` with an error of ours."""
+    """Make every other convert fail on ``graph_module`` with a ConvertError."""
     kept = graph_module.meta.get(OBSERVED_KEY)
     if not isinstance(kept, _Guard):
         graph_module.meta[OBSERVED_KEY] = _Guard(kept, stage)
 
 
 def unguard(graph_module: GraphModule) -> None:
-    """Undo ``guard``, before this package hands the model to torchao."""
+    """Undo ``guard``, before this package passes the model to torchao."""
     kept = graph_module.meta.get(OBSERVED_KEY)
     if isinstance(kept, _Guard):
         graph_module.meta[OBSERVED_KEY] = vars(kept)["kept"]
@@ -42,18 +42,18 @@ def unguard(graph_module: GraphModule) -> None:
 
 
 def refuse_fx_tracer(stage: str) -> None:
-    """Called from what torch.fx's tracers ask a model for: raise if FX's prepare or fuse is asking.
+    """Raise if FX's prepare or fuse is the caller; called from a method that torch.fx's tracers call first.
 
     Raises:
         ConvertError: FX's ``prepare_fx`` or ``fuse_fx`` was given a model of this package.
-        FxError: the Numeric Suite was.
+        FxError: the Numeric Suite was given a model of this package.
     """
     frame: FrameType | None = sys._getframe(2)
     if isinstance(frame and frame.f_locals.get("self"), Tracer):
         refuse_numeric_suite(frame and frame.f_back)
     if frame is not None and isinstance(frame.f_locals.get("self"), QuantizationTracer):
         raise _other_engine(stage)
-    # fuse_fx has torch.fx.symbolic_trace between itself and the tracer.
+    # fuse_fx calls the tracer through torch.fx.symbolic_trace.
     for _ in range(CALLERS_OF_TRACE):
         if frame is None:
             return
@@ -63,7 +63,7 @@ def refuse_fx_tracer(stage: str) -> None:
 
 
 def refuse_torchao_prepare(stage: str) -> None:
-    """Called where a model is asked for its graph: raise if torchao's prepare is asking.
+    """Raise if torchao's prepare is the caller; called where the graph of a model is read.
 
     Raises:
         ConvertError: ``prepare_pt2e`` or ``prepare_qat_pt2e`` was given a model of this package.
@@ -71,15 +71,15 @@ def refuse_torchao_prepare(stage: str) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("torchq_compat."):
         frame = frame.f_back
-    # The first that torchao's prepare asks of a model (torchao 0.18).
+    # This is the function of torchao's prepare that reads the graph first (torchao 0.18).
     if frame is not None and frame.f_code is get_node_name_to_scope.__code__:
         raise _other_engine(stage)
 
 
 class _Guard:
-    """Stands for what torchao's prepare left."""
+    """A stand-in for the value that torchao's prepare left; reading any attribute raises a ConvertError."""
 
-    #: torchao's convert asks it of every submodule; a standalone module is one, and converted before.
+    #: torchao's convert reads this of every submodule; a standalone module is one, and is converted before.
     is_observed_standalone_module = False
 
     def __init__(self, kept: Any, stage: str) -> None:

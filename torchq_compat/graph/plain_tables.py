@@ -1,8 +1,8 @@
-"""Tables of integers with float zero points, FX's scheme for embeddings, for who captures a model alone.
+"""Integer tables with float zero points, FX's scheme for embeddings, rewritten for exported programs.
 
-``dequantize_per_channel`` with float zero points is what torch computes and others do not: ExecuTorch's
-kernel stops the process. An exported graph computes the same numbers with plain operators, and of an
-embedding only on the rows that are looked up.
+torch computes ``dequantize_per_channel`` with float zero points, other runtimes do not: ExecuTorch's kernel
+stops the process. An exported graph computes the same numbers with plain operators, and for an embedding only
+on the rows that are looked up.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def with_plain_tables(model: nn.Module, graph: Graph) -> Graph | None:
     """Return a copy of ``graph`` that dequantizes tables with float zero points by plain operators.
 
     Args:
-        model: has the tensors that ``graph`` reads.
-        graph: stays as it is.
+        model: the module with the tensors that ``graph`` reads.
+        graph: the graph; it is not changed.
 
     Returns:
-        The copy; None where there is no such table.
+        The copy; None if ``graph`` has no such table.
     """
     if not any(_has_float_zero_points(model, node) for node in _dequantizes(graph)):
         return None
     with warnings.catch_warnings():
-        # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
+        # Copying the TreeSpecs of an exported graph triggers a warning about torch's own pytree code.
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
         plain = copy.deepcopy(graph)
     for table in _dequantizes(plain):
@@ -49,8 +49,8 @@ def look_up_rows(graph: Graph, embedding: Node) -> None:
     """Rewrite ``dequantize_per_channel(table)[indices]`` in place, as operators on the rows.
 
     Args:
-        graph: that of ``embedding``; the dequantize of the table stays.
-        embedding: an ``aten.embedding``; left as it is where its table is no such dequantize.
+        graph: the graph of ``embedding``; the dequantize of the table stays in it.
+        embedding: an ``aten.embedding`` node; not changed unless its table is such a dequantize, by rows.
     """
     table, indices = embedding.args[:2]
     assert isinstance(table, Node)
@@ -99,7 +99,7 @@ def _dequantize_whole(graph: Graph, table: Node) -> None:
     assert isinstance(integers, Node)
     assert isinstance(axis, int)
     with graph.inserting_before(table):
-        # The last dimension of the scales is that of the channels.
+        # The channel dimension is moved last, where the scales broadcast.
         moved = graph.call_function(ATEN.movedim.int, (integers, axis, -1))
         floats = graph.call_function(ATEN.to.dtype, (moved, torch.float32))
         shifted = graph.call_function(ATEN.sub.Tensor, (floats, zero_points))
@@ -111,7 +111,7 @@ def _dequantize_whole(graph: Graph, table: Node) -> None:
 
 
 def _in_out_dtype(graph: Graph, table: Node, factors: tuple[Node, Argument]) -> Node:
-    """Write the product, in the dtype that ``table`` dequantizes to."""
+    """Insert the product of ``factors``, in the dtype that ``table`` dequantizes to."""
     product = graph.call_function(ATEN.mul.Tensor, factors)
     dtype = table.kwargs.get("out_dtype")
     return product if dtype is None else graph.call_function(ATEN.to.dtype, (product, dtype))

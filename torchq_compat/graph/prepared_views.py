@@ -1,7 +1,7 @@
-"""What scripts read of a prepared model, module by module: ``prepared.conv1.weight_fake_quant``, ``print``.
+"""Views of the float model's modules in a prepared model: ``prepared.conv1.weight_fake_quant``, ``print``.
 
-Legacy: float modules, and those of ``torch.ao.nn.qat``, that the prepared model of FX calls. A captured graph
-reads their parameters: a view holds them at the same path, and answers for the rest.
+Legacy: FX's prepared model calls float modules and those of ``torch.ao.nn.qat``. A captured graph only reads
+their parameters: a view holds them at the same path, and has the module's other attributes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def install_prepared_views(prepared: GraphModule, facts: Mapping[str, ModuleFact
 
 
 class PreparedView(ModuleView):
-    """Stands for a module of the float model in a prepared one, with its parameters."""
+    """A stand-in for a module of the float model in the prepared model, with its parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the ops of the module are in the graph.
@@ -82,7 +82,7 @@ def _view_class(name: str) -> type[PreparedView]:
 
 
 def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
-    """The fake-quantize of the weight at ``path``, which in front of a batch norm is scaled first."""
+    """Return the fake-quantize of the weight of ``path``; before a batch norm, that of the scaled weight."""
     weight = f"{path}.weight"
     for node in prepared.graph.nodes:
         if node.op == "call_module" and _is_of_weight(node, weight):
@@ -93,7 +93,7 @@ def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
 
 
 def _is_of_weight(node: Node, weight: str) -> bool:
-    """Whether ``node`` reads ``weight``, perhaps multiplied: in a product the weight stands first."""
+    """Return whether ``node`` reads ``weight``, directly or as the first factor of a product."""
     source = node.args[0]
     while isinstance(source, Node) and source.op == "call_function" and source.args:
         source = source.args[0]

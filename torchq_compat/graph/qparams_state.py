@@ -1,9 +1,9 @@
 """Per-tensor qparams in the state_dict.
 
-PT2E writes them into the graph as literals, so a converted model's state_dict would carry integer weights
-without the scales that belong to the activations around them. They go in as one tensor, row by row. Of
-dynamic qparams the row is what they are chosen with: the smallest scale, and the integers a tensor is spread
-over.
+PT2E writes them into the graph as literals, so the state_dict of a converted model would have integer weights
+without the scales of the activations around them. They are saved as one tensor, one row per q-dq node. For
+dynamic qparams, the row has what they are chosen with: the smallest scale, and the integers over which a
+tensor is spread.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ PER_TENSOR = (QUANTIZE, DEQUANTIZE, CHOOSE_QPARAMS)
 
 
 def qparams_state(graph_module: GraphModule) -> Tensor:
-    """Return the qparams of ``graph_module`` as float64 of shape (q-dq nodes, 4): scale, zero point,
-    quant_min, quant_max, in graph order; smallest scale, 0, least and largest integer where they are chosen
-    from each tensor."""
+    """Return the qparams of ``graph_module``, in graph order, as a float64 tensor of shape (q-dq nodes, 4).
+
+    The columns are scale, zero point, quant_min and quant_max; for dynamic qparams smallest scale, 0, least
+    and largest integer.
+    """
     rows = [_row_of(node) for node in _per_tensor_nodes(graph_module)]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
 
@@ -35,7 +37,7 @@ def set_qparams_state(graph_module: GraphModule, state: Tensor) -> None:
     """Write the qparams of ``state``, which ``qparams_state`` returned, into the graph.
 
     Raises:
-        CheckpointError: another number of q-dq nodes, or qparams that are none.
+        CheckpointError: ``state`` is not a tensor, has another number of q-dq nodes, or invalid qparams.
     """
     nodes = _per_tensor_nodes(graph_module)
     if not isinstance(state, Tensor):

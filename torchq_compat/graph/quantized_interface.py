@@ -1,8 +1,9 @@
-"""The quantized interface of a graph: inputs it takes and outputs it returns as integers.
+"""The quantized interface of a graph: the inputs it accepts and the outputs it returns as integers.
 
 Legacy: ``PrepareCustomConfig.set_input_quantized_indexes`` and ``set_output_quantized_indexes``. FX's graph
-then takes and returns torch.ao's quantized tensors, which carry their qparams. Integers carry none: those of
-an input come from calibration, and ``input_qparams`` and ``output_qparams`` of the converted model tell both.
+then accepts and returns torch.ao's quantized tensors, which have qparams. Integers have none: the qparams of
+an input come from calibration, and the converted model returns those of both from ``input_qparams`` and
+``output_qparams``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class QuantizedInterface:
-    """Flat positions of the inputs and outputs that are integers."""
+    """The flat positions of the inputs and outputs that are integers."""
 
     inputs: frozenset[int] = frozenset()
     outputs: frozenset[int] = frozenset()
@@ -49,16 +50,18 @@ class QuantizedInterface:
         *,
         whole_result: bool,
     ) -> QuantizedInterface:
-        """From the indexes of arguments and results of the float model.
+        """Make the interface from the indexes of arguments and results of the float model.
+
+        Indexes that the model does not have are ignored with a warning.
 
         Args:
-            example_inputs: nested arguments count as one index each.
-            graph_module: the captured model, which knows the structure of the result.
-            whole_result: whether the model returns the result of a custom module as it is; for FX that is
-                one output, index 0, whatever is in it.
+            example_inputs: the example arguments; a nested argument has one index.
+            graph_module: the captured model, for the structure of the result.
+            whole_result: whether the model returns the result of a custom module unchanged; for FX this is
+                one output, with index 0, even if it is nested.
 
         Raises:
-            ConfigError: an index that is no integer. One the model does not have is warned about.
+            ConfigError: an index is not an integer.
         """
         arguments = [len(pytree.tree_leaves(argument)) for argument in example_inputs]
         spec = graph_module._out_spec
@@ -76,7 +79,7 @@ class QuantizedInterface:
         return [placeholders[index] for index in sorted(self.inputs)]
 
     def output_edges(self, graph_module: GraphModule) -> list[tuple[Node, Node]]:
-        """Return (returned node, output node) of every output that is integers."""
+        """Return (returned node, output node) for every output that is integers."""
         output = graph_module.graph.output_node()
         returned = _returned(graph_module)
         nodes = [returned[index] for index in sorted(self.outputs)]
@@ -84,7 +87,7 @@ class QuantizedInterface:
 
 
 def expose_integers(converted: GraphModule, interface: QuantizedInterface) -> None:
-    """Let a converted graph take and return the integers behind its first and before its last q-dq."""
+    """Let a converted graph accept and return the integers inside its first and last q-dq pairs."""
     for placeholder in interface.input_nodes(converted):
         _take_integers(placeholder)
     returned = _returned(converted)
@@ -98,7 +101,7 @@ def expose_integers(converted: GraphModule, interface: QuantizedInterface) -> No
 
 
 def input_qparams(converted: GraphModule, interface: QuantizedInterface) -> tuple[QParams | None, ...]:
-    """Return the qparams of the integers each flat input is taken as; None: taken as it is."""
+    """Return, for each flat input, the qparams of its integers; None if the input is not quantized."""
     placeholders = converted.graph.find_nodes(op="placeholder")
     return tuple(
         _qparams_behind(node) if index in interface.inputs else None
@@ -107,7 +110,7 @@ def input_qparams(converted: GraphModule, interface: QuantizedInterface) -> tupl
 
 
 def output_qparams(converted: GraphModule, interface: QuantizedInterface) -> tuple[QParams | None, ...]:
-    """Return the qparams of the integers each flat output is returned as; None: returned as it is."""
+    """Return, for each flat output, the qparams of its integers; None if the output is not quantized."""
     return tuple(
         qparams_of_integers(node) if index in interface.outputs and isinstance(node, Node) else None
         for index, node in enumerate(_returned(converted))
@@ -115,10 +118,10 @@ def output_qparams(converted: GraphModule, interface: QuantizedInterface) -> tup
 
 
 def take_integers(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ...]) -> tuple[Any, ...]:
-    """Return ``args`` with torch.ao's quantized tensors as the integers the graph takes.
+    """Return ``args`` with torch.ao's quantized tensors replaced by the integers that the graph accepts.
 
     Raises:
-        InputError: a tensor that is neither quantized nor of the integer dtype.
+        InputError: a value is neither a quantized tensor nor a tensor of the integer dtype.
     """
     leaves, spec = pytree.tree_flatten(args)
     taken = [
@@ -130,7 +133,7 @@ def take_integers(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ...]
 
 
 def quantize_inputs(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ...]) -> tuple[Any, ...]:
-    """Return ``args`` with float tensors as the integers the graph takes."""
+    """Return ``args`` with the float tensors of quantized inputs replaced by the integers of the graph."""
     leaves, spec = pytree.tree_flatten(args)
     taken = [leaf if g is None else g.quantize(leaf) for leaf, g in zip(leaves, all_qparams, strict=True)]
     result: tuple[Any, ...] = pytree.tree_unflatten(taken, spec)
@@ -141,7 +144,7 @@ def _flat(setting: str, indexes: Iterable[int], sizes: list[int]) -> frozenset[i
     found: set[int] = set()
     for index in indexes:
         if isinstance(index, int) and not 0 <= index < len(sizes):
-            # As in FX, where nobody is told.
+            # FX ignores such an index too, without a warning.
             warn_user(f"{setting} has {index}, and the model has {len(sizes)}: it is not used.")
             continue
         if not isinstance(index, int):
@@ -158,8 +161,11 @@ def _returned(graph_module: GraphModule) -> list[Any]:
 
 
 def _take_integers(placeholder: Node) -> None:
-    """placeholder -> quantize -> ...: the placeholder becomes what the quantize gave. Whoever reads integers
-    still finds a quantize: behind a dequantize with the same qparams it changes nothing."""
+    """Let ``placeholder`` hold the result of the quantize that reads it.
+
+    A dequantize is put after the placeholder. Nodes that read the integers keep their quantize, which after a
+    dequantize with the same qparams changes nothing.
+    """
     quantize = next((user for user in placeholder.users if user.target is QUANTIZE), None)
     if quantize is None:
         return

@@ -1,4 +1,4 @@
-"""What an op of a prepared or converted graph reads as integers: weights, and inputs quantized for it."""
+"""The values that an op of a prepared or converted graph reads as integers: its weights and inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUANTIZES = (QUANTIZE, QUANTIZE_PER_CHANNEL)
 
 
 def result_details(node: Node | None) -> dict[str, Any]:
-    """Return dtype, scale and zero point that the value of ``node`` is quantized with; empty if it is not."""
+    """Return dtype, scale and zero point of the value of ``node``; empty if it is not quantized."""
     for user in node.users if node else ():
         if user.target is QUANTIZE:
             _, scale, zero_point, _, _, dtype = user.args
@@ -41,10 +41,10 @@ def quantized_values(
 
     Args:
         model: a prepared or converted graph.
-        node: the last node of the op: what is before it belongs to the op, up to the nodes of ``others``.
-        path: that of the op.
+        node: the last node of the op; the nodes before it, up to those of ``others``, belong to the op.
+        path: the module path of the op.
         others: the last nodes of the other ops.
-        quantized: those whose result is quantized: an input with those qparams is no input of its own.
+        quantized: the nodes whose result is quantized; an input with the qparams of that result is left out.
     """
     found: list[QuantizedValue] = []
     for edge in _edges_into(model, node, others):
@@ -59,7 +59,7 @@ def quantized_values(
 
 
 def _edges_into(model: GraphModule, last: Node, others: Collection[Node]) -> Iterator[Node]:
-    """Yield what dequantizes or observes what the op reads, in the order of its arguments."""
+    """Yield the q-dq nodes and observers of the values that the op reads, in the order of its arguments."""
     for argument in last.all_input_nodes:
         if argument in others or argument.op in ("placeholder", "get_attr"):
             continue
@@ -80,12 +80,12 @@ def _of_edge(model: GraphModule, edge: Node, path: str, quantized: Collection[No
     while source.op != "placeholder" and _is_edge(model, source):
         read, source = source, source.all_input_nodes[0]
     if read.target in DEQUANTIZES and source.op == "call_function":
-        return None  # Integers that an opaque call gives.
+        return None  # An opaque call returns these integers.
     is_weight = _is_constant(source)
     if not is_weight and source in quantized:
         first = next((user for user in source.users if _is_edge(model, user)), None)
         if first in (read, edge):
-            return None  # It is the result of the op before.
+            return None  # This is the result of the op before.
     qparams = _qparams(model, edge, source)
     if is_weight:
         name = "bias" if source.op == "get_attr" and str(source.target).endswith("bias") else "weight"
@@ -94,7 +94,7 @@ def _of_edge(model: GraphModule, edge: Node, path: str, quantized: Collection[No
 
 
 def _is_constant(source: Node) -> bool:
-    """Whether ``source`` is a weight, or computed from weights alone, as a fused one is in training."""
+    """Return whether ``source`` is a weight or computed only from weights, as a fused weight is in QAT."""
     waiting, seen = [source], set[Node]()
     while waiting:
         node = waiting.pop()
@@ -103,7 +103,7 @@ def _is_constant(source: Node) -> bool:
         if node.op != "call_function" or not node.all_input_nodes:
             return False
         seen.add(node)
-        waiting.extend(reversed(node.all_input_nodes))  # The way back to the model's input first.
+        waiting.extend(reversed(node.all_input_nodes))  # Follow the path back to the model's input first.
     return True
 
 
@@ -122,7 +122,7 @@ def _qparams(model: GraphModule, edge: Node, source: Node) -> dict[str, Any]:
 
 
 def _spread(edge: Node) -> tuple[int, int] | None:
-    """Return the integers that the qparams of a dynamic dequantize are chosen for."""
+    """Return the least and largest integer that the qparams of a dynamic dequantize are chosen for."""
     scale = edge.args[1]
     chosen = scale.args[0] if isinstance(scale, Node) else None
     if not isinstance(chosen, Node) or chosen.target is not CHOOSE_QPARAMS:
@@ -134,7 +134,8 @@ def _of_observer(observer: Any, source: Node) -> dict[str, Any]:
     told: dict[str, Any] = {"dtype": getattr(observer, "dtype", None)}
     if getattr(observer, "is_dynamic", False):
         told["dynamic"] = True
-    axis, value = getattr(observer, "ch_axis", None), source.meta.get("val")  # None: a derived observer's
+    # A derived observer has None as ch_axis.
+    axis, value = getattr(observer, "ch_axis", None), source.meta.get("val")
     if axis is not None and axis >= 0 and "channel" in str(getattr(observer, "qscheme", "")):
         scale = getattr(observer, "scale", None)
         known = scale.numel() if isinstance(scale, Tensor) and scale.numel() > 1 else None

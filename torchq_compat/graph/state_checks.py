@@ -1,4 +1,6 @@
-"""A state before it is loaded: what ``nn.Module.load_state_dict`` would take without a word, or fall over."""
+"""Check a state before it is loaded: ``nn.Module.load_state_dict`` accepts some bad states, and crashes on
+others.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ __all__ = ["check_state"]
 
 
 def check_state(state: Any, model: nn.Module) -> None:
-    """Refuse what is no state, and values that copying would change in silence.
+    """Refuse anything that is not a state, and values that copying would silently change.
 
     Raises:
-        CheckpointError: no mapping by names; numbers of a dtype that those of ``model`` cannot hold; a scale
-            that is no positive number.
+        CheckpointError: ``state`` is not a mapping from names; it has a value that is not a tensor, a meta
+            tensor, a tensor whose dtype cannot be cast to that of ``model``, or a scale that is not positive
+            and finite.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError.not_a_state(shown(state))

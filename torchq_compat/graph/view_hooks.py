@@ -1,8 +1,8 @@
-"""Forward hooks at views of modules: they are called where the module's ops are in the graph.
+"""Forward hooks of module views, called where the module's ops are in the graph.
 
 Legacy: ``converted.conv1.register_forward_hook``, by which scripts read activations. A view is never called,
-so a model with hooks at its views runs a copy of its graph that has them in it; the graph itself, which is
-exported and saved, stays as it is.
+so a model whose views have hooks runs a copy of its graph that calls the hooks; the graph itself, which is
+exported and saved, is not changed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torchq_compat.support.quantized_tensors import DEQUANTIZE_OP, QUANTIZE_OP
 
 __all__ = ["HOOKED", "HOOK_STATE", "calling_hooks", "check_hookable", "has_hooks", "is_of_a_hook"]
 
-#: Views that had a hook: a model asks them at each call, so that one without pays nothing.
+#: Views that have had a hook; a model checks only these at each call, so models without hooks pay nothing.
 HOOKED: WeakSet[nn.Module] = WeakSet()
-#: Where nn.Module keeps forward hooks.
+#: The attributes in which nn.Module keeps forward hooks.
 HOOK_STATE = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -34,9 +34,9 @@ HOOK_STATE = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-#: Attribute that holds the forward with hooks, and what it was made of.
+#: Attribute that holds the forward with hooks, and the graph, code and views it was compiled from.
 WITH_HOOKS = "_torchq_compat_with_hooks"
-#: Attribute of an exception that a hook raised.
+#: Attribute that marks an exception raised by a hook.
 OF_A_HOOK = "_torchq_compat_of_a_hook"
 ATEN = torch.ops.aten
 BATCH_NORMS = (ATEN.batch_norm.default,)
@@ -49,7 +49,7 @@ def has_hooks(view: nn.Module) -> bool:
 
 
 def is_of_a_hook(error: BaseException) -> bool:
-    """Whether a hook raised ``error``, and not the model."""
+    """Return whether ``error`` was raised by a hook, and not by the model."""
     return OF_A_HOOK in vars(error)
 
 
@@ -64,7 +64,7 @@ def check_hookable(graph_module: GraphModule, path: str) -> None:
 
 @contextmanager
 def calling_hooks(model: GraphModule, views: dict[str, nn.Module]) -> Iterator[None]:
-    """Let ``model`` call the hooks at ``views``, by path, meanwhile.
+    """Let ``model`` call the hooks of ``views`` (path -> view) inside the ``with`` block.
 
     Raises:
         ModuleAttributeError: a module has no result of its own in the graph that runs.
@@ -86,7 +86,7 @@ def _forward_with_hooks(model: GraphModule, views: dict[str, nn.Module]) -> Call
 
 
 def _compile(model: GraphModule, views: dict[str, nn.Module]) -> Callable[..., Any]:
-    """Return a forward like that of ``model``, of which it reads everything."""
+    """Return a forward that computes what ``model`` does, on its state, and calls the hooks of ``views``."""
     graph, copies = Graph(), dict[Node, Node]()
     result = graph.graph_copy(model._graph, copies)
     graph.output(result)
@@ -113,7 +113,8 @@ def _insert_calls(graph: Graph, view: nn.Module, nodes: list[Node], result: Node
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """As torch.fx writes functions into code: with a name and a module."""
+    """Return ``function`` with a name, which torch.fx needs to write code; its exceptions are marked as a
+    hook's."""
 
     def named(*args: Any) -> Any:
         try:
@@ -155,8 +156,11 @@ def _calls_of(graph_module: GraphModule, path: str) -> list[list[Node]]:
 
 
 def _result_of(nodes: list[Node], path: str) -> Node:
-    """Return the one of ``nodes`` that is read by others. What is trained with a batch norm behind it has a
-    scaled weight: its result is that of the batch norm, as of FX's fused modules."""
+    """Return the node of ``nodes`` that nodes outside of them read.
+
+    In QAT, an op with a batch norm after it has a scaled weight: its result is that of the batch norm, as for
+    FX's fused modules.
+    """
     results = [node for node in nodes if any(user not in nodes for user in node.users)]
     if len(results) != 1:
         raise _no_place(path, f"its ops have {len(results)} results")
@@ -173,7 +177,7 @@ def _is_scaling(node: Node) -> bool:
 
 
 def _inputs_of(nodes: list[Node]) -> Iterator[Node]:
-    """Yield what ``nodes`` read of the values that depend on the model's inputs, each once."""
+    """Yield each value once that ``nodes`` read and that depends on the model's inputs."""
     found: dict[Node, None] = {}
     for node in nodes:
         for source in node.all_input_nodes:

@@ -1,5 +1,5 @@
-"""The last stage: from the portable q-dq graph to kernels of a machine.
+"""The last stage: lower the portable q-dq graph to the kernels of a machine.
 
-Legacy: ``torch.ao.quantization.fx._lower_to_native_backend``. Nothing before this stage imports it; only the
-entry points do.
+Legacy: ``torch.ao.quantization.fx._lower_to_native_backend``. Only the entry points import this stage; no
+earlier stage does.
 """

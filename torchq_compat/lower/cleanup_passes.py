@@ -1,4 +1,4 @@
-"""Pairs of operators that cancel, dropped from an exported program: a backend finds its patterns then."""
+"""Drop pairs of operators that cancel from an exported program, so that a backend finds its patterns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRANSPOSE = torch.ops.aten.transpose.int
 
 
 def clean_up(program: ExportedProgram) -> None:
-    """Drop from ``program`` what changes no bit."""
+    """Drop the operators of ``program`` that change no bit."""
     _drop_repeated_quantization(program.graph)
     _drop_double_transposes(program.graph)
     program.graph.eliminate_dead_code()
@@ -23,7 +23,7 @@ def clean_up(program: ExportedProgram) -> None:
 
 
 def _drop_repeated_quantization(graph: Graph) -> None:
-    """Of a quantize straight after a dequantize with its own qparams, the integers are those before both."""
+    """Replace a dequantize and a quantize after it, with equal qparams, by the integers before both."""
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
         source = node.args[0]
         if isinstance(source, Node) and _is_repeated(node, source):
@@ -45,6 +45,6 @@ def _drop_double_transposes(graph: Graph) -> None:
 
 
 def _read_instead(node: Node, other: object) -> None:
-    """``other`` for whoever reads ``node``. The program's signature names its results, so they stay."""
+    """Replace ``node`` by ``other``, except in the output: the program's signature names its results."""
     assert isinstance(other, Node)
     node.replace_all_uses_with(other, delete_user_cb=lambda user: user.op != "output")

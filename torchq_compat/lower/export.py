@@ -1,4 +1,4 @@
-"""A converted model as one exported program: quantize and dequantize ops, integer weights, any length."""
+"""Export a converted model as one program: quantize and dequantize ops, integer weights, any length."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.cleanup_passes import clean_up
 from torchq_compat.lower.guards_of_ones import drop_guards_of_ones
 from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
+from torchq_compat.lower.streams.stream_program import StreamProgram
+from torchq_compat.lower.streams.streaming_model import StreamingModel
 from torchq_compat.packed_sequences.as_padded import with_padded_packs
-from torchq_compat.streams.stream_program import StreamProgram
-from torchq_compat.streams.streaming_model import StreamingModel
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.user_warnings import warn_user
 
@@ -38,22 +38,22 @@ def export(
     """Export a converted model, with every size free that the captured model left free.
 
     The program computes the bits of ``convert_to_reference_fx`` at any size; with ``recurrent="opaque"`` its
-    recurrent modules compute those of ``convert_fx`` on x86.
+    recurrent modules compute the bits of ``convert_fx`` on x86.
 
     Args:
         converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode; or what
-            ``streaming`` made of it: its states are buffers of the program then, of the example's batch.
+            ``streaming`` returned, whose states become buffers of the program, in the example's batch size.
         example_inputs: one example of every positional argument; only their structure, dtypes and ranks
             matter, except to an unrolled loop.
         recurrent: how the loop over time of a recurrent module is written. ``"rolled"``: a ``scan`` for each
-            layer and direction. ``"unrolled"``: its steps one by one; the program takes sequences as long
-            as the example's. ``"opaque"``: one call of ``torchq_compat_native::recurrent`` for the whole
-            module, which is C++ and what a lowered module calls.
-        dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it: what
-            it does not name is fixed. Beyond a bound the program raises torch's own error.
+            layer and direction. ``"unrolled"``: its steps one by one; the program accepts only sequences as
+            long as the example's. ``"opaque"``: one call of ``torchq_compat_native::recurrent`` for the whole
+            module, the C++ operator that a lowered module calls.
+        dynamic_shapes: which sizes are free and within which bounds, as in ``torch.export.export``: every
+            size that it does not name is fixed. Beyond a bound the program raises torch's own error.
 
     Returns:
-        The program, of ``quantized_decomposed`` operators and with int8 weights.
+        The program, with ``quantized_decomposed`` operators and int8 weights.
 
     Raises:
         ExportError: not a converted model, one in training mode, an unknown ``recurrent``, or
@@ -113,10 +113,10 @@ def _reference(converted: torch.nn.Module) -> ConvertedGraphModule:
 
 
 def with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> GraphModule:
-    """Return the graph of ``model`` behind a check of its sizes: what tracing it finds out, the program asks
-    for.
+    """Return the graph of ``model`` after a check of its sizes, which tracing makes part of the program.
 
-    Without it a size that the float model's Python fixed would be free where the operators take any.
+    Without the check, a size that the float model's Python fixed would be free wherever the operators accept
+    any size.
     """
     edited = with_padded_packs(with_per_tensor_edges(model))
     signature = model.record.signature
@@ -127,7 +127,7 @@ def with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Graph
 
     placeholders = edited.graph.find_nodes(op="placeholder")
     with edited.graph.inserting_after(placeholders[-1] if placeholders else None):
-        # torch.export interprets a GraphModule, which calls no hooks and no ``forward``.
+        # torch.export interprets a GraphModule and calls neither its hooks nor its ``forward``.
         edited.graph.call_function(check_sizes, tuple(placeholders))
     edited.recompile()
     return edited
@@ -157,7 +157,7 @@ def _error(
 
 
 def _freeze(program: ExportedProgram) -> None:
-    """Parameters that ask for no gradient: to have one, a scan computes its steps in another way."""
+    """Make the parameters require no gradient: a scan computes its steps differently if one requires it."""
     for name, value in program.state_dict.items():
         if isinstance(value, torch.nn.Parameter):
             program.state_dict[name] = torch.nn.Parameter(value.detach(), requires_grad=False)
@@ -186,12 +186,12 @@ def _warn_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
 
 
 def _sizes(node: Node | None) -> tuple[Any, ...]:
-    """Of a tensor; an argument that is None has no node."""
+    """Return the sizes of a tensor input; an argument that is None has no node."""
     return tuple(getattr(node.meta.get("val"), "shape", ())) if node is not None else ()
 
 
 def _constant(size: Any) -> int | None:
-    """Return the value of ``size`` if it is fixed; a symbol may have become a constant in hindsight."""
+    """Return the value of ``size`` if it is fixed; a symbol may have become a constant after its creation."""
     value: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
     return value
 

@@ -1,7 +1,8 @@
-"""Sizes of 1 in an exported program: torch guards against them where an operator asks for strides.
+"""Drop guards of an exported program against sizes of 1: torch adds them where an operator reads strides.
 
-What the model itself asks of its sizes ``check_sizes`` asks in the program, in the same words. A guard goes
-where the model takes the sizes it refuses, and the program, run at them, gives the bits of the model.
+The model's own requirements on its sizes are checked by ``check_sizes`` in the program, with the same
+messages. A guard is dropped if the model accepts the sizes that the guard refuses, and if the program, run at
+these sizes, gives the bits of the model.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ __all__ = ["drop_guards_of_ones"]
 #: ``L['x'].size()[0]``, as a guard names a size.
 SIZE = re.compile(r"L(?:\[[^\]]+\]|\.\w+)+\.size\(\)\[\d+\]")
 FACTOR = rf"(?:\d+|{SIZE.pattern})"
-#: A product of sizes and a number, and what it must not be.
+#: A product of sizes and numbers, and the number that it must not be.
 NOT_PRODUCT = re.compile(rf"\(*(?P<product>{FACTOR}(?:\*{FACTOR})*)\)* != (?P<number>\d+)")
 
 
 def drop_guards_of_ones(program: ExportedProgram, model: ConvertedGraphModule, args: tuple[Any, ...]) -> None:
-    """Drop the guards of ``program`` that refuse sizes of 1 alone, where it computes what ``model`` does."""
+    """Drop the guards of ``program`` that refuse only sizes of 1 at which it computes what ``model`` does."""
     guards = guards_of(program)
     calls = _calls_refused(guards, model, args)
     if not calls:
@@ -48,7 +49,7 @@ def drop_guards_of_ones(program: ExportedProgram, model: ConvertedGraphModule, a
 def _calls_refused(
     guards: list[str], model: ConvertedGraphModule, args: tuple[Any, ...]
 ) -> dict[str, SizeGroups]:
-    """Return guard -> the sizes of 1 it refuses, where the model takes them."""
+    """Return guard -> the sizes of 1 that it refuses, for guards whose sizes the model accepts."""
     signature = model.record.signature
     dimensions = _by_name_in_guards(signature.sizes.dimensions, signature.labelled(args))
     found = {}
@@ -60,7 +61,7 @@ def _calls_refused(
 
 
 def _by_name_in_guards(dimensions: Iterable[Dimension], labels: Iterable[str]) -> dict[str, Dimension]:
-    """A streaming program takes ``*args``: there an argument goes by its position."""
+    """Return name in guards -> dimension; a streaming program takes ``*args``, named by their positions."""
     positions = list(dict.fromkeys(label.partition("[")[0] for label in labels))
     found: dict[str, Dimension] = {}
     for dimension in dimensions:
@@ -71,8 +72,8 @@ def _by_name_in_guards(dimensions: Iterable[Dimension], labels: Iterable[str]) -
 
 
 def _ones_refused(guard: str, dimensions: Mapping[str, Dimension]) -> SizeGroups:
-    """Return the sizes of 1 that ``guard`` refuses: a product of sizes is not what it is where all are 1.
-    None of them if it says anything else."""
+    """Return the sizes of 1 that ``guard`` refuses, if it only says that a product of sizes is not its value
+    at sizes of 1; return no sizes for any other guard."""
     found = NOT_PRODUCT.fullmatch(guard)
     sizes = SIZE.findall(guard)
     if found is None or not sizes or not all(size in dimensions for size in sizes):
@@ -88,7 +89,7 @@ def _is_right(
 ) -> bool:
     signature = model.record.signature
     values = symbol_values(signature.sizes, groups)
-    # All others stay as they are in ``args``: a streaming program takes its own batch alone.
+    # The other sizes stay as in ``args``: a streaming program accepts only its own batch size.
     changed = {
         (dimension.label, dimension.index): values[str(dimension.symbol)]
         for dimension in signature.sizes.dimensions
@@ -96,11 +97,11 @@ def _is_right(
     }
     call = with_sizes(args, signature.labelled(args), changed)
     try:
-        # A streaming program writes its states.
+        # A streaming program writes to its states.
         with torch.no_grad(), kept_buffers(module):
             return _same_bits(model(*call), module(*call))
     except Exception:
-        # A kernel refuses what the guard refused: then it stays, and names the size.
+        # A kernel refuses what the guard refused: keep the guard, which names the size.
         return False
 
 

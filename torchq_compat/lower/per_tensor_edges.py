@@ -1,8 +1,8 @@
-"""Per-tensor q-dq alone at the edges of opaque modules, for export: backends know no per-channel activations.
+"""Use only per-tensor q-dq around opaque modules, for export: backends have no per-channel activations.
 
-An opaque module whose result is put together from pieces with different qparams, say two directions, hands
-it out as integers with qparams for each channel. Where it shows the qparams of the pieces itself, it may as
-well hand out floats: the numbers are the same.
+An opaque module whose result is concatenated from pieces with different qparams, say of two directions,
+returns it as integers with per-channel qparams. If an exported program shows the qparams
+of the pieces inside the module, the module can as well return floats: the numbers are the same.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Edge:
 
 
 def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
-    """Return ``converted``, which stays as it is, with floats for per-channel integers between opaque modules
-    and the graph. Weights are shared."""
+    """Return a copy of ``converted`` with floats instead of per-channel integers between opaque modules and
+    the graph. The copy shares the weights; ``converted`` is not changed."""
     graph = _copy_of(converted.graph)
     edited = GraphModule(converted, graph)
     opaque_modules = {call: _opaque_module(edited, call) for call in opaque_call_nodes(edited)}
@@ -66,8 +66,8 @@ def _opaque_module(graph_module: GraphModule, call: Node) -> OpaqueModule:
 
 
 def _readers(getitem: Node, opaque_modules: dict[Node, OpaqueModule]) -> list[_Edge] | None:
-    """Return the inputs of opaque calls that read ``getitem`` as integers; None if something else but
-    dequantize does."""
+    """Return the inputs of opaque calls that read ``getitem`` as integers; None if an op other than
+    dequantize reads it as well."""
     edges: list[_Edge] = []
     for user in getitem.users:
         if user in opaque_modules and _takes_floats(opaque_modules[user]):
@@ -79,7 +79,7 @@ def _readers(getitem: Node, opaque_modules: dict[Node, OpaqueModule]) -> list[_E
 
 
 def _takes_floats(opaque: OpaqueModule) -> bool:
-    """Return whether ``opaque``, or a copy of it, would get the same floats for integers."""
+    """Return whether ``opaque``, or a copy of it, computes the same from floats as from integers."""
     return type(opaque).opaque_receive is OpaqueModule.opaque_receive and not isinstance(opaque, GraphModule)
 
 
@@ -90,7 +90,7 @@ def _bypass_dequantize(getitem: Node) -> None:
 
 
 def _hand_over_floats(graph_module: GraphModule, results: list[_Edge], inputs: list[_Edge]) -> None:
-    """Give the opaque modules of these edges copies that take and hand out floats there."""
+    """Give the opaque modules of these edges copies that accept and return floats there."""
     for path in {str(edge.call.target) for edge in (*results, *inputs)}:
         opaque = copy.copy(graph_module.get_submodule(path))
         assert isinstance(opaque, OpaqueModule)
@@ -107,7 +107,7 @@ def _hand_over_floats(graph_module: GraphModule, results: list[_Edge], inputs: l
 
 
 def _set_floats(opaque: OpaqueModule, index: int, inputs: list[int], outputs: list[int]) -> None:
-    """Tell call ``index`` that there are floats at these positions."""
+    """Mark these positions of call ``index`` as floats."""
     layout = opaque.opaque_layouts[index]
     opaque.opaque_set_qparams(
         index, _without(layout.input_qparams, inputs), _without(layout.output_qparams, outputs)

@@ -1,4 +1,4 @@
-"""The command line tool: what a person with a legacy FX script types.
+"""The command line tool ``torchq-compat``, for users with a legacy FX script.
 
-``cli`` and the commands it lists never import torch, so that help and errors come at once.
+``cli`` and the command modules it lists do not import torch, so that help and errors appear at once.
 """

@@ -1,7 +1,7 @@
-"""``torchq-compat COMMAND``: reads the command line, runs the command, words its errors.
+"""The entry point ``torchq-compat COMMAND``: read the command line, run the command, print its errors.
 
-A command is a module with one function, ``add_parser``, which names the function that carries it out with
-``set_defaults(command=...)``. ``COMMANDS`` lists them in the order of the help text.
+A command is a module with a function ``add_parser``, which names the function that runs the command with
+``set_defaults(command=...)``. ``COMMANDS`` lists the modules in the order of the help text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 PROGRAM = "torchq-compat"
 USAGE_ERROR = 2
-#: As a shell says that a signal ended a command.
+#: The exit codes with which a shell reports that SIGINT or SIGPIPE ended a command.
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
 COMMANDS = (run, scan, explain, rewrite, compare, suggest)
@@ -28,7 +28,7 @@ COMMANDS = (run, scan, explain, rewrite, compare, suggest)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: the command's own, or 2 for an error of usage."""
     if sys.stdout is None:
-        # Not even a file may be opened: it would get the number of standard output.
+        # No file may be opened: it would get the file descriptor of standard output.
         print(f"{PROGRAM}: error: standard output is closed", file=sys.stderr)
         return USAGE_ERROR
     args = _parser().parse_args(argv)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads, say head, has enough.
+        # The reader, such as head, has closed the pipe.
         _forget_output()
         return BROKEN_PIPE
     except OSError as error:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """Python must not complain once more at exit that standard output cannot be written."""
+    """Redirect standard output to the null device, so that Python does not report at exit that it failed."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""``torchq-compat compare SCRIPT | module:function``: FX and this package side by side.
+"""The command ``torchq-compat compare SCRIPT | module:function``: FX and this package side by side.
 
-Everything that touches torch happens in a process of its own, ``migrate.comparison.comparison_process``,
-which can be stopped; what it measured comes back as plain values and is shown here. Exit code: 0 nothing got
-worse, 1 something did or nothing is quantized, 2 an error.
+Only a separate process, ``migrate.comparison.comparison_process``, uses torch, so that it can be stopped; it
+returns its measurements as plain values, which are shown here. Exit code: 0 nothing got worse, 1 something
+got worse or nothing is quantized, 2 an error.
 """
 
 from __future__ import annotations
@@ -79,27 +79,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SECONDS",
         type=_seconds,
         default=None,
-        help="stop after that long; default: never",
+        help="stop after this many seconds; default: never",
     )
     parser.add_argument(
         "--fx",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="whether FX has to run too; auto: where it can (default)",
+        help="whether FX must run too; auto: if it can (default)",
     )
     parser.add_argument(
-        "target", metavar="SCRIPT | module:function", help="what quantizes, or returns the case"
+        "target",
+        metavar="SCRIPT | module:function",
+        help="the script that quantizes, or the function that returns the case",
     )
     add_script_arguments(parser)
     parser.set_defaults(command=compare_command)
 
 
 def compare_command(args: argparse.Namespace) -> int:
-    """Compare, show, and return the exit code.
+    """Compare, print the report, and return the exit code.
 
     Raises:
-        TorchQCompatError: no such target, a target that fails or takes too long, a model that cannot be
-            quantized, or a page that cannot be written.
+        TorchQCompatError: the target does not exist, fails or takes too long, a model cannot be quantized, or
+            the page cannot be written.
     """
     target = _read_target(args)
     if args.html:
@@ -134,10 +136,10 @@ def _read_target(args: argparse.Namespace) -> Target:
 
 
 def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...]:
-    """What the process that compares ``target`` hands back.
+    """Return the comparisons that the process for ``target`` made.
 
     Raises:
-        TorchQCompatError: the one it hands back, or that it took too long or died.
+        TorchQCompatError: the error that the process returned, or that it took too long or died.
     """
     with tempfile.TemporaryDirectory(prefix="torchq-compat-") as folder:
         result = Path(folder) / "result"
@@ -147,7 +149,7 @@ def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...
         if not result.exists():
             raise CaseError(
                 f"the process that compared {target.name} ended with code {code} and no result.",
-                hint="its own output stands above; a negative code is the signal that ended it.",
+                hint="its own output is above; a negative code is the signal that ended it.",
             )
         outcome = pickle.loads(result.read_bytes())
     if isinstance(outcome, TorchQCompatError):
@@ -157,8 +159,8 @@ def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...
 
 
 def _run(command: list[str], target: Target, timeout: float | None) -> int:
-    # A session of its own, so that processes the script started can be stopped with it. Standard output is
-    # for the report.
+    # The child gets a session of its own, so that processes the script started can be stopped with it.
+    # Standard output is reserved for the report.
     child = subprocess.Popen(command, stdout=STANDARD_ERROR, start_new_session=True)
     try:
         return child.wait(timeout)

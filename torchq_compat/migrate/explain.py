@@ -1,6 +1,6 @@
-"""``torchq-compat explain CODE...``: what the guide says of a finding, without a network and without torch.
+"""The command ``torchq-compat explain CODE...``: the guide's text on a finding, without network or torch.
 
-Exit code: 0, or 2 for a code that there is not.
+Exit code: 0, or 2 for an unknown code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ examples:
   torchq-compat explain TQ105
   torchq-compat explain --list
 """
-#: A page of text is not wider.
+#: The maximum width of the text.
 WIDEST = 100
 BLOCK = re.compile(r"(```.*?```)", re.DOTALL)
 
@@ -30,7 +30,7 @@ BLOCK = re.compile(r"(```.*?```)", re.DOTALL)
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "explain",
-        help="show what the guide says of a code of scan",
+        help="show the guide's text on a code that scan prints",
         description="Show what the guide says of a code that 'scan' prints.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -41,10 +41,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def explain_command(args: argparse.Namespace) -> int:
-    """Print the texts and return the exit code.
+    """Print the texts, or the list of codes if none is given, and return the exit code.
 
     Raises:
-        CodeError: no code is given, or there is none of that name.
+        CodeError: there is no such code.
     """
     if args.list or not args.codes:
         for construct in CONSTRUCTS.values():
@@ -56,7 +56,7 @@ def explain_command(args: argparse.Namespace) -> int:
 
 
 def explained(code: str, width: int) -> str:
-    """Return the text about ``code`` in lines of at most ``width`` columns; code blocks as they are.
+    """Return the text about ``code`` in lines of at most ``width`` columns; code blocks are not wrapped.
 
     Raises:
         CodeError: there is no such code.

@@ -1,4 +1,4 @@
-"""What the package's metadata say: its version, and where the project lives, both from pyproject.toml."""
+"""The version and home page of the project, from the package's metadata."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["package_version", "project_address"]
 
 
 def project_address() -> str | None:
-    """Return the project's home page; None where the package runs from a source tree without metadata."""
+    """Return the project's home page; None if the package runs from a source tree without metadata."""
     try:
         urls = metadata("torchq-compat").get_all("Project-URL") or []
     except PackageNotFoundError:
@@ -17,7 +17,7 @@ def project_address() -> str | None:
 
 
 def package_version() -> str:
-    """Return the version; ``unknown`` where the package runs from a source tree without metadata."""
+    """Return the version; ``unknown`` if the package runs from a source tree without metadata."""
     try:
         return version("torchq-compat")
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""``torchq-compat rewrite PATH...``: legacy FX code as code for this package.
+"""The command ``torchq-compat rewrite PATH...``: turn legacy FX code into code for this package.
 
-Prints the differences; ``--write`` makes them, file by file, each in one step. What cannot be done safely is
-left as it is and listed. Exit code: 0 all done, 1 something is left for manual review, 2 an error of usage
-or a file that could not be read or written.
+It prints the differences, or writes them with ``--write``, each file in one step. Code that cannot be
+rewritten safely is not changed, but listed. Exit code: 0 all done, 1 something is left for manual review, 2
+an error of usage or a file that could not be read or written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchq_compat.migrate.scanning.terminal import print_problems, progress
 from torchq_compat.migrate.source.documents import Document
 from torchq_compat.migrate.source.source_files import Problem, UnreadableError, replace_file
 from torchq_compat.migrate.stopping import stopping_cleanly
-from torchq_compat.showing.rows import counted
+from torchq_compat.support.showing.rows import counted
 
 __all__ = ["add_parser", "rewrite_command"]
 
@@ -47,7 +47,7 @@ read or written
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one file."""
+    """The rewritten text of one file."""
 
     document: Document
     text: str
@@ -62,23 +62,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "rewrite",
         help="rewrite legacy FX code for this package",
-        description="Print what rewriting would change in Python files and notebooks, or change it with "
-        "--write. Formatting, comments, line endings and encoding stay as they are.",
+        description="Print the changes to Python files and notebooks, or make them with --write. "
+        "Formatting, comments, line endings and encoding are kept.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "paths", metavar="PATH", nargs="*", type=Path, help="a file, or a folder and all below it"
+        "paths", metavar="PATH", nargs="*", type=Path, help="a file, or a folder to search recursively"
     )
     parser.add_argument(
         "--write", action="store_true", help="change the files instead of printing the differences"
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
-        "--only", metavar="NAME", action="append", choices=NAMES, help="only this rewrite; may be repeated"
+        "--only",
+        metavar="NAME",
+        action="append",
+        choices=NAMES,
+        help="run only this rewrite; may be repeated",
     )
     choice.add_argument(
-        "--skip", metavar="NAME", action="append", choices=NAMES, help="not this rewrite; may be repeated"
+        "--skip", metavar="NAME", action="append", choices=NAMES, help="skip this rewrite; may be repeated"
     )
     parser.add_argument("--list", action="store_true", help="list the rewrites by name")
     parser.set_defaults(command=rewrite_command)
@@ -89,7 +93,7 @@ def rewrite_command(args: argparse.Namespace) -> int:
 
     Raises:
         PathError: a path does not exist.
-        RewriteUsageError: no path given.
+        RewriteUsageError: no path is given.
     """
     if args.list:
         for rewrite in REWRITES:
@@ -161,7 +165,7 @@ def _print_diffs(changes: list[Change]) -> None:
 
 
 def diff_lines(change: Change) -> Iterator[str]:
-    """Yield a unified diff, as ``patch`` takes it; a notebook's is that of its code."""
+    """Yield a unified diff that ``patch`` accepts; for a notebook, the diff of its code."""
     before = change.document.text.splitlines(keepends=True)
     after = change.text.splitlines(keepends=True)
     name = change.path.as_posix()
@@ -173,7 +177,7 @@ def diff_lines(change: Change) -> Iterator[str]:
 
 
 def _print_summary(changes: list[Change], left: list[Finding], *, written: bool) -> None:
-    """On standard error, so that standard output holds the differences alone."""
+    """Print the summary on standard error, so that standard output has the differences only."""
     verb = "rewritten" if written else "to rewrite (--write does it)"
     print(
         f"torchq-compat: {counted(len(changes), 'file')} {verb}, "

@@ -1,8 +1,7 @@
-"""``torchq-compat run SCRIPT [ARGS...]``: an unmodified legacy script, on torch.export and torchao.
+"""The command ``torchq-compat run SCRIPT [ARGS...]``: run an unmodified legacy script on PT2E.
 
-This process checks that there is a script, starts ``migrate.running.script_process`` for it and passes
-signals and the exit code on. Everything that touches torch happens in the child, whose standard streams are
-the script's.
+This process checks that the script exists, starts ``migrate.running.script_process`` for it and passes on
+signals and the exit code. Only the child process uses torch; its standard streams are the script's.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torchq_compat.migrate.running.script_arguments import add_script_arguments,
 __all__ = ["PACKAGE_PARENT", "add_parser", "check_script", "run_command"]
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-#: Started with -P: modules beside the script or in the working directory must not shadow torch's imports.
+#: Run with -P: modules beside the script or in the working directory must not shadow torch's imports.
 START_CHILD = """\
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -37,7 +36,7 @@ examples:
   torchq-compat run --strict --explain decisions.json quantize.py
   torchq-compat run --reference quantize.py
 
-options of this command stand before SCRIPT, what follows SCRIPT is the script's own
+options of this command come before SCRIPT; what follows SCRIPT is passed to the script
 """
 OPTIONS = ("--reference", "--lower", "--explain", "--strict")
 PYTHON_SUFFIXES = (".py", ".pyw")
@@ -61,14 +60,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_const",
         const="convert_to_reference_fx",
         default="",
-        help="every conversion is convert_to_reference_fx, whichever the script calls",
+        help="convert with convert_to_reference_fx, whichever function the script calls",
     )
     convert.add_argument(
         "--lower",
         dest="convert",
         action="store_const",
         const="convert_fx",
-        help="every conversion is convert_fx, whichever the script calls",
+        help="convert with convert_fx, whichever function the script calls",
     )
     parser.add_argument(
         "--explain",
@@ -77,7 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="write every decision about every model to FILE, as JSON if it ends in .json",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="a module left float is an error where the script prepares it"
+        "--strict", action="store_true", help="raise an error in the prepare call if a module stays float"
     )
     parser.add_argument("script", metavar="SCRIPT", help="the file you would give to python")
     add_script_arguments(parser)
@@ -88,7 +87,8 @@ def run_command(args: argparse.Namespace) -> int:
     """Run the script and return its exit code.
 
     Raises:
-        ScriptError: there is no such script, or it is not one, or the explanation has no place.
+        ScriptError: the script does not exist or is not a Python script, or the file of --explain cannot be
+            written.
     """
     check_script(args.script)
     check_explain(args.explain)
@@ -115,7 +115,7 @@ def check_script(script: str) -> None:
 
 
 def check_explain(path: str) -> None:
-    """Raise a ScriptError unless a file could be written to ``path``: before a long run, not after."""
+    """Raise a ScriptError, before a long run, if ``path`` is a directory or its directory does not exist."""
     if not path:
         return
     if os.path.isdir(path):
@@ -139,7 +139,7 @@ def _run_child(command: list[str]) -> int:
     child: list[subprocess.Popen[bytes]] = []
 
     def forward(signum: int, frame: FrameType | None) -> None:
-        # Ctrl-C at a terminal reaches the child by itself: a second one would cut its cleanup short.
+        # Ctrl-C at a terminal reaches the child directly: a second signal would interrupt its cleanup.
         if child and not (signum == signal.SIGINT and _in_terminal_foreground()):
             child[0].send_signal(signum)
 
@@ -154,7 +154,7 @@ def _run_child(command: list[str]) -> int:
 
 
 def _install(handler: Any) -> dict[signal.Signals, Any]:
-    """Install ``handler`` and return the handlers before it; a signal that is ignored stays so."""
+    """Install ``handler`` and return the previous handlers; ignored signals stay ignored."""
     signums = [signal.Signals[name] for name in FORWARDED if hasattr(signal, name)]
     caught = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
     return {signum: signal.signal(signum, handler) for signum in caught}

@@ -1,4 +1,4 @@
-"""``torchq-compat scan PATH...``: what in a code base has to do with FX, and what each of it becomes.
+"""The command ``torchq-compat scan PATH...``: the FX constructs of a code base, and what replaces each.
 
 Source code is read, never executed. Exit code: 0 nothing found, 1 something found, 2 an error of usage or a
 file that could not be read.
@@ -15,7 +15,7 @@ from typing import Any
 from torchq_compat.migrate.scanning.sarif import sarif_log
 from torchq_compat.migrate.scanning.scanner import Finding, Scan, scan_paths
 from torchq_compat.migrate.scanning.terminal import print_finding, print_problems, progress
-from torchq_compat.showing.rows import counted
+from torchq_compat.support.showing.rows import counted
 
 __all__ = ["add_parser", "exit_code", "scan_command"]
 
@@ -35,15 +35,15 @@ exit code: 0 nothing found, 1 something found, 2 an error of usage or a file tha
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "scan",
-        help="list what in Python files and notebooks has to do with FX",
-        description="List the FX constructs in Python files and notebooks: where, what each becomes, and "
-        "whether 'rewrite' does it or it is left for manual review. Nothing is executed and nothing is "
+        help="list the FX constructs in Python files and notebooks",
+        description="List the FX constructs in Python files and notebooks: where each is, what replaces it, "
+        "and whether 'rewrite' does it or it needs manual review. Nothing is executed and nothing is "
         "changed.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "paths", metavar="PATH", nargs="+", type=Path, help="a file, or a folder and all below it"
+        "paths", metavar="PATH", nargs="+", type=Path, help="a file, or a folder to search recursively"
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument(
@@ -79,7 +79,7 @@ def exit_code(scan: Scan) -> int:
 
 
 def as_data(scan: Scan) -> dict[str, Any]:
-    """Return the scan as plain values; ``version`` counts changes of this form."""
+    """Return the scan as plain values; ``version`` is increased when this format changes."""
     return {
         "version": FORMAT_VERSION,
         "files": scan.files,
@@ -114,4 +114,4 @@ def print_report(scan: Scan) -> None:
     if codes:
         print(f"  torchq-compat explain {' '.join(codes)}")
     if by["rewrite"]:
-        print("  torchq-compat rewrite shows what it would change, with --write it does")
+        print("  torchq-compat rewrite shows these changes, torchq-compat rewrite --write makes them")

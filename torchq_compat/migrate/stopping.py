@@ -1,4 +1,4 @@
-"""What the commands do on SIGTERM: leave in order, so that no temporary file and no process is left."""
+"""Handle SIGTERM in the commands, so that no temporary file and no process is left."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["stopping_cleanly"]
 
 @contextmanager
 def stopping_cleanly() -> Iterator[None]:
-    """On SIGTERM leave as on an interrupt: temporary files are removed, then the process ends.
+    """Exit on SIGTERM inside the ``with`` block as on an interrupt: remove temporary files, then end.
 
-    A handler that is there already is kept: it is a script's own, and a signal that is ignored stays so.
+    An existing handler, which is a script's own, is kept, and an ignored signal stays ignored.
     """
 
     def stop(number: int, frame: object) -> None:

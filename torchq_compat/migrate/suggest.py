@@ -1,4 +1,4 @@
-"""``torchq-compat suggest module:function``: which modules to leave float, from measured sensitivity."""
+"""The command ``torchq-compat suggest module:function``: the modules to leave float, by sensitivity."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ module:function names a function without arguments that returns model, qconfig_m
 calibration_data, as for compare
 """
 
-#: What the printed lines call the QConfig of 16 bits.
+#: The name of the 16-bit QConfig in the printed lines.
 SIXTEEN_BITS = "sixteen_bits"
-#: As suggest makes it.
+#: The QConfig that ``suggest`` uses, as code.
 QCONFIG_LINE = f"""\
 {SIXTEEN_BITS} = torch.ao.quantization.QConfig(
     activation=torch.ao.quantization.MinMaxObserver.with_args(
@@ -33,21 +33,21 @@ QCONFIG_LINE = f"""\
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "suggest",
-        help="measure what each module costs, and say which to leave float",
-        description="Quantize a model, switch off each module in turn, and print the lines for its "
-        "QConfigMapping that leave the worst ones float.",
+        help="measure the accuracy each module costs, and list those to leave float",
+        description="Quantize a model, measure the accuracy that each module costs, and print the lines for "
+        "its QConfigMapping that leave the worst modules float.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-n", type=_count, default=3, help="how many modules, at most (default 3)")
+    parser.add_argument("-n", type=_count, default=3, help="the maximum number of modules (default 3)")
     parser.add_argument(
         "--instead",
         choices=("float", "16-bit"),
         default="float",
-        help="leave the modules float, or give their activations 16 bits, which the backend has to list "
+        help="leave the modules float, or give them 16-bit activations, which the backend must support "
         "(default float)",
     )
-    parser.add_argument("target", metavar="module:function", help="what returns the case")
+    parser.add_argument("target", metavar="module:function", help="the function that returns the case")
     parser.set_defaults(command=suggest_command)
 
 
@@ -55,12 +55,12 @@ def suggest_command(args: argparse.Namespace) -> int:
     """Measure, print, and return 0.
 
     Raises:
-        CaseError: there is no such function, or what it returns is no case.
+        CaseError: there is no such function, or it does not return a case.
         TorchQCompatError: the model cannot be quantized.
     """
     if ":" not in args.target:
         raise CaseError(
-            f"{args.target!r} is no module:function.",
+            f"{args.target!r} is not of the form module:function.",
             hint="name a function that returns the case, as in mymodels.cases:tagger.",
         )
     from torchq_compat.migrate.comparison.comparison_process import case_of_function

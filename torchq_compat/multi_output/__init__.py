@@ -1,8 +1,8 @@
 """Specs for operators with several outputs, for any torchao Quantizer.
 
-torchao's prepare drops the ``output_qspec`` of a node whose value is no tensor (``chunk``, ``topk`` ...)
-without a word. ``annotate_outputs`` takes one spec per output and puts each where prepare does look: on the
-``getitem`` node that picks the output.
+torchao's prepare silently drops the ``output_qspec`` of a node whose value is not a tensor (``chunk``,
+``topk`` ...). ``annotate_outputs`` accepts one spec per output and writes each where prepare reads it: on the
+``getitem`` node of the output.
 """
 
 from torchq_compat.errors import AnnotationError

@@ -1,4 +1,4 @@
-"""One spec per output: checked against the graph first, then written where torchao's prepare reads it."""
+"""Annotate a node with one spec per output: check the specs, and write them where torchao reads them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchq_compat.support.argument_checks import (
 __all__ = ["annotate_outputs"]
 
 
-# What is no spec is said by the name of its point.
+# An error about a spec names its point, so the specs are not checked here.
 @checked_arguments(
     node=instance_of(Node, what="a torch.fx.Node"),
     input_specs=mapping_of(instance_of(Node, Output, what="a torch.fx.Node or Output"), ANYTHING),
@@ -51,21 +51,21 @@ def annotate_outputs(
     """Annotate ``node`` with one spec per input and one per output; call it in ``Quantizer.annotate``.
 
     Every kind of torchao spec works for an input and for an output, and may refer to an output:
-    ``SharedQuantizationSpec(Output(node, 1))``, also from a point before it, and
+    ``SharedQuantizationSpec(Output(node, 1))``, also from a point before that output, and
     ``DerivedQuantizationSpec(derived_from=[(x, node), Output(node, 0)], ...)``. Sharing is transitive, and
-    implicit for one tensor observed with equal settings, as torchao's prepare has it. An output that is not
-    used gets a getitem node; several getitems of one output are merged. On an error the graph is unchanged.
+    implicit for one tensor observed with equal settings, as in torchao's prepare. An unused output gets a
+    getitem node; several getitems of one output are merged. On an error the graph is unchanged.
 
     Args:
-        node: of a graph captured by torch.export; with one output it is annotated like any node.
-        input_specs: by input node; None, or leaving an input out, leaves it alone.
-        output_specs: one per output, in order; None leaves it alone.
+        node: a node of a graph captured by torch.export; it may also have a single output.
+        input_specs: input node or ``Output`` -> spec; None, or leaving an input out, means no spec.
+        output_specs: one spec per output, in order; None means no spec.
         allow_implicit_sharing: as in torchao's QuantizationAnnotation, for the inputs of ``node``.
 
     Raises:
-        AnnotationError: a spec for what is no input, no output, or no float tensor; one that torchao cannot
-            carry out, as in ``check_annotations``; another spec at the same point; references that go round
-            in a circle, or derive from a point that comes later.
+        AnnotationError: a spec is for something that is not an input, an output or a float tensor; torchao
+            cannot apply it, as in ``check_annotations``; its point has another spec already; references form
+            a circle, or derive from a point that comes later.
 
     Example:
         >>> import torch
@@ -114,7 +114,7 @@ def _told(
         if edge in told and told[edge] != _checked(edge, spec):
             raise AnnotationError(
                 f"{shown_source(spelled[edge])} and {shown_source(source)} are the same input of node "
-                f"{node.name!r} ({node.target}), and are told different specs.",
+                f"{node.name!r} ({node.target}), and have different specs.",
                 hint="leave one of the two out: getitems of one output carry the same tensor.",
             )
         told[edge] = _checked(edge, spec)

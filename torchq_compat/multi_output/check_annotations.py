@@ -1,8 +1,8 @@
-"""Every annotation of a graph, checked and settled: torchao does what is written there, or it is an error.
+"""Check every annotation of a graph, so that torchao either applies it or an error is raised.
 
-torchao's prepare drops an ``output_qspec`` on a node with several outputs, and a spec on an edge it does not
-observe, without a word; observers of torch.ao it takes, and quantizes nothing. A ``ComposableQuantizer`` does
-not call the ``validate`` of its quantizers. So the graph is looked at, whoever wrote on it.
+torchao's prepare silently drops an ``output_qspec`` on a node with several outputs, and a spec on an edge it
+does not observe; with an observer of torch.ao it quantizes nothing. A ``ComposableQuantizer`` does not call
+the ``validate`` of its quantizers. So the graph itself is checked, independent of the Quantizer.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["check_annotations", "check_sharing"]
 
 @checked_arguments(model=instance_of(GraphModule))
 def check_annotations(model: GraphModule) -> None:
-    """Check every annotation of ``model`` and write it as torchao carries it out.
+    """Check every annotation of ``model`` and rewrite it in the form that torchao applies.
 
-    Call it on an annotated graph, as in ``Quantizer.validate``. ``prepare_fx`` and ``prepare_qat_fx`` do it
-    themselves, whatever the Quantizer.
+    Call it on an annotated graph, for example in ``Quantizer.validate``. ``prepare_fx`` and
+    ``prepare_qat_fx`` call it themselves for every Quantizer.
 
-    - An ``output_qspec`` on an operator with several outputs moves to its outputs: one spec to every float
-      output, a sequence to one each, ``None`` in it leaves one alone.
+    - An ``output_qspec`` on an operator with several outputs moves to the outputs: a single spec to every
+      float output, a sequence one by one, with None for an output without a spec.
     - Observers and fake-quantizes of torch.ao become torchao's, with the settings of their spec.
-    - References are settled: a spec may share with a point that is annotated later.
+    - References are resolved: a spec may share with a point that is annotated later.
 
     Args:
-        model: a graph captured by torch.export, annotated; changed in place, unless there is an error.
+        model: an annotated graph captured by torch.export; changed in place, unless there is an error.
 
     Raises:
-        AnnotationError: a spec that torchao would drop or could not carry out: for what is no float tensor or
-            no positional input, not one for each output, without a qscheme, with an observer that cannot be
-            made, two at one point; a reference to a point without a spec, round in a circle, or a derived
-            one to a later point.
+        AnnotationError: torchao would drop a spec or could not apply it: it is for something that is not a
+            float tensor or a positional input, not one per output, without a qscheme, with an observer that
+            cannot be made, or the second at one point; or it refers to a point without a spec, in a circle,
+            or, if derived, to a later point.
 
     Example:
         >>> import torch
@@ -62,12 +62,12 @@ def check_annotations(model: GraphModule) -> None:
     write_specs(model.graph, table.settled())
 
 
-#: The name it had when references were all it checked.
+#: The name of ``check_annotations`` when it checked references only.
 check_sharing = check_annotations
 
 
 def _check_annotation(node: Node) -> None:
-    """Refuse what no point of the graph stands for."""
+    """Refuse an annotation of ``node`` that no point of the graph corresponds to."""
     annotation = node.meta.get(Q_ANNOTATION_KEY)
     if annotation is None:
         return
@@ -83,13 +83,13 @@ def _check_annotation(node: Node) -> None:
     is_known = isinstance(node.meta.get("val"), Tensor) or has_several(node)
     if annotation.output_qspec is not None and not is_known:
         raise AnnotationError(
-            f"the output of {node.name} ({node.target}) has a spec, and is no tensor.",
+            f"the output of {node.name} ({node.target}) has a spec, but is not a tensor.",
             hint="annotate a node whose meta['val'] is a tensor, or several; torchao drops other specs.",
         )
 
 
 def _check_keywords(node: Node, *, is_annotated: bool) -> None:
-    """torchao fails with an assertion on an annotated node that is given a tensor by keyword."""
+    """Refuse an annotated node with a tensor passed by keyword, on which torchao fails with an assertion."""
     given = [name for name, value in node.kwargs.items() if _holds_node(value)]
     if is_annotated and node.op == "call_function" and given:
         raise AnnotationError(

@@ -1,7 +1,7 @@
-"""Points of a graph that can be observed, whether or not a node stands for them yet.
+"""Points of a graph that can be observed, including outputs that do not have a node yet.
 
 torchao names an output by its node and an edge by (producer, consumer). An output of an operator with several
-has no node of its own but a ``getitem``, several, or none; ``Output`` names it in every case.
+outputs has one ``getitem`` node, several, or none; ``Output`` names the output in every case.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ OUTPUT_FIELDS = {"node": instance_of(Node, what="a torch.fx.Node"), "index": IND
 
 @dataclass(frozen=True)
 class Output:
-    """Output ``index`` of ``node``. Stands for a node in SharedQuantizationSpec, DerivedQuantizationSpec and
-    edges: ``SharedQuantizationSpec(Output(node, 1))``, ``SharedQuantizationSpec((Output(node, 0), reader))``.
+    """Output ``index`` of ``node``.
+
+    It is used in place of a node in SharedQuantizationSpec, DerivedQuantizationSpec and edges:
+    ``SharedQuantizationSpec(Output(node, 1))``, ``SharedQuantizationSpec((Output(node, 0), reader))``.
     """
 
     node: Node
@@ -52,7 +54,7 @@ class Output:
 
 
 Source = Output | Node
-#: The output of a node, or an edge (what is read, the node that reads it).
+#: The output of a node, or an edge: (producer, consumer).
 EdgeOrNode = Source | tuple[Source, Node]
 
 
@@ -60,7 +62,7 @@ def output_values(node: Node) -> tuple[Any, ...]:
     """Return the example values of the outputs of ``node``.
 
     Raises:
-        AnnotationError: it carries none.
+        AnnotationError: ``node`` has no example value.
     """
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
@@ -74,11 +76,11 @@ def output_values(node: Node) -> tuple[Any, ...]:
 
 
 def canonical(point: Any) -> EdgeOrNode:
-    """Return ``point`` in the one form it is compared in: a getitem of a node's result becomes an ``Output``,
-    the only output of a node the node itself.
+    """Return ``point`` in the form used for comparison: a getitem of a node's result as an ``Output``, the
+    only output of a node as that node.
 
     Raises:
-        AnnotationError: no such output, or a node that was erased.
+        AnnotationError: there is no such output, or the node was erased.
     """
     if isinstance(point, tuple):
         producer, consumer = point
@@ -87,7 +89,7 @@ def canonical(point: Any) -> EdgeOrNode:
 
 
 def canonical_source(source: Source) -> Source:
-    """Return ``canonical`` of what stands for a node."""
+    """Return ``canonical`` of a ``source``, which is no edge."""
     if isinstance(source, Output):
         values = output_values(source.node)
         if not -len(values) <= source.index < len(values):
@@ -108,12 +110,12 @@ def canonical_source(source: Source) -> Source:
 
 
 def has_several(node: Node) -> bool:
-    """Return whether ``node`` has several outputs, as far as its example value tells."""
+    """Return whether ``node`` has several outputs, according to its example value."""
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def float_outputs(node: Node) -> list[Output]:
-    """Those outputs of ``node``, which has several, that can be quantized."""
+    """Return the outputs of ``node``, which has several, that can be quantized."""
     return [
         Output(node, index)
         for index, value in enumerate(output_values(node))
@@ -122,16 +124,16 @@ def float_outputs(node: Node) -> list[Output]:
 
 
 def check_input(node: Node, source: Source) -> None:
-    """Refuse an edge that torchao does not observe: it takes positional arguments, in nested lists too.
+    """Refuse an edge that torchao does not observe: it observes positional arguments, also in nested lists.
 
     Raises:
-        AnnotationError: ``source`` is no positional argument of ``node``.
+        AnnotationError: ``source`` is not a positional argument of ``node``.
     """
     positional: set[EdgeOrNode] = set()
     map_arg(node.args, lambda argument: positional.add(canonical(argument)))
     if canonical(source) not in positional:
         raise AnnotationError(
-            f"{shown(canonical(source))} is no positional input of node {node.name!r} ({node.target}).",
+            f"{shown(canonical(source))} is not a positional input of node {node.name!r} ({node.target}).",
             hint="its inputs are: "
             + ", ".join(argument.name for argument in node.all_input_nodes)
             + ". torchao observes positional arguments only.",
@@ -139,13 +141,13 @@ def check_input(node: Node, source: Source) -> None:
 
 
 def getitems_of(output: Output) -> list[Node]:
-    """Return the nodes that pick ``output``, in graph order."""
+    """Return the getitem nodes of ``output``, in graph order."""
     picked = [user for user in output.node.users if canonical(user) == output]
     return sorted(picked)
 
 
 def node_at(source: Source) -> Node:
-    """Return the one node for ``source``: a missing getitem is made, several of one output are merged."""
+    """Return the node for ``source``; make its getitem if there is none, merge several into one."""
     if isinstance(source, Node):
         return source
     found = getitems_of(source)
@@ -153,7 +155,7 @@ def node_at(source: Source) -> Node:
         graph = source.node.graph
         with graph.inserting_after(source.node):
             getitem = graph.call_function(operator.getitem, (source.node, source.index))
-        # Where it came from, as the getitems have that torch.export writes.
+        # Keep the metadata of the producer, as torch.export does for its getitems.
         origin = {key: value for key, value in source.node.meta.items() if key != Q_ANNOTATION_KEY}
         getitem.meta = {**origin, "val": source.node.meta["val"][source.index]}
         return getitem
@@ -165,14 +167,14 @@ def node_at(source: Source) -> Node:
 
 
 def shown(point: EdgeOrNode) -> str:
-    """Return ``point`` for people."""
+    """Return ``point`` as text for messages."""
     if isinstance(point, tuple):
         return f"the edge ({shown_source(point[0])} -> {point[1].name})"
     return shown_source(point) if isinstance(point, Output) else f"the output of {point.name}"
 
 
 def shown_source(source: Source) -> str:
-    """``source`` for people, as it was spelled."""
+    """Return ``source`` as text for messages, as the user wrote it."""
     return f"output {source.index} of {source.node.name}" if isinstance(source, Output) else source.name
 
 

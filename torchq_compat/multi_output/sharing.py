@@ -1,9 +1,9 @@
-"""Which points share an observer because specs say so, and in which order torchao can make the observers.
+"""Resolve which points share an observer by their specs, and the order in which torchao makes the observers.
 
-torchao makes one observer per group, in graph order, from the first spec of the group it meets; that one must
-not refer to another (it asserts), and what a derived spec refers to must exist by then. So within a group
-told to share, the first point carries the spec and the others refer to it. Sharing that is implicit, one
-tensor observed with equal settings at its producer and its consumers, stays torchao's.
+torchao makes one observer per group, in graph order, from the first spec of the group. That spec must not
+refer to another point (torchao asserts this), and the points a derived spec refers to must have observers by
+then. So in a group that shares, the first point has the spec and the other points refer to it. Implicit
+sharing, of one tensor observed with equal settings at its producer and its consumers, is left to torchao.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["SpecTable", "with_nodes"]
 
 
 def references(spec: Spec) -> list[EdgeOrNode]:
-    """Return the points ``spec`` takes its qparams from."""
+    """Return the points from which ``spec`` gets its qparams."""
     if isinstance(spec, SharedQuantizationSpec):
         return [_referred(spec.edge_or_node)]
     if isinstance(spec, DerivedQuantizationSpec):
@@ -44,7 +44,7 @@ def references(spec: Spec) -> list[EdgeOrNode]:
 
 
 def _referred(point: Any) -> EdgeOrNode:
-    """A node with several outputs stands for its output where one alone can be meant."""
+    """Return ``point`` in canonical form; a node with several outputs, one of them float, is that output."""
     if isinstance(point, Node) and has_several(point):
         floats = float_outputs(point)
         return floats[0] if len(floats) == 1 else point
@@ -52,8 +52,7 @@ def _referred(point: Any) -> EdgeOrNode:
 
 
 def read_specs(graph: Graph) -> Iterator[tuple[EdgeOrNode, Spec]]:
-    """Yield every point of ``graph`` that has a spec; a point may come twice, where getitems are
-    duplicated."""
+    """Yield every point of ``graph`` that has a spec; a point with duplicated getitems may occur twice."""
     for node in graph.nodes:
         annotation = node.meta.get(Q_ANNOTATION_KEY)
         if annotation is None:
@@ -66,11 +65,11 @@ def read_specs(graph: Graph) -> Iterator[tuple[EdgeOrNode, Spec]]:
 
 
 def _output_specs(node: Node, given: Any) -> Iterator[tuple[EdgeOrNode, Spec]]:
-    """``given``, the ``output_qspec`` of ``node``, by output: one spec is for each float output, a sequence
-    has one for each output.
+    """Yield output and spec for the ``output_qspec`` of ``node``, ``given``: a single spec is for every float
+    output, a sequence has one spec for each output.
 
     Raises:
-        AnnotationError: another number of specs than of outputs, or no output that can be quantized.
+        AnnotationError: the number of specs is not that of outputs, or no output can be quantized.
     """
     if not has_several(node) and not isinstance(given, (list, tuple)):
         yield canonical(node), given
@@ -100,7 +99,7 @@ def _output_specs(node: Node, given: Any) -> Iterator[tuple[EdgeOrNode, Spec]]:
 
 
 class SpecTable:
-    """The specs of a graph by point, and what follows from their references. Changes nothing."""
+    """The specs of a graph by point, with their references resolved. It does not change the graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.specs: dict[EdgeOrNode, Spec] = {}
@@ -112,24 +111,24 @@ class SpecTable:
             self.tell(point, checked[id(spec)])
 
     def tell(self, point: EdgeOrNode, spec: Spec) -> None:
-        """Give ``point`` its spec.
+        """Add the ``spec`` of ``point``.
 
         Raises:
-            AnnotationError: it already has another.
+            AnnotationError: ``point`` already has another spec.
         """
         already = self.specs.setdefault(point, spec)
         if self._form(already) != self._form(spec):
             raise AnnotationError(
-                f"two specs meet at {shown(point)}: it is told {self._told(spec)}, but was already told "
+                f"two specs meet at {shown(point)}: it is given {self._told(spec)}, but already has "
                 f"{self._told(already)}.",
                 hint="leave one of the two specs out, or put a quantizer first that skips annotated nodes.",
             )
 
     def check_circles(self) -> None:
-        """Refuse specs that take their qparams from each other.
+        """Refuse specs that get their qparams from each other.
 
         Raises:
-            AnnotationError: names every point of the circle.
+            AnnotationError: the references form a circle; the message names every point of it.
         """
         done: set[EdgeOrNode] = set()
         for start in self.specs:
@@ -145,10 +144,10 @@ class SpecTable:
         done.add(point)
 
     def check_observed(self) -> None:
-        """Refuse references to nothing.
+        """Refuse references to points without a spec.
 
         Raises:
-            AnnotationError: names the point and the one without a spec that it refers to.
+            AnnotationError: a spec refers to such a point; the message names both points.
         """
         for point, spec in self.specs.items():
             for source in references(spec):
@@ -159,9 +158,9 @@ class SpecTable:
                 raise _unobserved(shown(point), shown(source))
 
     def settled(self) -> dict[EdgeOrNode, Spec]:
-        """The same sharing, written as torchao can carry it out, points in the order torchao makes observers.
+        """Return specs with the same sharing, in a form and order from which torchao can make the observers.
 
-        A reference to a point without a spec stays as it is.
+        A reference to a point without a spec is kept.
 
         Raises:
             AnnotationError: a derived spec refers to a point after it.
@@ -196,7 +195,7 @@ class SpecTable:
         return dataclasses.replace(spec, derived_from=sources)
 
     def _root(self, point: EdgeOrNode) -> EdgeOrNode:
-        """Return the point whose own spec ``point`` uses in the end, or the first one without a spec."""
+        """Follow shared specs from ``point`` to the first point that has its own spec, or none."""
         seen: set[EdgeOrNode] = set()
         while point not in seen and isinstance(self.specs.get(point), SharedQuantizationSpec):
             seen.add(point)
@@ -204,7 +203,7 @@ class SpecTable:
         return point
 
     def _form(self, spec: Spec) -> Spec:
-        """Return ``spec`` in the form it is compared in: references are the points they lead to."""
+        """Return ``spec`` in the form used for comparison: each reference is replaced by its root."""
         if isinstance(spec, SharedQuantizationSpec):
             return SharedQuantizationSpec(self._root(references(spec)[0]))
         if isinstance(spec, DerivedQuantizationSpec):
@@ -212,7 +211,8 @@ class SpecTable:
         return spec
 
     def _position(self, point: EdgeOrNode) -> tuple[int, int, int]:
-        """Graph order: the edges of a node before its output, derived edges after their sources."""
+        """Return the key for graph order: edges into a node before its output, derived edges after their
+        sources."""
         if isinstance(point, tuple):
             return self._order[point[1]], 0, self._depth(point)
         if isinstance(point, Output):
@@ -222,7 +222,7 @@ class SpecTable:
         return self._order[point], 1, 0
 
     def _depth(self, point: EdgeOrNode) -> int:
-        """Return how many derived specs stand between ``point`` and values that are observed."""
+        """Return the number of derived specs between ``point`` and observed values."""
         spec = self.specs.get(self._root(point))
         if not isinstance(spec, DerivedQuantizationSpec):
             return 0
@@ -238,13 +238,13 @@ class SpecTable:
 
 
 def described(spec: Any) -> str:
-    """Return ``spec`` for people: its kind and dtype."""
+    """Return ``spec`` as text for messages: its kind and dtype."""
     dtype = getattr(spec, "dtype", None)
     return f"a {type(spec).__name__}" + (f" of {dtype_name(dtype)}" if dtype is not None else "")
 
 
 def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
-    """Return ``spec`` with every point it refers to spelled with nodes, as torchao reads it."""
+    """Return ``spec`` with every point it refers to written with nodes, as torchao reads it."""
 
     def spelled(point: EdgeOrNode) -> Node | tuple[Node, Node]:
         return (node_of(point[0]), point[1]) if isinstance(point, tuple) else node_of(point)
@@ -275,8 +275,7 @@ def _graphs_of(point: EdgeOrNode) -> set[Graph]:
 def _of_another_graph(point: str, source: str) -> AnnotationError:
     return AnnotationError(
         f"{point} takes its qparams from {source} of another graph.",
-        hint="look the node up in the graph that annotate(model) is given: each prepare captures one of its "
-        "own.",
+        hint="look the node up in the graph that annotate(model) is given: each prepare captures a new one.",
     )
 
 

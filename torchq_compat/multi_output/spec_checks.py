@@ -1,4 +1,4 @@
-"""One spec at one point: is there a tensor to quantize, and can torchao make its observer?"""
+"""Check one spec at one point: that a tensor is there to quantize, and that torchao can make its observer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["checked_spec", "checked_value"]
 
 
 def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
-    """``spec`` of ``point``, with a torchao observer where it had one of torch.ao.
+    """Return the ``spec`` of ``point``, with a torchao observer if it had one of torch.ao.
 
     Raises:
-        AnnotationError: no spec, one without a qscheme, or one whose observer cannot be made.
+        AnnotationError: ``spec`` is not a spec, has no qscheme, or its observer cannot be made.
     """
     if not isinstance(spec, Spec):
         raise AnnotationError(
@@ -41,7 +41,7 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
     except ConfigError as cause:
         raise AnnotationError(cause.message, hint=cause.hint) from cause
     except Exception as cause:
-        # torchao's observers call a qscheme of None one they do not support.
+        # torchao's observers report a qscheme of None as one that is not supported.
         if spec.qscheme is None:
             raise _without_qscheme(point, spec) from cause
         first_line = str(cause).strip().split("\n", 1)[0]
@@ -50,17 +50,17 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
             hint="torchao calls observer_or_fake_quant_ctr.with_args(dtype=, quant_min=, quant_max=, "
             "qscheme=, ch_axis=, is_dynamic=)(); see which of the spec's settings it refuses.",
         ) from cause
-    # A block-wise observer of torchao has none, and no attribute for it.
+    # A block-wise observer of torchao has no qscheme, and no attribute for one.
     if getattr(made, "qscheme", spec) is None and is_integer(spec.dtype) and not spec.is_dynamic:
         raise _without_qscheme(point, spec)
     return translated
 
 
 def checked_value(point: EdgeOrNode) -> None:
-    """Refuse ``point`` if what lies there is known to be no float tensor.
+    """Refuse ``point`` if its value is known and is not a float tensor.
 
     Raises:
-        AnnotationError: an integer tensor, a tuple, a number.
+        AnnotationError: the value is an integer tensor, a tuple or a number.
     """
     source = point[0] if isinstance(point, tuple) else point
     node = source.node if isinstance(source, Output) else source

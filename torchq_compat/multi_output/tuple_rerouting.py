@@ -1,8 +1,8 @@
-"""Take nested structures out of an FX graph: what is packed and indexed again is reached directly.
+"""Remove nested structures from an FX graph: values that are packed and indexed again are used directly.
 
-Legacy: ``_reroute_tuple_getitem_pattern`` of ``torch.ao.quantization.fx.utils``, which searches from each
-tuple downwards and does not backtrack: a tuple indexed twice raised, or silently gave another element. Here
-every ``getitem`` asks what it indexes, first node to last, so there is no search to come back from.
+Legacy: ``_reroute_tuple_getitem_pattern`` of ``torch.ao.quantization.fx.utils`` searches from each tuple
+downwards without backtracking: a tuple indexed twice raised, or silently gave another element. Here every
+``getitem``, from first node to last, looks up the structure it indexes, so no search is needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MUTATING_FUNCTIONS = frozenset(
         operator.iconcat,
     }
 )
-#: Methods that leave a list or dict as it is.
+#: Methods that do not change a list or dict.
 READING_METHODS = frozenset({"copy", "count", "get", "index", "items", "keys", "values"})
 
 
@@ -38,13 +38,13 @@ def reroute_tuples(graph: Graph) -> int:
     """Let every consumer of an element of a known structure use the element itself; erase unused builders.
 
     Known structures are tuples, lists, dicts and named tuples written in a node's arguments or built by a
-    call of their class, and static slices of them. An index is an int of either sign, a slice of such, a
-    constant dict key, or the name of a field. Left as they are: an index that is computed, or that the
-    structure does not have (the graph raises what it raised before), and a list or dict that some node
-    changes. The graph computes what it computed; running it again changes nothing.
+    call of their class, and static slices of them. An index is an int of either sign, a slice with int
+    bounds, a constant dict key, or the name of a field. An access is not changed if its index is computed or
+    missing in the structure (the graph raises the same error as before), or if some node changes the list or
+    dict. The graph computes the same values; calling the function again has no effect.
 
     Args:
-        graph: changed in place. Recompile the GraphModule that owns it.
+        graph: the graph, changed in place. Recompile the GraphModule that owns it.
 
     Returns:
         The number of accesses and builders erased.
@@ -86,7 +86,7 @@ def _is_access(node: Node) -> bool:
 
 
 def _element(access: Node) -> tuple[bool, Any]:
-    """Return (whether it is known, the element): a node, a constant, or a structure of them."""
+    """Return whether the element is known, and the element: a node, a constant, or a structure of them."""
     container, index = access.args
     structure = _structure(container)
     if structure is None or _holds_node(index):
@@ -101,7 +101,7 @@ def _element(access: Node) -> tuple[bool, Any]:
 
 
 def _structure(value: Any) -> Any:
-    """Return the tuple, list or dict that ``value`` is or builds, with nodes as its elements; None: not
+    """Return the tuple, list or dict that ``value`` is or builds, with nodes as elements; None if it is not
     known."""
     if not isinstance(value, Node):
         return value if isinstance(value, BUILDERS) else None
@@ -127,7 +127,7 @@ def _is_named_tuple(target: Any) -> bool:
 
 
 def _is_changed(builder: Node) -> bool:
-    """Return whether some node writes into the list or dict that ``builder`` makes."""
+    """Return whether a node changes the list or dict that ``builder`` makes."""
     if builder.target not in (list, dict):
         return False
     return any(
@@ -146,7 +146,7 @@ def _holds_node(value: Any) -> bool:
 
 
 def _replace(access: Node, element: Any) -> None:
-    """Put ``element`` where ``access`` is used. A structure is written into the arguments of the user."""
+    """Replace uses of ``access`` by ``element``; a structure is written into the arguments of the users."""
     if isinstance(element, Node):
         access.replace_all_uses_with(element)
         return

@@ -1,4 +1,4 @@
-"""Settled specs, written into the annotations where torchao's prepare reads them."""
+"""Write settled specs into the annotations, where torchao's prepare reads them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["write_specs"]
 
 
 def write_specs(graph: Graph, specs: Mapping[EdgeOrNode, Spec]) -> None:
-    """Put ``specs`` into the annotations of ``graph``, in their order, by which torchao makes observers.
+    """Write ``specs`` into the annotations of ``graph``, in their order, in which torchao makes observers.
 
     Args:
-        specs: of every point of the graph that has one.
+        specs: point -> spec, for every point of the graph that has one.
     """
     consumers = {point[1] for point in specs if isinstance(point, tuple)}
     left_alone = {consumer: _left_alone(consumer) for consumer in consumers}
-    # From here on getitems are made and merged: a node read before may be gone.
+    # From here on getitems are made and merged: a node found earlier may have been erased.
     spelled = {point: with_nodes(spec, node_at) for point, spec in specs.items()}
     for consumer, sources in left_alone.items():
         consumer.meta[Q_ANNOTATION_KEY].input_qspec_map = {node_at(source): None for source in sources}
@@ -43,10 +43,10 @@ def write_specs(graph: Graph, specs: Mapping[EdgeOrNode, Spec]) -> None:
     for node in graph.nodes:
         annotation = node.meta.get(Q_ANNOTATION_KEY)
         if annotation is not None and has_several(node):
-            annotation.output_qspec = None  # Each output has its own now.
+            annotation.output_qspec = None  # Each output has its own spec now.
 
 
 def _left_alone(consumer: Node) -> list[Source]:
-    """What ``consumer`` reads and its annotation names without a spec."""
+    """Return the inputs that the annotation of ``consumer`` names without a spec."""
     inputs = consumer.meta[Q_ANNOTATION_KEY].input_qspec_map
     return [canonical_source(source) for source, spec in inputs.items() if spec is None]

@@ -1,1 +1,1 @@
-"""Quantizable and quantized modules, as ``torch.ao.nn`` has them."""
+"""Quantizable, quantized and intrinsic modules, under the names of ``torch.ao.nn``."""

@@ -1,1 +1,1 @@
-"""A module as one opaque call of the outer graph: flatten, call, quantize and dequantize around it."""
+"""A module as one opaque call of the outer graph: flattening, the call, and the q-dq around it."""

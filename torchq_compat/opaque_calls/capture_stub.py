@@ -1,8 +1,8 @@
-"""The opaque op: how a custom module looks to torch.export.
+"""The opaque op, which represents a custom module in torch.export.
 
-During capture a ``CaptureStub`` stands where the float module was. It flattens its arguments and calls one
-custom operator, of which torch.export sees only the fake kernel; so the module inside is never traced and
-no size of it is fixed. After capture every such node becomes a ``call_module`` of the observed module.
+During capture a ``CaptureStub`` takes the place of the float module. It flattens its arguments and calls one
+custom operator, of which torch.export runs only the fake kernel; so the module is never traced, and none of
+its sizes is fixed. After capture every such node becomes a ``call_module`` of the observed module.
 """
 
 from __future__ import annotations
@@ -17,13 +17,35 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils.hooks import RemovableHandle
 
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.opaque_calls.call_results import CallResults
 from torchq_compat.opaque_calls.layouts import CallLayout, LeafKind, Structure
 from torchq_compat.packed_sequences.packing_mode import batch_of_arguments, call_with_batch
 
-__all__ = ["OPAQUE_OP", "ORIGINAL", "CaptureStub", "StubRegistry"]
+__all__ = ["OPAQUE_OP", "ORIGINAL", "CallResults", "CaptureStub", "StubRegistry"]
+
+
+@dataclass
+class CallResults:
+    """The results of opaque calls during capture.
+
+    Attributes:
+        results: the nested results that the model receives.
+        returns_whole_result: whether the model returns one of them as it is.
+    """
+
+    results: list[Any] = field(default_factory=list)
+    returns_whole_result: bool = False
+
+    def watch(self, model: nn.Module) -> RemovableHandle:
+        """Record whether ``model`` returns one of the results during capture; return the hook's handle."""
+
+        def note(_model: nn.Module, _args: Any, result: Any) -> None:
+            self.returns_whole_result = any(result is whole for whole in self.results)
+
+        return model.register_forward_hook(note)
+
 
 #: Computes the nested result of a call from fake arguments: shapes and dtypes only.
 FakeCall = Callable[..., Any]
@@ -40,8 +62,8 @@ class StubRegistry:
     """The stubs of one capture.
 
     Attributes:
-        leaves: how each computes shapes, and the layouts of its calls in their order, by handle.
-        results: of the calls.
+        by_handle: each stub's fake call and the layouts of its calls in order, by handle.
+        results: the results of the calls.
     """
 
     by_handle: dict[str, _Stub] = field(default_factory=dict)
@@ -57,7 +79,7 @@ class StubRegistry:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the opaque op resolve its handles here for the duration."""
+        """Make the opaque op resolve its handles in this registry while the context is active."""
         token = _REGISTRY.set(self)
         try:
             yield
@@ -66,8 +88,8 @@ class StubRegistry:
 
     @contextmanager
     def capturing(self, model: nn.Module) -> Iterator[None]:
-        """Be active while ``model`` is captured; when it runs again, since the first try failed, only the
-        calls of that run count."""
+        """Be active while ``model`` is captured. If ``model`` runs again because the first attempt failed,
+        the calls of the earlier run are forgotten."""
         hook = model.register_forward_pre_hook(lambda _model, _args: self._forget_calls())
         try:
             with self.active():
@@ -83,19 +105,20 @@ class StubRegistry:
 _REGISTRY: ContextVar[StubRegistry] = ContextVar("torchq_compat_stubs")
 
 
-#: Where a CaptureStub keeps the module it stands for.
+#: The attribute of a CaptureStub with the module that it replaces.
 ORIGINAL = "stub_original"
 
 
 class CaptureStub(nn.Module):
-    """Stands for a custom module during capture.
+    """A replacement of a custom module during capture.
 
-    Class, attributes and parameters are those of the original: models ask ``isinstance(self.rnn, nn.LSTM)``,
-    read ``self.lstm.hidden_size``, or make a state with ``next(self.parameters()).new_zeros(...)``.
+    It has the class, attributes and parameters of the original: models check ``isinstance(self.rnn,
+    nn.LSTM)``, read ``self.lstm.hidden_size``, or make a state with
+    ``next(self.parameters()).new_zeros(...)``.
     """
 
     def __init__(self, handle: str, original: nn.Module) -> None:
-        # Not super().__init__: that may be the original's class.
+        # Not super().__init__, which may be that of the original's class.
         nn.Module.__init__(self)
         self.stub_handle = handle
         self.stub_original = original
@@ -103,7 +126,8 @@ class CaptureStub(nn.Module):
 
     @classmethod
     def standing_for(cls, original: nn.Module, handle: str) -> CaptureStub:
-        """Return a caller of a subclass of the class of ``original``; a graph's class cannot be added to."""
+        """Return a stub whose class also derives from the class of ``original``, except for a GraphModule,
+        whose class cannot be subclassed like this."""
         base = type(original)
         if isinstance(original, GraphModule):
             return cls(handle, original)
@@ -124,12 +148,12 @@ class CaptureStub(nn.Module):
         stub = registry.by_handle[self.stub_handle]
         inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
         batch = batch_of_arguments((args, kwargs))
-        # Only the structure is wanted here, not the shape computation in the user's graph.
+        # The structure is needed, but not the computation of shapes in the user's graph.
         with disable_proxy_modes_tracing(), call_with_batch(batch):
             outputs, shown, computed = Structure.take_apart_with_sizes(stub.fake_call(*args, **kwargs))
         self._check(inputs, outputs, computed)
         stub.layouts.append(CallLayout(inputs, outputs))
-        # Behind the sizes of the layout: what only the fake kernel wants.
+        # The batch, which only the fake kernel needs, comes behind the sizes of the layout.
         more = [] if batch is None else [batch]
         flat = torch.ops.torchq_compat.custom_module(
             tensors, [*sizes, *more], self.stub_handle, len(stub.layouts) - 1
@@ -162,7 +186,7 @@ def _custom_module_fake(tensors: list[Tensor], sizes: list[int], handle: str, la
     args, kwargs = inputs.put_together(tensors, sizes)
     with call_with_batch(next(iter(sizes[inputs.count(LeafKind.SIZE) :]), None)):
         _, results = Structure.take_apart(stub.fake_call(*args, **kwargs))
-    # No operator may return its argument.
+    # An operator must not return its argument.
     return [torch.empty_like(each) if any(each is given for given in tensors) else each for each in results]
 
 
@@ -170,8 +194,8 @@ OPAQUE_OP = torch.ops.torchq_compat.custom_module.default
 
 
 def _with_handed_on(results: list[Tensor], shown: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """``results``, with the argument itself for each that is one according to ``shown``: the batch sizes of a
-    PackedSequence."""
+    """Return ``results``, with the argument itself in place of each result that is an argument in ``shown``,
+    such as the batch sizes of a PackedSequence."""
     return [
         next((given for given in tensors if given is each), result)
         for result, each in zip(results, shown, strict=True)

@@ -1,4 +1,4 @@
-"""Opaque calls: the captured opaque op becomes a call of the module that does the work."""
+"""Replaces captured opaque ops by calls of the modules that do the work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchq_compat.support.upstream import pytree
 __all__ = ["example_call", "insert_calls", "opaque_call_nodes", "tensor_arguments"]
 
 ATEN = torch.ops.aten
-#: Ops that take dtype and device from their first argument, and nothing else.
+#: Ops that use only the dtype and device of their first argument.
 NEW_TENSOR = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_empty.default, ATEN.new_full.default)
 
 
@@ -31,15 +31,16 @@ def insert_calls(
     modules: dict[str, nn.Module],
     writers: Mapping[str, Callable[..., list[Node] | None]] = MappingProxyType({}),
 ) -> list[str]:
-    """Replace every opaque op in ``graph_module`` by a call of ``modules[handle]``, placed at that path.
+    """Replace every opaque op in ``graph_module`` by a call of ``modules[handle]``, at the path ``handle``.
 
-    A float module that is never called is there for the parameters the model reads of it.
+    A float module that is never called is added if the model reads parameters of it.
 
     Args:
-        writers: write float modules as ops instead, by path; see ``CustomModuleHandler.ops_writer``.
+        writers: functions that write float modules as ops instead, by path; see
+            ``CustomModuleHandler.ops_writer``.
 
     Returns:
-        The parameters of observed modules whose values the model itself reads: it has copies of them.
+        The names of the parameters of observed modules that the model itself reads, from copies.
     """
     copied = [name for entry in modules.items() for name in _keep_parameters_read(graph_module, *entry)]
     for node in list(graph_module.graph.nodes):
@@ -71,11 +72,11 @@ def insert_calls(
 
 
 def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Module) -> list[str]:
-    """Parameters of the float custom module at ``handle`` that the model itself reads.
+    """Keep the parameters of the float custom module at ``handle`` that the model itself reads.
 
-    They are those of ``module`` where it is the float module. Else that makes room for ``module``, and they
-    become buffers of the graph; where only dtype and device are wanted, an empty one. Returns the names of
-    those whose values were copied.
+    If ``module`` is the float module, the graph reads its parameters. Otherwise ``module`` replaces the float
+    module, and the parameters become buffers of the graph, empty ones if only dtype and device are used.
+    Return the names of the parameters whose values were copied.
     """
     prefix, copied = f"{handle}.{ORIGINAL}.", []
     for node in list(graph_module.graph.nodes):
@@ -100,7 +101,7 @@ def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Mod
 
 
 def opaque_call_nodes(graph_module: GraphModule) -> list[Node]:
-    """The calls of opaque modules in ``graph_module``."""
+    """Return the calls of opaque modules in ``graph_module``."""
     return [
         node
         for node in graph_module.graph.nodes
@@ -109,7 +110,7 @@ def opaque_call_nodes(graph_module: GraphModule) -> list[Node]:
 
 
 def tensor_arguments(call: Node, module: OpaqueModule) -> tuple[Node, ...]:
-    """Return the tensors an opaque call passes; behind them in its arguments stand sizes."""
+    """Return the tensor arguments of an opaque call, which precede its sizes."""
     index = call.kwargs["opaque_layout"]
     assert isinstance(index, int)
     tensors = call.args[: module.opaque_layouts[index].inputs.count()]
@@ -120,8 +121,8 @@ def tensor_arguments(call: Node, module: OpaqueModule) -> tuple[Node, ...]:
 def example_call(
     call: Node, module: OpaqueModule, tensors: Sequence[Tensor]
 ) -> tuple[list[Any], list[Tensor]]:
-    """Return an opaque call with the ``tensors`` it had in the example: its arguments, sizes included, and
-    zeros of the shapes and dtypes of its results."""
+    """Return the arguments of an opaque call in the example, its ``tensors`` followed by sizes, and zeros of
+    the shapes and dtypes of its results."""
     count = len(tensor_arguments(call, module))
     sizes = [_example_size(size) for size in call.args[count:]]
     return [*tensors, *sizes], [_zeros(value) for value in call.meta["val"]]
@@ -136,7 +137,7 @@ def _example_size(size: Any) -> int:
     value = size.meta["val"] if isinstance(size, Node) else size
     if not isinstance(value, torch.SymInt):
         return int(value)
-    # How many rows a PackedSequence has is known at run time only.
+    # The number of rows of a PackedSequence is known only at run time.
     return value.node.hint if value.node.has_hint() else 1
 
 
@@ -154,7 +155,7 @@ def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any
 
 
 def _use(node: Node, results: Sequence[Node]) -> None:
-    """Put ``results`` in the place of those of the opaque op ``node``."""
+    """Replace the results of the opaque op ``node`` by ``results``."""
     for getitem in list(node.users):
         position = getitem.args[1]
         assert isinstance(position, int)
@@ -171,7 +172,8 @@ def _call_nested(
     kwargs: dict[str, Any],
     outputs: Structure,
 ) -> None:
-    """A float module keeps its own calling form: nested arguments, and a chain of lookups for each result."""
+    """Replace the opaque op ``node`` by a call of a float module in the module's own form: nested arguments,
+    and a chain of lookups for each result."""
     graph = graph_module.graph
     with graph.inserting_before(node):
         args, kwargs = pytree.tree_map(

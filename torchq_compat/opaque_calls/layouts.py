@@ -1,9 +1,9 @@
-"""Call layouts: how the nested arguments and results of one call lie in flat tuples of tensors.
+"""Call layouts: how the nested arguments and results of one call map to flat tuples of tensors.
 
-The outer graph sees only tensors. What FX did by rerouting tuples in the graph happens here, in Python:
-the nested structure of a call is taken apart before it reaches the graph and put together again behind it.
-Tuples, lists, dicts and named tuples are pytree's; dataclasses are opened here, registered or not, and so is
-a PackedSequence, whose constructor wants tensors.
+The outer graph has only tensors. FX rerouted tuples in the graph; here Python takes the nested structure of a
+call apart in front of the graph, and puts it together again behind it. pytree handles tuples, lists, dicts
+and named tuples; this module handles dataclasses, registered or not, and PackedSequence, whose constructor
+requires tensors.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Field(str):
     __slots__ = ()
 
 
-#: The fields of a PackedSequence that are no data.
+#: The fields of a PackedSequence except ``data``.
 INDEX_FIELDS = PackedSequence._fields[1:]
 
 
 class LeafKind(enum.Enum):
-    """The kind of value at a leaf of the structure, where it is no constant."""
+    """The kind of value at a leaf of a structure that is no constant."""
 
     TENSOR = "tensor"
     SIZE = "size"
@@ -57,7 +57,7 @@ class Structure:
 
     Attributes:
         spec: the tree.
-        leaves: per leaf of the tree a ``Place``, a ``Record``, or the constant that stands there.
+        leaves: for each leaf of the tree a ``LeafKind``, a ``Record``, or the constant itself.
     """
 
     spec: pytree.TreeSpec
@@ -71,7 +71,7 @@ class Structure:
 
     @classmethod
     def take_apart_with_sizes(cls, nested: Any) -> tuple[Structure, list[Tensor], list[Any]]:
-        """As ``take_apart``, with the sizes (``torch.SymInt``) that capture made symbolic."""
+        """Return what ``take_apart`` does, and the sizes (``torch.SymInt``) that capture made symbolic."""
         tensors: list[Tensor] = []
         sizes: list[Any] = []
         return cls._take_apart(nested, tensors, sizes), tensors, sizes
@@ -96,11 +96,11 @@ class Structure:
         return cls(spec, tuple(leaves))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
-        """A frozen value; copying its TreeSpec would warn from inside torch."""
+        """Return the structure itself: it is frozen, and copying its TreeSpec would warn inside torch."""
         return self
 
     def put_together(self, tensors: Any, sizes: Any = ()) -> Any:
-        """Return the nested structure around ``tensors`` and ``sizes`` (of any type: graph nodes as well)."""
+        """Return the nested structure around ``tensors`` and ``sizes``, of any type, such as nodes."""
         return self._put_together(iter(tensors), iter(sizes))
 
     def _put_together(self, tensors: Iterator[Any], sizes: Iterator[Any]) -> Any:
@@ -125,18 +125,18 @@ class Structure:
                 yield leaf
 
     def holds_indices(self) -> list[bool]:
-        """For each tensor, whether it is bookkeeping of a PackedSequence and no data."""
+        """Return, for each tensor, whether it is a field of a PackedSequence other than ``data``."""
         last = [keys[-1] if keys else None for keys in self.tensor_keys()]
         return [isinstance(key, Field) and key in INDEX_FIELDS for key in last]
 
     def count(self, place: LeafKind = LeafKind.TENSOR) -> int:
-        """Return how many tensors, or sizes, it holds."""
+        """Return the number of tensors, or of sizes, in the structure."""
         return sum(
             leaf.values.count(place) if isinstance(leaf, Record) else leaf is place for leaf in self.leaves
         )
 
     def tensor_keys(self) -> list[tuple[Any, ...]]:
-        """For each tensor, the indices, dict keys and field names that lead to it."""
+        """Return, for each tensor, the indices, dict keys and field names that lead to it."""
         positions = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
         found: list[tuple[Any, ...]] = []
         for keys, index in _with_keys(positions):
@@ -150,7 +150,8 @@ class Structure:
 
 
 def _with_keys(nested: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The leaves of ``nested`` with their keys; indices in containers registered without names."""
+    """Yield the keys and the value of each leaf of ``nested``; keys are indices in containers that are
+    registered without names."""
     for path, leaf in pytree.tree_flatten_with_path(nested, is_leaf=_has_no_names)[0]:
         keys = tuple(_plain_key(key) for key in path)
         if not _has_no_names(leaf):
@@ -185,7 +186,7 @@ def _field_names(record: Any) -> tuple[str, ...]:
 
 
 def _make_record(record: Record, values: list[Any]) -> Any:
-    """An instance with these values: without ``__init__``, which may compute or refuse them."""
+    """Return an instance with ``values``, made without ``__init__``, which may change or refuse them."""
     if issubclass(record.kind, PackedSequence):
         return tuple.__new__(record.kind, values)
     made: Any = object.__new__(record.kind)
@@ -199,11 +200,12 @@ class CallLayout:
     """One call of a custom module.
 
     Attributes:
-        inputs: structure of ``(args, kwargs)``.
-        outputs: structure of the result.
-        input_qparams: per tensor input, the qparams of the integers it arrives as, or None for floats.
-        output_qparams: per tensor output, the qparams of the integers it leaves as, or None for floats.
-        float_qparams: per tensor input that arrives as floats, the qparams they lie on, or None.
+        inputs: the structure of ``(args, kwargs)``.
+        outputs: the structure of the result.
+        input_qparams: for each tensor input, the qparams if it arrives as integers, or None for floats.
+        output_qparams: for each tensor output, the qparams if it leaves as integers, or None for floats.
+        float_qparams: for each tensor input that arrives as floats, the qparams that represent these exactly,
+            or None.
     """
 
     inputs: Structure
@@ -215,5 +217,5 @@ class CallLayout:
     def with_qparams(
         self, inputs: tuple[QParams | None, ...], outputs: tuple[QParams | None, ...]
     ) -> CallLayout:
-        """The same call across a quantized boundary."""
+        """Return the layout with the qparams of a quantized boundary."""
         return replace(self, input_qparams=inputs, output_qparams=outputs)

@@ -17,30 +17,30 @@ __all__ = ["OpaqueModule"]
 class OpaqueModule(nn.Module):
     """A custom module that can be called in two ways.
 
-    By a user, with the arguments and results of the float module it replaces (``opaque_call``). By the graph,
-    with flat tensors and the index of a ``CallLayout``; across a quantized boundary the tensors are integers.
-    All names begin with ``opaque``: this class is also mixed into classes that users wrote.
+    A user calls it with the arguments and results of the float module that it replaces (``opaque_call``). The
+    graph calls it with flat tensors and the index of a ``CallLayout``; at a quantized boundary the tensors
+    are integers. Names begin with ``opaque`` or ``leaf``: the class is also mixed into classes of users.
     """
 
     opaque_layouts: list[CallLayout]
     opaque_quant_type = QuantType.STATIC
     #: The class the script mapped the float module to.
     opaque_observed_class: type[nn.Module] | None = None
-    #: Whether what ``opaque_call`` returns lies on the steps of ``opaque_output_qparams`` already, and an
-    #: exported program shows the per-tensor qparams it is made of.
+    #: Whether the results of ``opaque_call`` are already rounded to ``opaque_output_qparams``, and an
+    #: exported program shows the per-tensor qparams that they are computed with.
     opaque_shows_result_qparams = False
-    #: Whether it takes and gives floats that lie on the steps of its layouts, where others have the integers.
+    #: Whether it accepts and returns floats rounded to the qparams of its layouts, in place of integers.
     opaque_in_floats = False
-    #: Whether it puts floats that lie on no qparams on those of its layouts, and takes and gives torch.ao's
-    #: quantized tensors; the call then says in ``leaf_quantized`` which results are to be quantized tensors.
+    #: Whether it rounds float inputs without qparams to those of its layouts, and accepts and returns
+    #: torch.ao's quantized tensors; a call's ``leaf_quantized`` then gives the results to quantize.
     leaf_quantizes = False
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute in floats, as the float module is called."""
+        """Compute with floats, with the arguments and results of the float module."""
         raise NotImplementedError
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """Return the qparams of each of the flat ``results`` (of any device, ``meta`` too); None: floats."""
+        """Return the qparams of each of the flat ``results`` (of any device, also ``meta``); None: floats."""
         return (None,) * len(results)
 
     def forward(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
@@ -51,27 +51,27 @@ class OpaqueModule(nn.Module):
     def opaque_call_from_graph(
         self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return ``opaque_call``, for a call of the graph, whose qparams ``layout`` knows."""
+        """Return the result of ``opaque_call`` for a call of the graph, whose qparams are in ``layout``."""
         return self.opaque_call(*args, **kwargs)
 
     def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
-        """Make the argument of ``opaque_call`` from the integers ``q``, which have ``qparams``."""
+        """Return the argument of ``opaque_call`` for the integers ``q`` with ``qparams``."""
         return qparams.dequantize(q, self.opaque_float_dtype())
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
-        """Make the value that the graph gets from a ``result`` of ``opaque_call``."""
+        """Return the value that the graph receives for a ``result`` of ``opaque_call``."""
         return result if qparams is None else qparams.quantize(result)
 
     def opaque_set_qparams(
         self, index: int, inputs: tuple[QParams | None, ...], outputs: tuple[QParams | None, ...]
     ) -> None:
-        """Tell call ``index`` the qparams of its integers."""
+        """Set the qparams of the integers of call ``index``."""
         layouts = list(self.opaque_layouts)
         layouts[index] = layouts[index].with_qparams(inputs, outputs)
         self.opaque_layouts = layouts
 
     def opaque_check_results(self, layout: CallLayout, results: Any) -> None:
-        """Refuse ``results`` of another structure than the call had in capture."""
+        """Raise if ``results`` have another structure than in capture; does nothing unless overridden."""
 
     def _opaque_call_flat(self, layout: CallLayout, flat: tuple[Any, ...]) -> tuple[Tensor, ...]:
         count = layout.inputs.count()
@@ -93,5 +93,5 @@ class OpaqueModule(nn.Module):
         return self.opaque_receive(tensor, qparams)
 
     def opaque_float_dtype(self) -> torch.dtype:
-        """Return the dtype the module computes in."""
+        """Return the float dtype that the module computes in."""
         return torch.float32

@@ -1,9 +1,8 @@
-"""The quantized boundary of converted opaque modules, as FX has it.
+"""The quantized boundary of converted opaque modules, as in FX.
 
-Into an opaque module: the dequantize before each input is bypassed, the module receives integers. Out of an
-opaque module: each used result leaves as integers through one dequantize, and whoever consumes it is not
-quantized again. An opaque module that feeds another hands its integers straight on. The qparams go into the
-call's layout.
+Inputs: the dequantize in front of each input is bypassed, so that the module receives integers. Outputs: each
+used result leaves as integers, followed by one dequantize, and its consumers do not quantize it again. An
+opaque module that feeds another passes its integers on directly. The call's layout has the qparams.
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ TO_DTYPE = torch.ops.aten.to.dtype
 
 @dataclass(frozen=True)
 class _Input:
-    """An argument of an opaque call: the node to pass, and the qparams of its integers, or None for
-    floats."""
+    """An argument of an opaque call: the node to pass, and the qparams of its integers; None for floats."""
 
     node: Node
     qparams: QParams | None
 
 
 def quantize_boundaries(graph_module: GraphModule) -> None:
-    """Rewrite the calls of all opaque modules in a converted graph."""
+    """Make the calls of all opaque modules in a converted graph pass and return integers."""
     for call in opaque_call_nodes(graph_module):
         module = graph_module.get_submodule(str(call.target))
         assert isinstance(module, OpaqueModule)
@@ -46,8 +44,7 @@ def quantize_boundaries(graph_module: GraphModule) -> None:
 
 
 def refresh_boundaries(graph_module: GraphModule) -> None:
-    """Read the qparams of all boundaries again, after new qparams were loaded into the graph and its
-    cells."""
+    """Update the qparams of all boundaries after new qparams were loaded into the graph and its cells."""
     for call in opaque_call_nodes(graph_module):
         module = graph_module.get_submodule(str(call.target))
         assert isinstance(module, OpaqueModule)
@@ -63,8 +60,8 @@ def refresh_boundaries(graph_module: GraphModule) -> None:
 
 
 def qparams_of_integers(arg: Node) -> QParams | None:
-    """Return the qparams of the integers ``arg`` gives: a quantize's, or that of an opaque module's
-    result."""
+    """Return the qparams of the integers that ``arg`` returns, as a quantize node or a result of an opaque
+    module; None for floats."""
     if arg.target is QUANTIZE:
         return PerTensorQParams.of_node(arg)
     return metadata.INTEGERS.of(arg)

@@ -1,4 +1,4 @@
-"""Record the arguments of custom modules while the float model runs on the example inputs."""
+"""Records the arguments of custom modules while the float model runs on the example inputs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["RecordedCalls"]
 
 @dataclass
 class RecordedCalls:
-    """The tensors of each call.
+    """The tensor arguments of recorded calls.
 
     Attributes:
-        tensors: by handle, in the order of the calls.
+        tensors: the tensors of each call, by handle, in the order of the calls.
     """
 
     tensors: dict[str, list[list[Tensor]]] = field(default_factory=dict)
 
     @contextmanager
     def recording(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Keep the tensors that ``modules``, by handle, are called with in the meantime."""
+        """Record the tensors that ``modules``, by handle, are called with while the context is active."""
 
         def keep(handle: str) -> Callable[..., None]:
             def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -13,7 +13,8 @@ __all__ = ["input_labels", "most_specific", "output_labels"]
 
 
 def input_labels(owner: type[nn.Module], inputs: Structure) -> list[str]:
-    """For each tensor of ``(args, kwargs)``: the parameter of ``owner.forward``, then the way inside."""
+    """Return a label for each tensor of ``(args, kwargs)``: the parameter of ``owner.forward``, then the keys
+    inside it."""
     names = _positional_names(owner)
     labels = []
     for place, first, *rest in inputs.tensor_keys():
@@ -23,12 +24,12 @@ def input_labels(owner: type[nn.Module], inputs: Structure) -> list[str]:
 
 
 def output_labels(outputs: Structure) -> list[str]:
-    """For each tensor of a result the way to it; empty for a result that is one tensor."""
+    """Return a label for each tensor of a result, the keys that lead to it; empty for a single tensor."""
     return [".".join(map(str, keys)) for keys in outputs.tensor_keys()]
 
 
 def most_specific(settings: dict[str, Any], label: str) -> str | None:
-    """Return the longest key of ``settings`` that is ``label`` or leads to it."""
+    """Return the longest key of ``settings`` that is ``label`` or a prefix of its path, or None."""
     matching = [key for key in settings if label == key or label.startswith(f"{key}.")]
     return max(matching, key=len, default=None)
 

@@ -1,1 +1,1 @@
-"""Packed sequences inside a model: packing and unpacking as operators of the captured graph."""
+"""Packed sequences inside a model, with packing and unpacking as operators of the captured graph."""

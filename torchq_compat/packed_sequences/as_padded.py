@@ -1,10 +1,10 @@
-"""Packed sequences in an exported program: all steps of all sequences, padding included.
+"""Packed sequences in an exported program, as all steps of all sequences, including padding.
 
-How many rows a pack has is data, which no exported program of tensors can loop over. There the rows are those
-of the padded input, (T * B, features) with time first: ops that compute each row by itself need no change.
-``batch_sizes`` has T entries, zeros behind the longest sequence, so that it says of every row whether it is
-padding; loops over time let a state pass unchanged there, and what is unpacked has the padding value there.
-Rows that the program returns are those of steps, as the model's are.
+The number of rows of a packed sequence depends on the data, so an exported program cannot loop over the rows.
+Its rows are those of the padded input, (T * B, features) with time first: ops that compute each row by itself
+need no change. ``batch_sizes`` has T entries, zeros behind the longest sequence, so that it shows which rows
+are padding. In padding, loops over time keep a state unchanged, and unpacked sequences have the padding
+value. Rows that the program returns are only those of steps, like the model's.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torchq_compat.support.upstream import assume
 
 __all__ = ["is_step", "with_padded_packs"]
 
-#: The keyword by which an opaque call of a graph names its layout.
+#: The keyword argument of an opaque call with the index of its layout.
 OPAQUE_LAYOUT = "opaque_layout"
 
 
 def with_padded_packs(graph_module: GraphModule) -> GraphModule:
-    """Replace, in place, packing and unpacking by what they are on padded rows."""
+    """Replace packing and unpacking by their forms for padded rows, in place, and return ``graph_module``."""
     graph = graph_module.graph
     _return_steps_alone(graph_module)
     for node in graph.nodes:
@@ -41,7 +41,7 @@ def with_padded_packs(graph_module: GraphModule) -> GraphModule:
 
 
 def _return_steps_alone(graph_module: GraphModule) -> None:
-    """Drop padding from the rows, and steps that no sequence has from the batch sizes, that are returned."""
+    """Drop padding from the returned rows, and steps that no sequence has from the returned batch sizes."""
     graph, sizes_of = graph_module.graph, dict[Node, Node]()
     batch_sizes = set[Node]()
     for node in list(graph.nodes):
@@ -56,7 +56,7 @@ def _return_steps_alone(graph_module: GraphModule) -> None:
                 sizes_of.update(dict.fromkeys(shown, given))
                 batch_sizes.update(shown_sizes)
         elif node.op == "call_function" and node not in batch_sizes and node not in sizes_of:
-            # Each op on rows gives rows: the capture was refused else.
+            # Every op on rows returns rows; otherwise capture would have raised.
             known = next((sizes_of[each] for each in node.all_input_nodes if each in sizes_of), None)
             if known is not None:
                 sizes_of[node] = known
@@ -78,7 +78,8 @@ def _result(graph: Graph, call: Node, index: int) -> Node:
 
 
 def _packed_results(graph_module: GraphModule, call: Node) -> Iterator[tuple[list[Node], list[Node], Node]]:
-    """Yield the rows and the batch sizes that a custom module returns, and the batch sizes it was given."""
+    """Yield the nodes of the rows and of the batch sizes that a custom module returns, and the batch sizes
+    that it is given."""
     module: Any = graph_module.get_submodule(str(call.target))
     layout = module.opaque_layouts[call.kwargs[OPAQUE_LAYOUT]]
     given, returned = layout.inputs.holds_indices(), layout.outputs.holds_indices()
@@ -91,12 +92,13 @@ def _packed_results(graph_module: GraphModule, call: Node) -> Iterator[tuple[lis
 
 
 def is_step(batch_sizes: Tensor, batch: Any) -> Tensor:
-    """(T, B): whether a row is a step of its sequence, and not padding."""
+    """Return a (T, B) mask of the rows that are steps of their sequence, not padding."""
     return torch.arange(batch, device=batch_sizes.device)[None] < batch_sizes[:, None]
 
 
 def _count_steps(graph_module: GraphModule, pack: Node) -> None:
-    """The size of ``batch_sizes`` was that of the longest sequence."""
+    """Replace the size of ``batch_sizes``, which was the length of the longest sequence, by a count of its
+    nonzero entries."""
     whole = pack.args[3]
     for getitem in list(pack.users):
         sizes = [user for user in getitem.users if user.target is torch.ops.aten.sym_size.int]
@@ -146,7 +148,7 @@ def _pad(
 
 
 def _to_length(padded: Tensor, steps: Any, padding_value: float) -> Tensor:
-    """``padded`` with its first dimension cut or grown to ``steps``."""
+    """Return ``padded`` with its first dimension cut or padded to ``steps``."""
     if isinstance(steps, int):
         more = padded.new_full((steps, *padded.shape[1:]), padding_value)
         padded = torch.cat([padded, more])

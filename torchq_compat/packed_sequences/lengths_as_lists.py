@@ -1,8 +1,8 @@
-"""Lengths that a model takes apart only to have them put together again: ``lengths.tolist()``.
+"""Lengths that a model converts to a list, with ``lengths.tolist()``, and passes on as a whole.
 
-Each number of the list would be a number of its own that torch.export learns at run time, and their count a
-fixed batch. Handed on to ``pack_padded_sequence`` the list is the tensor it came from; a single number of it
-is the ``item()`` of an element.
+Each number of a plain list would be a separate value that torch.export knows only at run time, and their
+count would fix the batch. ``ListOfTensor`` passed to ``pack_padded_sequence`` is the tensor it came from; a
+single number of it is the ``item()`` of an element.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["ListOfTensor"]
 
 
 class ListOfTensor(UserList[Any]):
-    """The list of the numbers in ``tensor``, taken apart when somebody looks into it.
+    """The list of the numbers in ``tensor``, which is converted to numbers only when they are read.
 
     Args:
-        numbers: the tensor; or a list, of what was computed from one.
-        take_apart: computes the numbers of a tensor.
+        numbers: the tensor, or a plain list of numbers computed from a ListOfTensor.
+        take_apart: computes the list of numbers; required for a tensor.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ListOfTensor(UserList[Any]):
 
     @property
     def data(self) -> list[Any]:  # type: ignore[override]
-        """The numbers, in a plain list."""
+        """The numbers as a plain list."""
         if self._numbers is None:
             assert self._take_apart is not None
             self._numbers = self._take_apart()

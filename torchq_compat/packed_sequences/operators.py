@@ -1,11 +1,11 @@
-"""Packing and unpacking as two operators with sizes that are data.
+"""Packing and unpacking as two operators with data-dependent sizes.
 
-A captured graph keeps the packed rows of ``PackedSequence.data`` as they are, (rows, features): how many rows
-there are is the sum of the lengths, which torch.export knows as a number it learns at run time. So ops on the
-rows, observers and calibration see the real steps of each sequence and never its padding.
+A captured graph keeps the packed rows of ``PackedSequence.data``, (rows, features): their number is the sum
+of the lengths, which torch.export treats as a number known at run time. So ops on the rows, observers and
+calibration use the real steps of each sequence and never its padding.
 
 Source: ``torch.nn.utils.rnn``, whose two functions end in ``torch._pack_padded_sequence`` and
-``torch._pad_packed_sequence``; what they do with lengths that do not fit is theirs.
+``torch._pad_packed_sequence``; invalid lengths are handled as these functions handle them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ __all__ = ["PACK", "PAD", "time_and_batch"]
 
 @torch.library.custom_op("torchq_compat::pack_padded_sequence", mutates_args=())
 def _pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tuple[Tensor, Tensor]:
-    """The rows of the steps of padded sequences, and how many sequences have each step.
+    """Return the rows of the steps of padded sequences, and the number of sequences that have each step.
 
     Args:
         input: (T, B, ...), or (B, T, ...) with ``batch_first``.
-        lengths: (B,) int64 on the CPU, in falling order.
-        whole: whether the graph takes the longest sequence to have T steps.
+        lengths: (B,) int64 on the CPU, in descending order.
+        whole: whether the graph assumes that the longest sequence has T steps.
+
+    Raises:
+        InputError: a length exceeds T, or with ``whole`` no sequence has T steps.
     """
     rows, batch_sizes = pack_padded_sequence(input, lengths, batch_first)
     steps = input.shape[time_and_batch(batch_first)[0]]
@@ -61,11 +64,11 @@ def _fake_pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -
 def _pad(
     rows: Tensor, batch_sizes: Tensor, batch: int, batch_first: bool, padding_value: float, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Padded sequences of packed ``rows``, and their lengths.
+    """Return the padded sequences of packed ``rows``, and their lengths.
 
     Args:
-        batch: how many sequences there are: ``batch_sizes[0]``.
-        steps: of the padded sequences, at least as many as of the longest.
+        batch: the number of sequences, ``batch_sizes[0]``.
+        steps: the number of steps of the padded sequences, at least that of the longest.
     """
     padded, lengths = pad_packed(rows, batch_sizes, batch_first, padding_value, steps)
     return padded, lengths
@@ -80,7 +83,7 @@ def _fake_pad(
 
 
 def time_and_batch(batch_first: bool) -> tuple[int, int]:
-    """The dimensions of time and batch."""
+    """Return the dimensions of time and batch."""
     return (1, 0) if batch_first else (0, 1)
 
 

@@ -1,7 +1,7 @@
-"""During capture: calls of ``torch.nn.utils.rnn`` become our operators.
+"""Replaces packing and unpacking of ``torch.nn.utils.rnn`` by our operators during capture.
 
-Its two functions are Python that ends in functions of torch's C++ module. A ``TorchFunctionMode`` sees those,
-also where a user imported ``pack_padded_sequence`` by name.
+``pack_padded_sequence`` and ``pad_packed_sequence`` are Python that ends in functions of torch's C++ module.
+A ``TorchFunctionMode`` intercepts these, also if a user imported ``pack_padded_sequence`` by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchq_compat.support.upstream import assume, pack_padded_sequence, pad_pac
 
 __all__ = ["PackingMode", "batch_in_call", "batch_of_arguments", "call_with_batch"]
 
-#: What makes a tensor of a list.
+#: Functions that make a tensor from a list.
 PUT_TOGETHER = (torch.as_tensor, torch.tensor)
 TORCH = str(Path(torch.__file__).parent)
 _BATCH_IN_CALL: ContextVar[Any] = ContextVar("torchq_compat_packed_batch", default=None)
@@ -37,11 +37,11 @@ class PackingMode(TorchFunctionMode):
     """Replaces packing and unpacking while it is active.
 
     Args:
-        whole: take the longest sequence to have as many steps as the padded input, and let the operator check
-            it at run time. Else the number of steps is data.
+        whole: assume that the longest sequence has as many steps as the padded input, which the operator
+            checks at run time. Otherwise the number of steps depends on the data.
 
     Attributes:
-        packs: whether the model has packed anything.
+        packs: whether the model has used a packed sequence.
     """
 
     def __init__(self, *, whole: bool) -> None:
@@ -52,7 +52,7 @@ class PackingMode(TorchFunctionMode):
 
     @contextmanager
     def during(self, model: nn.Module) -> Iterator[None]:
-        """Be active while ``model`` runs: inside of torch.export's own modes, which take ``tolist`` apart."""
+        """Be active while ``model`` runs, inside of torch.export's own modes, which decompose ``tolist``."""
         entered = ExitStack()
 
         def enter(_model: nn.Module, args: Any) -> None:
@@ -93,8 +93,8 @@ class PackingMode(TorchFunctionMode):
         return _keep_whole(function(*map(_plain, args), **named))
 
     def batch_of(self, batch_sizes: Tensor) -> Any:
-        """How many sequences a pack with these ``batch_sizes`` holds: that of what was packed here, else read
-        from the values."""
+        """Return the number of sequences in a packed sequence with ``batch_sizes``: the batch of the input if
+        it was packed here, else the first of ``batch_sizes``."""
         self.packs = True
         known = next((batch for each, batch in self._batches if each is batch_sizes), None)
         if known is None:
@@ -123,8 +123,8 @@ class PackingMode(TorchFunctionMode):
 
 
 def _bound_by_total_length(batch_sizes: Tensor, frame: FrameType | None) -> None:
-    """Where ``pad_packed_sequence`` asks whether ``total_length`` will do: it will, or the graph's check of
-    that at run time fails."""
+    """Assume that ``total_length`` suffices if ``pad_packed_sequence`` compares it with the size of
+    ``batch_sizes``; the graph checks this at run time."""
     asking = pad_packed_sequence.__code__
     while frame is not None and frame.f_code is not asking and _is_of_torch(frame):
         frame = frame.f_back
@@ -139,8 +139,8 @@ def _may_be_lengths(tensor: Any) -> bool:
 
 
 def _keep_whole(result: Any) -> Any:
-    """``result``, whose tensors that may be lengths have a ``tolist`` that waits. No mode sees the ``tolist``
-    of a capture's tensors."""
+    """Return ``result`` after giving each of its tensors that may be lengths a ``tolist`` that returns a
+    ``ListOfTensor``. No mode intercepts ``tolist`` of a capture's tensors."""
     tensors: Any = result if isinstance(result, (tuple, list)) else (result,)
     for tensor in tensors:
         if _may_be_lengths(tensor):
@@ -149,7 +149,8 @@ def _keep_whole(result: Any) -> Any:
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Whether it is a list of lengths that were taken apart: what makes a tensor of them wants integers."""
+    """Return whether ``value`` is a list of lengths that were taken apart: symbols or tensors of one integer,
+    where ``torch.tensor`` requires integers."""
     if not isinstance(value, (list, tuple, ListOfTensor)):
         return False
     return any(isinstance(each, torch.SymInt) or _is_number(each) for each in value) and all(
@@ -170,18 +171,18 @@ def _to_list(tensor: Tensor) -> ListOfTensor:
 
 
 def _plain(value: Any) -> Any:
-    """What every other function of torch gets for a list that waits."""
+    """Return the plain list of a ``ListOfTensor``, for functions of torch that do not know it."""
     return value.data if isinstance(value, ListOfTensor) else value
 
 
 def _is_of_torch(frame: FrameType) -> bool:
-    """Whether a mode may have been called there, ours or torch's."""
+    """Return whether ``frame`` belongs to torch or to the handler of a mode."""
     return frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(TORCH)
 
 
 def batch_of_arguments(arguments: Any) -> Any:
-    """How many sequences the PackedSequence among ``arguments`` holds; None without one, or outside of a
-    capture."""
+    """Return the number of sequences of the PackedSequence in ``arguments``; None if there is none, or
+    outside of a capture."""
     mode = _MODE.get()
     if mode is None:
         return None
@@ -192,7 +193,7 @@ def batch_of_arguments(arguments: Any) -> Any:
 
 @contextmanager
 def call_with_batch(batch: Any) -> Iterator[None]:
-    """What ``batch_in_call`` answers for the duration."""
+    """Make ``batch_in_call`` return ``batch`` while the context is active."""
     token = _BATCH_IN_CALL.set(batch)
     try:
         yield
@@ -201,5 +202,6 @@ def call_with_batch(batch: Any) -> Iterator[None]:
 
 
 def batch_in_call() -> Any:
-    """How many sequences the PackedSequence of the call holds whose shapes are computed; else None."""
+    """Return the number of sequences of the PackedSequence in the call whose shapes are being computed; None
+    if there is none."""
     return _BATCH_IN_CALL.get()

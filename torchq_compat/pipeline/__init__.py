@@ -1,1 +1,1 @@
-"""Prepare and convert, from the stages; and what they decided, explained."""
+"""Prepare and convert, composed of the stages, and ``explain``, which reports their decisions."""

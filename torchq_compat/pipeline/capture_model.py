@@ -1,4 +1,4 @@
-"""Try the float model on its example, and capture it with opaque calls of its custom modules."""
+"""Runs the float model on its example inputs, and captures it with its custom modules as opaque calls."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ __all__ = ["CapturedModel", "TriedModel", "capture_model", "try_model"]
 
 @dataclass(frozen=True)
 class TriedModel:
-    """A float model and what it makes of the example inputs.
+    """A float model and its run on the example inputs.
 
     Attributes:
-        runs: of the float model; they keep what the custom modules were called with.
+        runs: runs the float model, and keeps the arguments of its custom modules.
+        example: the run on the example inputs.
     """
 
     runs: Runs
@@ -35,8 +36,8 @@ class TriedModel:
 
     @property
     def problem(self) -> ExampleInputsError | None:
-        """Say what is wrong with the example: torch.export accepts some that no kernel does, integers for a
-        float linear."""
+        """The error for example inputs that the float model fails on, or None. torch.export accepts some that
+        no kernel does, such as integers for a float linear."""
         if self.example.error is None:
             return None
         return ExampleInputsError.does_not_fit(type(self.runs.model).__name__, self.example.error)
@@ -44,11 +45,11 @@ class TriedModel:
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """A float model and the graph that was captured of it.
+    """A float model and its captured graph.
 
     Attributes:
-        case: what was captured, and how to run the float model.
-        found: the graph, custom modules as opaque ops, and the sizes it takes.
+        case: the model that was captured, its inputs, and the runs of the float model.
+        found: the graph, with custom modules as opaque ops, and the sizes it accepts.
     """
 
     case: CaptureCase
@@ -65,7 +66,8 @@ def try_model(
     """Run a copy of ``working`` on the example inputs.
 
     Args:
-        is_rolled: whether the swaps are of a model whose loops were rolled: the calls are others then.
+        is_rolled: whether ``swaps`` belong to a model with rolled loops, whose calls differ from those of
+            ``working``.
     """
     runs = Runs(trial_copy(working), StubRegistry(), {swap.paths[0]: swap.module for swap in swaps})
     recorded = [] if request.is_qat or is_rolled else [swap.paths[0] for swap in swaps]
@@ -80,14 +82,14 @@ def capture_model(
     swaps: list[Swap],
     request: PrepareRequest,
 ) -> CapturedModel:
-    """Capture ``working``, in which stubs take the places of the custom modules.
+    """Replace the custom modules of ``working`` by stubs, and capture it.
 
     Args:
-        model: what ``working`` is a copy of, for error messages.
+        model: the model that ``working`` is a copy of, for error messages.
 
     Raises:
-        CaptureError: torch.export or the model fails, or every graph computes something else.
-        ExampleInputsError: the float model does not take the example inputs.
+        CaptureError: torch.export or the model fails, or no captured graph computes what the model does.
+        ExampleInputsError: the float model does not accept the example inputs.
     """
     args, stubs = request.example_inputs, tried.runs.stubs
     apply_swaps(working, swaps, stubs)

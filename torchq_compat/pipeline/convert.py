@@ -1,4 +1,4 @@
-"""Convert: a calibrated or trained model -> its q-dq form."""
+"""Convert: turns a calibrated or trained model into its q-dq form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchq_compat.config.qconfig_mappings import QConfigRules, check_convert_ru
 from torchq_compat.custom_modules.registry import ConvertRequest, CustomModuleHandler, handler_of
 from torchq_compat.custom_modules.user.float_calls import convert_float_calls
 from torchq_compat.errors import ConfigError, ConvertError
-from torchq_compat.graph.graph_module import ConvertedGraphModule, Stage, record_of
+from torchq_compat.graph.graph_module import ConvertedGraphModule, ModelRecord, Stage, record_of
 from torchq_compat.graph.observed_graph import (
     ObserverFault,
     convert_graph,
@@ -47,67 +47,88 @@ def convert_to_reference(
     """Return the q-dq form of ``prepared``, which stays usable.
 
     Args:
-        rules: a QConfigMapping with None for what shall stay float; None: the one of prepare.
+        rules: a QConfigMapping that gives None to what shall stay float; None means the one of prepare.
         backend: a BackendConfig given to convert, which changes nothing.
 
     Raises:
-        ConfigError: ``rules`` say more than None to what was prepared.
+        ConfigError: ``rules`` give what was prepared a QConfig that is neither None nor the one of prepare.
         ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
-        CustomModuleError: a quantized class that does not do what the mapping promises.
+        CustomModuleError: a quantized class does not do what the mapping promises.
     """
-    record = record_of(prepared)
-    if record is not None and record.stage is not Stage.PREPARED:
-        raise ConvertError(
-            f"the model is {record.stage.value} already.",
-            hint="convert what prepare_fx returned; a prepared model may be converted any number of times.",
-        )
-    if record is None:
-        raise ConvertError(
-            f"{type(prepared).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
-            hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first and convert "
-            "what it returns.",
-        )
+    record = _record_of_prepared(prepared)
+    for told in unmatched_at_convert(prepared, settings, record.rules, rules):
+        warn_user(told)
+    _warn_of_other_backend(record, backend)
+    switched_off = _decide_switched_off(prepared, record, rules)
+    _check_observers(prepared)
     preserved = {
         name: getattr(prepared, name)
         for name in (*prepared.meta[USER_PRESERVED_ATTRIBUTES_KEY], *settings.preserved_attributes)
         if hasattr(prepared, name)
     }
-    for told in unmatched_at_convert(prepared, settings, record.rules, rules):
-        warn_user(told)
-    if backend is not None and backend != record.backend:
-        warn_user(
-            f"backend_config {backend.name!r} is not that of prepare_fx, and changes nothing here: what was "
-            "prepared is converted. Give it to prepare_fx."
-        )
-    switched_off: dict[str, str] = {}
-    if rules is not None:
-        if record.rules is None:
-            raise ConfigError.not_supported(
-                "convert_fx: qconfig_mapping",
-                "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
-                "leave out of the Quantizer what shall stay float.",
-            )
-        check_convert_rules(record.rules, rules)
-        switched_off = decide_switched_off(prepared, record.rules, rules)
-    _check_observers(prepared)
+
+    # Copy.
     working = _working_copy(prepared, settings)
     working.eval()
     unguard(working)
     if switched_off:
         remove_observers(working, switched_off)
-    # torchao's convert of a model in training makes random example inputs of its own.
+
+    # Convert the custom modules, then the graph around them.
+    # torchao's convert of a QAT model makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         _convert_opaque_modules(working, settings)
         converted = convert_graph(working, as_fx=record.rules is not None, is_trained=record.is_qat)
         quantize_boundaries(converted)
         expose_integers(converted, record.interface)
         replaced = convert_float_calls(converted, settings.observed_to_quantized.get(QuantType.STATIC, {}))
+
+    # Wrap.
     decisions = tuple(
         _with_quantized_class(decision, replaced)
         for decision in with_switched_off(record.decisions, switched_off)
     )
     record = replace(record, stage=Stage.CONVERTED, decisions=decisions)
     return ConvertedGraphModule.wrap(converted, record, preserved)
+
+
+def _record_of_prepared(model: GraphModule) -> ModelRecord:
+    record = record_of(model)
+    if record is None:
+        raise ConvertError(
+            f"{type(model).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
+            hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first and convert "
+            "what it returns.",
+        )
+    if record.stage is not Stage.PREPARED:
+        raise ConvertError(
+            f"the model is {record.stage.value} already.",
+            hint="convert what prepare_fx returned; a prepared model may be converted any number of times.",
+        )
+    return record
+
+
+def _warn_of_other_backend(record: ModelRecord, backend: BackendTable | None) -> None:
+    if backend is not None and backend != record.backend:
+        warn_user(
+            f"backend_config {backend.name!r} is not that of prepare_fx, and changes nothing here: what was "
+            "prepared is converted. Give it to prepare_fx."
+        )
+
+
+def _decide_switched_off(
+    prepared: GraphModule, record: ModelRecord, rules: QConfigRules | None
+) -> dict[str, str]:
+    if rules is None:
+        return {}
+    if record.rules is None:
+        raise ConfigError.not_supported(
+            "convert_fx: qconfig_mapping",
+            "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
+            "leave out of the Quantizer what shall stay float.",
+        )
+    check_convert_rules(record.rules, rules)
+    return decide_switched_off(prepared, record.rules, rules)
 
 
 def _with_quantized_class(decision: Decision, replaced: dict[str, type[nn.Module]]) -> Decision:
@@ -170,8 +191,8 @@ def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None,
 
 
 def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module, ...], ...]:
-    """Return the observers of the results of the opaque module at ``path``, in flat order, one for each
-    call."""
+    """Return the observers of each result of the opaque module at ``path``, in flat order: one observer for
+    each call."""
     observers = {user.args[0]: observer for user, observer in observer_nodes(working)}
     found: dict[int, list[nn.Module]] = {}
     for call in opaque_call_nodes(working):
@@ -184,7 +205,7 @@ def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module,
 
 
 def _check_observers(prepared: GraphModule) -> None:
-    """Refuse qparams that are not numbers; warn about observers that saw nothing."""
+    """Raise for observers that have no finite qparams; warn about observers that saw no data."""
     faults = observer_faults(prepared)
     for path in {str(node.target): None for node in opaque_call_nodes(prepared)}:
         opaque = prepared.get_submodule(path)

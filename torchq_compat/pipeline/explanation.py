@@ -1,4 +1,4 @@
-"""``explain``: the decisions taken about a model, from the first module to the last part of a cell."""
+"""``explain``: reports the decisions about a model, from the first module to the last part of a cell."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["explain"]
 
 @checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))
 def explain(model: nn.Module) -> Report:
-    """Say what is quantized in ``model`` and what is not, and why.
+    """Report what is quantized in ``model`` and what is not, and why.
 
     Args:
         model: a float, prepared or converted model.
 
     Returns:
-        A report that prints as a table, in a notebook too. Iterating gives the decisions; ``report.rows`` and
-        ``report.to_pandas()`` have a row for every weight and quantized input besides, ``report.to_dict()``
-        and ``report.to_json()`` are for machines.
+        A report that prints as a table, also in a notebook. Iterating over it yields the decisions;
+        ``report.rows`` and ``report.to_pandas()`` also have a row for every weight and quantized input;
+        ``report.to_dict()`` and ``report.to_json()`` are for machines.
 
     Example:
         >>> import torch
@@ -60,8 +60,8 @@ def explain(model: nn.Module) -> Report:
     folded = _folded(model, record.batch_norms)
     for decision in record.decisions:
         if decision.action is Action.FLOAT and decision.node in on_integers:
-            continue  # The lowering says what runs, and that the configuration left it float.
-        # Behind a float op a consumer's own quantize may follow; that says nothing about the op.
+            continue  # The lowering's decision says what runs, and that the configuration left the op float.
+        # A quantize behind a float op belongs to a consumer, and says nothing about the op.
         node = None if decision.action is Action.FLOAT else nodes.get(decision.node)
         values: tuple[QuantizedValue, ...] = ()
         if decision.action in (Action.QUANTIZED, Action.SHARED):
@@ -71,7 +71,7 @@ def explain(model: nn.Module) -> Report:
         decision = replace(decision, details=result_details(node), values=values)
         place = places.of(decision)
         if place >= places.behind and decision.node:
-            # An op whose node was replaced came behind the one that was decided before it.
+            # The node of this op was replaced: place the op behind the op of the previous decision.
             place = before
         before = place if decision.node else before
         told.append((place, [decision, *folded.pop(decision.path, ()), *_inside(model, decision)]))
@@ -81,7 +81,7 @@ def explain(model: nn.Module) -> Report:
 
 
 class _Places:
-    """Where in the graph a decision is about: the order of the model."""
+    """The places of decisions in the graph, as sort keys in the order of the model."""
 
     def __init__(self, model: GraphModule) -> None:
         self._by_name: dict[str, int] = {}
@@ -101,7 +101,8 @@ class _Places:
         return self._calls.get(path, [])
 
     def of(self, decision: Decision) -> int:
-        """Return a key to sort by; what is nowhere in the graph comes last, sizes at the very end."""
+        """Return the sort key of ``decision``; decisions about nothing in the graph come last, and those
+        about sizes at the very end."""
         if decision.action in (Action.FREE, Action.FIXED):
             return self.behind + 1
         calls = self.calls(decision.path)
@@ -116,7 +117,7 @@ class _Places:
 
 
 def _folded(model: GraphModule, before: Mapping[str, str]) -> dict[str, list[Decision]]:
-    """Return path of an op -> what became of the batch norms behind it that are in the graph no more."""
+    """Return the decisions about batch norms that left the graph, by the path of the op before them."""
     left = {module_path_of(node) for node in model.graph.nodes}
     found: dict[str, list[Decision]] = {}
     for path, producer in before.items():

@@ -1,4 +1,4 @@
-"""The model that prepare is given: float, and quantized by nobody yet."""
+"""Checks of the model given to prepare, which must be float and not quantized in any part."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from torchq_compat.support.torch_ao import FloatFunctional, FXFloatFunctional, Q
 
 __all__ = ["check_float_model", "signature_of"]
 
-#: Of torch.ao.nn.quantized, and yet float.
+#: Classes of ``torch.ao.nn.quantized`` that are float.
 FUNCTIONALS = (FloatFunctional, FXFloatFunctional)
 
 
 def check_float_model(model: nn.Module) -> None:
-    """Refuse what is no float model.
+    """Raise if ``model`` is not a float model.
 
     Raises:
-        InputError: no nn.Module, or one that was prepared or converted, here or by FX, in whole or in part.
+        InputError: ``model`` is not an nn.Module, or it or one of its submodules was prepared or converted,
+            here or by FX.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InputError(
@@ -42,7 +43,7 @@ def check_float_model(model: nn.Module) -> None:
 
 
 def signature_of(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
-    """Return how ``model`` is called with ``args``.
+    """Return the signature of the call of ``model`` with ``args``.
 
     Raises:
         ExampleInputsError: ``args`` do not fit its ``forward``.
@@ -54,7 +55,7 @@ def signature_of(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
 
 
 def _stage_of(module: nn.Module) -> str | None:
-    """Name the stage that ``module`` went through already, here or in FX."""
+    """Return the stage that ``module`` has been through, here or in FX, or None if it is float."""
     record = record_of(module)
     if record is not None:
         return record.stage.value

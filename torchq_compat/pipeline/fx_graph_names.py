@@ -1,8 +1,9 @@
-"""What FX calls the parameters and observers of a prepared graph.
+"""FX's names of the parameters and observers of a prepared graph.
 
-FX numbers observers as it makes them, op by op: those of an op's inputs, then that of its output. Its convert
-names each scale after the module whose code computed the observed value, or, behind inputs and ops without a
-QConfig, after the first reader; and numbers those of one name in the order of the graph.
+FX numbers observers in the order in which it makes them, op by op: those of an op's inputs, then that of its
+output. Its convert names each scale after the module whose code computed the observed value, or, behind
+inputs and ops without a QConfig, after the first reader of the value; scales of the same name are numbered in
+the order of the graph.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def wanted_by_graph(
     """Return what ``graph_module`` wants, apart from the custom modules it calls.
 
     Args:
-        rules: the QConfigMapping it was prepared with.
-        prefix: leads, in FX's names, to what the graph is of; with its dot.
+        rules: the QConfigMapping that ``graph_module`` was prepared with.
+        prefix: the path of the module the graph belongs to, in FX's names, with a trailing dot.
     """
     reader = _Reader(graph_module, rules, prefix)
     observers, more, problems = reader.observers(state)
@@ -57,7 +58,8 @@ def wanted_by_graph(
 
 
 def in_sequential(name: str) -> str:
-    """Name a parameter as in the first of a fused pair: ``conv.weight`` is ``conv.0.weight``."""
+    """Return the name of a parameter in the first module of a fused pair: ``conv.weight`` becomes
+    ``conv.0.weight``."""
     path, _, last = name.rpartition(".")
     return f"{path}.0.{last}" if path else name
 
@@ -68,7 +70,7 @@ class _Site:
 
     node: Node
     observer: nn.Module
-    #: The op that is given what it observes, where that is a weight.
+    #: The op that is given the observed value, if the value is a weight.
     reader: Node | None
     is_module_weight: bool
 
@@ -89,7 +91,7 @@ class _Reader:
         self.rules = rules
         self.prefix = prefix
         record = graph_module.record if isinstance(graph_module, QuantizationGraphModule) else None
-        #: FX names a module by the first of its paths.
+        #: Each further path of a module -> its first path, by which FX names the module.
         self.first_path = {
             other: path for path, facts in (record.modules if record else {}).items() for other in facts.also
         }
@@ -125,7 +127,8 @@ class _Reader:
     def observers(
         self, state: FxState
     ) -> tuple[tuple[WantedObserver, ...], tuple[str, ...], tuple[str, ...]]:
-        """Return the observers, what FX has besides, and what keeps the names from being known."""
+        """Return the observers, FX's names that have no observer here, and the problems that keep names from
+        being known."""
         numbered = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
         prefix_of: dict[Node, str] = {}
         scale_of: dict[Node, str] = {}
@@ -157,7 +160,8 @@ class _Reader:
         return wanted, more, problems
 
     def _named_parameters(self, sites: list[_Site], named: list[str]) -> dict[Node, str]:
-        """Return the observers that are called after parameters: they stand where Python read those."""
+        """Return FX's names of the observers that FX names after the parameter they observe; FX's graph has
+        them where Python read the parameter."""
         found: dict[Node, str] = {}
         for site in sites:
             parameter = _attribute(site.node)
@@ -199,7 +203,7 @@ class _Reader:
                     yield self._site(user, None)
 
     def _weights_beside_biases(self) -> dict[str, str]:
-        """Pair the bias of each function with its weight."""
+        """Return the name of each function's bias -> the name of its weight."""
         found = {}
         for site in self.sites:
             parameters = dict(_parameters(site.reader)) if site.reader is not None else {}
@@ -233,7 +237,7 @@ class _Reader:
             yield f"{self.prefix}{self._path(record)}.scale"
 
     def _handed_on(self, site: _Site, scale_of: dict[Node, str]) -> Iterator[str]:
-        """Yield the scales of what a dropout is given: FX's lowered module hands that on, and has none."""
+        """Yield the scales of a dropout's input: FX's lowered dropout returns its input and has no scale."""
         if site.observed.target is ATEN.dropout.default:
             sources = {node.target for node in site.observed.all_input_nodes if node in self.observer_of}
             for each in self.sites:
@@ -243,9 +247,10 @@ class _Reader:
     def _scale_names(
         self, sites: list[_Site], state: FxState
     ) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
-        """Return the scale of each site, the scales that need no site, and what keeps them from being known.
+        """Return the scale of each site, the scales that need no site, and the problems that keep scales from
+        being known.
 
-        A lowered model has the names of the reference model, as far as its modules do not hold the scales.
+        A lowered model has the names of the reference model, except for scales that its modules hold.
         """
         theirs = state.scales_at(self.prefix)
         given: dict[str, dict[int, str]] = {}
@@ -274,7 +279,7 @@ class _Reader:
             numbers = _numbers(of_group, repeated, state)
             laid = laid_beside(places, numbers, state.is_reference)
             if laid is None:
-                # The names that there would be: the loader tells which are missing.
+                # Use the names that FX would give: the loader reports which of them are missing.
                 names |= {site.node: f"{prefix}_scale_{index}" for index, site in enumerate(members)}
                 problems.append(
                     f"it has {len(of_group)} scales {prefix}_scale_<n> for {len(members)} values here"
@@ -289,7 +294,7 @@ class _Reader:
                 if named:
                     names[site.node] = named[0]
         if (given or problems) and state.is_reference:
-            # In the whole graph each has its scale, whatever it is called after.
+            # In a reference model each site has a scale, so the order of the graph pairs them without names.
             aligned = _aligned(ordered, theirs, state, self.prefix)
             return aligned if not aligned[2] or not problems else (names, tuple(more), tuple(problems))
         return names, tuple(more), tuple(problems)
@@ -317,14 +322,15 @@ class _Reader:
         return Place(site.node, may_lack and state.is_lowered, None if is_fixed else is_new, as_before)
 
     def _passes_on(self, site: _Site) -> bool:
-        """Return whether the op shares the observer of what it is given."""
+        """Return whether the op shares the observer of its input."""
         return any(
             argument in self.observer_of and argument.target == site.node.target
             for argument in site.observed.all_input_nodes
         )
 
     def _expected_qparams(self, site: _Site, name: str, state: FxState) -> Qparams | None:
-        """Return the qparams that the observer makes of the parameter as ``state`` has it."""
+        """Return the qparams that the observer computes from the value of the parameter in ``state``; None if
+        ``state`` has no finite one."""
         names = (f"{self.prefix}{each}" for each in self.names.get(name, (name, in_sequential(name))))
         value = next((state.entries[each].value for each in names if each in state.entries), None)
         if not isinstance(value, Tensor) or not bool(value.isfinite().all()):
@@ -343,7 +349,7 @@ class _Reader:
         def place(site: _Site) -> float:
             if _attribute(site.node) is None:
                 return order[site.node]
-            # FX's graph reads a parameter where it is used, or before that.
+            # FX's graph reads a parameter before its first use.
             return min((order[user] for user in site.node.users), default=order[site.node]) - 0.5
 
         return sorted(sites, key=place)
@@ -352,7 +358,7 @@ class _Reader:
         record = op_record(site.observed)
         if record is not None and self._is_item_of_call(site, record, state):
             callers = callers_of_leaf(site.observed)
-            # Code that hands the results on as they are takes nothing out of them.
+            # A caller that returns the results unchanged takes no value out of them.
             takers = [each for each in callers if f"{self.prefix}{_flat(each.module_path)}" in scaled]
             record = replace(record, origin=(takers or callers)[0])
         is_input = site.observed.op == "placeholder" or (
@@ -390,7 +396,8 @@ class _Reader:
         return "" if weight is None else str(weight.target).rpartition(".")[0]
 
     def _names_of_parameters(self) -> dict[str, tuple[str, ...]]:
-        """Return our names that differ from FX's, or may: torchao's folding and FX's fused modules rename."""
+        """Return FX's possible names of each of our parameters that FX may name differently: torchao's
+        folding and FX's fused modules rename parameters."""
         names: dict[str, tuple[str, ...]] = {}
         for node in self.graph_module.graph.nodes:
             record = op_record(node)
@@ -399,7 +406,7 @@ class _Reader:
             path = self._path(record)
             for role, parameter in _parameters(node):
                 own = str(parameter.target)
-                # A parameter that several modules have is of each of them in FX's state.
+                # FX's state has a parameter that several modules share once for each of them.
                 of_module = (f"{path}.{role}", f"{path}.0.{role}", own, in_sequential(own))
                 names[own] = tuple(dict.fromkeys((*names.get(own, ()), *of_module)))
         for norm in batch_norm.describe(self.graph_module):
@@ -411,14 +418,15 @@ class _Reader:
 
 
 def _first_reader(observer: Node) -> OpRecord | None:
-    """Return the reader that FX names an input after: a linear function, or the first."""
+    """Return the reader that FX names an input after: the first linear function, or else the first reader."""
     records = [op_record(user) for user in observer.users]
     linear = (each for each in records if each is not None and F.linear in each.origin.object_types)
     return next(linear, records[0] if records else None)
 
 
 def _kernel_qparams(site: _Site) -> tuple[float, int] | None:
-    """Return the qparams that the result of FX's kernel has, whatever its model observed."""
+    """Return the fixed qparams of the result of FX's kernel, which do not depend on what its model observed;
+    None if the kernel has none."""
     record = op_record(site.observed)
     kinds = record.origin.object_types if record is not None and site.reader is None else ()
     made = (FIXED_QPARAMS_OP_TO_OBSERVER.get(kind) for kind in kinds if kind not in (nn.Sigmoid, nn.Softmax))
@@ -430,7 +438,7 @@ def _kernel_qparams(site: _Site) -> tuple[float, int] | None:
 
 
 def _first_of_each(sites: list[_Site]) -> set[Node]:
-    """Return the first site of each observer."""
+    """Return the node of the first site of each observer."""
     first: dict[str, Node] = {}
     return {site.node for site in sites if first.setdefault(site.path, site.node) is site.node}
 
@@ -444,7 +452,7 @@ def _numbers(names: dict[int, str], repeated: set[str], state: FxState) -> dict[
 
 
 def _repeated(names: list[str], state: FxState, beside: Collection[str] = ()) -> set[str]:
-    """Return which of ``names`` have the content of one in front of them, or of one of ``beside``."""
+    """Return those of ``names`` whose content equals that of an earlier one or of one of ``beside``."""
     seen = {state.fingerprint(name) for name in beside}
     found = set()
     for name in names:
@@ -460,7 +468,8 @@ def _has_fixed_qparams(observer: nn.Module) -> bool:
 
 
 def _difference(expected: Qparams | None, found: Qparams | None) -> float:
-    """Return how far qparams are from each other, 10 at most; infinity for those of another kind."""
+    """Return a distance between two qparams, at most 10; infinity if their numbers of channels differ, 0 if
+    either is None."""
     if expected is None or found is None:
         return 0.0
     (scale, zero_point), (other, other_zero_point) = expected, found
@@ -476,8 +485,8 @@ def _aligned(
 ) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
     """Return FX's name for the node of each site, the names without a site, and the problems.
 
-    FX observes some ops that torch.export drops, ``contiguous()`` of what is contiguous, with the observer
-    of what they read.
+    FX observes some ops that torch.export drops, such as ``contiguous()`` of a contiguous tensor; their
+    observer is the one of their input.
     """
     if state.is_converted and not state.is_reference:
         return {}, (), ()
@@ -507,7 +516,7 @@ def _is_apart(path: str, module: nn.Module) -> bool:
 
 
 def _once(path: str) -> str:
-    """Return the path of a module without the ``@1`` that a second call of it has behind its path."""
+    """Return the path of a module without the suffix, such as ``@1``, of a second call."""
     return path.partition("@")[0]
 
 
@@ -523,7 +532,7 @@ def _has_output_spec(node: Node) -> bool:
 
 def _attribute(node: Node) -> Node | None:
     """Return the parameter that the observer called by ``node`` observes, perhaps scaled for a batch norm;
-    None also where ``node`` calls no observer."""
+    None if there is none, or if ``node`` calls no observer."""
     source = node.args[0] if node.op == "call_module" else None
     if isinstance(source, Node) and source.target is ATEN.mul.Tensor:
         scale = source.args[1]
@@ -532,7 +541,7 @@ def _attribute(node: Node) -> Node | None:
 
 
 def _parameters(op: Node) -> Iterator[tuple[str, Node]]:
-    """Return (role, get_attr node) of the parameters ``op`` is given."""
+    """Yield the (role, get_attr node) pairs of the parameters that ``op`` is given."""
     for role, node in named_parameters_of(op).items():
         source = node
         while (

@@ -1,4 +1,4 @@
-"""Put observers into a captured model: where FX's configuration says, or where a user's Quantizer does."""
+"""Inserts observers into a captured model, where FX's configuration or a user's Quantizer puts them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Captured:
     """A captured model.
 
     Attributes:
-        graph_module: custom modules are opaque calls.
-        model: what was exported.
-        boundaries: what is observed around each opaque call.
+        graph_module: the captured graph, with custom modules as opaque calls.
+        model: the exported module.
+        boundaries: the specs around each opaque call.
         interface: which inputs and outputs are integers.
         cumulative: what ``batch_norm.before_capture`` returned.
     """
@@ -47,7 +47,7 @@ class Captured:
 def observe_by_rules(
     captured: Captured, rules: QConfigRules, backend: BackendTable, *, is_qat: bool
 ) -> Observed:
-    """Annotate and prepare as a QConfigMapping and a BackendConfig say."""
+    """Annotate and prepare the graph by a QConfigMapping and a BackendConfig; return the decisions too."""
     decisions: list[Decision] = []
 
     def decide(graph_module: GraphModule) -> dict[Node, NodeSpecs]:
@@ -69,7 +69,7 @@ def observe_by_rules(
 
 
 def observe_by_quantizer(captured: Captured, quantizer: Quantizer, *, is_qat: bool) -> Observed:
-    """Annotate and prepare as ``quantizer`` says of all that is no custom module."""
+    """Annotate everything but custom modules by ``quantizer``, and prepare; return the decisions too."""
     around = UserQuantizer(quantizer, captured.boundaries, captured.model)
     prepared = prepare_with(captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative)
     return prepared, around.decisions(prepared)

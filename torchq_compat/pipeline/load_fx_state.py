@@ -1,4 +1,5 @@
-"""A state of FX into a prepared model: everything is matched first, then written; or nothing is."""
+"""Loads a state dict of FX into a prepared model: everything is matched first, then all or nothing is
+written."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["load_state"]
 
-#: Of our observers alone: how much their range cut off.
+#: Buffers that only our observers have: counts of the values that they saw and that their range cut off.
 COUNTS = ("seen", "saturated")
-#: Observers saved before it was a buffer have none.
+#: A buffer that observers saved by older versions of torch do not have.
 EPS = "eps"
 SHOWN = 6
 
@@ -60,12 +61,12 @@ def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> N
 
 
 def _refuse_wrapped(prepared: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with the state in it, and the state of a wrapper such as DataParallel."""
+    """Raise for a checkpoint that contains the state, and for the state of a wrapper such as DataParallel."""
     states = [name for name, value in given.items() if isinstance(value, Mapping) and _has_tensors(value)]
     if states and not _has_tensors(given):
         raise CheckpointError(
-            f"this is no state, but has one under {states[0]!r}.",
-            hint=f"hand in checkpoint[{states[0]!r}].",
+            f"this is no state dict, but has one under {states[0]!r}.",
+            hint=f"pass checkpoint[{states[0]!r}].",
         )
     prefix = next(iter(given), "").partition(".")[0] + "."
     is_ours = any(name.startswith(prefix) for name in prepared.state_dict())
@@ -85,7 +86,7 @@ def _has_tensors(state: Mapping[Any, Any]) -> bool:
 def wanted_by_model(
     graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
 ) -> Wanted:
-    """Return what a prepared model wants, with that of the custom modules it calls."""
+    """Return what a prepared model wants, including its custom modules."""
     wanted = wanted_by_graph(graph_module, state, rules, prefix)
     for path in dict.fromkeys(str(node.target) for node in opaque_call_nodes(graph_module)):
         leaf = graph_module.get_submodule(path)
@@ -98,7 +99,7 @@ def wanted_by_model(
 
 @dataclass
 class _Plan:
-    """What is written: tensors by name, states of observers and loaded qparams by path."""
+    """The values to write: tensors by name, states of observers and qparams by path."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     observers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -116,20 +117,20 @@ class _Planner:
         self.made = _Plan()
         self.missing: list[str] = []
         self.weights: dict[str, FxWeight] = {}
-        #: Our name of a function's weight -> FX's name of what it was packed into.
+        #: Our name of a function's weight -> FX's name of its packed weight.
         self.packed: dict[str, str] = {}
         self.without_qparams: list[WantedObserver] = []
-        #: FX's name of a scale -> our observers that it was loaded into.
+        #: FX's name of a scale -> the paths of our observers that it is loaded into.
         self.given_by: dict[str, list[str]] = {}
 
     def plan(self) -> _Plan:
-        """Match everything.
+        """Match every entry of the state, and return the values to write.
 
         Raises:
-            CheckpointError: something that has no match, or does not fit.
+            CheckpointError: an entry or a wanted value has no match, or does not fit.
         """
         functional = iter(list(self.state.functional_weights.items()))
-        # A weight first: the bias of a function is packed with it.
+        # Weights come first: the bias of a function is packed with its weight.
         for tensor in sorted(self.wanted.tensors, key=lambda tensor: tensor.packed_with is not None):
             self._plan_tensor(tensor, functional)
         for batch_norm in self.wanted.folded if self.state.is_converted else ():
@@ -171,9 +172,10 @@ class _Planner:
         self._set(wanted.name, value, name)
 
     def _take_tied(self, wanted: WantedTensor) -> tuple[str, Entry] | None:
-        """Take all that the state has of one tensor: FX's modules each have it, and quantize it each."""
+        """Take every entry of the state for one tensor, and return one of them: each of FX's modules that
+        shares the tensor saves its own, quantized or not."""
         found = [taken for name in wanted.names if (taken := self.state.take((name,))) is not None]
-        # Floats are what it was before it was quantized for one of them.
+        # A float entry is preferred: it is the value before quantization.
         found.sort(key=lambda taken: isinstance(taken[1].value, FxWeight))
         for name, entry in found[1:]:
             first, other = found[0][1].value, entry.value
@@ -200,14 +202,14 @@ class _Planner:
         self.made.tensors[name] = value
 
     def _dissolve(self, batch_norm: FoldedBatchNorm) -> None:
-        """A converted state has the batch norm in the weight: here it becomes one that changes nothing."""
+        """Make the batch norm an identity plus the loaded bias: a converted state has it in the weight."""
         for name in (batch_norm.gamma, batch_norm.beta, batch_norm.mean, batch_norm.variance):
             found = {each.name: each for each in self.wanted.tensors}[name].names
             self.missing = [each for each in self.missing if each != found[0]]
         bias = self.state.take(batch_norm.biases)
         variance = torch.ones_like(self.own[batch_norm.variance])
         self.made.tensors[batch_norm.variance] = variance
-        # Its square root is what the weight is divided by: the scale is 1, bit for bit.
+        # The weight is scaled by gamma / sqrt(variance + eps), which is 1, bit for bit.
         self.made.tensors[batch_norm.gamma] = torch.sqrt(variance + batch_norm.eps)
         self.made.tensors[batch_norm.mean] = torch.zeros_like(variance)
         shift = torch.zeros_like(variance)
@@ -223,7 +225,7 @@ class _Planner:
         found = {prefix: under for prefix in wanted.prefixes if (under := self.state.take_under((prefix,)))}
         own = _names_of(observer)
         if wanted.is_weight and isinstance(observer, WeightObserver):
-            return  # It looks at the weight at convert, as FX does.
+            return  # It observes the weight at convert, as FX does.
         if not own:
             return
         if not found:
@@ -234,8 +236,8 @@ class _Planner:
         self.made.observers[wanted.path] = self._checked(prefix, wanted, observer, found[prefix])
 
     def _most_common(self, names: list[str]) -> str:
-        """Return the observer or scale that most of ``names`` are equal to, those of ops that share one here;
-        the others are dropped."""
+        """Return the observer or scale whose content most of ``names`` have; record those that differ as
+        dropped. ``names`` belong to ops that share one observer here."""
         prints = {name: self.state.fingerprint(name) for name in names}
         common = Counter(prints.values()).most_common(1)[0][0]
         self.made.dropped += [name for name in names if prints[name] != common]
@@ -264,7 +266,7 @@ class _Planner:
             other = key.replace("min_val", "max_val")
             if other != key and value.shape == given[other].shape and _is_no_range(value, given[other]):
                 raise CheckpointError.bad_value(f"{name}.{key}", f"is larger than {name}.{other}")
-            # One that is learned may be anything after a step; the next call clamps it.
+            # A learned scale may have any value after a training step; the next call clamps it.
             if key.endswith("scale") and key not in learned and not bool((value > 0).all()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds a scale that is no positive number")
             if key.endswith("histogram") and value.shape != observer.get_buffer(key).shape:
@@ -321,7 +323,7 @@ class _Planner:
     def _quantize_weight(
         self, wanted: WantedObserver, observer: Any, scale: Tensor, zero_point: Tensor
     ) -> None:
-        """A function's weight stands in a reference model as floats, in front of a quantize."""
+        """Quantize a function's weight, which a reference model has as floats in front of a quantize node."""
         name = next(each.name for each in self.wanted.tensors if wanted.path in each.observers)
         weight = self.made.tensors.get(name)
         if weight is None:
@@ -333,13 +335,13 @@ class _Planner:
         self.made.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
 
     def _match_in_order(self) -> None:
-        """FX names a scale by the first reader it happens to find: what is left on both sides is in one
-        order."""
+        """Match the remaining observers with the remaining scales in order. FX names a scale after the first
+        reader it finds, so names may differ while the order is the same."""
         names = [name for name in self.state.scales_at("") if name in dict(self.state.untaken())]
         known = {
             SCALE_NAME.sub(r"\g<prefix>", name) for each in self.wanted.observers for name in each.scales
         }
-        # Of a known name with another number something in between is missing, and the order says nothing.
+        # A known name with another number means that a scale in between is missing: the order is unreliable.
         is_renamed = all(SCALE_NAME.sub(r"\g<prefix>", name) not in known for name in names)
         if len(names) != len(self.without_qparams) or not is_renamed:
             self.missing += [each.scales[0] if each.scales else each.path for each in self.without_qparams]
@@ -366,8 +368,8 @@ class _Planner:
             if last == "num_batches_tracked" or (
                 last in ("scale", "zero_point") and _is_stand_in(path, left)
             ):
-                # Of a batch norm that is not trained; of a dynamically quantized linear, which has no output
-                # qparams but the attributes of the static one.
+                # The counter of a batch norm that is not trained, or the attributes that a dynamically
+                # quantized linear inherits from the static one, though it has no output qparams.
                 self.state.forgive(name)
             elif ".weight_fake_quant." in f".{name}" and not self._observes(name):
                 # FX prepares modules for training by their QConfig, and converts by the backend.
@@ -377,7 +379,7 @@ class _Planner:
                 self.state.forgive(name)
 
     def _observes(self, name: str) -> bool:
-        """Return whether this model quantizes the weight that belongs to ``name``, an entry of one of FX's
+        """Return whether this model quantizes the weight of ``name``, an entry of one of FX's weight
         fake-quantizes."""
         weight = name.partition("weight_fake_quant.")[0] + "weight"
         return any(weight in tensor.names and tensor.observers for tensor in self.wanted.tensors)
@@ -417,10 +419,10 @@ def _is_no_range(low: Tensor, high: Tensor) -> bool:
 
 
 def _current_observer(given: dict[str, Tensor], own: set[str], observer: Any) -> dict[str, Tensor]:
-    """Return the state of an observer as torch saves it today.
+    """Return the state of an observer in the form in which torch saves it today.
 
-    Before torch 1.8 the range of an observer without values was empty; before 1.12 ops of fixed qparams had
-    fake-quantizes in calibration as well.
+    Before torch 1.8 the range of an observer without data was empty; before 1.12 ops with fixed qparams had
+    fake-quantizes during calibration as well.
     """
     source = getattr(observer, "activation_post_process", observer)
     current = {}
@@ -435,7 +437,7 @@ def _current_observer(given: dict[str, Tensor], own: set[str], observer: Any) ->
 
 
 def _names_of(observer: nn.Module) -> set[str]:
-    """Return the names in the state of ``observer`` that FX's has too."""
+    """Return the names in the state of ``observer`` that the state of FX's observer has too."""
     target = getattr(observer, "legacy", observer)
     return {
         name
@@ -445,8 +447,8 @@ def _names_of(observer: nn.Module) -> set[str]:
 
 
 def _needs_no_qparams(observer: Any, wanted: WantedObserver) -> bool:
-    """Return whether a converted state may lack the qparams of ``observer``: FX's kernels know fixed ones,
-    and neither dynamic activations nor float weights have any."""
+    """Return whether a converted state may lack the qparams of ``observer``: FX's kernels know fixed qparams,
+    and dynamic activations and float weights have none."""
     return _has_fixed_qparams(observer) or not observer.state_dict() or wanted.is_weight
 
 
@@ -481,7 +483,7 @@ def _load_observer(observer: nn.Module, given: dict[str, Tensor]) -> None:
     target = getattr(observer, "legacy", observer)
     assert isinstance(target, nn.Module)
     own = target.state_dict()
-    # Observers keep the very tensors they are given.
+    # Observers keep the tensors they are given, without a copy.
     state = {name: value.clone() for name, value in given.items()}
     for name, value in own.items():
         last = name.rpartition(".")[2]
@@ -493,7 +495,7 @@ def _load_observer(observer: nn.Module, given: dict[str, Tensor]) -> None:
             state[name] = state[name].to(value.dtype)
     device = next((tensor.device for tensor in target.buffers()), None)
     ordered = OrderedDict((name, value.to(device)) for name, value in state.items())
-    # Without the versions torch takes the state for an old one, and resets eps.
+    # Without version metadata torch treats the state as an old one, and resets eps.
     ordered._metadata = own._metadata  # type: ignore[attr-defined]
     target.load_state_dict(ordered)
 
@@ -512,7 +514,7 @@ def _hold(observer: Any, scale: Tensor, zero_point: Tensor) -> None:
 
 
 def _set_range(source: Any, scale: Tensor, zero_point: Tensor) -> None:
-    """Set the observed range to what the qparams cover; training goes on from there."""
+    """Set the observed range to the one that the qparams cover; training continues from it."""
     per_tensor = scale.numel() == 1 and not hasattr(source, "ch_axis")
     for name, bound in (("min_val", source.quant_min), ("max_val", source.quant_max)):
         value = (bound - zero_point) * scale

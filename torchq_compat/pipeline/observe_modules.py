@@ -1,4 +1,4 @@
-"""The observed modules behind the opaque calls of a captured model, and what is observed around each call."""
+"""The observed modules behind the opaque calls of a captured model, and the specs around each call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PrepareInside = Callable[[ObserveRequest], GraphModule]
 def observe_modules(
     captured: CapturedModel, swaps: Sequence[Swap], prepare_inside: PrepareInside
 ) -> dict[str, nn.Module]:
-    """Make the observed module of each custom module, by path; one that is never called stays as it is.
+    """Return the observed module of each custom module, by path; a module that is never called is unchanged.
 
     Args:
         prepare_inside: prepares a standalone module as a model of its own.
@@ -48,7 +48,7 @@ def place_modules(
     is_qat: bool,
 ) -> list[Decision]:
     """Put ``modules`` behind the opaque calls, in place, or write them as ops; return a decision about each
-    parameter of theirs that the graph has a copy of."""
+    of their parameters that the graph has a copy of."""
     graph_module = captured.found.graph_module
     copied = insert_calls(graph_module, captured.stubs, modules, writers)
     classes = {swap.paths[0]: type(swap.module) for swap in swaps}
@@ -62,10 +62,10 @@ def place_modules(
 def boundaries_of(
     graph_module: GraphModule, swaps: Sequence[Swap], calls: RecordedCalls
 ) -> Mapping[Node, OpaqueBoundary]:
-    """Return what is observed around each call, which is tried with the tensors it had in the example.
+    """Return the specs around each call, after a trial of the call with its tensors of the example run.
 
     Raises:
-        CustomModuleError: an observed module does not take the calls of the float one.
+        CustomModuleError: an observed module does not accept the calls of the float one.
     """
     by_path = {swap.paths[0]: swap for swap in swaps}
     boundaries: dict[Node, OpaqueBoundary] = {}
@@ -94,7 +94,7 @@ def maps_to_users_class(swap: Swap) -> bool:
 
 
 def loses_forward(swap: Swap) -> bool:
-    """Return whether the float module has a forward of its own that is not called any more."""
+    """Return whether the float module has a ``forward`` of its own that is no longer called."""
     return swap.request is not None and swap.handler.loses_forward(swap.module)
 
 

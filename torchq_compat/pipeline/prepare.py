@@ -1,4 +1,4 @@
-"""Prepare: read arguments in, observed model out; one stage after the other."""
+"""Prepare: turns a float model and the arguments of ``prepare_fx`` into an observed model, stage by stage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["prepare"]
 
-#: A warning about several places names the first.
+#: How many places a warning names, the first ones.
 NAMED_PLACES = 3
 
 
@@ -71,7 +71,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
         try:
             return _prepare_rolled_or_not(model, request)
         except CaptureError as error:
-            # FX, which runs nothing, trains with larger batches than the example's.
+            # FX runs nothing in prepare: scripts may give it one sample, and train with larger batches.
             if not is_one_value_a_channel(error.__cause__) or request.dynamic_shapes is not None:
                 raise
             two = replace(request, example_inputs=with_two_samples(request.example_inputs))
@@ -86,7 +86,7 @@ def _prepare_rolled_or_not(model: nn.Module, request: PrepareRequest) -> Quantiz
 
 
 class _RolledModelFailedError(Exception):
-    """A model whose loops were rolled cannot be prepared; it may be as it was written."""
+    """Preparing a model with rolled loops failed; preparing it as it was written may succeed."""
 
 
 def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
@@ -116,8 +116,8 @@ class _Copied:
     """A copy of the float model.
 
     Attributes:
-        as_written: with the loops that the model's own code runs.
-        with_loops: with loops that are modules.
+        as_written: the copy whose loops are run by the model's own code.
+        with_loops: the copy whose loops are modules.
     """
 
     as_written: nn.Module
@@ -132,7 +132,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
     as_written, with_loops, signature = copied.as_written, copied.with_loops, copied.signature
     working = with_loops.model
 
-    # Select what is a custom module, and tell what is left behind.
+    # Select the custom modules, and report what is left behind.
     swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
     leftovers = () if request.is_step else _decide_leftovers(model, as_written, request)
 
@@ -191,7 +191,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
 
 
 def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
-    """Return the decisions about what is no module of the graph: flags, attributes, hooks, rules."""
+    """Return the decisions about flags, attributes, hooks and rules, which are not modules of the graph."""
     return (
         *decide_training_flags(model, is_qat=request.is_qat),
         *decide_leftovers(working, request.settings.preserved_attributes),
@@ -234,7 +234,7 @@ def _preserved(working: nn.Module, request: PrepareRequest) -> dict[str, Any]:
 
 
 def _warn(decisions: tuple[Decision, ...]) -> None:
-    """Say what the user could be misled about, once for all places with the same reason."""
+    """Warn about decisions that could mislead the user, once for all places with the same reason."""
     alike: dict[tuple[Action, str], list[Decision]] = {}
     for decision in decisions:
         if decision.warn:

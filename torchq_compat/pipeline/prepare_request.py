@@ -1,4 +1,4 @@
-"""The arguments of prepare_fx or prepare_qat_fx, read."""
+"""The arguments of ``prepare_fx`` or ``prepare_qat_fx`` as one frozen value."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PrepareRequest:
     """The arguments of ``prepare``, read and checked.
 
     Attributes:
-        rules: the QConfigMapping; the default one, for custom modules alone, where ``quantizer`` is given.
-        is_step: whether what is prepared is the step of a loop, by the rules of the model around it.
-        unrolled_because: why loops over time stay as they are written.
-        ones: (argument, dimension) whose size is always 1.
-        quantizer: annotates all that is no custom module, in place of ``rules`` and ``backend``.
+        rules: the QConfigMapping; if ``quantizer`` is given, the default one, for custom modules alone.
+        is_step: whether the model is the step of a loop, prepared by the rules of the model around it.
+        unrolled_because: why loops over time stay as they are written; empty if they may be rolled.
+        ones: (argument, dimension) pairs whose size is always 1.
+        quantizer: annotates everything but custom modules, in place of ``rules`` and ``backend``.
     """
 
     rules: QConfigRules
@@ -39,7 +39,7 @@ class PrepareRequest:
     ones: tuple[tuple[int, int], ...] = ()
 
     def inside(self, inner: ObserveRequest) -> PrepareRequest:
-        """Return what to prepare a standalone module, or the step of a loop, by."""
+        """Return the request for preparing a standalone module or the step of a loop."""
         if inner.example_inputs is not None:
             settings = replace(
                 self.settings,

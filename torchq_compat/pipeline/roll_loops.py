@@ -1,4 +1,4 @@
-"""Loops over time that the model writes in Python, before capture: rolled, or why not."""
+"""Rolls loops over time that the model writes in Python, before capture, or reports why it did not."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["WithLoops", "with_rolled_loops"]
 
 @dataclass(frozen=True)
 class WithLoops:
-    """A float model whose loops are modules, where they can be.
+    """A float model whose loops over time are modules if they could be rolled.
 
     Attributes:
-        model: what is captured.
-        steps: paths of the models of one step; of another model than was given.
-        decisions: about the loops.
+        model: the model to capture; a new one if loops were rolled.
+        steps: paths in ``model`` of the submodules that compute one step.
+        decisions: the decisions about the loops.
     """
 
     model: nn.Module
@@ -36,7 +36,7 @@ class WithLoops:
 
 
 def with_rolled_loops(working: nn.Module, signature: CallSignature, request: PrepareRequest) -> WithLoops:
-    """Return ``working`` with its loops over time as modules."""
+    """Return ``working`` with its loops over time as modules, or as it is if they cannot be rolled."""
     if request.is_step or request.dynamic_shapes is not None:
         return WithLoops(working)
     args = request.example_inputs
@@ -61,7 +61,8 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
     except NotALoopError as reason:
         return _as_written(working, looped, str(reason))
     except Exception as cause:
-        # Of all that repeats in a graph not everything has been seen; as it is written it can be captured.
+        # A repetition in the graph may have a form that the rolling does not foresee; the unrolled model can
+        # still be captured.
         return _as_written(working, looped, f"{type(cause).__name__}: {cause}")
     return WithLoops(rolled.model, tuple(f"{path}.step" for path in rolled.loops))
 

@@ -1,7 +1,8 @@
-"""Custom modules between a custom config and a user's Quantizer: which of them are the Quantizer's.
+"""Which custom modules a user's Quantizer quantizes, and which this package does.
 
-What a custom config maps is this package's. A module that nothing maps, and that would be a float call in the
-graph, is the Quantizer's if it annotates the ops that the module is made of: it is asked, on a copy.
+This package quantizes the modules that a custom config maps. A module that nothing maps, which would be a
+float call in the graph, is left to the Quantizer if the Quantizer annotates the module's ops; a trial on a
+copy of the graph shows whether it does.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def share_modules(
     decisions: Sequence[Decision],
     quantizer: Quantizer | None,
 ) -> tuple[Mapping[str, WriteOps], list[Decision]]:
-    """Return what writes the modules that ``quantizer`` wants as ops, by path, and ``decisions`` as they are
-    then."""
+    """Return the writers, by path, of the modules that ``quantizer`` annotates as ops, and the ``decisions``
+    that remain."""
     candidates = {} if quantizer is None else _candidates(captured, swaps)
     if quantizer is None or not candidates:
         return {}, list(decisions)
@@ -43,7 +44,7 @@ def share_modules(
     kept = []
     for decision in decisions:
         if decision.path in wanted:
-            continue  # The Quantizer's decision stands in the graph.
+            continue  # The graph has the Quantizer's decision.
         if decision.path in candidates and decision.action is Action.FLOAT:
             decision = replace(decision, reason=f"{decision.reason}; {why_not}")
         kept.append(decision)
@@ -65,7 +66,7 @@ def _wanted(
     candidates: Mapping[str, WriteOps],
     quantizer: Quantizer,
 ) -> tuple[set[str], str]:
-    """Return the paths of the candidates whose ops ``quantizer`` annotates, and why it leaves the others."""
+    """Return the paths of the candidates whose ops ``quantizer`` annotates, and why the others stay float."""
     name = type(quantizer).__name__
     trial = copy.deepcopy(captured.found.graph_module)
     insert_calls(trial, captured.stubs, modules, candidates)
@@ -75,12 +76,12 @@ def _wanted(
         trial = asked.transform_for_annotation(trial)
         asked.annotate(trial)
     except TorchQCompatError:
-        raise  # About what it writes, which is to be put right.
+        raise  # It reports a faulty annotation, which the Quantizer's author has to correct.
     except Exception as cause:
-        # It may do without the ops it stumbles over; if not, the same error comes again, on the graph itself.
+        # Without the written ops the Quantizer may succeed; if not, it raises the same error on the graph.
         first_line = str(cause).strip().split("\n", 1)[0]
         return set(), f"{name} fails on its ops: {type(cause).__name__}: {first_line}"
-    # What nothing reads any more, the Quantizer has rewritten as ops of its own.
+    # An op whose results are no longer read was rewritten by the Quantizer as ops of its own.
     annotated, read = (_module_paths(trial, accepts) for accepts in (_is_annotated, _is_read))
     wanted = (written & annotated) | (written - read)
     return wanted, f"{name} does not annotate its ops either"
@@ -92,13 +93,13 @@ def _is_annotated(node: Node) -> bool:
 
 
 def _is_read(node: Node) -> bool:
-    """Return whether an output of ``node`` is used. A recurrent operator that nobody reads stays in the
-    graph, because it may draw random numbers."""
+    """Return whether an output of ``node`` is used. A recurrent operator without readers stays in the graph,
+    because it may draw random numbers."""
     return any(user.users for user in node.users)
 
 
 def _module_paths(graph_module: GraphModule, accepts: Callable[[Node], bool] = lambda node: True) -> set[str]:
-    """Return the paths of the modules whose ops have several outputs and are accepted."""
+    """Return the module paths of the ops with several outputs that ``accepts`` is true of."""
     return {
         module_path_of(node).partition("@")[0]
         for node in graph_module.graph.nodes
@@ -107,7 +108,8 @@ def _module_paths(graph_module: GraphModule, accepts: Callable[[Node], bool] = l
 
 
 def _own_copy(quantizer: Quantizer) -> Quantizer:
-    """Copy the Quantizer, so that it remembers nothing of the graph it is tried on."""
+    """Return a copy of ``quantizer``, so that it remembers nothing of the trial graph, or ``quantizer``
+    itself if it cannot be copied."""
     try:
         copied: Quantizer = copy.deepcopy(quantizer)
     except Exception:

@@ -1,6 +1,6 @@
-"""``convert_fx(qconfig_mapping=...)``: ops that were calibrated and stay float after all.
+"""Ops that were calibrated and stay float because ``convert_fx(qconfig_mapping=...)`` switches them off.
 
-FX's rule: an observer goes when neither the op before it nor any behind it is quantized any more.
+FX's rule: an observer is removed if neither the op before it nor any op behind it is still quantized.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def decide_switched_off(prepared: GraphModule, before: QConfigRules, after: QCon
 
 
 def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
-    """Take out of ``prepared`` the observers that no quantized op needs any more."""
+    """Remove the observers from ``prepared`` that no quantized op needs any more."""
 
     def is_float(node: Node) -> bool:
         record = op_record(node)
@@ -65,7 +65,7 @@ def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
     for node, _ in list(observer_nodes(prepared)):
         source = node.args[0]
         assert isinstance(source, Node)
-        # What a weight comes from does not count: in QAT it is computed from that of a batch norm.
+        # The producer of a weight does not count: in QAT the weight is computed from that of a batch norm.
         is_weight = any(weight_of(user) is node for user in node.users)
         neighbours = [*node.users] if is_weight else [source, *node.users]
         if all(is_float(neighbour) for neighbour in neighbours):
@@ -76,7 +76,7 @@ def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
 
 
 def with_switched_off(decisions: tuple[Decision, ...], switched_off: SwitchedOff) -> tuple[Decision, ...]:
-    """Return ``decisions`` as they are after convert."""
+    """Return ``decisions`` with the ops in ``switched_off`` as float."""
     return tuple(
         replace(
             decision,

@@ -1,4 +1,4 @@
-"""Names given to convert that match nothing in the prepared model: FX ignores them in silence."""
+"""Warnings about names given to convert that match nothing in the prepared model; FX ignores such names."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["unmatched_at_convert"]
 def unmatched_at_convert(
     prepared: GraphModule, settings: ConvertSettings, before: QConfigRules | None, after: QConfigRules | None
 ) -> Iterator[str]:
-    """Yield what to tell the user about settings of a ConvertCustomConfig and new rules of a QConfigMapping.
+    """Yield a warning about each unused setting of a ConvertCustomConfig or new rule of a QConfigMapping.
 
     Args:
-        before: the rules of prepare, which has told about its own.
+        before: the rules of prepare, which has warned about them.
         after: the rules given to convert.
     """
     observed = _observed_classes(prepared)
     for mapping in settings.observed_to_quantized.values():
         for observed_class, quantized in mapping.items():
-            # Mappings of torch's classes and ours are written for many models.
+            # Entries that map to torch's classes and ours are standing ones, written for many models.
             is_standing = quantized.__module__.startswith(("torch.", "torchq_compat."))
             if not is_standing and not any(issubclass(each, observed_class) for each in observed):
                 yield (
@@ -45,10 +45,10 @@ def unmatched_at_convert(
 
 
 def _observed_classes(prepared: GraphModule) -> set[type[nn.Module]]:
-    """Return the classes that a mapping may name, itself or by a base class; see
+    """Return the classes that a mapping may name, directly or by a base class; see
     ``CustomModuleHandler.quantized_class``.
 
-    A float call is converted by the class it has; see ``convert_float_calls``.
+    All modules are included, because a float call is converted by its class; see ``convert_float_calls``.
     """
     observed: set[type[nn.Module]] = {type(module) for module in prepared.modules()}
     mapped = (m.opaque_observed_class for m in prepared.modules() if isinstance(m, OpaqueModule))

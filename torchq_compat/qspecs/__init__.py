@@ -1,1 +1,1 @@
-"""Translate: QConfig -> QuantizationSpec, selectors, object types. Pure functions, no graph."""
+"""Translate QConfigs to QuantizationSpecs, and select QConfigs and object types. Pure functions, no graph."""

@@ -1,7 +1,8 @@
-"""Observers whose settings contradict each other: a range the dtype does not hold, fixed qparams outside it.
+"""Observers whose settings contradict each other: a range beyond the dtype, fixed qparams outside the range.
 
 FX makes the observers, calibrates, and fails in the converted model (``zero_point -128 is below lower
-bound``) or clamps to the dtype. PT2E clamps to the range first and wraps around behind it, which is noise.
+bound``) or clamps to the dtype. PT2E clamps to the range first and then wraps around in the dtype, which is
+noise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def check_settings(settings: ObserverSettings, setting: str) -> None:
     """Refuse ``settings`` that no tensor can be quantized with.
 
     Raises:
-        ConfigError: names ``setting``, where they come from, and the two that contradict each other.
+        ConfigError: names ``setting``, the source of ``settings``, and the two that contradict each other.
     """
     if not is_integer(settings.dtype):
         return
@@ -40,10 +41,10 @@ def check_settings(settings: ObserverSettings, setting: str) -> None:
 
 
 def check_axis(settings: ObserverSettings, dimensions: int, place: str) -> None:
-    """Refuse a ``ch_axis`` that a tensor of so many ``dimensions`` does not have.
+    """Refuse a ``ch_axis`` that a tensor of ``dimensions`` dimensions does not have.
 
     Raises:
-        ConfigError: names ``place``, the op and what of it is observed.
+        ConfigError: names ``place``, the op and the observed tensor.
     """
     axis = settings.ch_axis
     if axis is not None and not -dimensions <= axis < dimensions:
@@ -55,7 +56,7 @@ def check_axis(settings: ObserverSettings, dimensions: int, place: str) -> None:
 
 
 def _packed_range(settings: ObserverSettings) -> tuple[int, int] | None:
-    """Of quint4x2 and quint2x4, which PT2E carries one value to a byte."""
+    """Return the range of quint4x2 and quint2x4, which PT2E stores one value to a byte; None for others."""
     if settings.declared_dtype not in PACKED_DTYPES:
         return None
     return (0, 15) if "4x2" in str(settings.declared_dtype) else (0, 3)

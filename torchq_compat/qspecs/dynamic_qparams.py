@@ -1,9 +1,9 @@
-"""Dynamic quantization: qparams chosen from each tensor as it comes, as ``torch.quantize_per_tensor_dynamic``
+"""Dynamic quantization: qparams chosen from each tensor at run time, as ``torch.quantize_per_tensor_dynamic``
 does in FX's reference graphs.
 
-FX takes nothing but the dtype from a dynamic observer. The qparams are affine over the dtype's range, or half
-of it where the quantized engine could overflow. ``WholeRangeObserver`` asks for all of it whatever the
-engine: the package's own products add up in 32 bits.
+FX reads only the dtype of a dynamic observer. The qparams are affine over the range of the dtype, or over
+half of it if the quantized engine could overflow. ``WholeRangeObserver`` requests the whole range on every
+engine: this package's own matrix products accumulate in 32 bits.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ __all__ = [
     "with_whole_range",
 ]
 
-#: Engines whose kernels add two products in 16 bits; FX asks for ``reduce_range`` there.
+#: Engines whose kernels add two products in 16 bits; FX sets ``reduce_range`` for them.
 ENGINES_OF_REDUCED_RANGE = ("fbgemm", "x86")
-#: ATen does not choose smaller scales.
+#: The smallest scale that ATen chooses.
 SMALLEST_SCALE = 6.1e-5
 
 
 class WholeRangeObserver(PlaceholderObserver):
-    """A dynamic observer, as torch.ao's, whose tensors take all integers of its dtype on every engine.
+    """A dynamic observer, as torch.ao's, whose tensors use all integers of its dtype on every engine.
 
-    FX and torch.ao know nothing of it: to them it is the dynamic observer of its dtype.
+    FX and torch.ao ignore the difference: to them it is the dynamic observer of its dtype.
 
     Args:
         dtype: torch.quint8 or torch.qint8.
-        arguments: of torch.ao's ``PlaceholderObserver``.
+        arguments: keyword arguments of torch.ao's ``PlaceholderObserver``.
     """
 
     whole_range = True
@@ -55,8 +55,8 @@ class WholeRangeObserver(PlaceholderObserver):
 
 
 def with_whole_range(qconfig: QConfig) -> QConfig | None:
-    """Return ``qconfig`` with a ``WholeRangeObserver`` as activation; None if its activations are not
-    dynamic, or no 8-bit integers.
+    """Return ``qconfig`` with a ``WholeRangeObserver`` as activation; None if its activations are not dynamic
+    8-bit integers.
 
     Raises:
         ConfigError: its activation makes no observer.
@@ -77,7 +77,7 @@ def asks_for_whole_range(qconfig: QConfig) -> bool:
 
 @recognised_by_torch_ao
 class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
-    """Stands where a dynamic observer stood; torchao's convert calls ``convert``."""
+    """Takes the place of a dynamic observer; torchao's convert calls ``convert``."""
 
     def __init__(self, dtype: torch.dtype, *, whole_range: bool = False) -> None:
         super().__init__(dtype=dtype, is_dynamic=True)
@@ -85,7 +85,7 @@ class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
     @classmethod
     def of(cls, observer: nn.Module) -> Self:
-        """In place of a dynamic ``observer``."""
+        """Return the replacement of a dynamic ``observer``."""
         dtype = plain_dtype(observer.dtype)  # type: ignore[arg-type]
         return cls(dtype, whole_range=bool(getattr(observer, "whole_range", False)))
 
@@ -96,7 +96,7 @@ class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
         raise NotImplementedError("the qparams are chosen from each tensor")
 
     def convert(self, model: GraphModule, observer_node: Node) -> None:
-        """Replace ``observer_node`` by nodes that quantize its input and dequantize it again."""
+        """Replace ``observer_node`` by nodes that quantize and dequantize its input."""
         source = observer_node.args[0]
         assert isinstance(source, Node)
         graph = model.graph

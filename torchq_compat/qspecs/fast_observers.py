@@ -1,9 +1,9 @@
-"""HistogramObserver and MinMaxObserver, faster: calibration spends most of its time in them.
+"""Faster HistogramObserver and MinMaxObserver: calibration spends most of its time in them.
 
-Once a few batches are seen, nearly every further one lies inside the range already known. torchao's
-observers, and torch.ao's, compute and copy the unchanged range all the same; these look, and count. Their
-search for a histogram's best range compares tensors of one element, thousands of times; here they are
-numbers. State and qparams are torchao's, bit for bit.
+After a few batches, nearly every further batch lies inside the range already known. torchao's observers, and
+torch.ao's, compute and copy the unchanged range all the same; these compare and count. Their search for the
+best range of a histogram compares one-element tensors, thousands of times; these compare Python numbers.
+State and qparams are torchao's, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
 
 __all__ = ["FastHistogramObserver", "FastMinMaxObserver"]
 
-#: Share of all values by which the search narrows the range at a time.
+#: The share of all values by which each step of the search narrows the range.
 SEARCH_STEP = 1e-5
 
 
@@ -31,8 +31,8 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
     """torchao's HistogramObserver; values inside the range seen so far are only counted.
 
     Attributes:
-        left_out_infinity: whether it has met infinite values, which torchao's leaves out with a warning that
-            names no place.
+        left_out_infinity: whether it has seen infinite values, which torchao's observer leaves out with a
+            warning that names no place.
     """
 
     left_out_infinity = False
@@ -58,7 +58,7 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
 
 @recognised_by_torch_ao
 class FastMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
-    """torchao's MinMaxObserver; values inside the range seen so far change nothing."""
+    """torchao's MinMaxObserver that ignores values inside the range seen so far."""
 
     def forward(self, x_orig: Tensor) -> Tensor:
         if _is_inside(x_orig.detach(), self.min_val, self.max_val):
@@ -68,9 +68,9 @@ class FastMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
 
 
 def _is_inside(values: Tensor, low: Tensor, high: Tensor) -> bool:
-    """Return whether all ``values`` lie in [low, high]. Not with NaN or infinity among them, nor before the
-    first batch, when the range is (inf, -inf); nor off the CPU or while compiling, where a look costs more
-    than it saves."""
+    """Return whether all ``values`` lie in [low, high]. False if NaN or infinity is among them, and before
+    the first batch, when the range is (inf, -inf); also off the CPU and while compiling, where the comparison
+    costs more than it saves."""
     if not values.is_cpu or not values.numel() or torch.compiler.is_compiling():
         return False
     smallest, largest = torch.aminmax(values)
@@ -78,8 +78,8 @@ def _is_inside(values: Tensor, low: Tensor, high: Tensor) -> bool:
 
 
 def _least_error_bins(histogram: Tensor, error: Callable[[int, int], float]) -> tuple[int, int]:
-    """First and last bin of the range to quantize: narrowed from the side that has more bins to lose for the
-    same share of the values, until the ``error`` of a range grows."""
+    """Return the first and last bin of the range to quantize. The range is narrowed from the side that loses
+    more bins for the same share of the values, until its ``error`` grows."""
     values_up_to, total = histogram.cumsum(0).tolist(), histogram.sum().item()
     first, last, least = 0, len(values_up_to) - 1, math.inf
     low, high = 0.0, 1.0
@@ -101,6 +101,6 @@ def _least_error_bins(histogram: Tensor, error: Callable[[int, int], float]) -> 
 
 
 def _float32(number: float) -> float:
-    """As a tensor of float32 would be compared with."""
+    """Return ``number`` rounded to float32, as in a comparison with a float32 tensor."""
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded

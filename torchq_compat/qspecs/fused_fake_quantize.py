@@ -1,4 +1,4 @@
-"""FusedMovingAvgObsFakeQuantize, converted to what it trained, with a count of what its range cuts off."""
+"""FusedMovingAvgObsFakeQuantize that converts to the qparams it trained with and counts saturated values."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torchq_compat.support.dtypes import as_dtype
 
 __all__ = ["FusedFakeQuantize"]
 
-#: Of this many calls one is counted: counting all makes training 20 to 45% slower. A prime, so that the steps
-#: of a sequence take turns.
+#: One call in this many is counted: counting every call slows training by 20 to 45%. A prime, so that all
+#: steps of a sequence get their turn.
 COUNTED_EVERY = 31
 
 
 @recognised_by_torch_ao
 class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
-    """One kernel observes, chooses qparams and fake-quantizes; the observer inside holds the range alone."""
+    """One kernel observes, chooses qparams and fake-quantizes; the inner observer only holds the range."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # A list, because nn.Module makes it slow to set an attribute.
+        # A list, because setting an attribute of an nn.Module is slow.
         self.calls = [0]
         self.counts = isinstance(self.activation_post_process, SaturationCountingObserver)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The kernel takes float32 alone.
+        # The kernel supports only float32.
         fake_quantized: Tensor = as_dtype(super().forward(as_dtype(x, torch.float32)), x.dtype)
         if self.counts:
             self.calls[0] += 1
@@ -39,9 +39,10 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
         return fake_quantized
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Return the qparams the kernel trains with. Its symmetric scale is ``max(-min / 128, max / 127)``;
-        the observer, whose qparams torch.ao and torchao convert with, has ``max(-min, max) / 127.5``. Where
-        it observes alone nothing was trained with the kernel's, and those of the observer are returned."""
+        """Return the qparams that the kernel trains with. Its symmetric scale is
+        ``max(-min / 128, max / 127)``; the scale of the observer, with which torch.ao and torchao convert, is
+        ``max(-min, max) / 127.5``. While only observing, nothing is trained with the kernel's qparams, and
+        the observer's are returned."""
         observer = self.activation_post_process
         has_seen = observer.min_val.numel() > 0 and not bool((observer.min_val > observer.max_val).any())
         if not has_seen or not bool(self.fake_quant_enabled):
@@ -65,7 +66,7 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
             self.is_symmetric_quant,
         )
         if self.is_symmetric_quant:
-            # A channel of one sign the kernel trains with another zero point, which no backend takes.
+            # For a channel of one sign the kernel uses a nonzero zero point, which no backend supports.
             observed_scale, observed_zero_point = observer.calculate_qparams()
             symmetric = zero_point == observed_zero_point
             scale = torch.where(symmetric, scale, observed_scale)
@@ -73,7 +74,7 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
         return scale, zero_point
 
     def _any_input(self) -> Tensor:
-        """Zeros with as many channels as were observed."""
+        """Return zeros with as many channels as were observed."""
         channels: Tensor = self.activation_post_process.min_val
         if not self.is_per_channel:
             return channels.new_zeros(1)

@@ -1,7 +1,8 @@
-"""Qparams that were loaded, not observed: they hold until the observer sees data again.
+"""Qparams that were loaded, not observed: they are valid until the observer sees data again.
 
-A converted model of FX has the qparams and no longer the ranges they came from, and no range gives back every
-scale bit for bit. So an observer carries what was loaded as two buffers, which come before what it computes.
+A converted model of FX has the qparams but no longer the ranges they were computed from, and no range
+reproduces every scale bit for bit. So an observer keeps loaded qparams as two buffers, which take precedence
+over the qparams it computes.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Qparams = tuple[Tensor, Tensor]
 
 
 def hold_qparams(observer: nn.Module, scale: Tensor, zero_point: Tensor) -> None:
-    """Let ``observer`` answer with ``scale`` and ``zero_point``, one or one for each channel, until it
-    observes again. An observer of a weight keeps them as long as the weight lies on them."""
+    """Make ``observer`` report ``scale`` and ``zero_point``, one or one for each channel, until it observes
+    again. A weight observer keeps them as long as the weight lies on them."""
     release_qparams(observer)
     device = next((buffer.device for buffer in observer.buffers()), scale.device)
     observer.register_buffer(SCALE, scale.detach().to(device, copy=True).reshape(-1))
@@ -44,7 +45,7 @@ def hold_qparams(observer: nn.Module, scale: Tensor, zero_point: Tensor) -> None
 
 
 def release_qparams(observer: nn.Module) -> None:
-    """Let ``observer`` answer with what it observed."""
+    """Make ``observer`` report the qparams it observed."""
     for name in (SCALE, ZERO_POINT):
         observer._buffers.pop(name, None)
     for key in [key for key, hook in observer._forward_pre_hooks.items() if hook is _observes_again]:
@@ -52,7 +53,7 @@ def release_qparams(observer: nn.Module) -> None:
 
 
 def loaded_qparams(observer: nn.Module) -> Qparams | None:
-    """What was loaded into ``observer``, each of shape (n,); None if nothing was, or it observed since."""
+    """Return the qparams loaded into ``observer``, each (n,); None if none were, or it observed since."""
     scale, zero_point = (observer._buffers.get(name) for name in (SCALE, ZERO_POINT))
     return None if scale is None or zero_point is None else (scale, zero_point)
 
@@ -62,7 +63,7 @@ def has_loaded_qparams(observer: nn.Module) -> bool:
 
 
 def qparams_of(observer: nn.Module) -> Qparams:
-    """Scale and zero point of ``observer``: those that were loaded, else those of what it observed."""
+    """Return scale and zero point of ``observer``: the loaded ones, else those it observed."""
     loaded = loaded_qparams(observer)
     if loaded is not None:
         return loaded
@@ -71,7 +72,7 @@ def qparams_of(observer: nn.Module) -> Qparams:
 
 
 def is_on_loaded_qparams(observer: Any, weight: Tensor) -> bool:
-    """Whether every value of ``weight`` is an integer of the loaded qparams of ``observer``, dequantized."""
+    """Return whether the loaded qparams of ``observer`` represent every value of ``weight`` exactly."""
     loaded = loaded_qparams(observer)
     if loaded is None:
         return False
@@ -86,7 +87,7 @@ def is_on_loaded_qparams(observer: Any, weight: Tensor) -> bool:
 
 @recognised_by_torch_ao
 class LoadedQParamsObserver(ObserverBase):  # type: ignore[misc]
-    """Stands for an observer with loaded qparams while torchao converts."""
+    """Takes the place of an observer with loaded qparams while torchao converts."""
 
     def __init__(self, observer: Any) -> None:
         super().__init__(dtype=observer.dtype, is_dynamic=False)
@@ -104,13 +105,13 @@ class LoadedQParamsObserver(ObserverBase):  # type: ignore[misc]
 
 
 def set_loaded_observer(graph_module: GraphModule, path: str) -> None:
-    """Put a ``LoadedQParamsObserver`` in the place of the observer at ``path``."""
+    """Replace the observer at ``path`` by a ``LoadedQParamsObserver``."""
     graph_module.set_submodule(path, LoadedQParamsObserver(graph_module.get_submodule(path)))
 
 
 def adopt_loaded_qparams(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Let the observers of ``model`` that have loaded qparams in ``state``, and no others, have a place for
-    them."""
+    """Give buffers for loaded qparams to the observers of ``model`` that have such qparams in ``state``, and
+    remove them from all other observers."""
     for path, module in model.named_modules():
         scale, zero_point = (state.get(f"{path}.{name}") for name in (SCALE, ZERO_POINT))
         if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):

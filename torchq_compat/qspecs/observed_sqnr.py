@@ -1,4 +1,4 @@
-"""How well qparams hold the larger part of what a histogram has seen."""
+"""How precisely qparams represent most of the values that a histogram has seen."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 __all__ = ["typical_sqnr"]
 
-#: Share of the values that are smaller than a typical one: half of them may be zero behind a ReLU.
+#: The share of values that are smaller than the typical value: half of them may be zero after a ReLU.
 SHARE = 0.75
 
 
 def typical_sqnr(module: nn.Module) -> float | None:
-    """dB of a typical value over the noise of rounding, by the histogram of an observer, or of one inside of
-    ``module``; None where there is no histogram.
+    """Return the ratio in dB of a typical value to the rounding noise, from the histogram of ``module`` or of
+    an observer inside it; None if there is no histogram.
 
-    The SQNR of all values would hide the case that matters: a few that are large, for which all others are
-    rounded coarsely, hold most of the power.
+    The SQNR of all values would hide the case that matters: a few large values, for which all other values
+    are rounded coarsely, have most of the power.
     """
     for part in module.modules():
         histogram = getattr(part, "histogram", None)

@@ -1,4 +1,4 @@
-"""Read the settings of an observer: those of the quantized tensor, and those a BackendConfig may
+"""Read the settings of an observer: those of the quantized tensor, and those that a BackendConfig may
 constrain."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PER_CHANNEL = (
 
 @dataclass(frozen=True)
 class ObserverLimits:
-    """The settings of the user's own observer that a BackendConfig may constrain; None: it has no such
-    setting."""
+    """The settings of the user's own observer that a BackendConfig may constrain; None if the observer lacks
+    the setting."""
 
     quant_min: int | None
     quant_max: int | None
@@ -39,7 +39,7 @@ class ObserverLimits:
 
     @classmethod
     def of(cls, made: nn.Module) -> ObserverLimits:
-        """Of an observer, or of the one inside a fake-quantize."""
+        """Read the limits of an observer, or of the observer inside a fake-quantize."""
         observer: Any = getattr(made, "activation_post_process", made)
         is_fixed = isinstance(observer, FIXED_QPARAMS)
         eps = getattr(observer, "eps", None)
@@ -54,10 +54,10 @@ class ObserverLimits:
 
 @dataclass(frozen=True)
 class ObserverSettings:
-    """The settings of an observer about the quantized tensor: plain dtype, range, scheme, axis.
+    """The settings of an observer for the quantized tensor: plain dtype, range, scheme, axis.
 
     Attributes:
-        declared_dtype: as the user gave it; quint4x2 where ``dtype`` is uint8.
+        declared_dtype: the dtype that the user gave, such as quint4x2 if ``dtype`` is uint8.
     """
 
     dtype: torch.dtype
@@ -75,10 +75,10 @@ class ObserverSettings:
 
 
 def read_settings(made: nn.Module, legacy: nn.Module, setting: str = "qconfig") -> ObserverSettings:
-    """Of ``made``, the torchao observer or fake-quantize that was made for ``legacy``.
+    """Return the settings of ``made``, the torchao observer or fake-quantize translated from ``legacy``.
 
     Raises:
-        ConfigError: a channel axis that is none; names ``setting``.
+        ConfigError: the channel axis is no valid axis; names ``setting``.
     """
     source: nn.Module = getattr(made, "activation_post_process", made)
     observed_by: nn.Module = getattr(source, "legacy", source)

@@ -1,8 +1,8 @@
-"""torch.ao observer or fake-quantize -> the torchao one that PT2E understands.
+"""Translate a torch.ao observer or fake-quantize to the torchao class that PT2E recognizes.
 
-Legacy objects inside a torchao QuantizationSpec prepare and calibrate without an error and yield no q-dq at
+With legacy objects in a torchao QuantizationSpec, prepare and calibration raise no error but yield no q-dq at
 all, because torchao tests for its own base classes. A class that torchao has under the same name is rebuilt
-from the attributes of a legacy instance; any other class, a user's own, is wrapped in an adapter.
+from the attributes of a legacy instance; any other class, such as a user's own, is wrapped in an adapter.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ LegacyConstructor = Callable[[], nn.Module]
 HOMES = (legacy_observer, legacy_fake_quantize, pt2e_observer, pt2e_fake_quantize)
 PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
 LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
-# Attributes whose name differs from the constructor's argument.
+# Constructor arguments that are stored in an attribute of another name.
 ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
 
-#: Classes of which this package has a version that tells more, or is faster.
+#: Classes that are replaced by this package's versions, which report more or are faster.
 REPLACED: dict[str, Callable[..., nn.Module]] = {
     "FusedMovingAvgObsFakeQuantize": FusedFakeQuantize,
     "HistogramObserver": FastHistogramObserver,
     "MinMaxObserver": FastMinMaxObserver,
     "MovingAverageMinMaxObserver": SaturationCountingObserver,
 }
-#: Warnings handed on.
+#: The warnings that were already passed on.
 _TOLD: set[tuple[type[Warning], str]] = set()
 
 
 class ObserverConstructor:
-    """Makes torchao observers that do what one legacy constructor's observers do.
+    """Makes torchao observers that behave like those of one legacy constructor.
 
-    torchao's prepare calls ``constructor.with_args(**spec)()`` and reads ``constructor.__name__``. Everything
-    the spec repeats is already in the legacy constructor, so ``with_args`` changes nothing.
+    torchao's prepare calls ``constructor.with_args(**spec)()`` and reads ``constructor.__name__``. The legacy
+    constructor already has all settings that the spec repeats, so ``with_args`` changes nothing.
 
     Args:
         legacy: a torch.ao or torchao observer or fake-quantize class, or ``Class.with_args(...)``.
@@ -102,7 +102,7 @@ class ObserverConstructor:
 
 
 def _warn_once(caught: Iterable[warnings.WarningMessage]) -> None:
-    """Hand on, once, what a library said of an observer: each rule of a config makes observers anew."""
+    """Pass on a library's warnings about an observer, each only once: every rule makes observers anew."""
     for each in caught:
         told = (each.category, str(each.message))
         if told not in _TOLD:
@@ -111,8 +111,7 @@ def _warn_once(caught: Iterable[warnings.WarningMessage]) -> None:
 
 
 def translate_constructor(legacy: LegacyConstructor, setting: str = "qconfig") -> ObserverConstructor:
-    """Return ``legacy`` as a constructor of torchao observers; one already translated is returned as it
-    is."""
+    """Return ``legacy`` as a constructor of torchao observers, unchanged if it already is one."""
     if isinstance(legacy, ObserverConstructor):
         return legacy
     return ObserverConstructor(legacy, setting)
@@ -121,7 +120,8 @@ def translate_constructor(legacy: LegacyConstructor, setting: str = "qconfig") -
 def fixed_qparams_constructor(
     scale: float, zero_point: int, dtype: torch.dtype, *, fake_quantize: bool
 ) -> ObserverConstructor:
-    """Observers that always report ``scale`` and ``zero_point``, over the whole range of ``dtype``."""
+    """Return a constructor of observers that always report ``scale`` and ``zero_point``, over the whole range
+    of ``dtype``."""
     quant_min, quant_max = dtype_range(dtype)
     observer = pt2e_observer.FixedQParamsObserver.with_args(
         scale=scale, zero_point=zero_point, dtype=plain_dtype(dtype), quant_min=quant_min, quant_max=quant_max
@@ -144,7 +144,7 @@ def _translate(made: nn.Module) -> nn.Module:
 
 
 def _as_torchao(made: nn.Module) -> nn.Module:
-    """A class neither library has: torchao's kind as it is, torch.ao's kind in an adapter."""
+    """Return an observer whose class neither library has: unchanged if derived from torchao, else adapted."""
     if isinstance(made, PT2E_BASES):
         torchao_own: nn.Module = made
         return torchao_own
@@ -154,7 +154,7 @@ def _as_torchao(made: nn.Module) -> nn.Module:
 
 
 def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
-    """Our class for one of torch.ao's or torchao's own; by identity, since a user may reuse a name."""
+    """Return our class for one of torch.ao or torchao, else None; by identity: a user may reuse a name."""
     name = cls.__name__
     if all(getattr(home, name, None) is not cls for home in HOMES):
         return None
@@ -170,7 +170,7 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
         if hasattr(made, attribute):
             arguments[name] = _plain_value(getattr(made, attribute))
     if getattr(made, "has_customized_qrange", False):
-        arguments["reduce_range"] = False  # a given range is stored already reduced
+        arguments["reduce_range"] = False  # A given range is stored already reduced.
     elif hasattr(made, "has_customized_qrange") and made.dtype not in PACKED_DTYPES:
         del arguments["quant_min"], arguments["quant_max"]
     if isinstance(made, FIXED_QPARAMS):
@@ -179,7 +179,7 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
 
 
 def _torchao_class(mirror: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Return the class whose constructor names the arguments; ours pass them on."""
+    """Return the class whose constructor names the arguments; our subclasses pass them on."""
     is_torchao_own = getattr(pt2e_observer, mirror.__name__, None) is mirror
     base: Callable[..., nn.Module] = mirror if is_torchao_own else mirror.__bases__[0]  # type: ignore[attr-defined]
     return base
@@ -194,8 +194,9 @@ def _plain_value(value: Any) -> Any:
 def _fixed_qparams_range(made: Any) -> tuple[int, int]:
     """Return the range to clamp to.
 
-    FixedQParamsObserver carries 0..255 for every dtype when the user gave no range. FX's quantize op ignores
-    it, PT2E's clamps with it, which turns a 32-bit part into zeros; so the dtype's own range is taken then.
+    FixedQParamsObserver stores 0..255 for every dtype if the user gave no range. FX's quantize op ignores the
+    stored range; PT2E's op clamps to it, which turns a 32-bit part into zeros. So the range of the dtype is
+    used instead.
     """
     if (made.quant_min, made.quant_max) == (0, 255):
         return dtype_range(made.dtype)
@@ -203,7 +204,7 @@ def _fixed_qparams_range(made: Any) -> tuple[int, int]:
 
 
 def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
-    """Put what torchao's convert reads on the adapter itself."""
+    """Copy the settings that torchao's convert reads to the adapter itself."""
     dtype = plain_dtype(legacy.dtype)  # type: ignore[arg-type]
     low, high = dtype_range(dtype) if is_integer(dtype) else (None, None)
     source = getattr(legacy, "activation_post_process", legacy)
@@ -225,7 +226,7 @@ def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
 
 @recognised_by_torch_ao
 class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
-    """A user's own torch.ao observer, as a torchao one. The user's object does the observing."""
+    """A user's own torch.ao observer as a torchao observer; the user's object does the observing."""
 
     def __init__(self, legacy: nn.Module) -> None:
         super().__init__(dtype=plain_dtype(legacy.dtype))  # type: ignore[arg-type]
@@ -246,7 +247,7 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
 @recognised_by_torch_ao
 class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
-    """A user's own torch.ao fake-quantize, or its private learnable one, as a torchao one."""
+    """A user's own torch.ao fake-quantize, or torch.ao's private learnable one, as a torchao class."""
 
     def __init__(self, legacy: nn.Module) -> None:
         super().__init__()
@@ -266,7 +267,7 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
 
     @property
     def learns_qparams(self) -> bool:
-        """Whether torch.ao's learnable fake-quantize trains its qparams and no longer observes them."""
+        """Whether torch.ao's learnable fake-quantize trains its qparams instead of observing them."""
         learning = getattr(self.legacy, "learning_enabled", None)
         return isinstance(learning, Tensor) and bool(learning)
 
@@ -278,12 +279,12 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
 
 
 def _of_legacy(adapter: nn.Module, name: str, own: Callable[[str], Any]) -> Any:
-    """What scripts read of the user's object: ``scale`` of a learnable fake-quantize, ``min_val``."""
+    """Return an attribute of the user's object: ``scale`` of a learnable fake-quantize, or ``min_val``."""
     try:
         return own(name)
     except AttributeError:
         legacy = vars(adapter).get("_modules", {}).get("legacy")
-        # What observes inside it is asked for to see whether the adapter has an observer of its own.
+        # activation_post_process is read to find out whether the adapter has an observer of its own.
         is_private = name.startswith("_") or name == "activation_post_process"
         if legacy is None or is_private or not hasattr(legacy, name):
             raise

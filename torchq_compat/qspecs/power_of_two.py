@@ -1,4 +1,4 @@
-"""A min-max observer whose scale is a power of two, as fixed-point kernels need it."""
+"""A min-max observer whose scale is a power of two, which fixed-point kernels require."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["PowerOfTwoMinMaxObserver"]
 
 @recognised_by_torch_ao
 class PowerOfTwoMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
-    """Symmetric: zero point 0, scale the smallest power of two with which no seen value saturates.
+    """A symmetric observer: zero point 0, scale the smallest power of two at which no seen value saturates.
 
     Args:
         dtype: a signed integer dtype.
-        kwargs: as for torchao's MinMaxObserver, ``qscheme`` excepted.
+        kwargs: as for torchao's MinMaxObserver, except ``qscheme``.
     """
 
     def __init__(self, dtype: torch.dtype = torch.int16, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
-"""q-dq nodes: the operators of ``quantized_decomposed``, named, recognised and inserted here alone.
+"""q-dq nodes: the only module that names, recognizes and inserts the ``quantized_decomposed`` operators.
 
 A *static* node has its qparams in the graph, as literals per tensor and as constants per channel; a *dynamic*
-one takes those that ``CHOOSE_QPARAMS`` computes from the tensor in each run. ``QParams`` (``qparams.py``) are
-the values: ``PerTensorQParams.of_node`` reads them from a node, and computes on tensors.
+node reads the qparams that ``CHOOSE_QPARAMS`` computes from the tensor in each run. ``QParams``
+(``qparams.py``) are the values: ``PerTensorQParams.of_node`` reads them from a node; they quantize tensors.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ DEQUANTIZE_DYNAMIC = _OPS.dequantize_per_tensor.tensor
 #: A cast that no compiler may fuse away: to float16 and back.
 CONVERT_DTYPE = _OPS.convert_element_type.no_fuse
 
-#: What gives floats for static integers.
+#: The operators that convert static integers to floats.
 DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
-#: What convert puts into a graph around the ops of the model.
+#: The operators that convert inserts around the ops of the model.
 ALL_OPS = (
     QUANTIZE,
     *DEQUANTIZES,
@@ -71,18 +71,18 @@ ALL_OPS = (
     CONVERT_DTYPE,
 )
 
-#: Makes a node that reads a tensor, given what to call it.
+#: Makes a node that reads a tensor, given a name for it.
 MakeConstant = Callable[[str, Tensor], Node]
 
 
 def embedding_byte() -> Any:
-    """Return the operator that looks up rows of an integer table and dequantizes them; importing ExecuTorch
-    registers it."""
+    """Return the operator that looks up rows of an integer table and dequantizes them; it exists once
+    ExecuTorch is imported."""
     return _OPS.embedding_byte.default
 
 
 def is_dequantize(node: Any) -> bool:
-    """Tell whether ``node`` is a static dequantize."""
+    """Return whether ``node`` is a static dequantize."""
     return isinstance(node, Node) and node.target in DEQUANTIZES
 
 
@@ -108,10 +108,10 @@ def insert_dequantize(
     """Insert the dequantize of ``integers`` at the graph's insertion point, without ``meta``.
 
     Args:
-        graph: that of ``integers``.
-        integers: a node that gives integers of ``qparams.dtype``.
+        graph: the graph of ``integers``.
+        integers: a node whose value is integers of ``qparams.dtype``.
         qparams: per tensor or per channel.
-        constant: makes the nodes for scales and zero points per channel.
+        constant: makes the nodes of per-channel scales and zero points.
         out_dtype: the float dtype of the result.
     """
     kwargs: dict[str, Any] = {} if out_dtype is torch.float32 else {"out_dtype": out_dtype}
@@ -120,7 +120,7 @@ def insert_dequantize(
 
 
 def insert_q_dq(graph: Graph, source: Node, qparams: QParams, constant: MakeConstant) -> Node:
-    """Insert quantize and dequantize of ``source``, with the same constants; returns the dequantize, which
+    """Insert the quantize and dequantize of ``source``, with the same constants; return the dequantize, which
     has the ``meta`` of ``source``."""
     arguments = _arguments(source, qparams, constant)
     quantize = graph.call_function(qparams.quantize_op, (source, *arguments))
@@ -141,12 +141,12 @@ def insert_dynamic_q_dq(
     """Insert nodes that choose qparams for ``source``, quantize and dequantize it.
 
     Args:
-        graph: that of ``source``.
-        source: gives floats.
-        chosen_range: the integers that the range of the tensor is spread over.
-        limits: the integers that quantize clamps to.
+        graph: the graph of ``source``.
+        source: a node whose value is floats.
+        chosen_range: the integers over which the range of the tensor is spread.
+        limits: the integers to which the quantize clamps.
         eps: the smallest scale.
-        dtype: that of the integers.
+        dtype: the dtype of the integers.
 
     Returns:
         The dequantize.
@@ -169,7 +169,7 @@ def constants_in(graph_module: GraphModule) -> MakeConstant:
 
     def constant(name: str, value: Tensor) -> Node:
         name = free_name(graph_module, name)
-        # Not the method of the module: a standalone module's class may have one of its own.
+        # Not graph_module.register_buffer: the class of a standalone module may override it.
         nn.Module.register_buffer(graph_module, name, value)
         return graph_module.graph.get_attr(name)
 

@@ -1,7 +1,7 @@
-"""QConfig -> the torchao QuantizationSpecs of one op: activation and weight.
+"""Translate a QConfig to the torchao QuantizationSpecs of one op: activation and weight.
 
-A legacy QConfig has one activation constructor for inputs and outputs. What it means depends on its dtype:
-a float placeholder quantizes nothing, ``is_dynamic`` quantizes inputs only, and the rest is static.
+A legacy QConfig has one activation constructor for inputs and outputs. Its meaning depends on its dtype: a
+float placeholder quantizes nothing, ``is_dynamic`` quantizes only inputs, and any other activation is static.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["OpSpecs", "make_spec"]
 
 
 def make_spec(constructor: ObserverConstructor | WeightConstructor) -> QuantizationSpec:
-    """Return the spec whose observers are the ones ``constructor`` makes.
+    """Return the spec whose observers ``constructor`` makes.
 
     Raises:
-        ConfigError: its settings contradict each other.
+        ConfigError: the settings of ``constructor`` contradict each other.
     """
     settings = constructor.settings
     check_settings(settings, constructor.setting)
@@ -42,7 +42,7 @@ def make_spec(constructor: ObserverConstructor | WeightConstructor) -> Quantizat
 
 @dataclass(frozen=True)
 class OpSpecs:
-    """One QConfig, translated. Specs are None where the QConfig quantizes nothing."""
+    """The specs of one QConfig; a spec is None if the QConfig does not quantize it."""
 
     qconfig: QConfig
 
@@ -56,7 +56,7 @@ class OpSpecs:
 
     @cached_property
     def activation(self) -> QuantizationSpec | None:
-        """Spec of inputs, and of outputs unless the QConfig is dynamic."""
+        """The spec of inputs, and of outputs unless the QConfig is dynamic."""
         constructor = self.activation_constructor
         return make_spec(constructor) if _quantizes(constructor.settings.dtype) else None
 
@@ -71,7 +71,7 @@ class OpSpecs:
 
     @cached_property
     def computed_weight(self) -> QuantizationSpec:
-        """Of a weight that the model computes: observed whenever it is, not once at convert."""
+        """The spec of a weight that the model computes: observed in every call, not once at convert."""
         return make_spec(self.weight_constructor)
 
     @property
@@ -84,7 +84,7 @@ class OpSpecs:
 
     @property
     def declared_weight_dtype(self) -> torch.dtype:
-        """As the QConfig gives it: quint4x2 is not uint8 to a backend."""
+        """The weight dtype that the QConfig gives: to a backend, quint4x2 differs from uint8."""
         return self.weight_constructor.settings.declared_dtype
 
     @property
@@ -97,14 +97,14 @@ class OpSpecs:
 
     @property
     def quant_type(self) -> QuantType:
-        """Which of a custom config's mappings goes with it."""
+        """The quantization type whose mapping of a custom config applies."""
         if self.is_static:
             return QuantType.STATIC
         return QuantType.DYNAMIC if self.is_dynamic else QuantType.WEIGHT_ONLY
 
     @property
     def is_static(self) -> bool:
-        """Activations are quantized with qparams known after calibration."""
+        """Whether activations are quantized with qparams known after calibration."""
         return is_integer(self.activation_dtype) and not self.is_dynamic
 
 

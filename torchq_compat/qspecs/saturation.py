@@ -1,7 +1,7 @@
-"""Moving-average observers that count what their range cuts off.
+"""Moving-average observers that count the values outside their range.
 
-Over the steps of a sequence a moving average settles on the mean range of a step, which is narrower than the
-range of the values. The qparams are torchao's, bit for bit; the count makes the loss visible in ``explain``.
+Over the steps of a sequence, a moving average converges to the mean range of a step, which is narrower than
+the range of all values. The qparams are torchao's, bit for bit; the count shows the loss in ``explain``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["SaturationCountingObserver", "saturated_share"]
 
 @recognised_by_torch_ao
 class SaturationCountingObserver(MovingAverageMinMaxObserver):  # type: ignore[misc]
-    """torchao's MovingAverageMinMaxObserver, with a count of values outside its range as they pass.
+    """torchao's MovingAverageMinMaxObserver that counts values outside its range while observing.
 
     Buffers: ``seen`` and ``saturated``, float64 counts of shape ().
     """
@@ -62,19 +62,19 @@ class SaturationCountingObserver(MovingAverageMinMaxObserver):  # type: ignore[m
             _add(self.saturated, int(torch.count_nonzero(values.clamp(low, high) != values)))
 
     def _averaged(self, bound: float, extreme: float) -> float:
-        """As torchao's tensors of one element give it, in a fraction of the time. Each operation on float32
-        rounds once; done in float64 and rounded to float32 it gives the same bits."""
+        """Return the moving average of a bound, as torchao computes it with one-element tensors, but faster.
+        Each float32 operation rounds once; in float64, rounded to float32, it gives the same bits."""
         step = c_float(self.averaging_constant).value * c_float(extreme - bound).value
         return bound + c_float(step).value
 
 
 def _add(counter: Tensor, count: int) -> None:
-    # Three times as fast as adding a number to a tensor; it happens at every step of a sequence.
+    # Three times as fast as adding a number to a tensor, and called at every step of a sequence.
     counter.fill_(counter.item() + count)
 
 
 def saturated_share(module: nn.Module) -> float | None:
-    """Share of the values seen by ``module``, or an observer inside, that lay outside its range then."""
+    """Return the share of values outside the range at the time ``module``, or an observer in it, saw them."""
     for part in module.modules():
         if isinstance(part, SaturationCountingObserver) and float(part.seen):
             return float(part.saturated / part.seen)

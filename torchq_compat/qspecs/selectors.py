@@ -1,4 +1,4 @@
-"""Which QConfig applies: FX's five levels, in FX's order of precedence.
+"""Select the QConfig that applies: FX's five levels, in FX's order of precedence.
 
 global < object type < module name regex < module name < call order of a type inside a module.
 """
@@ -18,7 +18,7 @@ __all__ = ["Selection", "select_for_function", "select_for_module"]
 
 @dataclass(frozen=True)
 class Selection:
-    """A QConfig and the rule it came from, in words."""
+    """A QConfig and a description of the rule it came from."""
 
     qconfig: QConfig | None
     rule: str
@@ -27,7 +27,8 @@ class Selection:
 def select_for_module(
     rules: QConfigRules, module_type: type[nn.Module], path: str, call_index: int = 0
 ) -> Selection:
-    """For a module FX keeps as one node. ``call_index`` counts calls of that type in the parent module."""
+    """Select for a module that FX keeps as one node; ``call_index`` counts the calls of its type in the
+    parent module."""
     selection = _by_object_type(rules, (module_type,), Selection(rules.global_qconfig, "global"))
     selection = _by_name(rules, path, selection)
     return _by_order(rules, path.rpartition(".")[0], (module_type,), call_index, selection)
@@ -40,7 +41,7 @@ def select_for_function(
     scope_path: str,
     call_index: int = 0,
 ) -> Selection:
-    """For a function or method called in the code of the module at ``scope_path``."""
+    """Select for a function or method called in the code of the module at ``scope_path``."""
     types = tuple(object_types)
     selection = _by_object_type(rules, types, Selection(rules.global_qconfig, "global"))
     selection = _by_object_type(rules, (scope_type,), selection)
@@ -57,7 +58,7 @@ def _by_object_type(rules: QConfigRules, types: Iterable[ObjectType], fallback: 
 
 
 def _by_name(rules: QConfigRules, path: str, fallback: Selection) -> Selection:
-    """Return the nearest named ancestor wins over a regular expression."""
+    """Select by module name: the nearest named ancestor wins over a regular expression."""
     name = path
     while name:
         if name in rules.module_names:

@@ -1,7 +1,7 @@
-"""A user's QuantizationSpec with an observer of torch.ao in it, as the old tutorials import them.
+"""A user's QuantizationSpec with an observer of torch.ao, as the old tutorials import them.
 
-torchao takes such an observer, calibrates it, and quantizes nothing: its convert looks for its own base
-classes. With ``.with_args`` its prepare fails, for it reads the ``__name__`` of what it takes for a class.
+torchao accepts such an observer, calibrates it, and quantizes nothing: its convert looks for its own base
+classes. With ``.with_args``, its prepare fails, because it reads ``__name__`` of a value that is no class.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class SpecObserverConstructor(ObserverConstructor):
     """Makes the torchao observers of one spec; equal for equal specs, so that torchao shares their observers.
 
     Args:
-        spec: with a constructor of torch.ao, or one whose class torchao cannot see.
-        setting: what to call it in error messages.
+        spec: a spec whose constructor is torch.ao's, or has a class that torchao cannot see.
+        setting: the name of the setting, for error messages.
 
     Raises:
-        ConfigError: it makes no observer.
+        ConfigError: the constructor makes no observer.
     """
 
     def __init__(self, spec: QuantizationSpec, setting: str) -> None:
@@ -54,13 +54,13 @@ class SpecObserverConstructor(ObserverConstructor):
 
 
 def with_torchao_observer(spec: QuantizationSpec, setting: str) -> tuple[QuantizationSpec, nn.Module]:
-    """Return ``spec`` with a constructor that torchao can use, and an observer it makes.
+    """Return ``spec`` with a constructor that torchao can use, and an observer that it makes.
 
-    One that torchao can use already is returned as it is.
+    A spec that torchao can already use is returned unchanged.
 
     Raises:
         ConfigError: a constructor of torch.ao that cannot be translated; names ``setting``.
-        Exception: what the constructor raises.
+        Exception: any error that the constructor raises.
     """
     made = make_observer(spec)
     is_known = _is_known_to_torchao(spec) and _choosing_on_the_fly(made) is made
@@ -74,8 +74,8 @@ def make_observer(spec: QuantizationSpec) -> nn.Module:
     """Call the constructor of ``spec`` with its settings, as torchao's prepare does.
 
     Raises:
-        ConfigError: it is an observer, whose own settings torchao would not look at.
-        Exception: what the constructor raises.
+        ConfigError: the constructor is an observer, whose own settings torchao would ignore.
+        Exception: any error that the constructor raises.
     """
     settings = {field.name: getattr(spec, field.name) for field in fields(spec)}
     constructor: Any = settings.pop(CONSTRUCTOR)
@@ -98,8 +98,8 @@ def make_observer(spec: QuantizationSpec) -> nn.Module:
 
 
 def _choosing_on_the_fly(made: nn.Module) -> nn.Module:
-    """``made``, or what stands for a dynamic one whose eps is a tensor: torchao's convert would write that
-    into the graph's code, and reads nothing but settings of it."""
+    """Return ``made``, or a replacement if it is dynamic and its eps is a tensor: torchao's convert would
+    write the tensor into the graph's code. Convert reads only the settings of a dynamic observer."""
     settings: Any = made
     if not getattr(made, "is_dynamic", False) or not isinstance(getattr(made, "eps", None), Tensor):
         return made
@@ -115,12 +115,12 @@ def _choosing_on_the_fly(made: nn.Module) -> nn.Module:
 
 
 def _is_legacy(module: nn.Module) -> bool:
-    # Some of our classes are torchao's, and pass for torch.ao's.
+    # Some of our classes are torchao's and registered as torch.ao's.
     return isinstance(module, LEGACY_BASES) and not isinstance(module, PT2E_BASES)
 
 
 def _is_known_to_torchao(spec: QuantizationSpec) -> bool:
-    """Whether torchao's prepare finds a name on the constructor, or one level inside a partial of its own."""
+    """Return whether torchao's prepare finds a name on the constructor, or inside one torchao partial."""
     constructor: Any = getattr(spec, CONSTRUCTOR)
     if isinstance(constructor, pt2e_observer.PartialWrapper):
         constructor = constructor.p.func
@@ -133,7 +133,7 @@ def _takes_only_an_observer(cls: Any) -> bool:
 
 
 def _class_of(constructor: Any) -> Any:
-    """The class at the bottom of ``Class.with_args(...).with_args(...)``."""
+    """Return the innermost class of ``Class.with_args(...).with_args(...)``."""
     while hasattr(constructor, "p") or isinstance(constructor, partial):
         constructor = getattr(constructor, "p", constructor).func
     return constructor

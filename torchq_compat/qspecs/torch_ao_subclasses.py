@@ -1,9 +1,9 @@
-"""torchao's observers and fake-quantizes, recognised by torch.ao's functions as well.
+"""torchao's observers and fake-quantizes, recognized by torch.ao's functions too.
 
 ``torch.ao.quantization.disable_observer`` and related functions, through ``model.apply`` or called on a
-module, test for torch.ao's base classes and silently do nothing to torchao's modules. The classes here are
-torchao's, subclassed once and registered as virtual subclasses of the legacy bases: both worlds' functions
-act on them, and nothing changes for torchao's own classes.
+module, test for torch.ao's base classes and silently ignore torchao's modules. The classes here are
+subclasses of torchao's, registered as virtual subclasses of the legacy bases: the functions of both libraries
+act on them, and torchao's own classes do not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchq_compat.support.torch_ao import observer as legacy_observer
 
 __all__ = ["SUBCLASSES", "recognised_by_torch_ao"]
 
-#: Not FixedQParamsObserver: FixedQParamsFakeQuantize asks for that very type, and it has no state to switch.
+#: Without FixedQParamsObserver: FixedQParamsFakeQuantize requires that exact type; it has nothing to switch.
 OBSERVERS = (
     "HistogramObserver",
     "MinMaxObserver",
@@ -33,7 +33,7 @@ FAKE_QUANTIZES = ("FakeQuantize", "FixedQParamsFakeQuantize", "FusedMovingAvgObs
 
 
 def recognised_by_torch_ao(cls: type[nn.Module]) -> type[nn.Module]:
-    """Class decorator: let torch.ao's functions treat this torchao observer or fake-quantize as theirs."""
+    """Class decorator: make torch.ao's functions accept this torchao observer or fake-quantize as theirs."""
     if issubclass(cls, pt2e_fake_quantize.FakeQuantizeBase):
         legacy_fake_quantize.FakeQuantizeBase.register(cls)
     else:
@@ -47,7 +47,7 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
     )
 
 
-#: Class by name. They are attributes of this module too, so that instances can be pickled.
+#: Name -> class. The classes are attributes of this module too, so that instances can be pickled.
 SUBCLASSES: dict[str, type[nn.Module]] = {
     **{name: _subclass(getattr(pt2e_observer, name)) for name in OBSERVERS},
     **{name: _subclass(getattr(pt2e_fake_quantize, name)) for name in FAKE_QUANTIZES},

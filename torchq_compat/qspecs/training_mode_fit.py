@@ -1,4 +1,4 @@
-"""Whether QConfigs fit the function they are given to: fake-quantizes train, observers calibrate."""
+"""Whether QConfigs suit the function they are given to: fake-quantizes train, observers calibrate."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["misfit"]
 
 FAKE_QUANTIZES = (legacy_fake_quantize.FakeQuantizeBase, pt2e_fake_quantize.FakeQuantizeBase)
 WITHOUT_RANGE = (NoopObserver, PlaceholderObserver)
-#: Their qparams are given: to calibrate with them and to train are the same.
+#: Fake-quantizes with given qparams: they are the same in calibration and in training.
 FIXED = (legacy_fake_quantize.FixedQParamsFakeQuantize, pt2e_fake_quantize.FixedQParamsFakeQuantize)
 
 
 def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
-    """Return what a user should know about ``qconfigs`` in this mode; empty if they fit it."""
+    """Return a warning about ``qconfigs`` in this mode; empty if they suit it."""
     pairs = [
         [
             made
@@ -36,11 +36,11 @@ def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
             "prepare_qat_fx: the qconfig_mapping has observers and no fake-quantize, so training does not "
             "see the rounding. Hint: give get_default_qat_qconfig_mapping(...), or call prepare_fx."
         )
-    # One fake-quantize of two is no QConfig for training: torch.ao names some for calibration.
+    # A QConfig with a single fake-quantize is not for training: torch.ao has such QConfigs for calibration.
     if not is_qat and any(len(pair) == 2 and all(map(_is_learnt, pair)) for pair in pairs):
         return (
-            "prepare_fx: the qconfig_mapping has fake-quantizes, which are for training: in calibration a "
-            "layer sees what those before it have rounded already, and ranges are moving averages. "
+            "prepare_fx: the qconfig_mapping has fake-quantizes, which are for training: in calibration "
+            "each layer gets inputs that the layers before it have rounded, and ranges are moving averages. "
             "Hint: give get_default_qconfig_mapping(...), or call prepare_qat_fx."
         )
     return ""
@@ -51,7 +51,7 @@ def _is_learnt(made: type) -> bool:
 
 
 def _class_of(constructor: Any) -> Any:
-    """Return the class that ``Class``, ``Class.with_args(...)`` or a partial of it makes."""
+    """Return the class of ``Class``, of ``Class.with_args(...)`` or of a partial of it."""
     for _ in range(8):
         inner = getattr(constructor, "p", constructor)
         function = getattr(inner, "func", inner)

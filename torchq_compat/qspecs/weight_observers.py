@@ -1,4 +1,4 @@
-"""Weight observers look at the weight once, at convert, as FX's do.
+"""Weight observers that observe the weight once, at convert, as FX's do.
 
 torchao puts the weight observer into the graph, where it would run on the same unchanged weight in every
 calibration call and, in a recurrent cell, in every time step.
@@ -14,20 +14,21 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.qspecs.float_qparams import attribute_at, fold_weight
+from torchq_compat.qspecs.float_qparams import fold_weight
 from torchq_compat.qspecs.loaded_qparams import is_on_loaded_qparams, loaded_qparams, release_qparams
 from torchq_compat.qspecs.observer_settings import ObserverSettings
 from torchq_compat.qspecs.observers import ObserverConstructor
 from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
+from torchq_compat.support.graph_nodes import attribute_at
 
 __all__ = ["WeightConstructor", "WeightObserver"]
 
 
 @recognised_by_torch_ao
 class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
-    """Lets the weight pass in calibration; ``observe`` looks at it."""
+    """Passes the weight through in calibration; ``observe`` observes it."""
 
-    #: Its calls in calibration say nothing about its qparams.
+    #: Whether its calls in calibration leave its qparams unchanged.
     observes_at_convert = True
 
     def __init__(self, constructor: ObserverConstructor) -> None:
@@ -45,7 +46,7 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
         return weight
 
     def observe(self, weight: Tensor) -> None:
-        """Forget what was seen before and look at ``weight`` as it is now."""
+        """Discard earlier observations and observe ``weight`` as it is now."""
         if not is_on_loaded_qparams(self, weight.detach()):
             release_qparams(self)
         self.observer = self.constructor().to(weight.device)
@@ -55,11 +56,11 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
         """``observe`` the weight at ``path`` in ``root``.
 
         Raises:
-            ConfigError: the observer fails on it.
+            ConfigError: the observer fails on the weight.
         """
         try:
             self.observe(attribute_at(root, path))
-        except Exception as cause:  # an observer may be the user's own
+        except Exception as cause:  # The observer may be a user's own.
             raise ConfigError(
                 f"the weight observer of {path!r} cannot take it: {type(cause).__name__}: {cause}",
                 hint="its ch_axis has to be a dimension of the weight, and its dtype and range have to fit; "
@@ -75,7 +76,7 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
 
 class FloatQParamsWeightObserver(WeightObserver):
-    """For embeddings, whose zero points are floats."""
+    """The weight observer of embeddings, whose zero points are floats."""
 
     def convert(self, model: GraphModule, observer_node: Node) -> None:
         """Replace ``observer_node`` by the dequantize of a folded integer weight; torchao calls this."""
@@ -87,7 +88,7 @@ class FloatQParamsWeightObserver(WeightObserver):
 
 
 class WeightConstructor:
-    """An ``ObserverConstructor`` whose observers wait for this package's convert."""
+    """An ``ObserverConstructor`` whose observers observe at this package's convert."""
 
     def __init__(self, constructor: ObserverConstructor) -> None:
         self.constructor = constructor
@@ -100,7 +101,8 @@ class WeightConstructor:
 
     @property
     def for_any_convert(self) -> ObserverConstructor | WeightConstructor:
-        """Observers that torchao's own convert finds ready; those of float zero points see to themselves."""
+        """A constructor for torchao's own convert too: it needs observers that have observed, except for
+        float zero points, whose observers have a ``convert``."""
         return self if self._has_float_zero_points else self.constructor
 
     @property

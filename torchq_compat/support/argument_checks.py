@@ -1,4 +1,4 @@
-"""The arguments of public functions, checked on entry: one decorator, and what may stand where."""
+"""Check the arguments of public functions on entry: a decorator, and conditions on arguments."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Expected:
     """A condition on an argument.
 
     Attributes:
-        what: in words, with an article.
-        accepts: whether a value is that.
-        classes: of which one instance is needed; where the class itself is given, the hint says so.
+        what: a description of the accepted values, with an article.
+        accepts: returns whether a value is accepted.
+        classes: classes whose instances are accepted; if a class itself is given, the hint says so.
     """
 
     what: str
@@ -51,13 +51,13 @@ class Expected:
 
 
 def instance_of(*classes: type, what: str = "") -> Expected:
-    """Return an instance of one of ``classes``."""
+    """Accept an instance of one of ``classes``; ``what`` describes it, by default the class names."""
     named = what or " or ".join(_with_article(each.__name__) for each in classes)
     return Expected(named, lambda value: isinstance(value, classes), classes)
 
 
 def optional(expected: Expected) -> Expected:
-    """The same, or None."""
+    """Accept what ``expected`` accepts, or None."""
     return Expected(
         f"{expected.what} or None",
         lambda value: value is None or expected.accepts(value),
@@ -66,7 +66,7 @@ def optional(expected: Expected) -> Expected:
 
 
 def one_of(*values: object) -> Expected:
-    """One of a few constants, of the very type: 1 is not True."""
+    """Accept one of ``values``, of exactly its type: 1 is not True."""
     shown = ", ".join(map(repr, values))
     return Expected(
         f"one of {shown}",
@@ -75,7 +75,7 @@ def one_of(*values: object) -> Expected:
 
 
 def sequence_of(element: Expected) -> Expected:
-    """Return a list or tuple of such elements."""
+    """Accept a list or tuple whose elements ``element`` accepts."""
     return Expected(
         f"a list or tuple, each element {element.what}",
         lambda value: _is_sequence(value) and all(map(element.accepts, value)),
@@ -83,7 +83,7 @@ def sequence_of(element: Expected) -> Expected:
 
 
 def names_of(element: Expected) -> Expected:
-    """Return a list, tuple or set of such elements."""
+    """Accept a list, tuple or set whose elements ``element`` accepts."""
     return Expected(
         f"a list of which each element is {element.what}",
         lambda value: isinstance(value, (list, tuple, set, frozenset)) and all(map(element.accepts, value)),
@@ -91,7 +91,7 @@ def names_of(element: Expected) -> Expected:
 
 
 def mapping_of(key: Expected, value: Expected) -> Expected:
-    """Return a dict or other mapping from such keys to such values."""
+    """Accept a mapping whose keys ``key`` accepts and whose values ``value`` accepts."""
     return Expected(
         f"a mapping from {key.what} to {value.what}",
         lambda given: (
@@ -105,16 +105,17 @@ FLAG = one_of(True, False)
 INDEX = Expected("an int", lambda value: isinstance(value, int) and not isinstance(value, bool))
 PATH = Expected(
     "a path, as a str or os.PathLike",
-    # "\0" is what no file system has; bytes are no path to pathlib.
+    # No file system allows "\0" in a path, and pathlib does not accept bytes.
     lambda value: isinstance(value, (str, os.PathLike)) and "\0" not in str(value) and bool(os.fspath(value)),
 )
 
 
 def checked_arguments(**expected: Expected) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check the named arguments of every call of the decorated function, those it is given.
+    """Check the named arguments, if given, in every call of the decorated function.
 
     Raises:
-        ArgumentError: by the call; names the function, the parameter and what stands there.
+        ArgumentError: by the call, for an argument that is not accepted; the message names the function, the
+            parameter and the value.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -140,7 +141,7 @@ def checked_arguments(**expected: Expected) -> Callable[[Callable[P, R]], Callab
 
 
 def check_arguments(function: str, expected: Mapping[str, Expected], given: Mapping[str, Any]) -> None:
-    """Check the arguments ``given`` to ``function``, where no decorator can.
+    """Check the arguments ``given`` to ``function``; for callables that cannot be decorated.
 
     Raises:
         ArgumentError: see ``checked_arguments``.
@@ -151,10 +152,10 @@ def check_arguments(function: str, expected: Mapping[str, Expected], given: Mapp
 
 
 def check_settings(setting: str, expected: Mapping[str, Expected], values: Mapping[str, Any]) -> None:
-    """Check what stands in a config object or its dict form.
+    """Check the ``values`` of a config object or its dict form.
 
     Raises:
-        ConfigError: names the setting and the entry.
+        ConfigError: a value is not accepted; the message names the setting and the entry.
     """
     for name, value in values.items():
         if name in expected and not expected[name].accepts(value):
@@ -166,7 +167,7 @@ def check_settings(setting: str, expected: Mapping[str, Expected], values: Mappi
 
 
 def wrong_argument(function: str, name: str, expected: Expected, value: object) -> ArgumentError:
-    """Return the error about ``value``, which is not what is ``expected`` of the parameter ``name``."""
+    """Return the error for a ``value`` of the parameter ``name`` that ``expected`` does not accept."""
     hint = f"give {name}= {expected.what}; help({function}) says what it is for."
     if isinstance(value, type) and issubclass(value, expected.classes):
         hint = f"this is the class itself; give an instance of it, as in {value.__name__}(...)."
@@ -182,7 +183,7 @@ def shown(value: object) -> str:
         return f"the class {value.__qualname__}"
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a __repr__ of the user's own may do anything
+    except Exception:  # a user's __repr__ may raise anything
         text = ""
     kind = type(value).__name__
     return f"{kind} {text}" if text and len(text) <= SHOWN else _with_article(kind)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Write files completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import BinaryIO
 
 __all__ = ["whole_file", "write_whole"]
 
-#: Of a name in that of the temporary file: file systems allow 255 bytes.
+#: Characters of the file's name that the temporary name keeps: file systems allow 255 bytes.
 KEPT_OF_NAME = 40
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; it stands beside ``path`` and moves there in one step when it is complete and on disk.
+    """Open a file beside ``path``, and move it to ``path`` in one step once it is complete and on disk.
 
     Raises:
-        OSError: it cannot be written; a file that was there is left.
+        OSError: the file cannot be written; an existing file at ``path`` is left as it was.
     """
-    # A link stays a link: what it leads to is replaced.
+    # A link stays a link: its target is replaced.
     path = path.resolve()
     mode = _mode_of(path)
     if mode is not None and not stat.S_ISREG(mode):
@@ -49,7 +49,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _mode_of(path: Path) -> int | None:
-    """None where there is nothing."""
+    """Return the mode of the file at ``path``; None if there is no file."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Decisions: what was done with every module, op and part, and why; what ``explain`` prints.
+"""Decisions: what was done with every module, op and part, and why; ``explain`` prints them.
 
-A decision is a value. The stage that takes it returns it; the report only collects and shows.
+A decision is a value. The stage that makes it returns it; the report only collects and shows.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchq_compat.errors import ReportError
-from torchq_compat.showing.report_html import report_html
-from torchq_compat.showing.report_text import report_text
-from torchq_compat.showing.rows import Role, Row, headline
-from torchq_compat.showing.text_table import fitted_width
 from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
+from torchq_compat.support.showing.report_html import report_html
+from torchq_compat.support.showing.report_text import report_text
+from torchq_compat.support.showing.rows import Role, Row, headline
+from torchq_compat.support.showing.text_table import fitted_width
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,37 +33,39 @@ class Action(StrEnum):
     SHARED = "shared"
     FLOAT = "float"
     DROPPED = "dropped"
-    #: A batch norm that is in the weight of what it follows.
+    #: A batch norm folded into the weight of the op it follows.
     FOLDED = "folded"
-    #: A dimension of an input: any size may follow, or only the one of the example.
+    #: A dimension of an input that accepts any size, or only the size of the example.
     FREE = "free"
     FIXED = "fixed"
-    #: What ``convert_fx`` made of it: an integer kernel, or the q-dq of the reference graph.
+    #: An op that ``convert_fx`` runs on an integer kernel, or as q-dq of the reference graph.
     LOWERED = "lowered"
     REFERENCE = "reference"
 
 
-#: What is said of an op after conversion, beside the decision about it.
+#: The actions of decisions after conversion, made in addition to the decision about an op.
 LOWERINGS = (Action.LOWERED, Action.REFERENCE)
-#: Of an op that is in the kernel of another.
-FUSED = "runs in the kernel of what it follows"
+#: The reason for an op that is part of another op's kernel.
+FUSED = "runs in the kernel of the op before it"
 SHOWN_APART = ("dtype", "scale", "zero_point", "observer")
 
 
 @dataclass(frozen=True)
 class QuantizedValue:
-    """What an op reads as integers, and no other op gives: a weight, or an input that is quantized for it.
+    """A value that an op reads as integers and that is no other op's result: a weight, or an input quantized
+    for the op.
 
     Attributes:
-        path: that of the op, with ``.weight``, ``.bias`` or ``.input`` behind it.
-        role: whether the model holds it, as a weight, or is given it.
-        dtype: of the integers.
-        scale: per tensor; None: per channel, chosen at run time, or not known before conversion.
-        zero_point: the same.
-        channels: how many scales there are; None: one.
-        axis: the dimension that the channels are of.
+        path: the path of the op, followed by ``.weight``, ``.bias`` or ``.input``.
+        role: ``weight`` if the model holds the value, ``input`` if the op is called with it.
+        dtype: the integer dtype.
+        scale: the scale per tensor; None if it is per channel, chosen at run time, or not known before
+            conversion.
+        zero_point: the zero point, or None as for ``scale``.
+        channels: the number of scales; None if there is one.
+        axis: the channel dimension.
         dynamic: whether scale and zero point are chosen at run time.
-        spread: the least and largest integer that a dynamic value is then spread over, from conversion on.
+        spread: the least and largest integer that a dynamic value is spread over; known from conversion on.
     """
 
     path: str
@@ -77,7 +79,7 @@ class QuantizedValue:
     spread: tuple[int, int] | None = None
 
     def numbered(self, index: int) -> QuantizedValue:
-        """Return the value as the input ``index`` of several."""
+        """Return the value as input ``index`` of an op with several."""
         return replace(self, path=f"{self.path}[{index}]")
 
     @property
@@ -103,16 +105,16 @@ class Decision:
     """One decision.
 
     Attributes:
-        path: module path, with the node name behind it for an op: ``encoder.fc`` or ``encoder/add_1``.
+        path: module path, followed by the node name for an op: ``encoder.fc`` or ``encoder/add_1``.
         kind: module class, operator, or the part's formula.
         action: see ``Action``.
-        reason: why, in words that name the setting.
-        details: dtype, scale and zero point where they are known.
+        reason: why; it names the setting that decided.
+        details: dtype, scale and zero point if they are known.
         node: name of the graph node whose output the decision is about; empty for a module.
-        warn: whether the user could be misled by not knowing.
-        values: weights, and inputs that are quantized for it.
-        is_part: whether it is about a part inside a custom module.
-        unlike_fx: what FX does here, where that gives other numbers; empty where FX does the same.
+        warn: whether to warn, because a user who does not know the decision could be misled.
+        values: the weights of the op, and the inputs that are quantized for it.
+        is_part: whether the decision is about a part inside a custom module.
+        unlike_fx: what FX does instead, if it gives other numbers; empty if FX does the same.
     """
 
     path: str
@@ -131,9 +133,9 @@ class Decision:
 class Report:
     """Decisions in the order of the model.
 
-    Iterating, ``find`` and ``as_dicts()`` give the decisions; ``rows``, ``to_dict()`` and ``to_pandas()``
-    give what is shown, with a row for every weight and quantized input. ``str()`` is a table that fits the
-    terminal.
+    Iteration, ``find`` and ``as_dicts()`` return the decisions; ``rows``, ``to_dict()`` and ``to_pandas()``
+    return the rows of the printed table, which has a row for every weight and quantized input too. ``str()``
+    returns that table in the width of the terminal.
     """
 
     decisions: tuple[Decision, ...]
@@ -149,7 +151,7 @@ class Report:
         """Return the decisions about ``path`` and everything below it.
 
         Args:
-            path: of a module, as ``named_modules`` has it, or of an op: ``"module/op"``.
+            path: path of a module, as in ``named_modules``, or of an op: ``"module/op"``.
 
         Raises:
             ArgumentError: ``path`` is no str.
@@ -159,17 +161,17 @@ class Report:
         )
 
     def left_float(self) -> tuple[Decision, ...]:
-        """Return the decisions about what stays float."""
+        """Return the decisions about modules, ops and parts that stay float."""
         return tuple(d for d in self.decisions if d.action is Action.FLOAT)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """What is shown: one row a decision, with its weights and inputs, and what each op runs as."""
+        """The rows of the table: one per decision, with what its op runs as, and one per weight and input."""
         return tuple(_rows(self.decisions))
 
     @property
     def summary(self) -> str:
-        """What a person asks first, in one line: ``14 quantized, 0 float, 1 batch norm folded``."""
+        """The counts, in one line: ``14 quantized, 0 float, 1 batch norm folded``."""
         return headline(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,7 +179,7 @@ class Report:
         return {"summary": self.summary, "rows": [row.as_dict() for row in self.rows]}
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a table with one line for each of ``rows``.
+        """Return a pandas table with one line for each of ``rows``.
 
         Raises:
             ReportError: pandas is not installed.
@@ -197,11 +199,11 @@ class Report:
         return report_text(self.rows, width or fitted_width())
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the decisions as plain values, one dict each; dtypes are torch's."""
+        """Return the decisions as dicts of plain values; dtypes are torch dtypes."""
         return [asdict(decision) for decision in self.decisions]
 
     def to_json(self) -> str:
-        """Return ``as_dicts`` as indented JSON, dtypes by their names."""
+        """Return ``as_dicts()`` as indented JSON, with dtypes as strings."""
         return json.dumps(self.as_dicts(), indent=2, default=str)
 
     def __str__(self) -> str:
@@ -215,7 +217,7 @@ class Report:
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """Return ``rows`` as a table of pandas.
+    """Return ``rows`` as a pandas table.
 
     Raises:
         ReportError: pandas is not installed.
@@ -227,7 +229,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.
             "to_pandas needs pandas, which is not installed.",
             hint="install the extra: pip install torchq-compat[notebook]; to_dict() needs nothing.",
         ) from missing
-    # Missing integers stay integers with pandas' own dtype; else they would all be shown as floats.
+    # pandas' own integer dtype allows missing values; otherwise all values would be shown as floats.
     integers = {name: "Int64" for name in columns if name.endswith(("zero_point", "channels"))}
     return pd.DataFrame(list(rows), columns=list(columns)).astype(integers)
 

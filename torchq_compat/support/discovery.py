@@ -1,4 +1,4 @@
-"""Collect what the modules of a package declare, one file each, found by being there."""
+"""Collect the values that the modules of a package declare, without a list of these modules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def declared(package: ModuleType, kind: type[Declaration]) -> tuple[Declaration,
     """Import the modules of ``package`` and collect their module-level values of ``kind``.
 
     Args:
-        package: a package, which may be importing itself at this moment.
+        package: a package, which may still be in the middle of its import.
         kind: the class of the values to collect.
 
     Returns:
-        The values in the order of the module names; a module without one declares nothing.
+        The values, in the order of the module names; a module may declare none.
     """
     names = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]

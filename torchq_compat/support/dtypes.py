@@ -1,4 +1,4 @@
-"""dtypes: by name, by range, and torch.ao's quantized ones as the plain integers that PT2E graphs carry."""
+"""dtypes: names, ranges, and the plain integer dtypes of PT2E graphs for torch.ao's quantized dtypes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ __all__ = [
 ]
 
 FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
-#: Several values in a byte. PT2E has one value per byte, in the range of the packed dtype.
+#: dtypes with several values in a byte. PT2E stores one value per byte, in the range of the packed dtype.
 PACKED_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
-#: Integers that torch.ao's quantized tensors hold -> the dtype of such a tensor.
+#: Integer dtype -> the dtype of torch.ao's quantized tensors that hold such integers.
 LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8, torch.int32: torch.qint32}
-#: Those that integer kernels compute on.
+#: The dtypes that integer kernels compute on.
 KERNEL_DTYPES = (torch.uint8, torch.int8)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name ``dtype`` as messages, reports and files do: ``uint8``."""
+    """Return the name of ``dtype`` for messages, reports and files: ``uint8``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of that name, the inverse of ``dtype_name``.
+    """Return the dtype called ``name``; the inverse of ``dtype_name``.
 
     Raises:
-        ValueError: no dtype has it.
+        ValueError: no dtype has this name.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -48,10 +48,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:
-    """quint8 -> uint8, qint8 -> int8, qint32 -> int32; a float dtype stays what it is.
+    """Return the plain dtype of ``dtype``: quint8 -> uint8, qint8 -> int8, qint32 -> int32; floats unchanged.
 
     Raises:
-        ConfigError: no dtype that PT2E graphs carry.
+        ConfigError: PT2E graphs do not quantize to ``dtype``.
     """
     if dtype in FLOAT_DTYPES:
         return dtype
@@ -66,17 +66,17 @@ def plain_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Return whether a tensor of this dtype is a quantized one."""
+    """Return whether tensors of ``dtype`` are quantized: it is neither a float dtype nor bool."""
     return dtype not in FLOAT_DTYPES and dtype is not torch.bool
 
 
 def dtype_range(dtype: torch.dtype) -> tuple[int, int]:
-    """Smallest and largest value of an integer dtype, torch.ao's quantized ones included."""
+    """Return the smallest and largest value of an integer dtype, or of a quantized dtype of torch.ao."""
     info = torch.iinfo(plain_dtype(dtype))
     return info.min, info.max
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in ``dtype``. torch.export keeps a cast that changes nothing, and it would stand between a
-    dequantize and the op that a backend looks for behind it."""
+    """Return ``x`` in ``dtype``, without a cast if it has it: torch.export would keep that cast between a
+    dequantize and the op after it, where a backend looks for the op."""
     return x if x.dtype == dtype else x.to(dtype)

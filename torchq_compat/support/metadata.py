@@ -1,8 +1,8 @@
-"""The one table of what this package keeps in ``meta`` of nodes and graph modules: who writes, who reads.
+"""The table of this package's keys in ``meta`` of nodes and graph modules: who writes them, who reads them.
 
-State between stages travels there because torchao's prepare and convert, and copies of graph modules, keep
-``meta`` and drop other attributes. Keys of torch and torchao (``val``, ``nn_module_stack``,
-``quantization_annotation``) are theirs and not in the table.
+State between stages is kept there because torchao's prepare and convert, and copies of graph modules, keep
+``meta`` and drop other attributes. The keys of torch and torchao (``val``, ``nn_module_stack``,
+``quantization_annotation``) are not in the table.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MetaKey(Generic[T]):
-    """One entry of ``meta``, with a value of type ``T``.
+    """One key of ``meta``, with a value of type ``T``.
 
     Attributes:
         name: the key itself.
-        on: what has it, "node" or "graph".
-        written_by: the stage that writes it, as a module of this package.
-        read_by: who reads it.
+        on: the owner of the ``meta``: "node" or "graph".
+        written_by: the module of this package that writes the value.
+        read_by: the modules that read the value.
     """
 
     name: str
@@ -68,7 +68,7 @@ class MetaKey(Generic[T]):
         owner.meta.pop(self.name, None)
 
 
-#: What the package knows of a model it made.
+#: Facts about a model that this package made.
 RECORD: MetaKey[ModelRecord] = MetaKey("torchq_compat", "graph", "graph.graph_module", "everything")
 #: Whether the graph is in training mode.
 TRAINING: MetaKey[bool] = MetaKey(
@@ -82,25 +82,25 @@ FROZEN: MetaKey[bool] = MetaKey(
 FIXED_MODE: MetaKey[bool] = MetaKey(
     "torchq_compat_fixed_mode", "node", "capture.purposeful_training", "capture.training_modes"
 )
-#: What an op is to a QConfigMapping.
+#: The properties of an op that a QConfigMapping selects by.
 OP: MetaKey[OpRecord] = MetaKey("torchq_compat_op", "node", "annotate.op_records", "pipeline.switch_off")
 #: The path of the module that an opaque call calls.
 OPAQUE_CALL: MetaKey[str] = MetaKey(
     "torchq_compat_opaque_call", "node", "opaque_calls.insert_calls", "people who look at a graph"
 )
-#: The integers that a result of an opaque call is, from convert on; None for floats.
+#: The qparams of the integers in a result of an opaque call, from convert on; None for floats.
 INTEGERS: MetaKey[QParams | None] = MetaKey(
     "torchq_compat_integers", "node", "opaque_calls.quantized_boundary", "lower, opaque_calls"
 )
-#: The qparams that a dequantize behind an opaque call undoes.
+#: The qparams of a dequantize after an opaque call.
 DEQUANTIZED: MetaKey[QParams] = MetaKey(
     "torchq_compat_qparams", "node", "opaque_calls.quantized_boundary", "opaque_calls.quantized_boundary"
 )
-#: Whether some of its values on the example inputs stand for infinity.
+#: Whether the node has values on the example inputs that mean infinity.
 INFINITE: MetaKey[bool] = MetaKey(
     "torchq_compat_infinite", "node", "capture.checked.infinite_values", "annotate.decide"
 )
-#: (least, largest) integer that the calibrated range takes; a reduced range leaves out half of them.
+#: (least, largest) integer of the calibrated range; a reduced range has half of the dtype's integers.
 OBSERVED_RANGE: MetaKey[tuple[int, int]] = MetaKey(
     "torchq_compat_observed_range", "node", "graph.observed_graph", "lower.x86.qdq_operands"
 )
@@ -115,14 +115,14 @@ PART: MetaKey[Part] = MetaKey(
 SATURATION: MetaKey[dict[str, float]] = MetaKey(
     "torchq_compat_saturation", "graph", "custom_modules.parts.part_graph", "custom_modules.parts.part_graph"
 )
-#: Part -> dB of a typical value over rounding, where an observer had a histogram; from convert on.
+#: Part -> dB of a typical value over rounding, if its observer has a histogram; from convert on.
 OBSERVED_SQNR: MetaKey[dict[str, float]] = MetaKey(
     "torchq_compat_observed_sqnr",
     "graph",
     "custom_modules.parts.part_graph",
     "custom_modules.parts.part_graph",
 )
-#: Index of a state -> (scale, zero point) of the zeros it begins with.
+#: Index of a state -> (scale, zero point) of its initial zeros.
 INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
     "torchq_compat_initial_state_qparams",
     "graph",
@@ -133,11 +133,11 @@ INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
 LAYOUTS: MetaKey[list[CallLayout]] = MetaKey(
     "torchq_compat_opaque_layouts", "graph", "opaque_calls.insert_calls", "custom_modules.standalone"
 )
-#: The cells that are written out in the graph, by path.
+#: Path -> cell, for the cells whose steps are written out in the graph.
 UNROLLED_CELLS: MetaKey[dict[str, GraphModule]] = MetaKey(
     "torchq_compat_unrolled_cells", "graph", "exported_lstm.unrolled", "exported_lstm.shared_steps"
 )
-#: Which copy of which node of a cell a node is, where steps are written out.
+#: The cell, its node and the step that a node is the copy of, if steps are written out.
 COPY: MetaKey[Copy] = MetaKey(
     "torchq_compat_copy", "node", "exported_lstm.unrolled", "exported_lstm.shared_steps"
 )
@@ -149,26 +149,26 @@ GLUE: MetaKey[bool] = MetaKey(
 REFERENCE_NODE: MetaKey[str] = MetaKey(
     "torchq_compat_reference", "node", "lower.x86.lowering_pass", "lower.x86.lowering_pass"
 )
-#: What ``torchq-compat compare`` recorded of a model that FX prepared.
+#: The recording that ``torchq-compat compare`` made of a model that FX prepared.
 RECORDING: MetaKey[Recording] = MetaKey(
     "torchq_compat_recording",
     "graph",
     "migrate.comparison.measure.script_recorder",
     "migrate.comparison.measure.script_recorder",
 )
-#: (function, which call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
+#: (function, index of the call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
 WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(
     "torchq_compat_wrapped_call", "node", "capture.wrapped_functions", "capture.origins"
 )
 
-#: What a converted model was made from, under ``torchq-compat run``.
+#: The prepared model that a converted model was made from, under ``torchq-compat run``.
 PREPARED: MetaKey[QuantizationGraphModule] = MetaKey(
     "torchq_compat_prepared",
     "graph",
     "migrate.running.fx_checkpoints",
     "migrate.running.fx_checkpoints",
 )
-#: How to convert it again.
+#: A function that converts that prepared model again.
 CONVERTED_FROM: MetaKey[Callable[[], GraphModule]] = MetaKey(
     "torchq_compat_convert",
     "graph",
@@ -176,5 +176,5 @@ CONVERTED_FROM: MetaKey[Callable[[], GraphModule]] = MetaKey(
     "migrate.running.fx_checkpoints",
 )
 
-#: All of them.
+#: All keys.
 KEYS: tuple[MetaKey[object], ...] = tuple(value for value in globals().values() if isinstance(value, MetaKey))

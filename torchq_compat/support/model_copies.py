@@ -1,4 +1,4 @@
-"""Deep copies of float models, those with computed weights among them."""
+"""Deep copies of float models, including models with computed weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def copied_model(model: Model) -> Model:
-    """A deep copy of ``model``, with the values of its computed weights, until they are computed again."""
+    """Return a deep copy of ``model``; its computed weights have their current values until recomputed."""
     return copy.deepcopy(model, copied_weights(model))
 
 
 def copied_weights(model: nn.Module) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` with the weights that parametrizations and ``torch.nn.utils.weight_norm``
-    compute, and buffers that were written with gradients on: they hang on an autograd graph, which torch does
-    not copy."""
+    """Return a memo for ``copy.deepcopy`` with copies of the tensors that have an autograd graph, which torch
+    does not copy.
+
+    These are the weights that parametrizations and ``torch.nn.utils.weight_norm`` compute, and buffers that
+    were written with gradients on.
+    """
     computed = {}
     for module in model.modules():
         for value in (*vars(module).values(), *module._buffers.values()):
-            # A recurrent module has its weights once more, in a list.
+            # A recurrent module has its weights in a list, too.
             for tensor in value if isinstance(value, list) else [value]:
                 if isinstance(tensor, Tensor) and not tensor.is_leaf:
                     computed[id(tensor)] = tensor.detach().clone()

@@ -1,4 +1,4 @@
-"""A line on the terminal for stages that take long."""
+"""Progress lines on the terminal for slow stages."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from contextlib import contextmanager
 
 __all__ = ["slow_stage"]
 
-#: Seconds before the first line, and between two.
+#: Seconds before the first line, and between lines.
 PATIENCE = 5.0
 
 
 def _is_notebook() -> bool:
-    """Whether the standard streams go to the cells of a notebook."""
+    """Return whether the standard streams go to the cells of a notebook."""
     return type(sys.stderr).__module__.startswith("ipykernel.")
 
 
 @contextmanager
 def slow_stage(what: str) -> Iterator[None]:
-    """Say ``what`` is under way where it takes long and somebody looks: at a terminal, or at a notebook."""
+    """Print ``what`` and the elapsed time while a slow stage runs, in a terminal or a notebook only."""
     if not (sys.stderr.isatty() or _is_notebook()):
         yield
         return

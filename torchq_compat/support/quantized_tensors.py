@@ -1,8 +1,8 @@
-"""Tensors of torch.quint8, qint8 and qint32, which carry their qparams: what is done with them.
+"""Functions on tensors of torch.quint8, qint8 and qint32, which carry their qparams.
 
-torch deprecates them from 2.13 on (https://github.com/pytorch/pytorch/issues/184982). Here they are at four
-places only, and each has what takes their place when torch drops them: ``REPLACEMENTS``. Nothing that
-``convert_to_reference_fx``, ``export``, ``to_executorch`` or ``to_onnx`` returns has one.
+torch deprecates these tensors from 2.13 on (https://github.com/pytorch/pytorch/issues/184982). This package
+uses them in four places only, and ``REPLACEMENTS`` names for each what replaces them when torch removes them.
+The results of ``convert_to_reference_fx``, ``export``, ``to_executorch`` and ``to_onnx`` have none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "spend_deprecation_warning",
 ]
 
-#: Where quantized tensors are used -> what takes their place.
+#: Where quantized tensors are used -> what replaces them.
 REPLACEMENTS = {
     "integer kernels of x86 and qnnpack, `torch.ops.quantized`, but those of recurrent modules": "for "
     "linears the operator `torchq_compat_native::recurrent`, which runs them already where there is no "
@@ -52,14 +52,14 @@ REPLACEMENTS = {
     "tensors, as the converted graph has them",
 }
 
-#: Operators on them.
+#: The namespace of operators on quantized tensors.
 KERNELS: Any = torch.ops.quantized
-#: As nodes of a lowered graph.
+#: Operators in lowered graphs that make, dequantize and read quantized tensors.
 QUANTIZE_OP = torch.ops.aten.quantize_per_tensor.default
 DEQUANTIZE_OP = torch.ops.aten.dequantize.self
 INTEGERS_OP = torch.ops.aten.int_repr.default
 OF_INTEGERS_OP = torch.ops.aten._make_per_tensor_quantized_tensor.default
-#: What the graphs of FX call.
+#: The quantize functions that FX's graphs call.
 QUANTIZE_FUNCTION = torch.quantize_per_tensor
 QUANTIZE_FUNCTIONS = (torch.quantize_per_tensor, torch.quantize_per_channel)
 
@@ -68,12 +68,12 @@ FLOAT_QPARAMS = torch.per_channel_affine_float_qparams
 
 #: (integers, scale, zero point) -> the quantized tensor of these integers.
 of_integers = make_per_tensor_quantized_tensor
-#: (integers, scales, zero points, axis) -> the same per channel.
+#: (integers, scales, zero points, axis) -> the quantized tensor of these integers, per channel.
 of_integers_per_channel = make_per_channel_quantized_tensor
 
 
 def quantize(values: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Tensor:
-    """Quantize floats per tensor; ``dtype`` is torch.quint8, qint8 or qint32."""
+    """Quantize ``values`` per tensor; ``dtype`` is torch.quint8, qint8 or qint32."""
     spend_deprecation_warning()
     return torch.quantize_per_tensor(values, scale, zero_point, dtype)
 
@@ -81,15 +81,15 @@ def quantize(values: Tensor, scale: float, zero_point: int, dtype: torch.dtype) 
 def quantize_per_channel(
     values: Tensor, scales: Tensor, zero_points: Tensor, axis: int, dtype: torch.dtype
 ) -> Tensor:
-    """Quantize floats per channel; floats as ``zero_points`` are those of an embedding."""
+    """Quantize ``values`` per channel; ``zero_points`` are floats for an embedding."""
     spend_deprecation_warning()
     return torch.quantize_per_channel(values, scales, zero_points, axis, dtype)
 
 
 @cache
 def spend_deprecation_warning() -> None:
-    """Take the warning that torch gives once to who makes quantized tensors: users of a model do not make
-    them."""
+    """Trigger and suppress torch's warning about quantized tensors, which it gives once; the users of a model
+    did not make these tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
@@ -127,5 +127,5 @@ def qparams_of(quantized: Tensor) -> tuple[float, int]:
 
 
 def channel_qparams(quantized: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and zero points, of shape (channels,); they may lie in memory that torch reuses."""
+    """Return scales and zero points, of shape (channels,); torch may reuse their memory."""
     return quantized.q_per_channel_scales(), quantized.q_per_channel_zero_points()

@@ -1,9 +1,9 @@
-"""What this package takes of ``torch.ao.quantization`` and ``torch.ao.nn``: imported here and nowhere else.
+"""The names of ``torch.ao.quantization`` and ``torch.ao.nn`` that this package uses, imported only here.
 
 Both are deprecated. The configuration a legacy script builds (QConfigs, mappings, observers, BackendConfigs,
-custom configs) is data that is read, and it has to be there, as torchao 0.18 reads it too. The FX engine is
-never called, but for ``compare``, which shows FX's results beside ours and goes on without them: what is
-taken of the engine may be absent, and something that matches nothing then stands in its place.
+custom configs) is data; its classes must exist, and torchao 0.18 reads them too. The FX engine is called only
+by ``compare``, which shows FX's results beside ours and works without them: names of the engine may be
+absent, and are then replaced by something that matches nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-# BackendConfig reads a module of its package that the package does not import by itself.
+# BackendConfig uses this module of its package, which the package does not import.
 import torch.ao.quantization.backend_config.utils
 import torch.ao.quantization.fx._decomposed  # noqa: F401 - it registers the q-dq operators
 from torch.ao.nn import quantizable, quantized
@@ -117,7 +117,7 @@ __all__ = [
     "update_bn_stats",
 ]
 
-# Whatever quantizes imports this module, and only once.
+# Every module that quantizes imports this one, so the warning is given once.
 warn_of_untested_pair()
 
 #: The module of FX's entry points.
@@ -125,7 +125,7 @@ FX_ENGINE = "torch.ao.quantization.quantize_fx"
 
 
 class _Absent:
-    """Stands for a class of the FX engine that this torch no longer has: nothing is an instance of it."""
+    """A stand-in for a class of the FX engine that this torch no longer has; nothing is an instance of it."""
 
 
 def _of_engine(module: str, name: str) -> Any:
@@ -139,22 +139,22 @@ def _engine_module(module: str) -> ModuleType | None:
         return None
 
 
-#: What FX's prepare and fuse trace a model with.
+#: The tracer of FX's prepare and fuse.
 QuantizationTracer: type = _of_engine("tracer", "QuantizationTracer")
-#: What FX's convert returns.
+#: The class of the model that FX's convert returns.
 QuantizedGraphModule: type = _of_engine("graph_module", "QuantizedGraphModule")
-#: Functions of the engine that torchao calls; one of them keeps models alive in a cache.
+#: Functions of the engine that torchao calls; one of them has a cache that keeps models alive.
 fx_utils: ModuleType | None = _engine_module("utils")
 
 
 def fx_engine() -> ModuleType:
-    """Return the FX engine's module of entry points, for tools that show what FX makes of a model.
+    """Return the module of FX's entry points, for tools that show what FX does with a model.
 
     Raises:
         ImportError: this torch has no FX engine.
     """
     module = importlib.import_module(FX_ENGINE)
     if module.__spec__ is None:
-        # A stand-in: this process runs a legacy script, with our functions in place of FX's.
+        # This is a stand-in: the process runs a legacy script, with our functions in place of FX's.
         raise ImportError(f"this torch has no {FX_ENGINE}")
     return module

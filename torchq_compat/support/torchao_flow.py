@@ -1,7 +1,7 @@
-"""torchao's prepare and convert, without the cache that keeps every model they saw alive.
+"""torchao's prepare and convert, without the cache that keeps every model they were given alive.
 
-What they ask for the device of a model is a ``functools.cache`` keyed by the model (torchao 0.18),
-as is its forerunner in torch.ao.
+Their function for the device of a model is a ``functools.cache`` keyed by the model (torchao 0.18), as is its
+predecessor in torch.ao.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ __all__ = ["convert_pt2e", "prepare_pt2e", "prepare_qat_pt2e"]
 
 
 def prepare_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """See torchao."""
+    """Call torchao's ``prepare_pt2e``."""
     with _forgetting_models():
         prepared: GraphModule = flow.prepare_pt2e(model, quantizer)
         return prepared
 
 
 def prepare_qat_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """See torchao."""
+    """Call torchao's ``prepare_qat_pt2e``."""
     with _forgetting_models():
         prepared: GraphModule = flow.prepare_qat_pt2e(model, quantizer)
         return prepared
 
 
 def convert_pt2e(model: GraphModule) -> GraphModule:
-    """See torchao.
+    """Call torchao's ``convert_pt2e``.
 
-    What folds constants puts objects of its own where results stand; a PackedSequence, and every class that
-    looks at what it is made of, cannot be made of them. So meanwhile results have no structure.
+    Its constant folding runs the graph with placeholder objects in place of values. A PackedSequence, and any
+    class that inspects its contents, cannot be built from them, so the result has no structure meanwhile.
     """
     info = getattr(model.graph._codegen, "pytree_info", None)
     with _forgetting_models():

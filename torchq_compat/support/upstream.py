@@ -1,6 +1,6 @@
-"""Private names of torch and torchao that this package leans on: they are imported here and nowhere else.
+"""Private names of torch and torchao that this package relies on; they are imported here and nowhere else.
 
-Each has a test of what is relied on in ``tests/support/test_upstream.py``: a release that changes one fails
+``tests/support/test_upstream.py`` tests what is relied on of each name: a release that changes one fails
 there first.
 """
 
@@ -62,20 +62,20 @@ __all__ = [
     "tracing_paused",
 ]
 
-#: Functions that make a quantized tensor of integers and qparams.
+#: Functions that make a quantized tensor from integers and qparams.
 make_per_tensor_quantized_tensor = torch._make_per_tensor_quantized_tensor
 make_per_channel_quantized_tensor = torch._make_per_channel_quantized_tensor
 #: (operator, dispatch key) -> whether the operator has an implementation for that key.
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-#: What the functions of torch.nn.utils.rnn end in, and the gradient of the first.
+#: The operators behind the packing functions of torch.nn.utils.rnn, and the gradient of the first.
 pack_padded_sequence: Any = torch._VF._pack_padded_sequence
 pack_padded_sequence_backward: Any = torch.ops.aten._pack_padded_sequence_backward
 pad_packed: Any = torch._VF._pad_packed_sequence
-#: Tells torch.export what holds of sizes that are data.
+#: Tells torch.export a condition on data-dependent sizes.
 assume: Any = torch._check
 #: Its ``backed_size_oblivious`` keeps sizes of 1 free.
 symbolic_shapes_config: Any = importlib.import_module("torch.fx.experimental._config")
-#: Modules and names of cached functions that keep the models they saw alive.
+#: Modules and names of cached functions that keep the models they were called with alive.
 DEVICE_CACHES = (
     (torchao.utils, "_assert_and_get_unique_device"),
     *([(fx_utils, "assert_and_get_unique_device")] if fx_utils else []),
@@ -83,15 +83,15 @@ DEVICE_CACHES = (
 
 
 def guards_of(program: ExportedProgram) -> list[str]:
-    """Return the guards that ``program.module()`` checks, as Python code; a program keeps what is taken out
-    of the list."""
+    """Return the guards that ``program.module()`` checks, as Python code; removing one from the list removes
+    it from the program."""
     guards: list[str] = getattr(program, "_guards_code", [])  # not in every torch
     return guards
 
 
 @contextmanager
 def tracing_paused() -> Iterator[None]:
-    """Let torch.jit.trace, if it is looking, not see what happens inside."""
+    """Hide the operations inside the ``with`` block from torch.jit.trace, if it is tracing."""
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, however deep in the package they are raised."""
+"""Warnings that point at the user's line, at any depth of calls inside the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchq_compat.errors import QuantizationWarning
 __all__ = ["warn_user"]
 
 PACKAGE = str(Path(__file__).parents[1])
-#: Frames of an import, which ``warnings`` does not count, and of ``importlib.import_module``, which it does.
+#: Frames of an import, which ``warnings`` does not count; frames of ``importlib.import_module`` are counted.
 IMPORTING = "<frozen importlib"
 NOT_THE_USERS = (PACKAGE, IMPORTING, str(importlib.__file__))
 

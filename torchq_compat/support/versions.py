@@ -1,4 +1,4 @@
-"""Every test of a torch or torchao version, in one file."""
+"""All checks of the torch and torchao versions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ EXPORT_MODULE_TAKES_CHECK_GUARDS = (
     "check_guards" in inspect.signature(torch.export.ExportedProgram.module).parameters
 )
 
-#: torch and torchao, which imports private names of torch, work in pairs. These went through tests; what else
-#: pyproject.toml allows is tried by the workflows, and told at the import until it is here.
+#: The tested pairs of versions; torchao imports private names of torch, so they work in pairs. The workflows
+#: try the other pairs that pyproject.toml allows, and the import warns about them until they are listed here.
 TESTED = (("2.13", "0.18"),)
 
 
 def untested_pair(torch_version: str, torchao_version: str) -> str:
-    """Return the sentence for a pair of versions that nobody tested; empty for a tested one."""
+    """Return the warning about a pair of versions that was not tested; empty for a tested pair."""
     pair = (_minor(torch_version), _minor(torchao_version))
     if pair in TESTED:
         return ""
@@ -35,7 +35,7 @@ def untested_pair(torch_version: str, torchao_version: str) -> str:
 
 
 def warn_of_untested_pair() -> None:
-    """Warn, at the user's line, if nobody tested the installed torch with the installed torchao."""
+    """Warn, at the user's line, if the installed torch was not tested with the installed torchao."""
     sentence = untested_pair(torch.__version__, torchao.__version__)
     if sentence:
         warn_user(sentence)

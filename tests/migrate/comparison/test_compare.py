@@ -291,7 +291,7 @@ def test_without_fx_when_not_asked() -> None:
     batches = plain_batches()
     comparison = tc.compare(build(Plain), EXACT, batches[0], batches, fx=False)
     assert comparison.capture.fx.outcome is FxOutcome.NOT_ASKED
-    assert "FX was not asked" in comparison.verdict.headline
+    assert "FX was not run" in comparison.verdict.headline
 
 
 def test_the_model_is_not_touched() -> None:

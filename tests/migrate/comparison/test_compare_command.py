@@ -223,7 +223,7 @@ def test_a_model_fx_cannot_run(tmp_path: Path) -> None:
     assert "raised AttributeError: 'tuple' object has no attribute 'numel'" in result.stdout
     assert "\x1b" not in result.stdout
     assert_error(compare(tmp_path, "--fx", "yes", "cases:twice"), "FX cannot run this model: AttributeError")
-    assert "FX was not asked" in compare(tmp_path, "--fx", "no", "cases:Nested.case").stdout
+    assert "FX was not run" in compare(tmp_path, "--fx", "no", "cases:Nested.case").stdout
 
 
 @pytest.mark.slow
@@ -430,7 +430,7 @@ def test_a_signal_while_the_page_is_written_leaves_the_old_page(tmp_path: Path) 
         (["absent.py"], "there is no script 'absent.py'."),
         (["a-b:c"], "'a-b:c' is neither a script nor module:function."),
         (["--html", "{folder}", "m:f"], "it is a directory"),
-        (["--html", "{folder}/no/page.html", "m:f"], "its folder is not there"),
+        (["--html", "{folder}/no/page.html", "m:f"], "its folder does not exist"),
     ],
 )
 def test_usage(args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

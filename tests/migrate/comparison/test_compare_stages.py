@@ -15,10 +15,10 @@ from torch.ao.quantization import QConfigMapping
 from torchq_compat.errors import CaseError, QuantizationWarning
 from torchq_compat.migrate.comparison.comparison_process import _told_without_lines
 from torchq_compat.migrate.comparison.measure.cases import Case, read_case
+from torchq_compat.migrate.comparison.measure.collect import output_series
 from torchq_compat.migrate.comparison.measure.measures import PlaceMeasures, state_bytes
 from torchq_compat.migrate.comparison.measure.sides import Reading
 from torchq_compat.migrate.comparison.measure.taps import tap_nodes
-from torchq_compat.migrate.comparison.report.output_series import output_series
 from torchq_compat.migrate.comparison.results import (
     Capture,
     Costs,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,3 +158,39 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert main(["suggest", "-n", "2", f"{__name__}:case"]) == 0
     assert "qconfig_mapping.set_module_name('bad', None)" in capsys.readouterr().out
     assert main(["suggest", "nothing"]) == 2
+
+
+#: Suggests for a model of the zoo; in a process of its own, where torchvision can be imported.
+OF_THE_ZOO = """
+import sys
+from tests.zoo.libraries import prepare_imports
+prepare_imports()
+import torch
+from torch.ao.quantization import get_default_qconfig_mapping
+from tests.zoo.registry import ZOO
+from tests.zoo.sane_statistics import settle
+from torchq_compat import suggest
+torch.manual_seed(0)
+entry = ZOO[sys.argv[1]]
+batches = [entry.batch() for _ in range(3)]
+model = settle(entry.make(), [entry.large_batch() for _ in range(3)])
+unseen = [entry.batch() for _ in range(3)]
+mapping = suggest(model, get_default_qconfig_mapping("x86"), batches[0], batches, evaluation_data=unseen)
+print(len(mapping.chosen), mapping.sqnr_before, mapping.sqnr_after)
+"""
+
+
+#: Those below 15 dB whose library is there; the extra ``zoo`` brings it.
+BELOW_15 = ["nf_resnet26", "poolformer_s12"] if importlib.util.find_spec("timm") else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BELOW_15)
+def test_models_of_the_zoo_get_better(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OF_THE_ZOO, name], capture_output=True, text=True, check=True
+    )
+    chosen, before, after = map(float, done.stdout.split()[-3:])
+    assert 0 < chosen <= 3
+    assert before < 15
+    assert before + 1 < after < 60

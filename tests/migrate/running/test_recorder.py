@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
 from torch.ao.quantization import (
     default_dynamic_qconfig,
@@ -53,16 +56,20 @@ def test_functions_that_no_model_passed_through() -> None:
     ]
 
 
+class Flat(nn.Module):
+    """FX quantizes ``out`` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.fc(x.reshape(-1, 4)))
+        return result
+
+
 @pytest.mark.parametrize("is_qat", [False, True])
 def test_what_is_not_as_in_fx(is_qat: bool) -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.fc(x.reshape(-1, 4)))
-
     recorder, x = Recorder(), torch.randn(8, 2, 2)
     prepare = recorder.wrap(tc.prepare_qat_fx if is_qat else tc.prepare_fx)
     mapping = get_default_qat_qconfig_mapping("x86") if is_qat else get_default_qconfig_mapping("x86")
@@ -72,6 +79,42 @@ def test_what_is_not_as_in_fx(is_qat: bool) -> None:
     recorder.wrap(tc.convert_fx)(prepared.eval())
     lines = [line.strip() for line in recorder.summary("script.py").splitlines() if "unlike FX" in line]
     trained = [line for line in lines if line.startswith("unlike FX: converted with the qparams")]
-    assert len(trained) == is_qat
-    assert "unlike FX: fc: FX leaves it float: behind a reshape of floats it observes nothing" in lines
-    assert len(lines) == 1 + is_qat
+    kept = [line for line in lines if line.startswith("unlike FX: the float model keeps its weights")]
+    assert len(trained) == len(kept) == is_qat
+    assert any(
+        line.startswith("unlike FX: fc: FX leaves it float: behind a reshape of floats") for line in lines
+    )
+    assert len(lines) == 1 + 2 * is_qat
+
+
+def test_left_float_as_told_it_is_as_in_fx() -> None:
+    model, x = Flat().eval(), torch.randn(8, 2, 2)
+    prepared = fx.prepare_fx(copy.deepcopy(model), get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    expected = fx.convert_fx(prepared)(x)
+    mapping = get_default_qconfig_mapping("x86").set_module_name("fc", None)
+    ours = tc.prepare_fx(model, mapping, (x,))
+    ours(x)
+    step = (tc.convert_fx(ours)(x) - expected).abs().max() / (expected.max() - expected.min())
+    assert step < 0.01
+    assert not torch.equal(expected, model(x))
+
+
+def test_the_trained_weights_are_copied_as_told() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)
+    ).train()
+    theirs, batches = copy.deepcopy(model), [torch.randn(8, 2, 5, 5) for _ in range(3)]
+    for engine, each in ((tc, model), (fx, theirs)):
+        prepared = engine.prepare_qat_fx(each, get_default_qat_qconfig_mapping("x86"), (batches[0],))
+        optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+        for batch in batches:
+            optimizer.zero_grad()
+            prepared(batch).square().sum().backward()
+            optimizer.step()
+        if engine is tc:
+            assert not torch.allclose(model[0].weight, prepared.state_dict()["0.weight"])
+            model.load_state_dict(prepared.state_dict(), strict=False)
+    torch.testing.assert_close(model[0].weight, theirs[0].weight)
+    torch.testing.assert_close(model[1].running_var, theirs[1].running_var)
+    torch.testing.assert_close(model[4].bias, theirs[4].bias)

@@ -163,7 +163,7 @@ def test_an_option_behind_a_script_that_does_not_know_it_is_told(
     script.write_text("parser.add_argument('--json')\n")
     tell_misplaced_options(str(script), ["--html=page.html", "--json", "--epochs", "--htm"], compare.OPTIONS)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"torchq-compat: --html stands behind {script} and is the script's own argument")
+    assert line.startswith(f"torchq-compat: --html comes after {script} and is the script's own argument")
     for command in (compare, run_command):
         parser = argparse.ArgumentParser()
         command.add_parser(parser.add_subparsers())

@@ -1,1 +1,1 @@
-"""Capture that is checked: what is handed out has been run beside the float model."""
+"""Checked capture: every captured graph has been run beside the float model."""

@@ -1,4 +1,4 @@
-"""One capture, and how it compares with the float model."""
+"""One capture, and its comparison with the float model."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class CaptureCase:
     """The model to capture and the inputs to capture it with.
 
     Attributes:
-        model: with opaque calls where the custom modules were.
+        model: the model, with opaque calls in the places of custom modules.
         inputs: the leaves of ``args`` by label.
-        runs: of the float model.
-        example: what the float model makes of ``args``.
+        runs: runs the float model.
+        example: the run of the float model on ``args``.
         packing: how sequences are packed in the graph.
-        ones: dimensions known to be 1 always.
+        ones: dimensions whose size is always 1.
     """
 
     model: nn.Module
@@ -57,12 +57,12 @@ class CaptureCase:
 
 @dataclass(frozen=True)
 class Trial:
-    """Float model and captured graph at other sizes.
+    """A run of the float model and of the captured graph at other sizes.
 
     Attributes:
         groups: the sizes.
-        run: what the float model made of them.
-        problem: what the graph made otherwise; None if the results are equal.
+        run: the run of the float model.
+        problem: how the result of the graph differs; None if the results are equal.
     """
 
     groups: SizeGroups
@@ -75,9 +75,9 @@ class Attempt:
     """A captured graph.
 
     Attributes:
-        problem: what it makes of the example otherwise than the float model.
-        trials: at sizes the float model takes.
-        unknown: groups of sizes the float model took none other of, with its error.
+        problem: how its result for the example differs from the float model's; None if they are equal.
+        trials: the trials at sizes that the float model accepts.
+        unknown: the groups for which the float model accepts no other size, with its error.
     """
 
     graph_module: GraphModule
@@ -90,7 +90,7 @@ class Attempt:
 
     @property
     def is_right(self) -> bool:
-        """Whether graph and float model agree at the example and at every other size that was tried."""
+        """Whether the graph and the float model agree on the example and at every other size tried."""
         return self.problem is None and all(trial.problem is None for trial in self.trials)
 
 
@@ -124,8 +124,8 @@ def attempt(case: CaptureCase, statics: Statics) -> Attempt:
 
 
 def drop_needless_rules(case: CaptureCase, made: Attempt) -> None:
-    """Drop the rules of operators that are broken at sizes where graph and float model agree all the same:
-    the kernels of torch ask more than they need, above all of a batch of one."""
+    """Drop the operators' rules that are broken at sizes where graph and float model agree nevertheless:
+    torch's operators require more than their kernels need, above all of a batch of one."""
     for rule in made.sizes.rules:
         if rule.excludes_one:
             _without_rules(case, made, made.sizes, {group_of(rule.dimension): 1})
@@ -139,8 +139,8 @@ def drop_needless_rules(case: CaptureCase, made: Attempt) -> None:
 
 
 def _without_rules(case: CaptureCase, made: Attempt, hard: InputSizes, groups: SizeGroups) -> Trial | None:
-    """Return the trial at ``groups``, where rules are broken that then proved needless; None where they did
-    not."""
+    """Drop the rules broken at ``groups`` if graph and float model agree there, and return the trial; None if
+    they differ, or no rule is broken."""
     values = symbol_values(hard, groups)
     broken = [rule for rule in made.sizes.rules if not rule.holds(values)]
     if not broken:
@@ -155,8 +155,8 @@ def _without_rules(case: CaptureCase, made: Attempt, hard: InputSizes, groups: S
 
 
 def try_sizes(case: CaptureCase, made: Attempt, groups: SizeGroups) -> None:
-    """Add the trial at the sizes ``groups`` to ``made``; or, where the float model does not take them all at
-    once, that of each alone."""
+    """Add the trial at the sizes ``groups`` to ``made``, or, if the float model does not accept them
+    together, a trial of each size alone."""
     run = case.runs.of_float_model(resized(case.args, case.inputs, made.sizes, groups))
     if run.error is None:
         made.trials.append(Trial(groups, run, _compare(case, made, run)))
@@ -170,7 +170,7 @@ def try_sizes(case: CaptureCase, made: Attempt, groups: SizeGroups) -> None:
 
 
 def least_sqnr(blocks: tuple[Block, ...], least: float = CAPTURED) -> float:
-    """Return the dB that count as equal for a graph with ``blocks`` inlined."""
+    """Return the SQNR in dB from which results count as equal for a graph with ``blocks`` inlined."""
     return CAST if any(block.casts for block in blocks) else least
 
 
@@ -182,8 +182,8 @@ def _compare(case: CaptureCase, made: Attempt, run: FloatRun) -> str | None:
 
 
 def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: float) -> str | None:
-    """Say how the result of ``other`` differs from that of ``run`` on the same inputs. Where the difference
-    may be rounding, both run again in float64."""
+    """Return how the result of ``other`` differs from that of ``run`` on the same inputs; None if they are
+    equal. If the difference may be rounding, both run again in float64."""
     try:
         result = other(double=False)
     except Exception as cause:
@@ -203,11 +203,11 @@ def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: fl
 
 
 def _may_be_rounding(measured: float, run: FloatRun, wide: FloatRun) -> bool:
-    """Whether a difference of ``measured`` dB may be rounding: it is small, or the float model's own rounding
-    is as large. An example of ones makes a batch norm in training divide nothing by nothing."""
+    """Return whether a difference of ``measured`` dB may be rounding: it is small, or the float model's own
+    rounding error is as large. With an example of ones a batch norm in training divides zero by zero."""
     if measured >= DOUBTFUL:
         return True
-    # Beside zeros every value is infinitely far.
+    # If the expected values are zeros, every difference measures as minus infinity.
     return wide.error is None and (measured == -math.inf or sqnr(wide.value, run.value) < measured + AS_LARGE)
 
 

@@ -1,8 +1,8 @@
-"""Capture that is checked: a graph that computes what the float model computes, or an error.
+"""Checked capture: returns a graph that computes what the float model computes, or raises.
 
-``backed_size_oblivious`` traces a size of 1 as "some number, not 1", which is wrong where the model's Python
-looks at it: after ``squeeze(1)``, or where a (N, 1, 1, T) mask broadcasts. So what was captured runs beside
-the float model, at the example's sizes and at two others, and where it differs other sizes are fixed.
+``backed_size_oblivious`` traces a size of 1 as "some number, not 1", which is wrong if the model depends on
+the 1: after ``squeeze(1)``, or when a (N, 1, 1, T) mask broadcasts. So the captured graph runs beside the
+float model, at the example's sizes and at two others, and if the results differ, more sizes are fixed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torchq_compat.packed_sequences.packing_mode import PackingMode
 
 __all__ = ["capture_checked"]
 
-#: Captures tried at most; and where torch.export takes the sizes only fixed, to set them free one by one.
+#: The most captures that are tried, and how many more if sizes had to be fixed and are set free one by one.
 ATTEMPTS, MORE_ATTEMPTS = 5, 4
 DIFFERS = "with that size free the captured graph differs from the float model"
 
 
 def capture_checked(case: CaptureCase) -> Attempt:
-    """Return the graph of ``case`` with as many sizes free as it is right with.
+    """Return the graph of ``case`` with as many free sizes as possible while it computes what the model does.
 
     Raises:
-        CaptureError: every graph computes something else than the float model.
+        CaptureError: every captured graph computes something else than the float model.
         Exception: what torch.export raised at the first attempt.
     """
     search = _Search(case)
@@ -52,7 +52,7 @@ class _Search:
     def run(self) -> Attempt | None:
         first = self._try(())
         if first is None and self.case.packing.packs:
-            # The number of steps is data, and the model asks for it.
+            # The number of steps depends on the data, and the model computes with it.
             self.case = replace(self.case, packing=PackingMode(whole=True))
             first = self._try(())
             del self.errors[0 if first is not None else 1 :]
@@ -76,7 +76,7 @@ class _Search:
         return None
 
     def _with_reason(self, found: Attempt) -> Attempt:
-        """Return ``found``, which says why sizes had to be fixed."""
+        """Return ``found``, with the line of the first error as the reason why sizes had to be fixed."""
         if not self.errors:
             return found
         return replace(found, sizes=found.sizes.with_line(found.statics, line_of_failure(self.errors[0])))
@@ -120,7 +120,7 @@ class _Search:
         return int(self.case.inputs[place[0]].shape[place[1]])
 
     def _set_free(self, found: Attempt) -> Attempt:
-        """Return ``found``, with as many of its fixed dimensions free as it stays right with."""
+        """Return ``found``, or an attempt with more free dimensions that is also right."""
         for places in self._equal_sizes(found.statics) if len(found.statics) > 1 else ():
             fewer = tuple(other for other in found.statics if other not in places)
             if frozenset(fewer) in self.tried:
@@ -131,8 +131,8 @@ class _Search:
         return found
 
     def _equal_sizes(self, statics: Statics) -> Iterator[Statics]:
-        """Yield which of the fixed dimensions to set free together: those that are equal, for these are often
-        one size, the last first; and each 1 alone."""
+        """Yield the fixed dimensions to set free together: those of equal size, because they are often one
+        size, the last ones first; then each dimension of size 1 alone."""
         for size in dict.fromkeys(self._size(place) for place in reversed(statics)):
             if size != 1:
                 yield tuple(place for place in statics if self._size(place) == size)
@@ -140,7 +140,7 @@ class _Search:
 
 
 def _strategies(ones: Statics) -> Iterator[Statics]:
-    """Yield which sizes of 1 to take as 1: first all but leading ones, which are batches, then all."""
+    """Yield the dimensions of size 1 to fix: first all but leading ones, which are batches, then all."""
     inner = tuple(place for place in ones if place[1] != 0)
     if inner and inner != ones:
         yield inner
@@ -156,7 +156,7 @@ def _may_be_about_sizes(error: Exception) -> bool:
 
 
 def _fix_wrong_sizes(case: CaptureCase, found: Attempt) -> Attempt:
-    """Fix the sizes at which ``found`` differs from the float model."""
+    """Return ``found`` with rules that exclude the sizes at which it differs from the float model."""
     wrong = [trial for trial in found.trials if trial.problem is not None]
     if not wrong:
         return found
@@ -176,7 +176,7 @@ def _fix_wrong_sizes(case: CaptureCase, found: Attempt) -> Attempt:
 
 
 def replace_trials(found: Attempt) -> Attempt:
-    """Return a copy without trials."""
+    """Return a copy of ``found`` without trials."""
     return replace(found, trials=[], unknown=dict(found.unknown))
 
 

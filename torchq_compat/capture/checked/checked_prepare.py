@@ -1,4 +1,4 @@
-"""A prepared model is checked: with its observers off it computes what the float model does."""
+"""Checks that a prepared model with its observers off computes what the float model does."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def check_prepared(
 
     Args:
         users_own: paths of modules whose observed class the user wrote, which may compute something else.
-        lost_forwards: paths of modules with a forward of their own that is not called any more.
+        lost_forwards: paths of modules with a ``forward`` of their own that is no longer called.
 
     Returns:
-        A decision to warn about, where the user's own classes may be why results differ.
+        A decision to warn about, if the results differ and the user's own classes may be the cause.
 
     Raises:
         CaptureError: the results differ.

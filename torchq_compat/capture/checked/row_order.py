@@ -1,8 +1,8 @@
-"""Ops on the rows of a PackedSequence: each row has to be computed by itself.
+"""Checks that ops on the rows of a PackedSequence compute each row by itself.
 
-The rows of all sequences lie one behind the other. An op that mixes them, a mean over rows say, computes
-across steps and sequences, and has no meaning in a program of padded sequences. Which op does is found out by
-trying it on a part of the rows.
+A PackedSequence stores the rows of all sequences one behind the other. An op that mixes rows, such as a mean
+over them, computes across steps and sequences, and has no meaning in a program of padded sequences. Such ops
+are found by running each op on a part of the rows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torchq_compat.support.upstream import OpOverload, pytree
 
 __all__ = ["check_row_order"]
 
-#: How far the results of fewer rows may differ, by the order of sums.
+#: Tolerances for results of fewer rows, whose sums may be computed in another order.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 
 
 def check_row_order(graph_module: GraphModule, runs: Runs, args: tuple[Any, ...]) -> None:
-    """Run a captured graph on ``args``, and every op on packed rows once more on some of them.
+    """Run a captured graph on ``args``, and every op on packed rows once more on each half of them.
 
     Raises:
-        CaptureError: an op gives something else then.
+        CaptureError: the results of an op differ.
     """
     run_graph(graph_module, args, runs.stubs, runs.modules, runner=_RowOrderRunner)
 
@@ -53,7 +53,7 @@ class _RowOrderRunner(GraphRunner):
         return result
 
     def _symbols(self) -> Iterator[Any]:
-        """Yield the number of rows of every pack, as the symbol that the graph has for it."""
+        """Yield the graph's symbol of the number of rows of every packed sequence."""
         for node in self._nodes:
             if node.target is PACK:
                 yield from (_leading(user) for user in node.users if user.args[1] == 0)
@@ -93,7 +93,7 @@ class _RowOrderRunner(GraphRunner):
         return True
 
     def _part(self, rows: Node, part: slice, node: Node) -> Any:
-        """Return the value of ``node`` where there are only the rows in ``part``."""
+        """Return the value of ``node`` restricted to the rows in ``part``."""
         value, symbol = self.env[node], _leading(rows)
         if isinstance(value, Tensor):
             return value[part] if _leading(node) == symbol else value
@@ -104,7 +104,7 @@ class _RowOrderRunner(GraphRunner):
 
 
 def _leading(node: Any) -> Any:
-    """Return the first size of the tensor ``node`` gives, where that is a symbol."""
+    """Return the symbol of the first size of the value of ``node``; None if the size is no symbol."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, Tensor) or value.dim() == 0 or not isinstance(value.shape[0], torch.SymInt):
         return None
@@ -112,7 +112,7 @@ def _leading(node: Any) -> Any:
 
 
 def _are_rows(whole: Any, found: Any, part: slice, count: int) -> bool:
-    """Return whether ``found`` are the rows ``part`` of ``whole``."""
+    """Return whether ``found`` equals the rows ``part`` of ``whole``, which has ``count`` rows."""
     pairs = list(zip(pytree.tree_leaves(whole), pytree.tree_leaves(found), strict=True))
     for each, other in pairs:
         if not isinstance(each, Tensor):

@@ -1,4 +1,4 @@
-"""Whether two models computed the same."""
+"""Comparison of the results of two models."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torchq_compat.support.upstream import pytree
 
 __all__ = ["AS_LARGE", "CAPTURED", "CAST", "DOUBTFUL", "FOLDED", "difference", "sqnr"]
 
-#: dB that count as equal in float32: for the captured graph; where a batch norm was folded into a weight;
-#: where the float model runs under autocast, and the graph does not.
+#: SQNR in dB from which float32 results count as equal: for a captured graph; after a batch norm was folded
+#: into a weight; when the float model runs under autocast and the graph does not.
 CAPTURED, FOLDED, CAST = 80.0, 60.0, 25.0
-#: dB that a dtype can hold.
+#: The SQNR in dB that a dtype can represent.
 OF_DTYPE = {torch.float16: 45.0, torch.bfloat16: 30.0}
-#: Least dB that may still be rounding, and is tried again in float64.
+#: The least SQNR in dB that rounding may explain; the comparison is repeated in float64.
 DOUBTFUL = 20.0
-#: dB by which a difference may exceed the rounding of the float model itself, and be rounding.
+#: The dB by which a difference may exceed the rounding error of the float model itself, and still be
+#: rounding.
 AS_LARGE = 12.0
 
 
 def difference(expected: Any, actual: Any, least: float) -> str | None:
-    """Say how two results differ; None if they are equal, floats to an SQNR of ``least`` dB."""
+    """Return how two results differ; None if they are equal, floats to an SQNR of ``least`` dB."""
     wanted, found = pytree.tree_leaves(expected), pytree.tree_leaves(actual)
     if len(wanted) != len(found):
         return f"{len(found)} results instead of {len(wanted)}"
@@ -35,7 +36,7 @@ def difference(expected: Any, actual: Any, least: float) -> str | None:
 
 
 def sqnr(expected: Any, actual: Any) -> float:
-    """Return the least SQNR in dB of the float tensors of two results of the same shapes."""
+    """Return the least SQNR in dB of the pairs of float tensors of equal shape in two results."""
     pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=False)
     floats = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.is_floating_point()]
     return min(

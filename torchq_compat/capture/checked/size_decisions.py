@@ -1,4 +1,4 @@
-"""Decisions about a capture, for ``explain``: every dimension of every input, and every inlined block."""
+"""Decisions about a capture, for ``explain``: about each dimension of each input, and each inlined block."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TAKEN_AS_ONE = "taken as 1: with that size free the captured graph differs from 
 
 
 def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
-    """Decide about every dimension of ``found``; warn where Python code fixed one that the float model takes
-    at other sizes too."""
+    """Yield a decision about every dimension of ``found``, and every input that is a number; a warning if
+    Python code fixed a dimension that the float model accepts at other sizes too."""
     rules: dict[tuple[str, int], list[SizeRule]] = {}
     for rule in found.sizes.rules:
         rules.setdefault((rule.dimension.label, rule.dimension.index), []).append(rule)
@@ -31,7 +31,7 @@ def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
 
 
 def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
-    """Decide about every block under ``torch.no_grad`` or autocast."""
+    """Yield a decision about every block under ``torch.no_grad`` or autocast."""
     for block in found.blocks:
         if block.casts:
             reason = (
@@ -66,7 +66,7 @@ def _decide(case: CaptureCase, found: Attempt, dimension: Dimension, rules: list
 
 
 def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
-    # What an operator cannot do is the float model's own affair.
+    # The limits of operators are those of the float model too, and are not reported.
     told = [rule for rule in rules if rule.by_python or "==" in rule.expected]
     texts = [f"{rule.expected} ({rule.line})" if rule.line else rule.expected for rule in told]
     if group_of(dimension) in found.unknown:
@@ -76,8 +76,8 @@ def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> 
 
 
 def _runs_elsewhere(case: CaptureCase, sizes: InputSizes, dimension: Dimension) -> bool:
-    """Return whether the float model takes another size there, alone or with all that are equal in the
-    example."""
+    """Return whether the float model accepts another size of ``dimension``, alone or together with all
+    dimensions of the same size in the example."""
     alike = {(d.label, d.index) for d in sizes.dimensions if d.example == dimension.example}
     inputs: Mapping[str, Any] = case.inputs
     for places in ({(dimension.label, dimension.index)}, alike):

@@ -1,7 +1,7 @@
-"""Inputs of other sizes than the example's, made of the example's own values.
+"""Inputs of other sizes than the example's, with values from the example.
 
 Sizes that are equal in the example change together: they may be the batch of all inputs, or the length of all
-sequences, whether torch.export found that out or not.
+sequences, even if torch.export did not detect that.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torchq_compat.support.upstream import pytree
 
 __all__ = ["Group", "SizeGroups", "group_of", "resized", "symbol_values", "trial_sizes", "with_sizes"]
 
-#: Sizes up to this one grow in trials, those above shrink.
+#: Sizes up to this one grow in trials; larger ones shrink.
 SMALL = 8
-#: Sizes of 1 are equal by chance more often than not: they belong together where they are the same dimension.
+#: (size in the example, dimension for a size of 1, else -1). Sizes of 1 are mostly equal by chance, so they
+#: belong together only if they have the same dimension index.
 Group = tuple[int, int]
-#: The sizes that change, and what they become.
+#: The groups of sizes that change -> their new sizes.
 SizeGroups = Mapping[Group, int]
 
 
@@ -32,7 +33,7 @@ def group_of(dimension: Dimension) -> Group:
 
 
 def trial_sizes(sizes: InputSizes) -> Iterator[SizeGroups]:
-    """Return two sets of sizes other than the example's that ``sizes`` allows; none where nothing is free."""
+    """Yield up to two sets of sizes other than the example's that ``sizes`` allows."""
     known = dict.fromkeys(group_of(d) for d in sizes.symbols.values() if d.example > 0)
     if not known:
         return
@@ -59,7 +60,7 @@ def _second(size: int, *, is_batch: bool) -> list[int]:
 
 
 def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> SizeGroups:
-    """Return, for each group, the first candidate that breaks no rule."""
+    """Return the first candidate of each group that breaks no rule."""
     chosen: dict[Group, int] = {}
     for group, others in candidates.items():
         for other in others:
@@ -71,8 +72,7 @@ def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> Siz
 
 
 def symbol_values(sizes: InputSizes, groups: SizeGroups) -> dict[str, int]:
-    """Return the value of each symbol when sizes change as ``groups`` say, and what depends on them
-    follows."""
+    """Return the value of each symbol at the sizes ``groups``, including the sizes that depend on these."""
     values = _changed(sizes, groups)
     found = {str(symbol): value for symbol, value in values.items()}
     for dimension in sizes.dimensions:
@@ -83,7 +83,7 @@ def symbol_values(sizes: InputSizes, groups: SizeGroups) -> dict[str, int]:
 def resized(
     args: tuple[Any, ...], inputs: Mapping[str, Any], sizes: InputSizes, groups: SizeGroups
 ) -> tuple[Any, ...]:
-    """Return ``args``, whose leaves by label are ``inputs``, with the sizes that ``groups`` say."""
+    """Return ``args``, whose leaves by label are ``inputs``, resized to the sizes in ``groups``."""
     values = _changed(sizes, groups)
     wanted = {(d.label, d.index): _evaluate(d, values) for d in sizes.dimensions}
     return with_sizes(args, inputs, wanted)
@@ -96,7 +96,7 @@ def _changed(sizes: InputSizes, groups: SizeGroups) -> dict[Any, int]:
 def with_sizes(
     args: tuple[Any, ...], inputs: Mapping[str, Any], wanted: Mapping[tuple[str, int], int]
 ) -> tuple[Any, ...]:
-    """Return ``args`` with the sizes that ``wanted`` gives by label and dimension."""
+    """Return ``args`` resized to the sizes in ``wanted``, by label and dimension."""
     labels = iter(inputs)
 
     def other(leaf: Any) -> Any:
@@ -121,9 +121,9 @@ def _as_offsets(
     inputs: Mapping[str, Any],
     wanted: Mapping[tuple[str, int], int],
 ) -> Tensor:
-    """Return ``leaf``, made of ``example``; where that are the offsets of an EmbeddingBag into another input,
-    valid ones: the kernel reads beyond its indices otherwise, and the float model returns what stood
-    there."""
+    """Return ``leaf``, the resized ``example``; if ``example`` may be the offsets of an EmbeddingBag into
+    another input, return valid offsets, because with invalid ones the kernel reads memory beyond its indices.
+    """
     if not _are_offsets(example):
         return leaf
     last = int(example[-1])
@@ -138,7 +138,7 @@ def _as_offsets(
 
 
 def _are_offsets(example: Tensor) -> bool:
-    """Return whether it starts at 0, never falls, and does not just count."""
+    """Return whether ``example`` starts at 0, never decreases, and is not a plain count 0, 1, 2, ..."""
     if example.dim() != 1 or example.numel() < 2 or example.dtype not in (torch.int32, torch.int64):
         return False
     steps = example.diff()
@@ -152,11 +152,10 @@ def _as_lengths(
     inputs: Mapping[str, Any],
     wanted: Mapping[tuple[str, int], int],
 ) -> Tensor:
-    """Return ``leaf``, or lengths in its place if ``example`` may be the lengths of the sequences in another
-    input.
+    """Return ``leaf``, or valid lengths if ``example`` may be the lengths of the sequences in another input.
 
-    The lengths fit that input: none is longer. If the longest sequence of the example fills it, the longest
-    of these does too; if those of the example fall, these do too.
+    No returned length exceeds the size of that input. If the longest sequence of the example fills the input,
+    so does the longest returned one; if the lengths of the example are in descending order, so are these.
     """
     if example.dim() != 1 or example.dtype not in (torch.int32, torch.int64) or not example.numel():
         return leaf

@@ -1,4 +1,4 @@
-"""Trial runs that leave no trace: neither in the model, its buffers and inputs, nor in any generator."""
+"""Trial runs that change neither the model, its buffers and inputs, nor the state of any random generator."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FloatRun:
-    """One run of the float model: its inputs, and its results or the error it raised.
+    """One run of the float model: its inputs, and its result or the error it raised.
 
     Attributes:
         args: the inputs.
-        value: the result, if it ran.
-        error: why it did not.
+        value: the result; None if the run failed.
+        error: the error of a failed run.
     """
 
     args: tuple[Any, ...]
@@ -54,10 +54,11 @@ class Runs:
     """Trial runs of one float model.
 
     Attributes:
-        model: a copy of the float model that is never run itself.
-        stubs: of its custom modules, ``modules`` by handle.
-        calls: of the custom modules in the runs that are recorded.
-        float_runs: how many there were.
+        model: a copy of the float model that is never run itself; each run makes a copy of it.
+        stubs: the stubs of its custom modules.
+        modules: the custom modules, by handle.
+        calls: the recorded calls of custom modules.
+        float_runs: how many runs of the float model there were.
     """
 
     model: nn.Module
@@ -69,7 +70,7 @@ class Runs:
     def of_float_model(
         self, args: tuple[Any, ...], *, double: bool = False, recorded: Sequence[str] = ()
     ) -> FloatRun:
-        """Run it on ``args``; ``calls`` keeps what the modules at ``recorded`` are called with."""
+        """Run the float model on ``args``; ``calls`` keeps the calls of the modules at ``recorded``."""
         self.float_runs += 1
         model = trial_copy(self.model)
         recording = self.calls.recording({path: model.get_submodule(path) for path in recorded})
@@ -89,7 +90,7 @@ class Runs:
         double: bool = False,
         runner: type[GraphRunner] | None = None,
     ) -> Any:
-        """Run a captured graph, custom modules as the float modules they were."""
+        """Run a captured graph, with the float modules behind its opaque calls."""
         modules = {handle: trial_copy(module) for handle, module in self.modules.items()}
         if double:
             graph_module, args = copy.deepcopy(graph_module).double(), in_double(args)
@@ -98,7 +99,7 @@ class Runs:
 
 
 def trial_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` with state of its own and the same parameters."""
+    """Return a copy of ``model`` with its own buffers and attributes, but the same parameters."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, shared | copied_weights(model))
 
@@ -116,7 +117,7 @@ def run_graph(
 
 
 def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callable[[nn.Module], bool]) -> Any:
-    """Run a prepared model with its observers and fake-quantizes off: their module hands on what it gets."""
+    """Run a prepared model with its observers and fake-quantizes off: each returns its input."""
     off = [module for module in prepared.modules() if is_observer(module)]
     try:
         for module in off:
@@ -162,7 +163,7 @@ def in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def _no_trace() -> Iterator[None]:
-    """Run without gradients and warnings, from the same state of every generator, which is put back."""
+    """Run without gradients and warnings, with every random generator seeded and restored afterwards."""
     python, numpy = random.getstate(), sys.modules.get("numpy.random")
     numpy_state: Any = numpy.get_state() if numpy is not None else None
     try:
@@ -185,7 +186,7 @@ def _no_trace() -> Iterator[None]:
 
 @contextmanager
 def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Put the buffers of ``module`` back afterwards."""
+    """Restore the values of the buffers of ``module`` afterwards."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield

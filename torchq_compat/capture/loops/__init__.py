@@ -1,1 +1,1 @@
-"""Loops over time written in Python: found in an unrolled capture, and made one loop of free length."""
+"""Loops over time written in Python, found in an unrolled capture and rolled into loops of free length."""

@@ -1,4 +1,4 @@
-"""A loop over time as a module: its step is a model of its own, called once for each step."""
+"""A loop over time as a module, whose step is a model of its own that is called once per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GraphModel", "Loop", "LoopForm", "run_steps"]
 
 @dataclass(frozen=True)
 class _Shared:
-    """A graph that nobody changes any more; copies of a model share it."""
+    """A graph that is not changed any more; copies of a model share it."""
 
     graph: Graph
 
@@ -25,9 +25,9 @@ class _Shared:
 
 
 class GraphModel(nn.Module):
-    """A graph over a tree of modules, whose classes and paths are those of the user's model.
+    """A graph over a tree of modules with the classes and paths of the user's model.
 
-    Nodes that torch.export makes of it keep the origins that its own nodes have.
+    The nodes that torch.export creates from it keep the origins of the graph's nodes.
     """
 
     def __init__(self, tree: nn.Module, graph: Graph) -> None:
@@ -37,7 +37,7 @@ class GraphModel(nn.Module):
         vars(self)["_buffers"] = dict(tree._buffers)
         vars(self)["_non_persistent_buffers_set"] = set(tree._non_persistent_buffers_set)
         for name, value in vars(tree).items():
-            # Tensors that are plain attributes.
+            # Tensors that are plain attributes, neither parameters nor buffers.
             if isinstance(value, Tensor) and name not in vars(self):
                 vars(self)[name] = value
         self.training = tree.training
@@ -50,11 +50,11 @@ class GraphModel(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of which every step has a part.
+    """How a tensor is divided into one part for each step.
 
     Attributes:
         dim: the dimension of the steps.
-        backward: whether the last part is that of the first step.
+        backward: whether the first step reads the last part.
     """
 
     dim: int
@@ -65,19 +65,19 @@ class Part:
         return parts[::-1] if self.backward else parts
 
     def of_first(self, whole: Tensor) -> Tensor:
-        """The shape of a part; there may be none."""
+        """Return an empty tensor of the shape of a part, even if ``whole`` has no parts."""
         return whole.new_empty([*whole.shape[: self.dim], *whole.shape[self.dim + 1 :]])
 
 
 @dataclass(frozen=True)
 class LoopForm:
-    """What goes round and what comes out.
+    """The form of a loop's inputs and results.
 
     Attributes:
-        states: how many tensors one step hands on to the next.
-        parts: of the tensors that are read step by step.
-        stacked: along which dimension the values of all steps are put together.
-        counted: whether a last tensor of that kind only says how many steps there are.
+        states: the number of tensors that one step passes to the next.
+        parts: how each tensor that is read step by step is divided.
+        stacked: for each value of a step, the dimension along which the values of all steps are stacked.
+        counted: whether the last of the tensors in ``parts`` only gives the number of steps.
     """
 
     states: int
@@ -93,15 +93,15 @@ def run_steps(
     wholes: Sequence[Tensor],
     same: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Call ``step(*states, *parts, *same)`` for each step; it returns the new states, and values.
+    """Call ``step(*states, *parts, *same)``, which returns the new states and values, for each step.
 
     Args:
-        states: before the first step.
-        wholes: what is read step by step.
-        same: what every step reads.
+        states: the states before the first step.
+        wholes: the tensors that are read step by step.
+        same: the tensors that every step reads.
 
     Returns:
-        The last states, and the values of all steps, stacked.
+        The last states, and the stacked values of all steps.
     """
     parts = list(
         zip(*(part.of_steps(whole) for part, whole in zip(form.parts, wholes, strict=True)), strict=True)
@@ -109,8 +109,8 @@ def run_steps(
     used = len(wholes) - form.counted
     values: list[list[Tensor]] = [[] for _ in form.stacked]
     if not parts:
-        # A loop behind a first step that is like no other: what it has to stack is empty, and of a shape that
-        # the step alone knows.
+        # No steps are left, as when a different first step precedes the loop: the stacked values are empty,
+        # and only a call of the step shows their shapes.
         firsts = [part.of_first(whole).zero_() for part, whole in zip(form.parts, wholes, strict=True)]
         shapes = step(*states, *firsts[:used], *same)[form.states :]
         empty = [
@@ -131,20 +131,20 @@ def _stacked(value: Tensor, dim: int, steps: int) -> list[int]:
 
 
 class Loop(nn.Module):
-    """A float loop.
+    """A float loop over time.
 
     Args:
-        step: (*states, *parts, *same) -> (*new states, *values).
-        ones: (argument, dimension) of ``step`` whose size is 1 whatever the inputs are.
+        step: the model of one step, (*states, *parts, *same) -> (*new states, *values).
+        ones: (argument, dimension) pairs of ``step`` whose size is 1 for all inputs.
     """
 
     def __init__(self, form: LoopForm, step: GraphModel, ones: tuple[tuple[int, int], ...]) -> None:
         super().__init__()
         self.form, self.ones = form, ones
-        # No submodule: the modules in it are found as those of a model of its own.
+        # Not a submodule: the step's modules belong to a model of its own.
         vars(self)["step"] = step
         self.training = step.training
-        #: What the step was called with in the example, for the capture of the step.
+        #: The arguments of the step in the last call; the example for its capture.
         self.example: tuple[Tensor, ...] = ()
 
     def forward(

@@ -1,7 +1,8 @@
-"""Roll the loops over time of a float model: a model of free length that computes the same, or a reason.
+"""Rolls the loops over time of a float model into an equal model of free length, or raises the reason why
+not.
 
-The unrolled graphs of two short lengths are rolled and have to agree; what comes out runs beside the model at
-lengths that neither had.
+The unrolled graphs of two short lengths are rolled and have to agree; the rolled model then runs beside the
+float model at lengths that neither graph had.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from torchq_compat.support.graph_nodes import attribute_of
 
 __all__ = ["LoopedSizes", "RolledModel", "find_looped_sizes", "roll_loops"]
 
-#: Steps of the shorter capture.
+#: The least number of steps of the shorter capture.
 SHORT = 5
 MOST_LOOPS = 8
 Place = tuple[str, int]
-#: Puts stubs into a model; gives the float modules they stand for, by handle.
+#: Puts stubs into a model, and returns the float modules that they replace, by handle.
 PutStubs = Callable[[nn.Module, StubRegistry], Mapping[str, nn.Module]]
 
 
 @dataclass(frozen=True)
 class LoopedSizes:
-    """The input dimensions that say how often a module is called.
+    """The input dimensions that determine how often a module is called.
 
     Attributes:
-        groups: those together that have to be equal.
+        groups: the dimensions, grouped with those that must have the same size.
         repeated: the paths of the modules that are called more than once.
     """
 
@@ -67,8 +68,9 @@ class RolledModel:
     """A model whose loops are modules.
 
     Attributes:
-        model: has the modules of the user's model at their paths, but those that only loops call, and loops.
-        loops: by path.
+        model: the model, with the user's modules at their paths, except those that only loops call, and with
+            the loops.
+        loops: the loops by path.
     """
 
     model: nn.Module
@@ -77,14 +79,14 @@ class RolledModel:
 
 @dataclass(frozen=True)
 class _Captured:
-    """What stood behind the opaque calls of a capture."""
+    """The stubs of a capture and the float modules, by handle, that they replaced."""
 
     stubs: StubRegistry
     modules: Mapping[str, nn.Module]
 
 
 def find_looped_sizes(runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> LoopedSizes | None:
-    """Return the sizes that decide how often modules are called; None where there are none.
+    """Return the sizes that determine how often modules are called; None if there are none.
 
     Args:
         inputs: the leaves of ``args`` by label.
@@ -123,7 +125,7 @@ def _count_calls(runs: Runs, args: tuple[Any, ...]) -> Counter[str] | None:
 
     with ExitStack() as stack:
         for path, module in runs.model.named_modules():
-            # A ReLU may well be called again and again without a loop.
+            # Modules without parameters, such as a ReLU, are often called repeatedly without a loop.
             if path and next(module.parameters(recurse=False), None) is not None:
                 hook = module.register_forward_pre_hook(count(path))
                 stack.callback(hook.remove)
@@ -144,10 +146,10 @@ def roll_loops(
     """Return ``working`` with its loops over ``looped`` rolled.
 
     Args:
-        is_trained: whether what comes out will be trained.
+        is_trained: whether the rolled model will be trained.
 
     Raises:
-        NotALoopError: it cannot be told to compute the same at every length.
+        NotALoopError: no loop can be rolled that computes the same at every length.
     """
     labels = list(inputs)
     shorts, grown = _choose_lengths(inputs, len(looped.groups))
@@ -173,8 +175,8 @@ def roll_loops(
 
 
 def _choose_lengths(inputs: Mapping[str, Any], count: int) -> tuple[list[int], list[int]]:
-    """Return short lengths and by how much each grows: sizes that nothing else has, for torch.export takes
-    equal sizes for one."""
+    """Return the lengths of the short capture, and by how much each grows in the long one: sizes that no
+    input dimension has, because torch.export treats equal sizes as one."""
     known = {size for leaf in inputs.values() if isinstance(leaf, Tensor) for size in leaf.shape}
     shorts: list[int] = []
     grown: list[int] = []
@@ -236,7 +238,7 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
 
 
 def _with_float_calls(root: nn.Module, graph: Graph, captured: _Captured) -> Graph:
-    """Return ``graph`` with calls of the float modules in the place of opaque ones."""
+    """Return ``graph`` with calls of the float modules in place of the opaque calls."""
     made = GraphModule(root, graph)
     called = {str(node.args[2]) for node in made.graph.nodes if node.target is OPAQUE_OP}
     modules = {path: module for path, module in captured.modules.items() if path in called}
@@ -247,7 +249,7 @@ def _with_float_calls(root: nn.Module, graph: Graph, captured: _Captured) -> Gra
 
 
 def _paths_in(graph: Graph) -> set[str]:
-    """The paths of the modules whose code or parameters ``graph`` is made of, and of those around them."""
+    """Return the paths of the modules whose code or parameters ``graph`` uses, and of those around them."""
     found: set[str] = set()
     for node in graph.nodes:
         paths = [str(fqn).partition("@")[0] for fqn, _ in (node.meta.get("nn_module_stack") or {}).values()]
@@ -260,7 +262,8 @@ def _paths_in(graph: Graph) -> set[str]:
 
 
 def _refuse_parted_parameters(made: RolledModel) -> None:
-    """Refuse loops that share parameters with what is around them: each is copied when it is prepared."""
+    """Raise if a loop shares parameters with the graph around it or another loop: each is copied when it is
+    prepared, so training would make the copies differ."""
     known: set[int] = set()
     for model in (made.model, *(vars(loop)["step"] for loop in made.loops.values())):
         read = set[int]()
@@ -270,13 +273,13 @@ def _refuse_parted_parameters(made: RolledModel) -> None:
             elif node.op == "get_attr":
                 read.add(id(attribute_of(model, node)))
         if read & known:
-            raise NotALoopError("parameters are read inside of it and outside, and training would part them")
+            raise NotALoopError("it shares parameters with other code, and training would make copies differ")
         known |= read
 
 
 def _pruned(module: nn.Module, keeps: Callable[[str], bool], prefix: str = "") -> nn.Module:
-    """Return ``module`` with the submodules that ``keeps`` accepts by path, in containers of its own: what is
-    put into the place of one is seen nowhere else."""
+    """Return a shallow copy of ``module`` with only the submodules that ``keeps`` accepts by path. Replacing
+    a submodule of the copy leaves ``module`` as it is."""
     if not module._modules:
         return module
     fewer = copy.copy(module)
@@ -289,7 +292,7 @@ def _pruned(module: nn.Module, keeps: Callable[[str], bool], prefix: str = "") -
 
 
 def _like(model: nn.Module) -> type[GraphModel]:
-    """Return a class with the name and the call signature of that of ``model``."""
+    """Return a GraphModel class with the name and the call signature of the class of ``model``."""
 
     @functools.wraps(type(model).forward)
     def forward(self: GraphModel, *args: Any) -> Any:
@@ -301,7 +304,7 @@ def _like(model: nn.Module) -> type[GraphModel]:
 
 
 def _keep_examples(made: RolledModel, args: tuple[Any, ...]) -> None:
-    """Note what the steps are called with in the example."""
+    """Record the arguments that the steps are called with in the example."""
     model = trial_copy(made.model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         model(*copied_inputs(args))
@@ -314,7 +317,11 @@ def _keep_examples(made: RolledModel, args: tuple[Any, ...]) -> None:
 def _check(
     made: RolledModel, runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, Any], looped: LoopedSizes
 ) -> None:
-    """Run it beside the user's model: as the example is, and with every length another alone."""
+    """Run the rolled model beside the user's model: on the example, and with each length changed alone.
+
+    Raises:
+        NotALoopError: the results differ, or the float model runs at fewer than two lengths.
+    """
     example = [int(inputs[group[0][0]].shape[group[0][1]]) for group in looped.groups]
     tried = [example]
     for index in range(len(example)):
@@ -328,7 +335,7 @@ def _check(
         ran += 1
         problem = _compare(made, run)
         if problem is not None:
-            raise NotALoopError(f"rolled it computes something else at lengths {sizes}: {problem}")
+            raise NotALoopError(f"the rolled loop computes something else at lengths {sizes}: {problem}")
     if ran < 2:
         raise NotALoopError("the float model does not run at other lengths")
 

@@ -1,4 +1,4 @@
-"""Roll the loops of an unrolled graph, in place: each becomes one call of a ``Loop``."""
+"""Rolls the loops of an unrolled graph, in place: each becomes one call of a ``Loop``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchq_compat.capture.loops.loop_module import LoopForm, Part
 from torchq_compat.capture.loops.segments import candidates, tidy_graph
 from torchq_compat.capture.loops.step_flow import Carried, Flow, Inside, NotALoopError, Read, Taken, flow_of
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["RolledGraph", "RolledLoop", "roll_graph"]
 
 ATEN = torch.ops.aten
-LAST = 2**63 - 1
 LISTS = (ATEN.stack.default, ATEN.cat.default)
 
 
@@ -29,10 +29,11 @@ class RolledLoop:
     """One loop.
 
     Attributes:
-        name: of its call.
-        graph: of one step.
-        count: how many steps there were.
-        ones: (argument, dimension) of the step whose size is 1 whatever the inputs are.
+        name: the path that its node calls.
+        graph: the graph of one step.
+        form: the form of its inputs and results.
+        count: the number of steps in the unrolled graph.
+        ones: (argument, dimension) pairs of the step whose size is 1 for all inputs.
     """
 
     name: str
@@ -47,7 +48,7 @@ class RolledGraph:
     """A graph and the loops it calls.
 
     Attributes:
-        reasons: why repeated ops are no loops.
+        reasons: why repeated ops were not rolled.
     """
 
     graph_module: GraphModule
@@ -59,7 +60,7 @@ def roll_graph(graph_module: GraphModule, stubs: StubRegistry, names: Sequence[s
     """Roll every loop of ``graph_module``, whose custom modules are opaque calls of ``stubs``.
 
     Args:
-        names: free paths for loops, as many as there may be.
+        names: free paths for the loops; their number limits the number of loops.
     """
     rolled = RolledGraph(graph_module)
     for name in names:
@@ -84,7 +85,8 @@ def _first_loop(graph_module: GraphModule, stubs: StubRegistry, rolled: RolledGr
             continue
         if flow.body:
             flows.append(flow)
-    # Of those that overlap the one that explains most; of others the first, whatever the lengths are.
+    # Of overlapping candidates, keep the one that covers most; return the first in the graph, so that the
+    # choice does not depend on the lengths.
     order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
     chosen: list[tuple[int, int, Flow]] = []
     for flow in sorted(flows, key=lambda flow: (-flow.covered, len(flow.carried))):
@@ -96,7 +98,7 @@ def _first_loop(graph_module: GraphModule, stubs: StubRegistry, rolled: RolledGr
 
 
 def _check_results(flow: Flow) -> None:
-    """Refuse a loop whose values are not there in the last step."""
+    """Raise if the last step lacks values that other steps return, or if every step writes the same."""
     last = flow.steps[-1]
     missing = {position for position, node in enumerate(last) if node is None}
     for written in flow.written.values():
@@ -104,7 +106,7 @@ def _check_results(flow: Flow) -> None:
             raise NotALoopError("every step writes the same")
     for position in missing:
         if any(node is not None and _outside(flow, node) for node in (step[position] for step in flow.steps)):
-            raise NotALoopError("the last step leaves out what others hand on")
+            raise NotALoopError("the last step lacks values that other steps return")
 
 
 def _outside(flow: Flow, node: Node) -> list[Node]:
@@ -169,7 +171,7 @@ class _Roller:
         return RolledLoop(self.name, body, form, len(self.steps), ones)
 
     def call(self, target: Any, *args: Any) -> Node:
-        """Write a call of ``target`` where the graph is being written."""
+        """Insert a call of ``target`` at the graph's insertion point."""
         node = self.graph_module.graph.call_function(target, args)
         values = pytree.tree_map(lambda leaf: leaf.meta["val"] if isinstance(leaf, Node) else leaf, args)
         node.meta["val"] = target(*values)
@@ -191,7 +193,7 @@ class _Roller:
                     node.replace_all_uses_with(kept)
 
     def value(self, read: Read, dim: int) -> int:
-        """Number of the result that has ``read`` of all steps along ``dim``."""
+        """Return the index of the result that stacks ``read`` of all steps along ``dim``."""
         key = (read, dim)
         if key not in self.values:
             self.values[key] = len(self.stacked)
@@ -199,7 +201,7 @@ class _Roller:
         return self.values[key] + len(self.states)
 
     def _plan_uses(self) -> Iterator[_Use]:
-        """What reads the nodes of steps behind the loop, and of which result it reads instead."""
+        """Yield the nodes behind the loop that read nodes of steps, with the results to read instead."""
         users: dict[Node, None] = {}
         for step in self.steps:
             for position, node in enumerate(step):
@@ -237,11 +239,11 @@ class _Roller:
         size = taken.source.meta["val"].shape[taken.dim]
         if start == 0 and size == end:
             return taken.source
-        end = LAST if size == end else end
+        end = SLICE_END if size == end else end
         return self.call(ATEN.slice.Tensor, taken.source, taken.dim, start, end)
 
     def _same(self) -> dict[Node, None]:
-        """The tensors that every step reads, from outside."""
+        """Return the tensors outside the loop that every step reads."""
         found: dict[Node, None] = {}
         for position in self.flow.body:
             for read in self.flow.reads[position]:
@@ -258,7 +260,7 @@ class _Roller:
         return found
 
     def _outer(self, read: Read) -> Node | None:
-        """The node outside the steps that is read, if it is one."""
+        """Return the node outside the body that ``read`` refers to, or None."""
         if isinstance(read, Inside) and read.position in self.flow.invariant:
             return self.steps[0][read.position]
         return read if isinstance(read, Node) else None
@@ -339,7 +341,7 @@ class _Use:
 
 @dataclass
 class _SingleUse(_Use):
-    """A reader of single steps: of the last state, or of a value at one step."""
+    """A node that reads single steps: the last state, or a value at one step."""
 
     reads: dict[Node, tuple[int, int, int]]
 
@@ -415,7 +417,7 @@ class _ListUse(_Use):
                 piece = results[roller.value(Inside(j), self.dim)]
                 low, high = min(first, last), max(first, last)
                 if (low, high) != (0, count - 1):
-                    end = LAST if high == count - 1 else high + 1
+                    end = SLICE_END if high == count - 1 else high + 1
                     piece = roller.call(ATEN.slice.Tensor, piece, self.dim, low, end)
                 if slope < 0:
                     piece = roller.call(ATEN.flip.default, piece, [self.dim])
@@ -444,7 +446,7 @@ def _part(taken: Taken) -> Part:
 
 
 def _origin(node: Node) -> dict[str, Any]:
-    """The metadata of ``node`` that say where it came from."""
+    """Return the metadata of ``node`` that describe its origin."""
     return {
         key: value
         for key, value in node.meta.items()

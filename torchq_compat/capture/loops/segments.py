@@ -1,4 +1,4 @@
-"""Find what a Python loop left in a captured graph: the same ops again and again, one run of nodes a step."""
+"""Finds what a Python loop left in a captured graph: repeated runs of the same ops, one run for each step."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import SLICE_END, module_path_of
 from torchq_compat.support.upstream import OpOverload, pytree
 
 __all__ = ["INDEX_ARGUMENTS", "Leaf", "Steps", "candidates", "leaves_of", "tidy_graph", "writes_in_place"]
 
 ATEN = torch.ops.aten
-#: Arguments that say which step is read or written.
+#: Op -> the positions of the arguments that select the step to read or write.
 INDEX_ARGUMENTS: dict[Any, tuple[int, ...]] = {ATEN.select.int: (2,), ATEN.slice.Tensor: (2, 3)}
-#: Ops whose results torch.export reads one by one, each the part of one step.
+#: Ops that return one part for each step, which the graph reads one by one.
 TAKEN_APART = (ATEN.unbind.int, ATEN.split.Tensor, ATEN.chunk.default)
-#: Constants of a shape; and those with the dtype and device of their first argument.
+#: Ops that create constants of a shape; and those with the dtype and device of their first argument.
 CONSTANTS = (ATEN.zeros.default, ATEN.ones.default, ATEN.full.default)
 CONSTANTS_LIKE = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_full.default)
-#: Checks that torch.export writes again.
+#: Checks that torch.export inserts again when the rolled model is exported.
 CHECKS = (ATEN._assert_tensor_metadata.default, ATEN._assert_scalar.default, ATEN.sym_constrain_range.default)
-LAST = 2**63 - 1
-#: Steps that are told from a repetition by chance.
+#: The fewest steps of a loop; fewer may be a repetition by chance.
 FEWEST = 3
-#: Where loops may begin that are looked at, of every length of a step.
+#: The most starting nodes of a loop that are tried, over all lengths of a step.
 MOST_CANDIDATES = 256
 
 Leaf = Any
-#: The nodes of each step at the same places; None where the last step left out what nobody reads.
+#: The nodes of each step, equal ones at equal positions; None for a node without readers that the last step
+#: lacks.
 Steps = list[list[Node | None]]
 
 
 def tidy_graph(graph_module: GraphModule) -> None:
-    """Make equal steps look equal: sizes are those of inputs, whole slices are gone, and the part of one step
-    is read where it is first used."""
+    """Make equal steps look equal: read sizes from inputs, remove slices of a whole dimension and checks,
+    make constants once, and read the part of a step where it is first used."""
     graph = graph_module.graph
     parts: list[Node] = []
     for node in list(graph.nodes):
@@ -61,7 +61,7 @@ def tidy_graph(graph_module: GraphModule) -> None:
 
 
 def _is_written(source: Any) -> bool:
-    """Return whether a part of ``source`` is written in place: no reader of it may move."""
+    """Return whether a part of ``source`` is written in place, so that its readers must not move."""
     parts = (
         [user for user in source.users if user.target in INDEX_ARGUMENTS] if isinstance(source, Node) else []
     )
@@ -75,12 +75,14 @@ def writes_in_place(node: Node) -> bool:
 def _is_whole(node: Node) -> bool:
     rest = node.args[2:]
     return (
-        not node.kwargs and (not rest or rest[0] in (0, None)) and (len(rest) < 2 or rest[1] in (LAST, None))
+        not node.kwargs
+        and (not rest or rest[0] in (0, None))
+        and (len(rest) < 2 or rest[1] in (SLICE_END, None))
     )
 
 
 def _read_one_by_one(node: Node) -> Iterator[Node]:
-    """Replace and yield the results of an op that takes a tensor apart: a select or slice for each."""
+    """Replace each result of an op that splits a tensor into parts by a select or slice, and yield these."""
     source, *rest = node.args
     value: Any = node.meta.get("val")
     dim = node.kwargs.get("dim", rest[-1] if _has_dim(node, rest) else 0)
@@ -108,7 +110,7 @@ def _size_at(value: Any, dim: Any) -> Any:
 
 
 def _take_sizes_of_inputs(graph_module: GraphModule) -> None:
-    """Read every size that is the size of an input from that input, once, before all else."""
+    """Read every size that is the size of an input from that input, once, in front of the first op."""
     graph, known = graph_module.graph, dict[str, Node]()
     placeholders = graph.find_nodes(op="placeholder")
     first = next((node for node in graph.nodes if node.op == "call_function"), None)
@@ -131,9 +133,9 @@ def _take_sizes_of_inputs(graph_module: GraphModule) -> None:
 
 
 def _make_constants_once(graph_module: GraphModule) -> None:
-    """Make equal constants, like the zeros that a first step makes itself, once and before all steps.
+    """Create equal constants, such as the zeros that a first step makes itself, once and before all steps.
 
-    What ``x.new_zeros`` takes of ``x`` is dtype and device: those of an input do as well.
+    ``x.new_zeros`` uses only the dtype and device of ``x``, so an input and an explicit dtype take its place.
     """
     graph, known = graph_module.graph, dict[str, Node]()
     inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
@@ -172,14 +174,14 @@ def _place_of(placeholders: Sequence[Node], name: str) -> tuple[Node, int] | Non
 
 
 def leaves_of(node: Node) -> list[Leaf]:
-    """The leaves of the arguments of ``node``; of an opaque call without the number of its layout."""
+    """Return the leaves of the arguments of ``node``, without the layout index of an opaque call."""
     args = node.args[:3] if node.target is OPAQUE_OP else node.args
     return pytree.tree_leaves((args, node.kwargs), is_leaf=lambda leaf: isinstance(leaf, slice))
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Equal tokens at a distance: ``start`` to ``end``, every ``period`` nodes."""
+    """A range of nodes, ``start`` to ``end``, whose tokens repeat every ``period`` nodes."""
 
     start: int
     end: int
@@ -191,7 +193,7 @@ class _Run:
 
 
 def candidates(graph_module: GraphModule, stubs: StubRegistry) -> Iterator[Steps]:
-    """Yield the steps of what may be loops, those that explain most of the graph first."""
+    """Yield the steps of possible loops, those that cover most of the graph first."""
     nodes = [node for node in graph_module.graph.nodes if node.op in ("call_function", "call_module")]
     tokens = [_token(node, stubs) for node in nodes]
     count = 0
@@ -225,7 +227,7 @@ def _runs(tokens: Sequence[Hashable]) -> Iterator[_Run]:
 def _partial_step(
     nodes: Sequence[Node], tokens: Sequence[Hashable], start: int, at: int, period: int
 ) -> list[Node | None] | None:
-    """The last step, in which what the step after it would read is missing; None if nothing follows."""
+    """Return the nodes of a last step that lacks what only a next step would read; None if none follow."""
     found: list[Node | None] = [None] * period
     place = 0
     while at < len(nodes):
@@ -239,7 +241,7 @@ def _partial_step(
 
 def _token(node: Node, stubs: StubRegistry) -> Hashable:
     if node.op == "call_module":
-        return node  # A loop that was found before.
+        return node  # A loop that is already rolled.
     wild = INDEX_ARGUMENTS.get(node.target, ())
     args: Any = tuple("#" if index in wild else arg for index, arg in enumerate(node.args))
     if node.target is OPAQUE_OP:

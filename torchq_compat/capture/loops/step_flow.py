@@ -1,7 +1,8 @@
-"""Say what the nodes of a loop's step read and hand on: decided on the graph, which stays as it is.
+"""Analyzes what the nodes of a loop's step read and return, without changing the graph.
 
-A step reads what is inside of it, what the step before it left (the state), what is the same for all steps,
-and its own part of a tensor. It hands on the state, a value of each step, or writes into a part of a tensor.
+A step reads its own values, values of the step before it (the states), values that are the same for all
+steps, and its own part of a tensor. It passes on the states, returns a value of each step, or writes into a
+part of a tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torchq_compat.capture.loops.segments import INDEX_ARGUMENTS, Leaf, Steps, leaves_of, writes_in_place
+from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import OpOverload
 
 __all__ = ["Carried", "Flow", "Inside", "NotALoopError", "Read", "Taken", "Written", "flow_of"]
@@ -24,19 +26,24 @@ ATEN = torch.ops.aten
 
 
 class NotALoopError(Exception):
-    """Why repeated nodes are no loop that can be rolled."""
+    """Repeated nodes are not a loop that can be rolled; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Inside:
-    """A value of the same step: the position of its node."""
+    """A value of the same step, given by the position of its node."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A value of the step before, and what the first step reads in its place."""
+    """A value of the step before.
+
+    Attributes:
+        position: the position of its node.
+        first: the node that the first step reads in its place.
+    """
 
     position: int
     first: Node
@@ -44,12 +51,12 @@ class Carried:
 
 @dataclass(frozen=True)
 class Taken:
-    """The part of ``source`` that belongs to the step.
+    """The part of ``source`` along ``dim`` that belongs to the step.
 
     Attributes:
-        start: the index of the first step.
-        slope: 1, or -1 where the last part comes first.
-        keeps: whether the dimension stays, with size 1.
+        start: the index of the part of the first step.
+        slope: 1, or -1 if the parts are in descending order.
+        keeps: whether the part keeps the dimension, with size 1.
     """
 
     source: Node
@@ -61,7 +68,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Written:
-    """What every step writes into its part of ``place.source``."""
+    """The ``value`` that every step writes into its part of ``place.source``."""
 
     place: Taken
     value: Leaf
@@ -75,11 +82,11 @@ class Flow:
     """A loop.
 
     Attributes:
-        steps: its nodes.
-        reads: what the leaves of the arguments at each position are.
-        taken: positions that read the part of the step.
-        written: positions that write one.
-        invariant: positions that compute the same in every step.
+        steps: the nodes of its steps.
+        reads: for each position, what the leaves of the node's arguments refer to.
+        taken: the positions that read the part of the step.
+        written: the positions that write into the part of the step.
+        invariant: the positions that compute the same in every step.
     """
 
     steps: Steps
@@ -95,7 +102,7 @@ class Flow:
 
     @property
     def covered(self) -> int:
-        """How many nodes its steps have."""
+        """The number of nodes in its steps."""
         return sum(node is not None for step in self.steps for node in step)
 
     @property
@@ -103,7 +110,7 @@ class Flow:
         """The states, in the order in which they are first read."""
         reads = [read for position in self.body for read in self.reads[position]]
         found = dict.fromkeys(read for read in reads if isinstance(read, Carried))
-        # What is written is read too.
+        # A value that is written counts as read.
         values = [w.value for w in self.written.values() if isinstance(w.value, Carried)]
         return list(dict.fromkeys([*found, *values]))
 
@@ -128,7 +135,7 @@ def flow_of(steps: Steps) -> Flow:
     """Return the flow of ``steps``.
 
     Raises:
-        NotALoopError: they are no steps of one loop.
+        NotALoopError: ``steps`` are not the steps of one loop.
     """
     where = {node: (k, j) for k, step in enumerate(steps) for j, node in enumerate(step) if node is not None}
     flow = Flow(steps)
@@ -211,7 +218,7 @@ def _as_constant(values: Any) -> Any:
 def _takes_part(
     flow: Flow, position: int, nodes: list[Node | None], reads: list[Read], wild: tuple[int, ...]
 ) -> bool:
-    """Note that the node at ``position`` reads the part of the step, if it does."""
+    """Return whether the node at ``position`` reads the part of the step, and record the part in ``flow``."""
     source, dim, starts = reads[0], reads[1], cast("list[Any]", reads[wild[0]])
     node = nodes[0]
     assert node is not None
@@ -239,8 +246,8 @@ def _takes_part(
 def _pairs(starts: list[Any], ends: list[Any]) -> Iterator[tuple[int, int]]:
     for start, end in zip(starts, ends, strict=True):
         if start is not None:
-            # -1:0 is empty; the last step counted from behind ends at the end.
-            yield start, (start + 1 if start == -1 and end in (None, 2**63 - 1) else end)
+            # -1:0 would be empty: the slice that starts at -1 ends at the end of the dimension.
+            yield start, (start + 1 if start == -1 and end in (None, SLICE_END) else end)
 
 
 def _write(flow: Flow, position: int, reads: list[Read], nodes: list[Node | None]) -> None:

@@ -1,7 +1,7 @@
-"""Two rolled graphs of one model, captured at two lengths, made one graph of free length.
+"""Combines two rolled graphs of one model, captured at two lengths, into one graph of free length.
 
-They have to be equal node by node but for integers that follow a length: those become computations with the
-sizes of the inputs. Each length grew by a number of its own, which tells them apart.
+The graphs have to be equal node by node except for integers that depend on a length, which are replaced by
+computations with the sizes of the inputs. Each length grew by a different number, which identifies it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Length:
     """One length that the two captures differ in.
 
     Attributes:
-        placeholder: index of an input that has it.
+        placeholder: the index of an input with this length.
         dim: the dimension of that input.
-        short: its size in the first capture.
-        grown: by how much it is larger in the second; no other length grew by as much.
+        short: the length in the first capture.
+        grown: by how much it is larger in the second; different for each length.
     """
 
     placeholder: int
@@ -42,10 +42,10 @@ class Length:
 
 
 def follow_lengths(short: RolledGraph, long: RolledGraph, lengths: Sequence[Length]) -> None:
-    """Let the integers of ``short`` that follow one of ``lengths`` follow the sizes of its inputs.
+    """Replace the integers of ``short`` that depend on one of ``lengths`` by computations with input sizes.
 
     Raises:
-        NotALoopError: the graphs differ in something else.
+        NotALoopError: the graphs differ in anything else.
     """
     if [loop.form for loop in short.loops] != [loop.form for loop in long.loops]:
         raise NotALoopError("other loops are found at another length")
@@ -63,7 +63,8 @@ def follow_lengths(short: RolledGraph, long: RolledGraph, lengths: Sequence[Leng
 
 
 def _differences(one: Graph, other: Graph) -> list[tuple[Node, dict[int, Any]]]:
-    """The nodes of ``one`` whose integers are others in ``other``, by index of the leaf."""
+    """Return the nodes of ``one`` with constants that differ in ``other``, and the constants of ``other`` by
+    the index of the leaf."""
     nodes, others = list(one.nodes), list(other.nodes)
     if len(nodes) != len(others):
         raise NotALoopError("the graph has more nodes at another length")
@@ -93,7 +94,7 @@ def _differences(one: Graph, other: Graph) -> list[tuple[Node, dict[int, Any]]]:
 
 
 def _args(node: Node) -> Any:
-    """The arguments that count: the layout of an opaque call is the number of the call."""
+    """Return the arguments to compare, without the layout index of an opaque call, which counts its calls."""
     return node.args[:3] if node.target is OPAQUE_OP else node.args
 
 

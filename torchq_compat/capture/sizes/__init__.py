@@ -1,1 +1,1 @@
-"""The sizes a captured model takes: free, fixed or bound, and which line of the user's made them so."""
+"""The sizes that a captured model accepts, free, fixed or related, and the lines that constrain them."""

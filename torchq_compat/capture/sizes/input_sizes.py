@@ -1,4 +1,4 @@
-"""The sizes a captured model may be called with: free, fixed, or bound to each other."""
+"""The sizes a captured model may be called with: free, fixed, or related to each other."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torchq_compat.support.upstream import PythonPrinter
 
 __all__ = ["Dimension", "InputSizes", "SizeRule"]
 
-#: Shapes of calls that are remembered.
+#: The most shapes of calls that are remembered.
 MOST_ACCEPTED = 512
-#: Sizes that tell a rule against 1 from one that asks more.
+#: The sizes on which a rule has to hold to count as one that excludes only 1.
 TRIED = range(2, 66)
 NAMESPACE: dict[str, Any] = {"math": math, "torch": torch, "sympy": sympy}
 
@@ -32,11 +32,11 @@ class Dimension:
     """One dimension of an input.
 
     Attributes:
-        label: of the input, ``x`` or ``states[0]``.
-        index: of the dimension.
+        label: the label of the input, such as ``x`` or ``states[0]``.
+        index: the index of the dimension.
         example: its size in the example inputs.
-        symbol: what torch.export called it before it knew better.
-        expression: what it is in the captured graph.
+        symbol: torch.export's first symbol of the size, before it found relations to other sizes.
+        expression: the size in the captured graph, an expression of symbols or a number.
     """
 
     label: str
@@ -59,12 +59,12 @@ class SizeRule:
     """A condition on the sizes of a call.
 
     Attributes:
-        condition: of the symbols.
-        dimension: the dimension to name when it does not hold.
-        expected: what the size has to be, or what has to hold of it, for people.
-        line: the line of the user's code it comes from.
+        condition: a boolean expression of the symbols.
+        dimension: the dimension to name if the condition does not hold.
+        expected: the required size, or the condition, as text for people.
+        line: the line of the user's code that the rule comes from; None if it is unknown.
         by_python: see ``Guard``.
-        is_soft: a guard of an operator, which may ask more than the kernel needs.
+        is_soft: whether the rule is a guard of an operator, which may require more than the kernel needs.
     """
 
     condition: Any
@@ -76,7 +76,8 @@ class SizeRule:
 
     @property
     def excludes_one(self) -> bool:
-        """Return whether any size but 1 will do: what layouts ask, and seldom a result."""
+        """Whether the rule allows every size but 1. Checks of memory layouts cause such rules, and a result
+        seldom depends on them."""
         if isinstance(self.condition, sympy.Ne) and 1 in self.condition.args:
             return True
         if self.by_python or len(self.names) != 1:
@@ -95,23 +96,23 @@ class SizeRule:
         return test
 
     def holds(self, sizes: Mapping[str, Any]) -> bool:
-        """Return whether it holds of ``sizes``, by symbol; a rule about a size that is not known holds."""
+        """Return whether the rule holds for ``sizes``, by symbol; a rule about an unknown size holds."""
         if any(name not in sizes for name in self.names):
             return True
         try:
             return bool(self._test(*[sizes[name] for name in self.names]))
         except ZeroDivisionError:
-            return True  # of an empty batch no such rule means anything
+            return True  # A division by the size of an empty batch: the rule means nothing there.
 
 
 @dataclass(frozen=True)
 class InputSizes:
-    """The inputs of a captured model, as their sizes are concerned.
+    """The sizes of the inputs of a captured model.
 
     Attributes:
-        dimensions: of every tensor, in order.
-        constants: label -> value of the inputs that are no tensors; capture fixed them.
-        rules: what has to hold of the sizes.
+        dimensions: the dimensions of every input tensor, in order.
+        constants: label -> value of the inputs that are no tensors, which capture fixed.
+        rules: the conditions on the sizes.
     """
 
     dimensions: tuple[Dimension, ...] = ()
@@ -120,7 +121,8 @@ class InputSizes:
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Mapping[str, Any], guards: Iterable[Guard]) -> InputSizes:
-        """Read from the placeholders of ``graph_module``, captured with ``inputs``, by label."""
+        """Return the sizes of the placeholders of ``graph_module``, which was captured with ``inputs``, the
+        inputs by label, under ``guards``."""
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         dimensions: list[Dimension] = []
         constants: dict[str, Any] = {}
@@ -135,7 +137,7 @@ class InputSizes:
 
     @property
     def symbols(self) -> dict[str, Dimension]:
-        """Return the first dimension each free symbol is the size of."""
+        """The first dimension whose size is each free symbol, by the name of the symbol."""
         found: dict[str, Dimension] = {}
         for dimension in self.dimensions:
             if dimension.expression.is_Symbol:
@@ -167,7 +169,7 @@ class InputSizes:
         return replace(self, rules=(*self.rules, *rules))
 
     def with_line(self, places: Iterable[tuple[str, int]], line: str) -> InputSizes:
-        """Return them with ``line`` in the rules of the dimensions at ``places`` that name none."""
+        """Return the sizes with ``line`` in the rules about the dimensions at ``places`` that lack one."""
         known = set(places)
         rules = (
             replace(rule, line=line)
@@ -178,7 +180,7 @@ class InputSizes:
         return replace(self, rules=tuple(rules))
 
     def broken_rule(self, sizes: Mapping[str, Any]) -> SizeRule | None:
-        """Return the first rule that ``sizes`` break."""
+        """Return the first rule that ``sizes`` break; None if they break none."""
         return next((rule for rule in self.rules if not rule.holds(sizes)), None)
 
     @cached_property
@@ -186,20 +188,20 @@ class InputSizes:
         return set()
 
     def were_accepted(self, shapes: tuple[Any, ...]) -> bool:
-        """Return whether a call with these shapes, of nothing but tensors, was checked before."""
+        """Return whether a call with ``shapes``, with only tensors as inputs, was checked before."""
         return shapes in self._accepted
 
     def accept(self, shapes: tuple[Any, ...]) -> None:
-        """Remember that ``check`` refuses no call with these shapes."""
+        """Remember that ``check`` accepts calls with ``shapes``."""
         if len(self._accepted) >= MOST_ACCEPTED:
             self._accepted.clear()
         self._accepted.add(shapes)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Refuse a call with ``inputs``, by label, that the captured model would answer wrongly.
+        """Raise if the captured model would compute a wrong result for ``inputs``, by label.
 
         Raises:
-            InputError: a size, rank or constant other than the captured ones.
+            InputError: a size, rank or constant does not fit the captured model.
         """
         for label, rank in self._ranks.items():
             value = inputs.get(label)
@@ -230,7 +232,7 @@ class InputSizes:
 
 
 def _dimension(label: str, index: int, size: Any, example: int) -> Dimension:
-    # node._expr is what the size was called before torch.export replaced it by what it found out.
+    # node._expr is the symbol of the size before torch.export replaced it by an expression of others.
     symbol = size.node._expr if isinstance(size, SymInt) else None
     if symbol is None or not symbol.is_Symbol:
         symbol = sympy.Symbol(f"{re.sub('[^0-9A-Za-z]', '_', label)}_{index}", integer=True)
@@ -248,17 +250,18 @@ def _rules(dimensions: list[Dimension], guards: tuple[Guard, ...]) -> Iterable[S
             continue
         place = next(d for d in dimensions if d.expression.free_symbols & condition.free_symbols)
         labels = {d.label for d in dimensions if d.expression.free_symbols & condition.free_symbols}
-        # What binds two inputs to each other is kept: one trial says too little about it.
+        # A rule that relates two inputs is never soft: one trial is too little evidence to drop it.
         words, soft = _words(condition, dimensions), not guard.by_python and len(labels) == 1
         if guard.by_module and isinstance(condition, sympy.Eq):
-            # The kernels of torch look at less: packed sequences of one length may have any width for them.
+            # torch's kernels check less than a custom module does: they accept packed sequences of one length
+            # with any width.
             soft = False
         yield SizeRule(condition, place, words, guard.line, guard.by_python, is_soft=soft)
 
 
 def _rules_of_dimensions(dimensions: list[Dimension], guards: tuple[Guard, ...]) -> Iterable[SizeRule]:
-    """Derive rules from the expression of each dimension: a fixed number, or the size of another
-    dimension."""
+    """Yield the rules that follow from the expression of each dimension: that its size is a fixed number, or
+    computed from the size of another dimension."""
     first: dict[Any, Dimension] = {}
     for dimension in dimensions:
         symbol, expression = dimension.symbol, dimension.expression
@@ -277,7 +280,7 @@ def _rules_of_dimensions(dimensions: list[Dimension], guards: tuple[Guard, ...])
 
 
 def _words(expression: Any, dimensions: list[Dimension]) -> str:
-    """Return ``expression`` with its symbols as people write them: ``x.size(0)``."""
+    """Return ``expression`` as text, with sizes such as ``x.size(0)`` in place of its symbols."""
     names = {d.expression: d.name for d in reversed(dimensions) if d.expression.is_Symbol}
     named = expression.xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()})
     return str(PythonPrinter().doprint(named))

@@ -1,7 +1,7 @@
-"""Collect what torch.export assumed about sizes, each with the line of the user's code that made it.
+"""Collects torch.export's assumptions about sizes, each with the line of the user's code that caused it.
 
-With ``Dim.AUTO`` torch.export fixes a size, or takes one branch, without a word: ``range(x.size(0))``,
-``if n > 6``. Each assumption is a guard of the ShapeEnv, and no captured model checks it by itself.
+With ``Dim.AUTO`` torch.export silently fixes a size, or takes one branch: ``range(x.size(0))``, ``if n > 6``.
+Each assumption is a guard of the ShapeEnv, and a captured model does not check it by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TENSOR = str(TORCH / "_tensor.py")
 PACKAGE = Path(__file__).parents[2]
 PYTHON = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib")))
 CUSTOM_MODULES = PACKAGE / "custom_modules"
-#: Where an op of a size is evaluated, and not why.
+#: Code that evaluates conditions on sizes, and is not the reason for them.
 EVALUATING = (
     str(TORCH / "fx" / "experimental"),
     str(TORCH / "utils" / "_sympy"),
@@ -37,22 +37,22 @@ EVALUATING = (
     str(Path(sympy.__file__).parent),
     __file__,
 )
-#: Ops with as many results as the size says: to call one is to fix the size in Python.
+#: Ops whose number of results is a size: calling one fixes the size in Python.
 COUNTING_OPS = ("aten.unbind.int", "aten.split.Tensor", "aten.chunk.default", "aten.tensor_split.sections")
-#: File names of code nobody wrote.
+#: Beginnings of the file names of generated code.
 GENERATED = ("<frozen", "<eval_with_key", "<string>")
 EXPORT = str(Path(__file__).parents[1] / "torch_export.py")
 
 
 @dataclass(frozen=True)
 class Guard:
-    """One assumption.
+    """One assumption about sizes.
 
     Attributes:
         condition: a boolean expression of the sizes' symbols.
         line: file, line and text of the user's code; None if it is unknown.
-        by_python: whether the user's own Python asked, and not an operator that can do no other.
-        by_module: whether a custom module asked, which takes no call without.
+        by_python: whether the user's own Python code caused it, and not an operator that needs it.
+        by_module: whether a custom module caused it, which accepts no call that breaks it.
     """
 
     condition: Any
@@ -68,7 +68,7 @@ class GuardLog:
     _guards: list[Any] = field(default_factory=list)
 
     def watch(self, model: nn.Module) -> RemovableHandle:
-        """Note where each guard comes from while ``model`` is captured."""
+        """Record where each guard comes from while ``model`` is captured; return the handle of the hook."""
 
         def start(_module: nn.Module, args: Any, kwargs: Any) -> None:
             for leaf in pytree.tree_leaves((args, kwargs)):
@@ -80,7 +80,7 @@ class GuardLog:
         return model.register_forward_pre_hook(start, with_kwargs=True)
 
     def guards(self) -> tuple[Guard, ...]:
-        """Return the guards that were noted, in order."""
+        """Return the recorded guards, in order."""
         places = getattr(self._guards, "places", {})
         found = []
         for guard in self._guards:
@@ -89,7 +89,7 @@ class GuardLog:
 
 
 class _LocatedGuards(list[Any]):
-    """The list of a ShapeEnv's guards; it notes who appended each."""
+    """The list of a ShapeEnv's guards, which records the code that appends each."""
 
     def __init__(self, guards: Iterable[Any]) -> None:
         super().__init__(guards)
@@ -101,8 +101,8 @@ class _LocatedGuards(list[Any]):
 
 
 def _place(frame: FrameType | None) -> tuple[str | None, bool, bool]:
-    """Return the user's line that led to ``frame``, whether it asked by itself, and whether a custom module
-    did."""
+    """Return the user's line that led to ``frame``, whether the user's own Python code caused the guard, and
+    whether a custom module did."""
     by_python: bool | None = None
     counts = by_module = False
     while frame is not None:
@@ -121,7 +121,7 @@ def _place(frame: FrameType | None) -> tuple[str | None, bool, bool]:
 
 
 def _counts(frame: FrameType) -> bool:
-    """Return whether it is a call of an op that counts, which its own code may do further on."""
+    """Return whether ``frame`` calls one of ``COUNTING_OPS``, whose own code then evaluates the size."""
     if frame.f_code.co_name != "__call__":
         return False
     op = frame.f_locals.get("self")
@@ -133,7 +133,7 @@ def _is_inside(path: str, root: Path) -> bool:
 
 
 def _is_of_python(path: str) -> bool:
-    """Return whether it is Python's own library, and no package that was installed."""
+    """Return whether ``path`` is in Python's standard library, not in an installed package."""
     standard, packages = PYTHON
     return _is_inside(path, standard) and not _is_inside(path, packages)
 

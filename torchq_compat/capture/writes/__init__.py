@@ -1,1 +1,1 @@
-"""Writes in place, as values."""
+"""Rewrites in-place ops of a graph as ops that return values."""

@@ -1,9 +1,9 @@
-"""In-place ops of intermediate values, made out of place; ``x += y`` becomes ``x + y``, as FX traced it.
+"""Makes in-place ops on intermediate values out of place; ``x += y`` becomes ``x + y``, as FX traced it.
 
-A converted graph has a dequantize per consumer, and a lowered one has integers: an op that writes into one of
-them would be seen by that consumer alone. So whoever reads the value later is handed the result instead, by
-whatever name: also through a view that was written into, or a view of what was written. A write into a view
-becomes the base with that part replaced (``select_scatter``, ``slice_scatter``, ...).
+A converted graph has a dequantize per consumer, and a lowered one has integers: only one consumer would see a
+write into one of these. So later readers of the value read the result of the op instead, also if they read it
+through a view that was written into, or through a view of the written value. A write into a view becomes an
+op that returns the base with that part replaced (``select_scatter``, ``slice_scatter``, ...).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchq_compat.support.upstream import OpOverload, pytree
 __all__ = ["make_out_of_place"]
 
 ATEN = torch.ops.aten
-#: They show their input where its memory allows and copy it where it does not.
+#: Ops that return a view of their input if its memory allows it, and a copy otherwise.
 MAY_COPY = (
     ATEN.contiguous.default,
     ATEN.flatten.using_ints,
@@ -38,15 +38,16 @@ MAY_COPY = (
 
 
 def make_out_of_place(graph_module: GraphModule, *, keep_writes_into_views: bool = False) -> None:
-    """Rewrite the in-place ops of ``graph_module``.
+    """Rewrite the in-place ops of ``graph_module`` out of place.
 
-    What a float buffer or input holds in the end is written into it; counters stay as they are.
+    The new value of a float buffer or input is copied into it; writes into counters stay in place.
 
     Args:
-        keep_writes_into_views: leave alone what is seen under more than one name.
+        keep_writes_into_views: keep writes into values that have views.
 
     Raises:
-        CaptureError: an op writes into a view that has no form out of place, as one of ``Tensor.unfold``.
+        CaptureError: an op writes into a view that has no out-of-place form, such as one of
+            ``Tensor.unfold``.
     """
     if any(_functional_overload(node) is not None for node in graph_module.graph.nodes):
         _Rewriting(graph_module, keep_writes_into_views).run()
@@ -55,13 +56,13 @@ def make_out_of_place(graph_module: GraphModule, *, keep_writes_into_views: bool
 
 @dataclass(eq=False)
 class _Memory:
-    """What one or more nodes are names of.
+    """Memory that one or more nodes refer to.
 
     Attributes:
-        home: the node that made it.
-        value: the node that gives what it holds now.
-        version: how often it was written.
-        names: the nodes that show it.
+        home: the node that created it.
+        value: the node that returns its current value.
+        version: how often it was written into.
+        names: the nodes that refer to it, as a whole or as a view.
     """
 
     home: Node
@@ -72,7 +73,9 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Name:
-    """A node that shows ``memory`` as it was at ``version``: a view of ``parent``, or the whole."""
+    """The reference of a node to ``memory`` at ``version``: a view of ``parent``, or all of it if that is
+    None.
+    """
 
     memory: _Memory
     parent: Node | None
@@ -80,14 +83,14 @@ class _Name:
 
 
 class _Rewriting:
-    """One walk over a graph: writes become values, and what was read before a write is read again."""
+    """One pass over a graph that turns writes into values, and repeats views of memory written since."""
 
     def __init__(self, graph_module: GraphModule, keep_writes_into_views: bool) -> None:
         self.graph = graph_module.graph
         self.keep_writes_into_views = keep_writes_into_views
         self.names: dict[Node, _Name] = {}
-        #: Nodes whose readers are handed another: results of writes into views, and tensors whose shape was
-        #: changed in place.
+        #: Node -> the node that its readers read instead; for results of writes into views, and for tensors
+        #: whose shape was changed in place.
         self.handed: dict[Node, Node] = {}
         self.again: dict[tuple[Node, int], Node] = {}
 
@@ -113,7 +116,8 @@ class _Rewriting:
         reader.kwargs = map_arg(reader.kwargs, lambda node: self._current(node, reader))
 
     def _current(self, node: Node, reader: Node) -> Node:
-        """Return what shows now what ``node`` is a name of; made before ``reader`` where it is a view."""
+        """Return a node with the current value of the memory that ``node`` refers to; a view is repeated in
+        front of ``reader``."""
         while node in self.handed:
             node = self.handed[node]
         return self._shown(node, reader)
@@ -155,13 +159,14 @@ class _Rewriting:
         return not is_made_here and not (isinstance(value, Tensor) and value.is_floating_point())
 
     def _write(self, node: Node, written: Node, functional: OpOverload) -> None:
-        """Make ``node`` give what it wrote, and the memory hold its old value with that part replaced."""
+        """Make ``node`` return what it wrote, and record the old value with that part replaced as the value
+        of the memory."""
         memory, part, value = self.names[written].memory, written, node
         node.target = functional
         if functional is ATEN.copy.default and scatters(written):
             source = node.args[1]
             assert isinstance(source, Node)
-            if is_same_view(source, written):  # ``x[0] += y`` writes its result, and then once more.
+            if is_same_view(source, written):  # ``x[0] += y`` writes its result a second time.
                 self.handed[node] = written
                 return
             value = source if _are_alike(source, written) else node
@@ -198,14 +203,13 @@ def _functional_overload(node: Node) -> OpOverload | None:
 
 
 def _is_view(node: Node, source: Node) -> bool:
-    """Return whether ``node`` reads ``source`` and shows the same memory."""
+    """Return whether ``node``, which reads ``source``, shares memory with it."""
     ours, theirs = _storage_of(node), _storage_of(source)
     if ours is not None and ours == theirs:
         return True
     if not isinstance(node.target, OpOverload):
         return False
-    # Example values of a block that was inlined have memory of their own; the ops that copy where they
-    # cannot show are asked.
+    # Example values of an inlined block do not share memory, so inspect the op; an op that may copy is run.
     return _is_view_op(node.target) and not (node.target in MAY_COPY and _copies(node))
 
 
@@ -226,7 +230,7 @@ def _is_view_op(target: OpOverload) -> bool:
 
 
 def _storage_of(node: Node) -> Any:
-    """Return what is equal for example values in the same memory; None where there is no such value."""
+    """Return a key that is equal for example values in the same memory; None if there is no single memory."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
     tensors = [each for each in values if isinstance(each, Tensor)]

@@ -1,4 +1,4 @@
-"""From a value for a view to one for what it is a view of."""
+"""Computes the new value of a tensor from the new value of a view of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchq_compat.support.graph_nodes import user_line_of
 __all__ = ["is_same_view", "scatters", "whole_of_view"]
 
 ATEN = torch.ops.aten
-#: They give the elements of their input, in its order, in another shape or the same.
+#: Ops that return the elements of their input, in its order, in the same or another shape.
 RESHAPES = (
     "_reshape_alias",
     "_unsafe_view",
@@ -33,20 +33,20 @@ RESHAPES = (
     "view",
     "view_as",
 )
-#: Done again, they give their input.
+#: Ops that return their input when applied twice.
 EXCHANGES = ("adjoint", "mH", "mT", "matrix_H", "numpy_T", "swapaxes", "swapdims", "t", "transpose")
-#: A part of a tensor -> the tensor with that part replaced.
+#: An op that returns a part of a tensor -> the op that returns the tensor with that part replaced.
 SCATTERS = {
     "select": ATEN.select_scatter.default,
     "slice": ATEN.slice_scatter.default,
     "diagonal": ATEN.diagonal_scatter.default,
 }
-#: They take a tensor apart along a dimension; the pieces in a row are the tensor.
+#: Ops that split a tensor along a dimension into pieces whose concatenation is the tensor.
 SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split")
 
 
 def scatters(view: Node) -> bool:
-    """Return whether ``view`` is a part that an op of ATEN puts back."""
+    """Return whether an aten op puts the part ``view`` back into its tensor."""
     return _name_of(view) in SCATTERS
 
 
@@ -56,15 +56,16 @@ def is_same_view(node: Node, other: Node) -> bool:
 
 
 def whole_of_view(view: Node, parent: Node, value: Node, meta: dict[str, Any]) -> tuple[Node, Node]:
-    """Return what ``view`` is a view of, and its value once ``value`` is what the view shows.
+    """Return the base of ``view``, and the base's value when ``value`` is the value of the view. New nodes
+    are inserted at the graph's insertion point.
 
     Args:
-        view: a view of ``parent``, or a piece of one that ``parent`` took apart.
-        value: of the view's shape. New nodes come where the graph inserts.
-        meta: of new nodes, but for their example values.
+        view: a view of ``parent``, or a piece of a tensor that ``parent`` split.
+        value: the new value of the view.
+        meta: the metadata of new nodes, except their example values.
 
     Raises:
-        CaptureError: there is no op that does so.
+        CaptureError: no op computes the value of the base.
     """
     if view.target is operator.getitem:
         return _whole_of_piece(view, parent, value, meta)

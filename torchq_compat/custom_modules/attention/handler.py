@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention as a custom module: the handler the stages call."""
+"""The handler of nn.MultiheadAttention, which the stages call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUANTIZED_INPUTS = ("query", "key", "value")
 
 
 class AttentionHandler(PartOwnerHandler):
-    """nn.MultiheadAttention -> ObservedMultiheadAttention -> ConvertedMultiheadAttention."""
+    """The handler of nn.MultiheadAttention -> ObservedMultiheadAttention -> ConvertedMultiheadAttention."""
 
     lowers_graphs = True
 
@@ -86,14 +86,14 @@ class AttentionHandler(PartOwnerHandler):
         return observed
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Query, key and value are quantized; masks, with their -inf, are not."""
+        """Return a boundary that quantizes query, key and value, but not masks, which may hold -inf."""
         labels = input_labels(nn.MultiheadAttention, layout.inputs)
         spec = request.specs.activation
         inputs = tuple(spec if label in QUANTIZED_INPUTS else None for label in labels)
         return replace(super().boundary(opaque, request, layout), input_specs=inputs)
 
     def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
-        """Weights that no caller asked for are not missed."""
+        """Return the faults, except unseen observers of returned weights if no call returns weights."""
         returned = any(layout.outputs.count() > 1 for layout in opaque.opaque_layouts)
         return [
             (name, fault)
@@ -118,7 +118,7 @@ class AttentionHandler(PartOwnerHandler):
 
 
 def _appended(module: nn.MultiheadAttention) -> int:
-    """Return how many keys the module adds to those it is given."""
+    """Return the number of keys that the module appends to its input keys."""
     return int(module.bias_k is not None) + int(module.add_zero_attn)
 
 

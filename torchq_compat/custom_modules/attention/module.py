@@ -1,7 +1,7 @@
 """MultiheadAttention, observed and converted.
 
 Legacy: ``torch.ao.nn.quantizable.MultiheadAttention`` and ``torch.ao.nn.quantized.MultiheadAttention``, which
-FX maps and then crashes on in every call style. The classes here pass for them.
+FX maps and then crashes on, whatever the call style. The classes here derive from them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from torchq_compat.custom_modules.parts.part_graph import (
 from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.opaque_calls.tensor_labels import input_labels
-from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
+from torchq_compat.qspecs.qparams import QParams
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.dtypes import as_dtype
@@ -46,16 +45,18 @@ __all__ = ["AttentionModule", "ConvertedMultiheadAttention", "ObservedMultiheadA
 
 
 class AttentionModule(PartOwner):
-    """Base of the observed and the converted module.
+    """The base class of the observed and the converted module.
 
     Args:
         structure: the constructor arguments of the float module.
         bias_k: (1, 1, E), appended to the keys in floats, or None.
         bias_v: (1, 1, E), appended to the values in floats, or None.
         project_in: the projections of query, key and value.
-        project_out: the projection of what was attended to.
-        returned_weights: observes the weights a caller asks for.
+        project_out: the projection of the attended values.
+        returned_weights: observes the attention weights that a call returns.
     """
+
+    inputs_named_as = nn.MultiheadAttention
 
     def __init__(
         self,
@@ -91,21 +92,11 @@ class AttentionModule(PartOwner):
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return (self.specs.group_dtype("output"), self.specs.group_dtype("attention_weights"))[:count]
 
-    def named_input_qparams(self) -> dict[str, PerTensorQParams]:
-        """Query, key and value, which the boundary quantizes."""
-        found: dict[str, set[QParams | None]] = {}
-        for layout in self.opaque_layouts:
-            labels = input_labels(nn.MultiheadAttention, layout.inputs)
-            for label, qparams in zip(labels, layout.input_qparams, strict=bool(layout.input_qparams)):
-                found.setdefault(label, set()).add(qparams)
-        single = {label: all_qparams.pop() for label, all_qparams in found.items() if len(all_qparams) == 1}
-        return {label: qparams for label, qparams in single.items() if isinstance(qparams, PerTensorQParams)}
-
     def opaque_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As ``torch.nn.MultiheadAttention``.
+        """Run a call of ``torch.nn.MultiheadAttention``.
 
         Raises:
-            CustomModuleError: arguments the float module would refuse.
+            CustomModuleError: if the float module would refuse the arguments.
         """
         call = AttentionCall.read(self.structure, self.module_path, args, kwargs)
         dtype = call.query.dtype
@@ -120,7 +111,7 @@ class AttentionModule(PartOwner):
         return call.results(self.structure, as_dtype(output, dtype), returned)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attended values (L, N, E) and weights (N, H, L, S), in floats."""
+        """Return attended values (L, N, E) and weights (N, H, L, S), computed in floats."""
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(1, k.shape[1], -1)])
             v = torch.cat([v, self.bias_v.expand(1, v.shape[1], -1)])
@@ -135,7 +126,7 @@ class AttentionModule(PartOwner):
         return attended, weights
 
     def _heads(self, tensor: Tensor) -> Tensor:
-        """(length, N, E) -> (N, H, length, head)."""
+        """Split the heads: (length, N, E) -> (N, H, length, E / H)."""
         length, batch, _ = tensor.shape
         return tensor.reshape(length, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
 
@@ -169,10 +160,10 @@ class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention
     @classmethod
     @checked_arguments(other=instance_of(nn.MultiheadAttention))
     def from_float(cls, other: nn.MultiheadAttention) -> Any:
-        """Legacy signature; ``other`` has a qconfig.
+        """Observe the float module ``other`` by its qconfig. Legacy signature.
 
         Raises:
-            CustomModuleError: it has none.
+            CustomModuleError: if it has no qconfig.
         """
         qconfig = getattr(other, "qconfig", None)
         if qconfig is None:

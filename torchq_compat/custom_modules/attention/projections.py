@@ -1,7 +1,7 @@
-"""The quantized parts of attention: what FX observes in ``torch.ao.nn.quantizable.MultiheadAttention``.
+"""The quantized parts of attention, which FX observes in ``torch.ao.nn.quantizable.MultiheadAttention``.
 
-The projections into queries, keys and values, the one out, and the returned weights. Scores, softmax and the
-weighted sum are computed in floats, there as here.
+They are the projections into queries, keys and values, the output projection, and the returned weights. As in
+FX, scores, softmax and the weighted sum are computed in floats.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.custom_modules.parts.own_linear import own_linear
-from torchq_compat.custom_modules.parts.part import Part, PartKind
+from torchq_compat.custom_modules.parts.part import ObservedValue, Part, PartKind
 
 __all__ = ["OUT_PARTS", "PROJECTION_PARTS", "WEIGHTS_PARTS", "ProjectIn", "ProjectOut", "ReturnedWeights"]
 
@@ -28,16 +28,8 @@ WEIGHTS_PARTS = (
 )
 
 
-class Observed(nn.Module):
-    """Its input, as a node of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        alias: Tensor = torch.ops.aten.alias.default(x)
-        return alias
-
-
 class ProjectIn(nn.Module):
-    """(L, N, E), (S, N, kdim), (S, N, vdim) -> queries (L, N, E), keys and values (S, N, E)."""
+    """Input projections: (L, N, E), (S, N, kdim), (S, N, vdim) -> (L, N, E), (S, N, E), (S, N, E)."""
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -52,7 +44,7 @@ class ProjectIn(nn.Module):
     @staticmethod
     def example_inputs(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
         device = attention.out_proj.weight.device
-        # Different lengths, and none of them the batch: nothing may be taken to be equal.
+        # The two lengths differ from each other and from the batch, so that export does not make them equal.
         return (
             torch.zeros(3, 2, attention.embed_dim, device=device),
             torch.zeros(4, 2, attention.kdim, device=device),
@@ -61,11 +53,11 @@ class ProjectIn(nn.Module):
 
 
 class ProjectOut(nn.Module):
-    """(L, N, E) -> (L, N, E)."""
+    """The output projection: (L, N, E) -> (L, N, E)."""
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
-        self.quant_attn_output = Observed()
+        self.quant_attn_output = ObservedValue()
         self.out_proj = own_linear(attention.out_proj.weight, attention.out_proj.bias)
 
     def forward(self, attended: Tensor) -> tuple[Tensor, ...]:
@@ -73,11 +65,11 @@ class ProjectOut(nn.Module):
 
 
 class ReturnedWeights(nn.Module):
-    """(N, L, S) or (N, H, L, S), flattened to one dimension -> the same."""
+    """The returned weights, (N, L, S) or (N, H, L, S) flattened to one dimension -> the same, observed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.quant_attn_output_weights = Observed()
+        self.quant_attn_output_weights = ObservedValue()
 
     def forward(self, weights: Tensor) -> tuple[Tensor, ...]:
         return (self.quant_attn_output_weights(weights),)

@@ -1,6 +1,6 @@
 """The calling contract of nn.MultiheadAttention: arguments, masks and shapes.
 
-Source: the documentation of torch.nn.MultiheadAttention. Shapes are written with L and S target and source
+Source: the documentation of torch.nn.MultiheadAttention. Shapes are written with L target length, S source
 length, N batch, E embedding, H heads.
 """
 
@@ -51,16 +51,16 @@ class AttentionStructure:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call, its inputs as (length, batch, width).
+    """One call, with inputs of shape (length, batch, width).
 
     Attributes:
         query: (L, N, E).
         key: (S, N, kdim).
         value: (S, N, vdim).
-        mask: what is added to the scores, broadcastable to (N, H, L, S), or None.
+        mask: the mask added to the scores, broadcastable to (N, H, L, S), or None.
         need_weights: whether the weights are returned.
-        average: whether they are averaged over the heads.
-        batched: whether the caller gave a batch.
+        average: whether the returned weights are averaged over the heads.
+        batched: whether the caller's inputs have a batch dimension.
     """
 
     query: Tensor
@@ -76,7 +76,7 @@ class AttentionCall:
         """Return the call ``attention(*args, **kwargs)``.
 
         Raises:
-            CustomModuleError: arguments nn.MultiheadAttention would refuse; names ``path``.
+            CustomModuleError: if nn.MultiheadAttention would refuse the arguments; names ``path``.
         """
         try:
             bound = SIGNATURE.bind(None, *args, **kwargs)
@@ -98,7 +98,7 @@ class AttentionCall:
         self, structure: AttentionStructure, output: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return ``output`` (L, N, E) and ``weights`` (N, L, S) or (N, H, L, S) in the form the caller
-        wants."""
+        expects."""
         if not self.batched:
             return output.squeeze(1), None if weights is None else weights.squeeze(0)
         return (output.transpose(0, 1) if structure.batch_first else output), weights
@@ -129,7 +129,7 @@ def _merge_masks(
     key: Tensor,
     batched: bool,
 ) -> Tensor | None:
-    """attn_mask and key_padding_mask as one float mask: True becomes -inf."""
+    """Return attn_mask and key_padding_mask as one float mask, where True becomes -inf."""
     merged: Tensor | None = None
     attn_mask, key_padding_mask = masks
     for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):

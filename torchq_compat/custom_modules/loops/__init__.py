@@ -1,1 +1,1 @@
-"""Loops over time written in Python: a step is quantized as a model of its own, and called for each step."""
+"""Loops over time written in Python: one step is quantized as its own model, and called for each step."""

@@ -1,7 +1,7 @@
-"""Loops over time: the handler the stages call.
+"""The handler of loops over time, which the stages call.
 
-Legacy: none. FX traced a loop over time step by step, for one length. Here its step is prepared, converted
-and lowered as a model of its own, by the rules of the model around it; floats go round.
+Legacy: none. FX traced a loop over time step by step, for one length. Here the step is prepared, converted
+and lowered as its own model, by the rules of the model around it; the states passed between steps are floats.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["LoopHandler"]
 
 
 class LoopHandler(CustomModuleHandler):
-    """A float loop -> a loop around a prepared step -> a loop around a converted step."""
+    """The handler of float loop -> loop around a prepared step -> loop around a converted step."""
 
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
         return False
@@ -71,12 +71,12 @@ class LoopHandler(CustomModuleHandler):
         step = replace(request, module=vars(loop)["step"], example_inputs=loop.example, ones=loop.ones)
         prepared = request.prepare_inside(step)
         assert isinstance(prepared, QuantizationGraphModule)
-        # torchao asks every module of the graph around it whether it is a standalone module of its own.
+        # torchao checks for every module in the outer graph whether it is a standalone module.
         unguard(prepared)
         return OpaqueLoop(loop.form, prepared)
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Floats in and out."""
+        """Return a boundary of floats: nothing is quantized around the call."""
         return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
@@ -91,7 +91,8 @@ class LoopHandler(CustomModuleHandler):
         return None
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
-        """The paths are those of the user's model; the sizes of a step are nobody's."""
+        """Yield the decisions about the step, with paths of the user's model; those about the step's sizes
+        are left out, since the user never passes its inputs."""
         assert isinstance(opaque, OpaqueLoop)
         for decision in explain_model(opaque.step):
             if decision.action not in (Action.FREE, Action.FIXED):

@@ -1,4 +1,4 @@
-"""A prepared or converted loop: one opaque call of the graph around it."""
+"""A prepared or converted loop, which is one opaque call of the outer graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OpaqueLoop(OpaqueModule):
         self.opaque_layouts = []
 
     def with_step(self, step: QuantizationGraphModule) -> Self:
-        """Return this loop around another form of its step."""
+        """Return this loop with ``step``, another form of its step."""
         made = type(self)(self.form, step)
         made.opaque_layouts = list(self.opaque_layouts)
         return made
@@ -42,13 +42,14 @@ class OpaqueLoop(OpaqueModule):
     def opaque_call(
         self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See ``run_steps``; in an exported program a ``scan``, unless its steps are asked for one by one."""
+        """Run all steps, see ``run_steps``; as a ``scan`` in an exported program, unless it is unrolled."""
         if torch.compiler.is_exporting() and shape_in_export() is not LoopShape.UNROLLED:
             return _scan(self.form, self.step, states, wholes, same)
         return run_steps(self.form, self._calls_of_step(), states, wholes, same)
 
     def _calls_of_step(self) -> Callable[..., Any]:
-        """The first call checks its arguments and that packed weights are current; all have the same."""
+        """Return the function for the steps: only its first call checks the arguments and that packed weights
+        are current, since all steps have the same."""
         step, called = self.step, False
         if step._forward_hooks or step._forward_pre_hooks or torch.compiler.is_compiling():
             return step
@@ -70,7 +71,7 @@ def _scan(
     wholes: Sequence[Tensor],
     same: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """As ``run_steps``, bit for bit."""
+    """Run all steps as a ``scan``, with the same bits as ``run_steps``."""
     weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     count, read = len(states), len(wholes) - form.counted
@@ -81,7 +82,7 @@ def _scan(
         given, rest = rest[: len(same)], rest[len(same) :]
         values = dict(zip(weights, rest, strict=True))
         results = functional_call(step, values, (*now, *parts[:read], *given))
-        # scan refuses a result that is another one, or an argument.
+        # scan refuses a result that is also another result, or an argument.
         return [each.clone() for each in results]
 
     xs = []

@@ -1,1 +1,1 @@
-"""Custom modules made of parts: graphs whose ops are observed one by one, by name."""
+"""Custom modules that consist of parts: graphs whose ops are observed one by one, by name."""

@@ -1,4 +1,4 @@
-"""The handler of the package's own kinds: a float class, its observed and its converted class."""
+"""The base of the handlers for the package's own kinds: a float, an observed and a converted class."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ __all__ = [
     "warn_if_forward_overridden",
 ]
 
-#: The classes of a kind: the package's own, and torch.ao's where it has one.
+#: The classes of a kind: the package's own, and torch.ao's if there is one.
 Standard = tuple[type[nn.Module] | None, ...]
-#: A part is far worse than the others below the first dB, and by the second.
+#: A part is far worse than others if its dB are below the first, and by the second below the median.
 FAR_WORSE, FAR_BELOW = 28.0, 8.0
 
 
@@ -53,8 +53,8 @@ class PartOwnerHandler(CustomModuleHandler):
     """Base of the handlers of modules that consist of graphs of parts."""
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Every float input is quantized once, by the QConfig; results have the qparams of the parts, or are
-        floats."""
+        """Return a boundary that quantizes every float input by the QConfig; results have the qparams of the
+        parts, or are floats."""
         assert isinstance(opaque, PartOwner)
         count = layout.outputs.count()
         dtypes = tuple(
@@ -100,31 +100,31 @@ class PartOwnerHandler(CustomModuleHandler):
                 yield Decision(where, formula, action, reason, details, values=values, is_part=True)
 
     def mending_profile(self, part: Part) -> str:
-        """What to do about a ``part`` that 8 bits do not hold, in words; empty if there is nothing."""
+        """Return advice, as text, for a ``part`` that needs more than 8 bits; empty if there is none."""
         return ""
 
 
 def _stays_float(opaque: PartOwner, part: Part) -> bool:
-    """Whether the constructor given for ``part`` quantizes nothing."""
+    """Return whether the constructor given for ``part`` quantizes nothing."""
     given = opaque.specs.constructors.by_group.get(part.group)
     return given is not None and not is_integer(given.settings.dtype)
 
 
 def is_far_worse(name: str, measured: Mapping[str, float]) -> bool:
-    """Whether the part ``name`` is held far worse than the others are, by dB of their calibration values."""
+    """Return whether the part ``name`` has far fewer dB than other parts, on calibration values."""
     if name not in measured or len(measured) < 3:
         return False
     return measured[name] < min(FAR_WORSE, statistics.median(measured.values()) - FAR_BELOW)
 
 
 def has_own_forward(module: nn.Module, float_class: type[nn.Module]) -> bool:
-    """Return whether ``module``, a ``float_class``, computes something else than a ``float_class`` does."""
+    """Return whether ``module``, an instance of ``float_class``, has another ``forward`` than the class."""
     return "forward" in vars(module) or type(module).forward is not float_class.forward
 
 
 def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
-    """Warn if ``module``, a ``float_class``, computes something else than a ``float_class`` does: what is
-    observed here are the parts of the latter."""
+    """Warn if ``module`` has another ``forward`` than ``float_class``: only the parts of ``float_class`` are
+    observed."""
     if has_own_forward(module, float_class):
         name = type(module).__name__
         warn_user(
@@ -135,8 +135,8 @@ def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], 
 
 
 def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Callable[[], Any]) -> Any:
-    """Return ``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else what its
-    own makes."""
+    """Return ``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else the
+    result of its own ``from_float``."""
     if inherits(request.observed_class, "from_float", standard):
         made = build()
     else:
@@ -147,7 +147,7 @@ def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Ca
 
 
 def _warn_if_observed_class_unused(request: ObserveRequest, standard: Standard, made: object) -> None:
-    """Warn if the user's observed class computes something of its own and ``made`` does not."""
+    """Warn if the user's observed class has its own ``forward``, which ``made`` does not call."""
     observed = request.observed_class
     is_standard = any(_computes_alike(observed, each) for each in standard if each is not None)
     if is_standard or (type(made) is observed and not issubclass(observed, OpaqueModule)):
@@ -167,31 +167,31 @@ def _computes_alike(observed: type[nn.Module], standard: type[nn.Module]) -> boo
 
 def converted_by_its_class(request: ConvertRequest, standard: Standard, build: Callable[[], Any]) -> Any:
     """Return ``build()`` if the script names no quantized class, or one with the ``from_observed`` of a
-    ``standard`` class; else what its own makes."""
+    ``standard`` class; else the result of its own ``from_observed``."""
     if request.quantized_class is None or inherits(request.quantized_class, "from_observed", standard):
         return build()
     return request.quantized_class.from_observed(request.observed)  # type: ignore[attr-defined]
 
 
 def hint_to_map(float_class: type[nn.Module], observed: str) -> str:
-    """Say how to map a module of torch.nn that nothing maps."""
+    """Return a hint on how to map a class of torch.nn that no mapping names."""
     return map_class(f"torch.nn.{float_class.__name__}", observed)
 
 
 def map_class(float_class: str, observed: str) -> str:
-    """The remedy for a class that nothing maps."""
+    """Return a hint on how to map ``float_class``, which no mapping names."""
     setter = "PrepareCustomConfig().set_float_to_observed_mapping"
     return f"map it: {setter}({float_class}, {observed})"
 
 
 def inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:
-    """Return whether ``cls`` uses the ``method`` of one of the ``standard`` classes as it is."""
+    """Return whether ``cls`` inherits ``method`` unchanged from one of the ``standard`` classes."""
     own = getattr(cls, method).__func__
     return any(getattr(known, method).__func__ is own for known in standard if known is not None)
 
 
 def _observation(graph: GraphModule, node: Node) -> dict[str, Any]:
-    """dtype, and scale and zero point once they are fixed, of what observes ``node``."""
+    """Return the observer and dtype of ``node``; in a converted graph, its dtype, scale and zero point."""
     for user in node.users:
         if user.op == "call_module":
             observer = graph.get_submodule(str(user.target))

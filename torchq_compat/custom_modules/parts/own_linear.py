@@ -1,4 +1,4 @@
-"""Copies, in float32, of parameters that stay the float module's own."""
+"""Float32 copies of a float module's parameters, which leave the originals unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["own_linear", "own_parameter"]
 
 
 def own_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a float32 Linear that owns a copy of the values: the float module's parameters stay its own."""
+    """Return a float32 Linear with copies of ``weight`` and ``bias``."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
     linear.weight = own_parameter(weight)

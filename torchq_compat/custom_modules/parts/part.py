@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Part", "PartKind"]
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ObservedValue", "Part", "PartKind"]
 
 
 class PartKind(Enum):
-    """The operation of a part: decides its default observer and its row in a BackendConfig."""
+    """The operation of a part, which decides its default observer and its pattern in a BackendConfig."""
 
     LINEAR = "linear"
     ADD = "add"
@@ -27,11 +30,12 @@ class Part:
 
     Attributes:
         name: path of the op inside the module that is exported.
-        kind: what the op is; decides its default observer.
-        group: the constructor its output observer comes from.
-        formula: what it computes, for people.
-        input_group: the constructor that observes its input apart from the producer's output, if given.
-        covers: the gates it computes at once, each of which is a part of its own when gates are split.
+        kind: the operation; decides the default observer.
+        group: the group whose constructor makes its output observer.
+        formula: what it computes, for messages.
+        input_group: the group whose constructor, if given, observes its input separately from the producer's
+            output.
+        covers: the gates it computes at once; with split gates, each gate has its own part.
     """
 
     name: str
@@ -40,3 +44,11 @@ class Part:
     formula: str
     input_group: str | None = None
     covers: tuple[str, ...] = ()
+
+
+class ObservedValue(nn.Module):
+    """A part of kind ``PartKind.IDENTITY``: gives its input a node of its own, which can be observed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        alias: Tensor = torch.ops.aten.alias.default(x)
+        return alias

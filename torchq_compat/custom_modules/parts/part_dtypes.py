@@ -1,7 +1,7 @@
-"""Whether a BackendConfig allows the dtypes parts are observed in.
+"""Checks that a BackendConfig allows the dtypes in which parts are observed.
 
-FX looked at a part's dtype only where its own prepare placed the observer, and ignored a sigmoid's
-constructor silently when the config did not list its dtype.
+FX checked a part's dtype only if its own prepare inserted the observer, and silently ignored the constructor
+of a sigmoid if the config did not list its dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATTERN: dict[PartKind, Callable[..., Any]] = {
     PartKind.TANH: nn.Tanh,
     PartKind.RELU: nn.ReLU,
     PartKind.IDENTITY: nn.Identity,
-    # No backend config has a row for 1 - a; it is an add with a constant.
+    # No BackendConfig has a pattern for 1 - a, which is an add with a constant.
     PartKind.COMPLEMENT: torch.add,
 }
 
@@ -37,7 +37,7 @@ def check_part_dtypes(parts: Sequence[Part], specs: PartSpecs, backend: BackendT
     """Check the output dtype of every part that is quantized.
 
     Raises:
-        ConfigError: a dtype that no static DTypeConfig of the part's operation lists; names the part.
+        ConfigError: if no static DTypeConfig of the part's operation lists the dtype; names the part.
     """
     for part in parts:
         pattern = PATTERN[part.kind]

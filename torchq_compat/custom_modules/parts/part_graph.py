@@ -1,8 +1,8 @@
-"""A graph of parts: a module exported once, its nodes named after the parts, prepared by name."""
+"""A graph of parts: a module exported once, with nodes named after the parts, which prepare finds by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -35,8 +35,6 @@ __all__ = [
     "saturated_parts",
 ]
 
-#: meta key under which a node carries its part.
-
 
 def prepare_parts(
     module: nn.Module,
@@ -47,10 +45,11 @@ def prepare_parts(
     *,
     prefix: str = "",
 ) -> GraphModule:
-    """Export ``module`` with dynamic sizes and put the observers of ``parts`` in.
+    """Export ``module`` with dynamic sizes and insert the observers of ``parts``.
 
-    ``arriving`` says in which quantized dtype each input comes, by its name in ``forward``; ``prefix`` leads
-    from ``module`` to the module the part names are paths in.
+    Args:
+        input_dtypes: the quantized dtype of each input, by its name in ``forward``.
+        prefix: the path, with a final dot, from ``module`` to the module in which the part names are paths.
     """
     graph_module = capture_flat(module, example_inputs)
     _name_nodes_after_parts(graph_module, {f"{prefix}{part.name}": part for part in parts})
@@ -72,18 +71,18 @@ class PartGraphModule(GraphModule):
 
 
 class ConvertedPartGraphModule(PartGraphModule):
-    """A q-dq graph of parts: its state_dict carries all qparams."""
+    """A q-dq graph of parts; its state_dict contains all qparams."""
 
     def get_extra_state(self) -> Tensor:
         return qparams_state(self)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """See ``set_qparams_state``."""
+        """Set the qparams of the graph, see ``set_qparams_state``."""
         set_qparams_state(self, state)
 
 
 def convert_parts(prepared: GraphModule) -> GraphModule:
-    """The q-dq form of a prepared graph, int8 weights folded. Changes ``prepared``: hand in a copy."""
+    """Convert a prepared graph to q-dq with int8 weights folded. Changes ``prepared``: pass a copy."""
     saturation, measured = dict(saturated_parts(prepared)), dict(measured_parts(prepared))
     converted = convert_graph(prepared)
     metadata.OBSERVED_SQNR.write(converted, measured)
@@ -92,48 +91,43 @@ def convert_parts(prepared: GraphModule) -> GraphModule:
 
 
 def saturated_parts(graph_module: GraphModule) -> Iterator[tuple[str, float]]:
-    """Yield (part name, share of its calibration values outside its observer's range), where that is
-    counted."""
-    saturation = metadata.SATURATION.of(graph_module)
-    if saturation is not None:
-        yield from saturation.items()
-        return
-    for name, node in part_nodes(graph_module):
-        for user in node.users:
-            if user.op == "call_module":
-                share = saturated_share(graph_module.get_submodule(str(user.target)))
-                if share is not None:
-                    yield name, share
+    """Yield (part name, share of its calibration values outside its observer's range), for observers that
+    count it."""
+    noted = metadata.SATURATION.of(graph_module)
+    yield from noted.items() if noted is not None else _of_observers(graph_module, saturated_share)
 
 
 def measured_parts(graph_module: GraphModule) -> Iterator[tuple[str, float]]:
-    """(part name, dB of a typical value over rounding), where an observer has a histogram."""
-    measured = metadata.OBSERVED_SQNR.of(graph_module)
-    if measured is not None:
-        yield from measured.items()
-        return
+    """Yield (part name, dB of a typical value over the rounding noise), for observers with a histogram."""
+    noted = metadata.OBSERVED_SQNR.of(graph_module)
+    yield from noted.items() if noted is not None else _of_observers(graph_module, typical_sqnr)
+
+
+def _of_observers(
+    graph_module: GraphModule, measure: Callable[[nn.Module], float | None]
+) -> Iterator[tuple[str, float]]:
     for name, node in part_nodes(graph_module):
         for user in node.users:
             if user.op == "call_module":
-                sqnr = typical_sqnr(graph_module.get_submodule(str(user.target)))
-                if sqnr is not None:
-                    yield name, sqnr
+                measured = measure(graph_module.get_submodule(str(user.target)))
+                if measured is not None:
+                    yield name, measured
 
 
 def part_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
-    """Yield (part name, node) in the order of computation, of a prepared or converted graph."""
+    """Yield (part name, node) of a prepared or converted graph, in the order of computation."""
     for node in graph_module.graph.nodes:
         if metadata.PART.is_on(node) and node.op == "call_function":
             yield part_of(node).name, node
 
 
 def part_of(node: Node) -> Part:
-    """Return the part a node computes."""
+    """Return the part that ``node`` computes."""
     return metadata.PART.required(node)
 
 
 def converted_qparams(graph_module: GraphModule) -> tuple[PerTensorQParams | None, ...]:
-    """Return the qparams of each output of a converted graph: the last dequantize before it."""
+    """Return the qparams of each output of a converted graph: those of the dequantize that computes it."""
     output = graph_module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, (tuple, list))
@@ -186,8 +180,8 @@ def _decide(
 
 
 def _dtype_of(node: Node, specs: PartSpecs, input_dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:
-    """Return the quantized dtype of what a linear reads, an input of the graph or another part; None:
-    floats."""
+    """Return the quantized dtype of ``node``, an input of the graph or another part that a linear reads; None
+    for floats."""
     if node.op == "placeholder":
         return input_dtypes.get(str(node.target))
     return specs.output_constructor(part_of(node)).settings.dtype if metadata.PART.is_on(node) else None

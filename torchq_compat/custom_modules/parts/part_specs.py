@@ -1,4 +1,4 @@
-"""Which constructor observes which part of a module, and what takes its place where none is given."""
+"""The constructors that observe the parts of a module: those given for groups, and the defaults."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["DynamicPartSpecs", "FloatPartSpecs", "PartConstructors", "PartSpecs"
 
 @dataclass(frozen=True)
 class PartConstructors:
-    """Observer or fake-quantize constructors by group of parts; a group left out follows the QConfig."""
+    """Observer or fake-quantize constructors by group of parts; groups left out follow the QConfig."""
 
     by_group: dict[str, ObserverConstructor] = field(default_factory=dict)
 
     @classmethod
     def from_legacy(cls, **legacy: Any) -> PartConstructors:
-        """Translate ``group=constructor`` pairs; None is a group left out.
+        """Translate ``group=constructor`` pairs; None leaves a group out.
 
         Raises:
-            ConfigError: a value that is no constructor, named by its group.
+            ConfigError: if a value is not a constructor; names its group.
         """
         return cls(
             {
@@ -45,11 +45,11 @@ class PartConstructors:
 
 @dataclass(frozen=True)
 class PartSpecs:
-    """The specs of every edge of a graph of parts, from one QConfig and the constructors given by hand.
+    """The specs of every edge of a graph of parts, from one QConfig and the user's constructors.
 
     Attributes:
-        op_specs: the module's QConfig.
-        constructors: what the user gave for groups of parts.
+        op_specs: the specs of the module's QConfig.
+        constructors: the user's constructors for groups of parts.
     """
 
     op_specs: OpSpecs
@@ -58,8 +58,8 @@ class PartSpecs:
     def output_constructor(self, part: Part) -> ObserverConstructor:
         """Return the constructor that observes the output of ``part``.
 
-        Default: the QConfig's activation; for sigmoid and tanh FX's fixed qparams, one step per value of
-        the dtype over [0, 1) and [-1, 1): 1/256 and 2/256 for 8 bits.
+        Default: the QConfig's activation. Sigmoid, its complement and tanh have FX's fixed qparams, which
+        divide [0, 1) and [-1, 1) by the number of integers of the dtype: scales 1/256 and 2/256 for 8 bits.
         """
         given = self.constructors.by_group.get(part.group)
         if given is not None:
@@ -69,24 +69,25 @@ class PartSpecs:
         return self.op_specs.activation_constructor
 
     def output_spec(self, part: Part) -> QuantizationSpec | None:
-        """Return the spec for the output of ``part``; None: its constructor is of a float dtype, it stays
-        float."""
+        """Return the spec for the output of ``part``; None if it stays float, because its constructor has a
+        float dtype."""
         return _spec_of_integers(self.output_constructor(part))
 
     def input_spec(self, part: Part) -> QuantizationSpec | None:
-        """Return the spec for the input of ``part`` where it is observed apart from its producer's output;
+        """Return the spec for the input of ``part`` if it is observed separately from its producer's output;
         else None."""
         given = self.constructors.by_group.get(part.input_group or "")
         return None if given is None else _spec_of_integers(given)
 
     def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
-        """A linear takes the QConfig's activation dtype; a tensor of another dtype is quantized again."""
+        """Return the spec for the input of a linear: None if it has the QConfig's activation dtype already;
+        else it is quantized again."""
         if input_dtype == self.op_specs.activation_dtype:
             return None
         return self.op_specs.activation
 
     def group_dtype(self, group: str) -> torch.dtype:
-        """Return the dtype of the parts of ``group``: of integers, or of floats where they stay float."""
+        """Return the dtype of the parts of ``group``, which is a float dtype if they stay float."""
         given = self.constructors.by_group.get(group)
         return given.settings.dtype if given is not None else self.op_specs.activation_dtype
 
@@ -111,7 +112,7 @@ def _spec_of_integers(constructor: ObserverConstructor) -> QuantizationSpec | No
 
 
 class FloatPartSpecs(PartSpecs):
-    """Of no QConfig: nothing is observed."""
+    """The specs of a module without a QConfig: nothing is observed."""
 
     def output_spec(self, part: Part) -> QuantizationSpec | None:
         return None
@@ -130,9 +131,9 @@ class FloatPartSpecs(PartSpecs):
 
 
 class DynamicPartSpecs(PartSpecs):
-    """Of a dynamic QConfig: linears quantize what they read on the fly, and nothing else is quantized.
+    """The specs of a dynamic QConfig: linears quantize their inputs at run time; nothing else is quantized.
 
-    As ``torch.ao.nn.quantized.dynamic``, whose float16 has half-precision weights and float activations.
+    Like ``torch.ao.nn.quantized.dynamic``, where float16 means half-precision weights and float activations.
     """
 
     def output_spec(self, part: Part) -> QuantizationSpec | None:

@@ -1,9 +1,9 @@
-"""What FX calls the parameters and observers of a recurrent module.
+"""The names FX gives the parameters and observers of a recurrent module.
 
-``torch.ao.nn.quantizable.LSTM`` observes each part below the part's own name. With individually observed
-parts its cell is a graph of FX's, with observers numbered as FX makes them and scales numbered by the name
-of the module that computed the value, where functions have none. A dynamic QConfig leaves ``nn.LSTM`` as it
-is, and packs one object for each layer and direction.
+``torch.ao.nn.quantizable.LSTM`` has each part's observer under the part's own name. With individually
+observed parts its cell is a graph made by FX: observers are numbered in the order in which FX creates them;
+scales have the name of the module that computed the value, or only a number where a function computed it. A
+dynamic QConfig leaves ``nn.LSTM`` as it is, and packs one object for each layer and direction.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from torchq_compat.support.graph_nodes import attribute_of
 __all__ = ["wanted_by_dynamic", "wanted_by_observed"]
 
 GATE_PARTS = {"input": "input_gate", "forget": "forget_gate", "cell": "cell_gate", "output": "output_gate"}
-#: The parts behind the gates, which functions compute, in their order.
+#: The parts after the gates, which functions compute, in the order of computation.
 LAST_PARTS = ("fgate_cx", "igate_cgate", "fgate_cx_igate_cgate", "tanh_cy", "ogate_cy")
 
 
 def wanted_by_observed(module: RecurrentModule, state: FxState, prefix: str) -> Wanted:
-    """Of a module whose parts are observed one by one; ``prefix`` is its path in FX's names."""
+    """Return what a module whose parts are observed one by one needs from ``state``, a state dict of FX.
+
+    ``prefix`` is the module's path in FX's names.
+    """
     wanted = Wanted()
     for path, cell in module.cells():
         at = f"{prefix}.{path}"
@@ -45,7 +48,7 @@ def wanted_by_observed(module: RecurrentModule, state: FxState, prefix: str) -> 
 
 
 def wanted_by_dynamic(module: DynamicRecurrent, prefix: str) -> Wanted:
-    """Of a dynamically quantized module."""
+    """Return what a dynamically quantized module needs from a state dict of FX."""
     wanted = Wanted()
     index = 0
     for layer, each in enumerate(module.contract.layers(module)):
@@ -83,7 +86,12 @@ def _named_parts(cell: CellGraphModule, at: str) -> Wanted:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """How FX numbers the observers of a cell: (part, or None for one without a place here)."""
+    """The parts of a cell in the order of FX's observers; None for an observer without a counterpart here.
+
+    Attributes:
+        prepared: the order in a prepared cell.
+        functions: the order of the numbered scales in a converted cell.
+    """
 
     prepared: list[str | None]
     functions: list[str | None]
@@ -130,7 +138,7 @@ def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxSta
 
 
 def _is_input(index: int, state: FxState, numbers: _Numbers) -> bool:
-    """Whether the observer of that number is one of the cell's inputs, which arrive quantized."""
+    """Return whether observer number ``index`` observes an input of the cell; inputs arrive quantized."""
     if state.is_converted:
         return index < 2
     names = numbers.prepared
@@ -164,7 +172,7 @@ def _numbers(split_gates: bool, requantized: set[str]) -> _Numbers:
 
 
 def _requantized_gates(module: RecurrentModule, cell: CellGraphModule) -> set[str]:
-    """The gates that are not in the QConfig's dtype: FX quantizes what they read and what they give again."""
+    """Return the gates not in the QConfig's dtype: FX quantizes their inputs and their results again."""
     default = module.specs.op_specs.activation_dtype
     observer_of = dict(_part_observers(cell))
     return {
@@ -176,7 +184,8 @@ def _requantized_gates(module: RecurrentModule, cell: CellGraphModule) -> set[st
 
 
 def _differ_in_kind(observer: nn.Module, name: str, state: FxState) -> bool:
-    """Whether ours has fixed qparams and theirs observes: tanh of the cell state has no constructor in FX."""
+    """Return whether ``observer`` has fixed qparams where FX's observes values: FX has no constructor for the
+    tanh of the cell state."""
     return _is_fixed(observer) and f"{name}.min_val" in state.entries
 
 
@@ -185,7 +194,7 @@ def _is_fixed(observer: nn.Module) -> bool:
 
 
 def _part_observers(cell: GraphModule) -> Iterator[tuple[str, str]]:
-    """(part, path of its observer)."""
+    """Yield (part, path of its observer)."""
     calls = {node for node, _ in observer_nodes(cell)}
     for part, node in part_nodes(cell):
         for user in node.users:
@@ -195,7 +204,7 @@ def _part_observers(cell: GraphModule) -> Iterator[tuple[str, str]]:
 
 
 def _weights(graph: GraphModule) -> Iterator[tuple[str, str | None]]:
-    """(parameter, path of its observer)."""
+    """Yield (path of a parameter, path of its observer or None)."""
     observer_of = {node.args[0]: str(node.target) for node, _ in observer_nodes(graph)}
     for node in graph.graph.find_nodes(op="get_attr"):
         if isinstance(attribute_of(graph, node), Tensor):

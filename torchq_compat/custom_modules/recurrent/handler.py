@@ -1,4 +1,4 @@
-"""Recurrent modules as custom modules: the handlers the stages call, one for each family."""
+"""The handlers of recurrent modules, which the stages call: one for each family, one for dynamic QConfigs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ __all__ = ["DynamicRecurrentHandler", "RecurrentHandler"]
 
 
 class RecurrentHandler(PartOwnerHandler):
-    """One family: a float class, its observed class and its converted class."""
+    """The handler of one family: a float class, its observed class and its converted class."""
 
     def __init__(self, family: RecurrentFamily) -> None:
         self.family = family
@@ -76,7 +76,7 @@ class RecurrentHandler(PartOwnerHandler):
         return issubclass(float_class, self.family.float_class) and issubclass(observed_class, ours)
 
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
-        """An observed class that the model was built with: nothing in it is observed yet."""
+        """Return whether ``module`` is an observed class that the model was built with, not yet observed."""
         return isinstance(module, self.family.observed) and module.qconfig is None and specs.is_static
 
     def is_opaque(self, module: nn.Module) -> bool:
@@ -128,12 +128,13 @@ class RecurrentHandler(PartOwnerHandler):
                     hint="import get_lstm_with_individually_observed_parts from torchq_compat.lstm_utils, or "
                     "start the script with 'torchq-compat run'.",
                 )
-            # Observed by the eager engine, every part from its qconfig: the cells that are built here.
+            # The eager engine observed every part by the qconfig: the cells built here do the same.
             return self.family.observed.observe(request.module, specs, split_gates=_is_split(made))
         raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """As its base; a state that the parts keep in floats comes in floats."""
+        """Return the base class's boundary, in which states that the parts keep in floats are not
+        quantized."""
         assert isinstance(opaque, RecurrentModule)
         boundary = super().boundary(opaque, request, layout)
         floats = {
@@ -191,7 +192,7 @@ class RecurrentHandler(PartOwnerHandler):
 
 
 def _places_of_states(opaque: RecurrentModule, layout: CallLayout) -> tuple[int, ...]:
-    """Which tensors of a call are the states; none where they are left out."""
+    """Return the indices of the states among the tensors of a call; empty if the call passes none."""
     places = range(layout.inputs.count())
     args, kwargs = layout.inputs.put_together(places, itertools.repeat(None))
     _, hidden = opaque.contract.arguments_of(opaque.module_path, args, kwargs)
@@ -201,7 +202,8 @@ def _places_of_states(opaque: RecurrentModule, layout: CallLayout) -> tuple[int,
 
 
 def _warn_of_single_steps(request: ConvertRequest) -> None:
-    """Not of a cell: who never gives it a state in calibration has no steps that follow another."""
+    """Warn if calibration ran only single steps from zeros. Cells are left out: a cell calibrated without
+    states is also run without states."""
     observed = request.observed
     if (
         isinstance(observed, ObservedRecurrent)
@@ -221,13 +223,13 @@ def _is_split(module: nn.Module) -> bool:
 
 def _lower(opaque: OpaqueModule) -> OpaqueModule | str:
     assert isinstance(opaque, RecurrentModule)
-    kernel_build()  # Not in the first call: it takes seconds, and may have something to tell.
+    kernel_build()  # Now and not in the first call: it takes seconds and may warn.
     problems = opaque.program_problems()
     return problems[0] if problems else opaque.lowered()
 
 
 class DynamicRecurrentHandler(PartOwnerHandler):
-    """Recurrent modules a dynamic QConfig is about and nothing maps, where the backend lists them."""
+    """The handler of unmapped recurrent modules with a dynamic QConfig, if the backend lists them."""
 
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
         return False
@@ -253,7 +255,7 @@ class DynamicRecurrentHandler(PartOwnerHandler):
         return prepared
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Floats in and out."""
+        """Return a boundary of floats: nothing is quantized around the call."""
         return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
 
     def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:

@@ -1,7 +1,7 @@
-"""Whether calibration has seen a hidden state at all.
+"""Detects a calibration that has never seen a hidden state.
 
-The first step of a sequence begins with zeros, so a module that is calibrated with single steps alone sees of
-its hidden projection nothing but the bias: every later step saturates, and SQNR falls to a few dB.
+The first step of a sequence begins with zeros. In a module calibrated only with single steps, the observers
+of the hidden projection have seen only its bias: every later step saturates, and SQNR falls to a few dB.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ GROUP = "hgates"
 
 
 def has_seen_no_hidden_state(cells: Iterable[GraphModule]) -> bool:
-    """Whether every hidden projection of the prepared ``cells`` has observed its bias, or read zeros, and
-    nothing else.
+    """Return whether every hidden projection of the prepared ``cells`` has observed only its bias, or read
+    only zeros.
 
-    False where that cannot be told: observers that keep no range, or have seen no data.
+    False if the observers cannot show it: they keep no range, or have seen no data.
     """
     found = [
         _reads_zeros(cell, node) or _is_bias_alone(cell, node)
@@ -44,7 +44,7 @@ def _hidden_projections(cell: GraphModule) -> list[Node]:
 
 
 def _reads_zeros(cell: GraphModule, node: Node) -> bool:
-    """Whether the projection's input has an observer of its own, which has seen zeros alone."""
+    """Return whether the projection's input has its own observer, and that observer has seen only zeros."""
     source = node.args[0]
     return isinstance(source, Node) and _observed_range(cell, source) == (0.0, 0.0)
 

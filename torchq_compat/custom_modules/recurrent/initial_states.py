@@ -1,4 +1,4 @@
-"""The states a recurrent module of torch.nn starts from where a call gives none: zeros, written out."""
+"""Explicit initial states, zeros, for calls of torch.nn's recurrent modules that pass none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["give_initial_states"]
 
 
 def give_initial_states(module: nn.Module) -> None:
-    """Let every call of ``module``, a model's own copy, have initial states."""
+    """Make every call of ``module``, in the package's copy of the model, pass initial states."""
     module.register_forward_pre_hook(_with_states, with_kwargs=True)
 
 

@@ -1,4 +1,4 @@
-"""Shape of the loop over time in an exported program: the caller of export sets it, recurrent modules ask."""
+"""The shape of the loop over time in an exported program: export sets it, recurrent modules read it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class LoopShape(StrEnum):
     ROLLED = "rolled"
     UNROLLED = "unrolled"
     OPAQUE = "opaque"
-    #: Opaque are LSTMs with dynamic qparams, the others rolled: not of ``export``, but of what translates it.
+    #: LSTMs with dynamic qparams are opaque, other modules rolled; for translations of a program, not
+    #: ``export``.
     OPAQUE_DYNAMIC_LSTM = "opaque dynamic lstm"
-    #: Opaque with the cells as text: not of ``export`` either, but of TorchScript.
+    #: Opaque, with the cells as text; for TorchScript, not ``export``.
     OPAQUE_TEXT = "opaque text"
 
 
@@ -36,10 +37,11 @@ def exporting_loops_as(shape: LoopShape) -> Iterator[None]:
 
 
 def shape_in_export() -> LoopShape:
-    """The shape the running export wants; rolled if it did not say."""
+    """Return the shape set for the running export; ``ROLLED`` if none is set."""
     return _SHAPE.get() or LoopShape.ROLLED
 
 
 def packs_are_padded() -> bool:
-    """Whether the running export is ``export``'s, in which packed rows are those of padded sequences."""
+    """Return whether the running export is this package's, in which the rows of a PackedSequence are those of
+    padded sequences."""
     return _SHAPE.get() is not None

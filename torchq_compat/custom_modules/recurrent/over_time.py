@@ -1,7 +1,7 @@
 """One direction over time: a loop in Python, a ``scan``, or rows packed by time step.
 
-A step is called with what all steps have of their own, and the states: ``step(*inputs, *states)``; it gives
-the new states, the hidden state first, which is the step's output.
+A step is called with its own inputs and the states: ``step(*inputs, *states)``. It returns the new states;
+the first is the hidden state, which is the output of the step.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ SCAN = torch.ops.higher_order.scan
 def project_as_given(
     project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, *, batch_first: bool
 ) -> tuple[Tensor, ...]:
-    """Return ``project`` of ``x`` (T, B, I) in the layout that was given: (B, T, I) with ``batch_first``. A
-    linear would copy the view, and a backend wants to see no more than a dequantize in front of it."""
+    """Return ``project(x)`` for ``x`` (T, B, I), computed in the caller's layout: (B, T, I) with
+    ``batch_first``. A linear would copy the transposed view, and backends match a linear only directly after
+    a dequantize."""
     if not batch_first or x.dim() != 3:
         return project(x)
     return tuple(each.transpose(0, 1) for each in project(x.transpose(0, 1)))
 
 
 def masked_step(step: Step, weights: int, states: int) -> Step:
-    """``step``, called with a mask (B,) between its ``weights`` first arguments and the others: its
-    ``states`` last arguments stay where the mask is false."""
+    """Return ``step`` with one more argument, a mask (B,), after its first ``weights`` arguments; the states,
+    its last ``states`` arguments, are kept where the mask is false."""
 
     def masked(*flat: Tensor) -> State:
         mask, rest = flat[weights], flat[weights + 1 :]
@@ -53,7 +54,8 @@ def masked_step(step: Step, weights: int, states: int) -> Step:
 def run_looped_direction(
     step: Step, inputs: tuple[Tensor, ...], state: State, *, backward: bool
 ) -> tuple[Tensor, State]:
-    """Return ``inputs`` (T, B, width) each, states (B, width) -> (T, B, P) and the last states."""
+    """Run ``step`` in a Python loop: ``inputs`` (T, B, width) each, states (B, width) -> (T, B, P) and the
+    last states."""
     steps = list(zip(*(each.unbind(0) for each in inputs), strict=True))
     outputs = []
     for at_time in reversed(steps) if backward else steps:
@@ -67,11 +69,11 @@ def run_looped_direction(
 def run_rolled_direction(
     step: Step, weights: tuple[Tensor, ...], inputs: tuple[Tensor, ...], state: State, *, backward: bool
 ) -> tuple[Tensor, State]:
-    """The same of ``step(*weights, *inputs, *states)``, bit for bit, as a ``scan``: how torch.export sees it,
-    at any length.
+    """Run ``step(*weights, *inputs, *states)`` as a ``scan``, which torch.export captures at any length, with
+    the same bits as ``run_looped_direction``.
 
-    The operator itself is called, not its front ``torch.scan``, which would compile each body first to find
-    out which weights it reads.
+    The operator is called directly and not through ``torch.scan``, which would first compile each body to
+    find the weights it reads.
     """
 
     def body(*flat: Tensor) -> list[Tensor]:
@@ -88,11 +90,11 @@ def run_rolled_direction(
 def run_packed_direction(
     step: Step, inputs: tuple[Tensor, ...], state: State, batch_sizes: list[int], *, backward: bool
 ) -> tuple[Tensor, State]:
-    """Return ``inputs`` (sum of batch_sizes, width) each -> (sum of batch_sizes, P) and the last state of
-    every sequence, as torch.nn runs a PackedSequence.
+    """Run ``step`` over the rows of a PackedSequence, as torch.nn does: ``inputs`` (sum of batch_sizes,
+    width) each -> (sum of batch_sizes, P) and the last state of every sequence.
 
-    Step t holds ``batch_sizes[t]`` rows, the longest sequences first; sizes never grow. Forward, sequences
-    leave when they end; backward, they join where they end, each with its own initial state.
+    Step t has ``batch_sizes[t]`` rows, the longest sequences first; batch sizes never grow. Forward, a
+    sequence leaves the batch at its end; backward, it joins there with its own initial state.
     """
     steps = list(zip(batch_sizes, *(torch.split(each, batch_sizes) for each in inputs), strict=True))
     outputs = []

@@ -1,7 +1,7 @@
-"""A float recurrent module as the operator that torch.export writes for it: ``aten.lstm.input`` and related.
+"""Writes a float recurrent module as the operator torch.export captures for it, such as ``aten.lstm.input``.
 
-torch.export fixes the length of the sequences it sees there. So the module is captured as an opaque call, and
-the operator, which takes any length, is written afterwards.
+torch.export fixes the sequence length when it captures this operator. So the module is captured as an opaque
+call, and the operator, which accepts any length, is written afterwards.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ ATEN = torch.ops.aten
 
 
 def operator_of(module: nn.RNNBase) -> Any:
-    """The aten operator that ``module`` calls."""
+    """Return the aten operator that ``module`` calls."""
     return getattr(ATEN, module.mode.lower()).input
 
 
 def whole_op_writer(module: nn.Module, float_class: type[nn.Module]) -> WriteOps | None:
-    """A function that writes the operator of ``module``, a ``float_class``; None where it does something
-    else than call the operator with its parameters."""
+    """Return a function that writes the operator of ``module``, a ``float_class``; None if ``module`` does
+    more than call the operator with its parameters."""
     if not isinstance(module, nn.RNNBase) or type(module).forward is not float_class.forward:
         return None
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return None
     owned = dict(module.named_parameters(recurse=False))
     if any(name not in owned for name in module._flat_weights_names):
-        return None  # A parametrization computes it.
+        return None  # A parametrization computes a parameter.
     recurrent = module
 
     def write(
@@ -54,7 +54,7 @@ def whole_op_writer(module: nn.Module, float_class: type[nn.Module]) -> WriteOps
 
 
 class _Writer:
-    """Writes the nodes of one call of ``module``, which stands at ``path``, before ``call``."""
+    """Writes the nodes of one call of ``module``, whose path is ``path``, before the node ``call``."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class _Writer:
         self.structure = RecurrentStructure.of(module)
 
     def write(self, x: Node, state: Any) -> list[Node]:
-        """Nodes for the output and the last states, as the module returns them."""
+        """Return nodes for the output and the last states, as the module returns them."""
         structure, module = self.structure, self.module
         results = list(self.call_node.meta["val"])
         is_batched, batch = x.meta["val"].dim() == 3, self._batch_axis()
@@ -108,7 +108,7 @@ class _Writer:
         return nodes
 
     def _zeros(self, x: Node) -> list[Node]:
-        """The states of a call without any, in the dtype and on the device of ``x``."""
+        """Return zeros for the states of a call that passes none, in the dtype and on the device of ``x``."""
         axis = self._batch_axis()
         batch = x.meta["val"].shape[axis]
         if isinstance(batch, torch.SymInt):

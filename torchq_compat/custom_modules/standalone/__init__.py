@@ -1,1 +1,1 @@
-"""Standalone modules: quantized on their own, with a configuration of their own."""
+"""Standalone modules: quantized on their own, with their own configuration."""

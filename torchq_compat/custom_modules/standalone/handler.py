@@ -1,9 +1,9 @@
-"""Standalone modules: the handler the stages call.
+"""The handler of standalone modules, which the stages call.
 
 Legacy: ``PrepareCustomConfig.set_standalone_module_name`` and ``set_standalone_module_class``. As in FX the
-module is prepared and converted as a model of its own; its interface is float, or quantized where its own
-``input_quantized_indexes`` and ``output_quantized_indexes`` say so. Without a QConfigMapping or BackendConfig
-of its own it has the QConfig and the BackendConfig of its place.
+module is prepared and converted as its own model. Its inputs and outputs are floats, except those listed in
+its own ``input_quantized_indexes`` and ``output_quantized_indexes``. Without its own QConfigMapping or
+BackendConfig it has the QConfig selected for its path and the BackendConfig of the outer model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["StandaloneHandler"]
 
 
 class StandaloneHandler(CustomModuleHandler):
-    """A float module -> a prepared model -> a converted model, each at the module's path."""
+    """The handler of float module -> prepared model -> converted model, each at the module's path."""
 
     carries_standalone = True
 
@@ -75,12 +75,12 @@ class StandaloneHandler(CustomModuleHandler):
         prepared = request.prepare_inside(request)
         assert isinstance(prepared, QuantizationGraphModule)
         wrapped = PreparedStandalone.wrap(prepared, prepared.record, preserved_of(prepared))
-        # torchao asks every module of the graph around it whether it is a standalone module of its own.
+        # torchao checks for every module in the outer graph whether it is a standalone module.
         unguard(wrapped)
         return wrapped
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Inputs and outputs of its quantized interface are quantized; the others are floats."""
+        """Return a boundary that quantizes the inputs and outputs listed as quantized; others are floats."""
         assert isinstance(opaque, PreparedStandalone)
         interface, spec = opaque.record.interface, request.specs.activation
         positions = _positions(opaque, layout)
@@ -89,8 +89,8 @@ class StandaloneHandler(CustomModuleHandler):
         return OpaqueBoundary(inputs, outputs, (None,) * len(outputs))
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
-        """Return where the graph around it quantizes an input that is quantized inside too, the qparams are
-        one."""
+        """Convert the model inside. An input that both the outer graph and the model inside quantize gets the
+        same qparams in both."""
         opaque = request.observed
         assert isinstance(opaque, PreparedStandalone)
         assert request.convert_inside is not None
@@ -118,7 +118,7 @@ class StandaloneHandler(CustomModuleHandler):
 
 
 def _positions(opaque: PreparedStandalone, layout: CallLayout) -> list[int]:
-    """For each tensor of a call its position among the flat inputs of the model inside."""
+    """Return, for each tensor of a call, its position among the flat inputs of the model inside."""
     markers = [object() for _ in range(layout.inputs.count())]
     args, kwargs = layout.inputs.put_together(markers)
     flat = pytree.tree_leaves(opaque.record.signature.bind(args, kwargs))
@@ -126,7 +126,7 @@ def _positions(opaque: PreparedStandalone, layout: CallLayout) -> list[int]:
 
 
 def _output_dtypes(opaque: PreparedStandalone) -> tuple[Any, ...]:
-    """Return the dtype of every result that is returned as integers."""
+    """Return the dtype of every result that is returned as integers; None for other results."""
     returned = opaque.graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
     observers = dict(observer_nodes(opaque))

@@ -1,4 +1,4 @@
-"""A standalone module as one opaque call of the graph around it: a prepared or converted model at its own
+"""A standalone module as one opaque call of the outer graph: a prepared or converted model at the module's
 path."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PreparedStandalone(OpaqueModule, QuantizationGraphModule):
         return QuantizationGraphModule.__call__(self, *args, **kwargs)
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
-        """Quantized results are integers already."""
+        """Return ``result``: quantized results are already integers."""
         return result
 
 
@@ -61,13 +61,13 @@ class ConvertedStandalone(OpaqueModule, ConvertedGraphModule):
         return ConvertedGraphModule.__call__(self, *quantize_inputs(bound, self.input_qparams()))
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
-        """Quantized results are integers already."""
+        """Return ``result``: quantized results are already integers."""
         return result
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
         returned = self.graph.output_node().args[0]
         leaves = pytree.tree_leaves(returned)
-        # Constants among the results are no results of the opaque module.
+        # Constants among the returned values do not count as results of the opaque module.
         return tuple(
             qparams
             for qparams, leaf in zip(self.output_qparams(), leaves, strict=True)

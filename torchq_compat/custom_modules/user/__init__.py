@@ -1,1 +1,1 @@
-"""A user's own custom modules: any float class with an observed and a quantized class."""
+"""Users' own custom modules: any float class with an observed and a quantized class."""

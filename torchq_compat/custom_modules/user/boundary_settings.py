@@ -1,14 +1,14 @@
-"""Which inputs and outputs of a user's module are quantized, and in which dtype.
+"""Reads which inputs and outputs of a user's module are quantized, and in which dtype.
 
-FX's convention is the default: every float input and output, by the module's QConfig. A class says otherwise
-with attributes:
+The default is FX's convention: every float input and output is quantized by the module's QConfig. The
+observed class changes this with attributes:
 
     class ObservedAttention(nn.Module):
         quantized_inputs = {"mask": None, "state.0": torch.int16}
         quantized_outputs = {"1": None}
 
-Keys are labels (see ``tensor_labels``); a key for a structure is about all tensors in it. Values: None leaves
-a tensor float, a dtype observes it in that dtype, an observer constructor observes it with that.
+Keys are labels (see ``tensor_labels``); the key of a structure applies to all tensors in it. Values: None
+leaves a tensor float, a dtype observes it in this dtype, an observer constructor with this observer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def choose_specs(
     """Return the spec of every labelled tensor.
 
     Raises:
-        ConfigError: a value that is neither None, a dtype nor a constructor.
-        CustomModuleError: a dtype that has no integers.
+        ConfigError: if a value is not None, a dtype or a constructor.
+        CustomModuleError: if a dtype is not an integer dtype.
     """
     by_label = {str(key): value for key, value in settings.items()}
     chosen = []
@@ -48,10 +48,10 @@ def choose_specs(
 
 
 def check_keys(settings: Any, labels: Iterable[str], path: str, setting: str) -> None:
-    """Refuse settings that are no dict, and keys that no call has.
+    """Check that settings are a dict whose keys are labels of some call.
 
     Raises:
-        CustomModuleError: names the key and the labels there are.
+        CustomModuleError: if they are not; names the key and the labels.
     """
     if not isinstance(settings, Mapping):
         raise UserModuleError(

@@ -1,4 +1,4 @@
-"""The output observer of a module that is called several times: what its one set of qparams has to cover."""
+"""One output observer for a module that is called several times, whose qparams cover all calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["observer_of_all_calls"]
 
 
 class CoveringObserver(nn.Module):
-    """Per-tensor qparams whose range holds those of several observers of one dtype."""
+    """Per-tensor qparams whose range contains the ranges of several observers of one dtype."""
 
     def __init__(self, observers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class CoveringObserver(nn.Module):
         self.observers = nn.ModuleList(observers)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Scale (1,) float32 and zero point (1,) int64."""
+        """Return scale (1,) float32 and zero point (1,) int64."""
         qparams = covering([self._qparams(observer) for observer in self.observers])
         return torch.tensor([qparams.scale]), torch.tensor([qparams.zero_point])
 
@@ -36,5 +36,5 @@ class CoveringObserver(nn.Module):
 
 
 def observer_of_all_calls(observers: Sequence[nn.Module]) -> nn.Module:
-    """Return ``observers``, one for each call, as one."""
+    """Return one observer that covers ``observers``, one for each call."""
     return observers[0] if len(observers) == 1 else CoveringObserver(observers)

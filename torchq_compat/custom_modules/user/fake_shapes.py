@@ -1,4 +1,4 @@
-"""The shapes of a module's results, from running it on fake tensors."""
+"""Computes the shapes of a module's results by running it on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["fake_call_of"]
 
 
 def fake_call_of(module: nn.Module, path: str) -> FakeCall:
-    """Return ``module`` itself, run on fake tensors; its parameters may be real.
+    """Return a function that runs ``module`` on fake tensors; its parameters may be real.
 
-    Recurrent modules and others that other handlers know are asked for their own shapes. A module that needs
-    data is run on some; see ``probed_shapes``.
+    Submodules that a handler keeps opaque, such as recurrent modules, are replaced by the handler's fake
+    calls. A module that needs data is run on example data; see ``probed_shapes``.
 
     Raises:
         CustomModuleError: on the call, if no shapes can be found, or the module writes to an input.
     """
-    # While torch.export captures, the module itself has fake parameters, and its calls are written down.
+    # During torch.export the module itself has fake parameters, and its calls are recorded.
     real = copied_model(module)
     faked = _with_fake_calls_inside(real, path)
 
@@ -57,7 +57,7 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
 
 
 class FakeCaller(nn.Module):
-    """Stands for a module whose handler knows its shapes."""
+    """Replaces a module whose handler computes its shapes."""
 
     def __init__(self, original: nn.Module, fake_call: FakeCall) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class FakeCaller(nn.Module):
 
 
 def _with_fake_calls_inside(module: nn.Module, path: str) -> nn.Module:
-    """Return a copy of ``module``; itself, if nothing in it has to be replaced."""
+    """Return a copy of ``module`` with opaque submodules replaced; ``module`` itself if there are none."""
     known = {
         name: handler
         for name, child in module.named_modules()
@@ -100,7 +100,7 @@ def _real_parameters_allowed(tensors: list[Tensor]) -> Iterator[None]:
     mode.allow_non_fake_inputs = True
     unbacked = nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
     try:
-        # A branch on data asks for a number that only data would give.
+        # A branch on data creates an unbacked symbol, whose value only data would give.
         with unbacked:
             yield
     finally:

@@ -1,8 +1,8 @@
-"""Convert non-traceable modules whose class the script maps.
+"""Converts non-traceable modules whose class the script maps.
 
-Legacy: ``ConvertCustomConfig.set_observed_to_quantized_mapping`` with a class that was only named
-non-traceable in prepare. FX calls its ``from_observed``, hands the new module the quantized tensor of a
-quantized producer, and dequantizes what it returns.
+Legacy: ``ConvertCustomConfig.set_observed_to_quantized_mapping`` with a class that prepare only named
+non-traceable. FX calls ``from_observed`` of the mapped class, passes the new module the quantized tensor of a
+quantized producer, and dequantizes the results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["QuantizedCall", "convert_float_calls"]
 
 
 class QuantizedCall(nn.Module):
-    """``quantized``, called with floats and returning floats.
+    """A quantized module that is called with floats and returns floats.
 
     Args:
         quantized: the user's module.
@@ -46,10 +46,10 @@ class QuantizedCall(nn.Module):
 def convert_float_calls(
     converted: GraphModule, mapping: Mapping[type[nn.Module], type[nn.Module]]
 ) -> dict[str, type[nn.Module]]:
-    """Replace every module of a ``mapping`` class that the graph calls in floats; return path -> new class.
+    """Replace every module of a ``mapping`` class that the graph calls with floats; return path -> new class.
 
     Raises:
-        CustomModuleError: a quantized class whose ``from_observed`` fails.
+        CustomModuleError: if ``from_observed`` of a quantized class fails.
     """
     replaced: dict[str, type[nn.Module]] = {}
     for node in converted.graph.nodes:

@@ -1,10 +1,10 @@
-"""Any float class with an observed and a quantized class: the handler for what no other handler takes.
+"""The handler of all other modules: any float class with an observed and a quantized class.
 
 Legacy: ``PrepareCustomConfig.set_float_to_observed_mapping`` and ``ConvertCustomConfig``. FX quantized the
-first positional input and the one output of such a module; here that goes for all of them, see
-``boundary_settings``. As in FX the quantized module computes with torch.ao's quantized tensors; one whose
-class has ``takes_floats = True`` gets floats that lie on the steps of its inputs, and its results are
-quantized behind it.
+first positional input and the one output of such a module; this package quantizes all inputs and outputs, see
+``boundary_settings``. As in FX the quantized module computes with torch.ao's quantized tensors. If its class
+has ``takes_floats = True``, it gets floats rounded to the qparams of its inputs, and its results are
+quantized after the call.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = ["UserModuleHandler", "made_by"]
 
 
 class UserModuleHandler(CustomModuleHandler):
-    """Calls ``from_float`` and ``from_observed`` of the user's classes. A subclass that is registered may say
-    more about a class: its ``fake_call``, its ``boundary``."""
+    """Calls ``from_float`` and ``from_observed`` of the user's classes. A registered subclass can override
+    more for a class, such as ``fake_call`` and ``boundary``."""
 
     is_fallback = True
 
@@ -60,7 +60,7 @@ class UserModuleHandler(CustomModuleHandler):
 
     def observe(self, request: ObserveRequest) -> OpaqueModule:
         for module in request.module.modules():
-            # Where FX puts it; on the children too, for the from_float of custom modules inside.
+            # FX sets it there. Submodules have it too, for from_float of custom modules inside.
             module.qconfig = request.qconfig  # type: ignore[assignment]
         observed = made_by(request.observed_class, "from_float", request.module, request.path)
         if isinstance(observed, OpaqueModule) and handler_of(observed) is not None:
@@ -76,7 +76,7 @@ class UserModuleHandler(CustomModuleHandler):
         return None
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """As the observed class says in ``quantized_inputs`` and ``quantized_outputs``."""
+        """Return the boundary that ``quantized_inputs`` and ``quantized_outputs`` of the class describe."""
         assert isinstance(opaque, OpaqueUserModule)
         if not request.specs.is_static:
             return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
@@ -123,7 +123,7 @@ class UserModuleHandler(CustomModuleHandler):
         layouts = opaque.opaque_layouts
         observed = as_users_module(opaque)
         if request.output_observers:
-            # Where FX puts it; legacy classes take their output qparams from it.
+            # FX sets it there; legacy classes read their output qparams from it.
             first, *more = (observer_of_all_calls(each) for each in request.output_observers)
             observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
         quantized = made_by(request.quantized_class, "from_observed", observed, path)
@@ -141,7 +141,7 @@ def made_by(owner: type[nn.Module], method: str, module: nn.Module, path: str) -
     """Call ``from_float`` or ``from_observed`` of the user's ``owner`` on ``module``.
 
     Raises:
-        UserModuleError: it raises, or makes no module.
+        UserModuleError: if the method raises, or does not return a module.
     """
     try:
         made = getattr(owner, method)(module)

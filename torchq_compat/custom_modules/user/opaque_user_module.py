@@ -1,7 +1,7 @@
-"""A user's module as an opaque module: the same object, of a subclass of its class that the graph can call
-flat.
+"""A user's module as an opaque module: the same object, its class replaced by a subclass that the graph can
+call with flat tensors.
 
-So the module keeps its path, its state and its ``isinstance``; ``torch.nn.utils.parametrize`` adds
+The module keeps its path, its state and its ``isinstance`` relations; ``torch.nn.utils.parametrize`` adds
 behaviour to a module in the same way.
 """
 
@@ -12,24 +12,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from torchq_compat.custom_modules.user.legacy_tensors import has_legacy_dtype, legacy_tensor
 from torchq_compat.errors import UserModuleError
 from torchq_compat.opaque_calls.layouts import CallLayout, Structure
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
-from torchq_compat.qspecs.qparams import QParams
-from torchq_compat.support.dtypes import dtype_name
-from torchq_compat.support.quantized_tensors import as_float
+from torchq_compat.qspecs.qparams import PerTensorQParams, QParams, covering
+from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name
+from torchq_compat.support.quantized_tensors import as_float, of_integers
 
 __all__ = ["OpaqueUserModule", "as_opaque_module", "as_users_module"]
 
 
 class OpaqueUserModule(OpaqueModule):
-    """Added to the class of a user's module, so that the graph can call it.
+    """A mixin for the class of a user's module, so that the graph can call the module.
 
     Attributes:
-        opaque_path: where the module stands in the model.
-        opaque_takes_floats: whether the module gets its quantized inputs in floats; otherwise, as in FX, as
-            quantized tensors.
+        opaque_path: the module's path in the model.
+        opaque_takes_floats: whether the module gets its quantized inputs as floats; otherwise it gets
+            quantized tensors, as in FX.
     """
 
     opaque_path: str
@@ -43,14 +42,14 @@ class OpaqueUserModule(OpaqueModule):
     def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
         if self.opaque_takes_floats:
             return super().opaque_receive(q, qparams)
-        if not has_legacy_dtype(qparams):
+        if not _has_legacy_dtype(qparams):
             raise UserModuleError(
                 f"an input of {self.opaque_users_class.__qualname__} at {self.opaque_path!r} is "
                 f"{dtype_name(qparams.dtype)}, which torch.ao's quantized tensors cannot "
                 "hold.",
                 hint="set takes_floats = True on the quantized class: it then gets floats.",
             )
-        return legacy_tensor(q, qparams)
+        return _legacy_tensor(q, qparams)
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
         return super().opaque_hand_out(as_float(result), qparams)
@@ -64,7 +63,7 @@ class OpaqueUserModule(OpaqueModule):
 
 
 class HeldGraphModule(OpaqueUserModule):
-    """A GraphModule a user's class returned: a graph's class is its own and cannot be added to."""
+    """Holds a GraphModule that a user's class returned: each has its own class, which cannot be extended."""
 
     def __init__(self, held: GraphModule) -> None:
         nn.Module.__init__(self)
@@ -92,7 +91,7 @@ def as_opaque_module(module: nn.Module, path: str, *, takes_floats: bool) -> Opa
 
 
 def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
-    """Return the module the user's class made, as it was."""
+    """Return the module as the user's class made it."""
     if isinstance(opaque, HeldGraphModule):
         return opaque.held
     users_class = opaque.opaque_users_class
@@ -111,5 +110,23 @@ def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
 
 
 def _shown(structure: Structure) -> str:
-    """Return a structure for people: its shape with dtypes left out."""
+    """Return a structure for messages, without dtypes."""
     return str(structure.put_together(["tensor"] * structure.count()))
+
+
+def _has_legacy_dtype(qparams: QParams) -> bool:
+    """Return whether quantized tensors have a dtype for the integers of ``qparams``: quint8, qint8 or
+    qint32."""
+    return qparams.dtype in LEGACY_DTYPES
+
+
+def _legacy_tensor(q: Tensor, qparams: QParams) -> Tensor:
+    """Return the torch.ao quantized tensor with the integers ``q``, which classes of legacy scripts accept.
+
+    Values with several qparams (directions of a recurrent module) are quantized again with qparams that cover
+    all, because hardly any quantized operator accepts per-channel activations.
+    """
+    if not isinstance(qparams, PerTensorQParams):
+        whole = covering([piece for _, piece in qparams.runs])
+        q, qparams = whole.quantize(qparams.dequantize(q)), whole
+    return of_integers(q, qparams.scale, qparams.zero_point)

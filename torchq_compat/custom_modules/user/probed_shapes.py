@@ -1,7 +1,7 @@
-"""The shapes of a module's results where fake tensors cannot tell: it branches on data, or leaves torch.
+"""Finds the shapes of a module's results if fake tensors fail: the module branches on data, or leaves torch.
 
-The module is run twice on real tensors, with other sizes the second time; a size of a result is the size of
-an input that it equalled both times, or a constant.
+The module is run twice on real tensors, the second time with other sizes. A size of a result is taken to be
+the size of an input that it equals both times, or else a constant.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ __all__ = ["probe"]
 
 
 def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-    """Return the result of ``module(*args, **kwargs)``, tensors empty and of the shapes and dtypes it would
-    have.
+    """Return empty tensors of the shapes and dtypes of ``module(*args, **kwargs)``, in the same structure.
 
     Raises:
-        UserModuleError: the module fails on example data, or its shapes depend on the data.
+        UserModuleError: if the module fails on example data, or its shapes depend on the data.
     """
     inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
     runs = [_Run.of(module, path, inputs, tensors, sizes, other=other) for other in (False, True)]
@@ -56,7 +55,7 @@ class _Run:
     ) -> _Run:
         value = _other if other else _hint
         fill: Callable[..., Tensor] = torch.ones if other else torch.zeros
-        # Inside torch.export every new tensor would be a fake one.
+        # Inside torch.export every new tensor would be fake.
         with disable_current_modes():
             return cls._really(module, path, inputs, tensors, sizes, value, fill)
 
@@ -78,7 +77,7 @@ def _hint(size: Any) -> int:
 
 
 def _other(size: Any) -> int:
-    """Another value of a symbolic size, the same wherever its symbols stand."""
+    """Return another value of ``size`` than its hint; a symbol has the same value in all sizes."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr

@@ -1,7 +1,7 @@
-"""ExecuTorch: a converted model as a ``.pte`` file, which runs on phones and microcontrollers.
+"""Write a converted model as an ExecuTorch ``.pte`` file, which runs on phones and microcontrollers.
 
 Legacy: ``convert_fx`` and PyTorch Mobile, whose runtime had the integer kernels -> ``to_executorch``.
-ExecuTorch itself is the optional extra ``executorch``, imported when it is needed.
+ExecuTorch itself is the optional extra ``executorch``, imported only when needed.
 """
 
 from torchq_compat.lower.executorch.delegation import DelegationReport

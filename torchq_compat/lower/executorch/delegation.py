@@ -1,4 +1,4 @@
-"""Decide about every op whether a backend of ExecuTorch took it or it runs on the portable kernels."""
+"""Report for every op whether an ExecuTorch backend took it or it runs on the portable kernels."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from torch.fx import GraphModule, Node
 
 __all__ = ["DelegationReport", "read_delegation"]
 
-DELEGATE = torch.ops.higher_order
-NO_COMPUTATION = ("getitem", "sym_size", "mul", "alloc")
 IN_LOOP = "in the body of a loop, where weights are arguments and a delegate wants constants"
 NO_PATTERN = "no kernel of the backend, or not in the pattern it looks for"
 
 
 @dataclass(frozen=True)
 class DelegationReport:
-    """Operators by name, each with how often it is there; ``str()`` is a table.
+    """Operators by name, each with its count; ``str()`` is a table.
 
     Attributes:
         backend: ``portable`` or ``xnnpack``.
-        subgraphs: how many delegates there are.
-        delegated: what runs in them.
-        left: what the portable kernels run: (operator, reason) -> count.
+        subgraphs: the number of delegates.
+        delegated: the operators that run in the delegates.
+        left: the operators that the portable kernels run: (operator, reason) -> count.
     """
 
     backend: str
@@ -46,10 +44,10 @@ class DelegationReport:
 
 
 def read_delegation(graph_module: GraphModule, backend: str, refused: Mapping[str, str]) -> DelegationReport:
-    """Return the report of an edge program's graph.
+    """Return the report for the graph of an edge program.
 
     Args:
-        refused: node name -> why the backend must not have it.
+        refused: name of a node -> why the backend must not have it.
     """
     delegated: Counter[str] = Counter()
     left: Counter[tuple[str, str]] = Counter()
@@ -66,7 +64,7 @@ def read_delegation(graph_module: GraphModule, backend: str, refused: Mapping[st
 
 
 def _calls(graph_module: GraphModule, *, in_loop: bool = False) -> Iterator[tuple[Node, bool]]:
-    """The calls that compute, and whether they stand in a loop."""
+    """Yield the calls that compute, and whether each is in a loop."""
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
             continue

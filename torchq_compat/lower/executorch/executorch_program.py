@@ -1,4 +1,4 @@
-"""An ExecuTorch program: the bytes of a ``.pte`` file, and how it is called."""
+"""An ExecuTorch program: the bytes of a ``.pte`` file, and the signature of its inputs and results."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ METHOD = "forward"
 
 @dataclass(frozen=True)
 class ExecutorchProgram:
-    """A program made by ``to_executorch``; called with the model's arguments it runs in ExecuTorch's runtime.
+    """A program made by ``to_executorch``; calling it with the model's arguments runs ExecuTorch's runtime.
 
     Attributes:
         pte: the content of a ``.pte`` file.
         inputs: the flat inputs, with the sizes they may have.
-        report: what a backend took and what the portable kernels run; None for a file that was read.
-        structure: of the results; None for a file that was read, which returns a flat tuple.
+        report: which operators a backend took and which the portable kernels run; None for a program that was
+            read from a file.
+        structure: the structure of the results; None for a program that was read from a file, which returns a
+            flat tuple.
     """
 
     pte: bytes = field(repr=False)
@@ -40,10 +42,10 @@ class ExecutorchProgram:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Return the program in a ``.pte`` file. Of the sizes such a file tells the largest only.
+        """Return the program in a ``.pte`` file. The file states only the largest sizes of its inputs.
 
         Raises:
-            ExecutorchError: it is none, or the extra is not installed.
+            ExecutorchError: the file is no program that the runtime can load, or the extra is not installed.
         """
         pte = Path(path).read_bytes()
         try:
@@ -54,10 +56,10 @@ class ExecutorchProgram:
         return cls(pte, tuple(InputSpec.up_to(tuple(tensor.sizes())) for tensor in tensors))
 
     def load(self) -> None:
-        """Load the program into the runtime of this process, which the first call does otherwise.
+        """Load the program into the runtime of this process; otherwise, the first call does so.
 
         Raises:
-            ExecutorchError: the runtime refuses it, or the extra is not installed.
+            ExecutorchError: the runtime refuses the program, or the extra is not installed.
         """
         try:
             self._method  # noqa: B018
@@ -68,17 +70,17 @@ class ExecutorchProgram:
         """Write the ``.pte`` file, whole or not at all.
 
         Raises:
-            OSError: it cannot be written; a file that was there is left.
+            OSError: the file cannot be written; an existing file is left unchanged.
         """
         with whole_file(Path(path)) as file:
             file.write(self.pte)
 
     def __call__(self, *args: Any) -> Any:
-        """Run with positional ``args``, nested as the model's.
+        """Run with positional ``args``, nested like the model's.
 
         Raises:
-            ExecutorchError: another number of inputs, another dtype or size than the program was made for,
-                or an error of the runtime.
+            ExecutorchError: the number of inputs, a dtype or a size differs from those of the program, or the
+                runtime stops with an error.
         """
         leaves = [self._as_input(leaf) for leaf in pytree.tree_leaves(args)]
         if len(leaves) != len(self.inputs):
@@ -92,8 +94,8 @@ class ExecutorchProgram:
         except RuntimeError as cause:
             raise ExecutorchError(
                 f"ExecuTorch's runtime stopped: {cause}",
-                hint="the lines it printed before name the instruction; sizes that the model fixes must be "
-                "those of example_inputs.",
+                hint="the lines printed before this error name the instruction; sizes that the model fixes "
+                "must be those of example_inputs.",
             ) from cause
         return results if self.structure is None else pytree.tree_unflatten(results, self.structure)
 
@@ -103,7 +105,7 @@ class ExecutorchProgram:
 
     @staticmethod
     def _as_input(leaf: Any) -> Any:
-        # The runtime reads memory in the order of the dimensions.
+        # The runtime reads memory in the order of the dimensions, without strides.
         return leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf
 
 

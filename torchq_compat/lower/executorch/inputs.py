@@ -1,4 +1,4 @@
-"""The inputs of an ExecuTorch program: it plans its memory for the largest sizes, so they are known."""
+"""The inputs of an ExecuTorch program, with their largest sizes, for which it plans its memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SizeRange(NamedTuple):
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A flat input. ``dtype`` is None where it is not known, ``sizes`` where it is no tensor."""
+    """A flat input. ``dtype`` is None if it is unknown, ``sizes`` is None if the input is no tensor."""
 
     name: str
     dtype: torch.dtype | None
@@ -40,7 +40,7 @@ class InputSpec:
         return cls("", None, tuple(SizeRange(0, size) for size in sizes))
 
     def check(self, index: int, value: Any) -> None:
-        """Raise an ExecutorchError if ``value`` is not such an input."""
+        """Raise an ExecutorchError if ``value`` does not fit this input."""
         if self.sizes is None:
             return
         if not isinstance(value, Tensor) or value.dim() != len(self.sizes):
@@ -68,8 +68,8 @@ class InputSpec:
 
 
 def bounded_by(example_inputs: tuple[Any, ...]) -> Any:
-    """Return ``dynamic_shapes`` that let every size go from 1 to its size in ``example_inputs``, where the
-    model leaves it free."""
+    """Return ``dynamic_shapes`` with which every size that the model leaves free ranges from 1 to its value
+    in ``example_inputs``."""
 
     def sizes(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -90,7 +90,7 @@ def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
 
 
 def unexpectedly_fixed(inputs: tuple[InputSpec, ...], converted: Graph) -> list[str]:
-    """Sizes above 1 that the graph of the ``converted`` model leaves free and the program does not."""
+    """Return the sizes above 1 that the graph of the ``converted`` model leaves free and ``inputs`` fix."""
     found = []
     for spec, placeholder in zip(inputs, converted.find_nodes(op="placeholder"), strict=True):
         free = getattr(placeholder.meta.get("val"), "shape", ())
@@ -120,11 +120,11 @@ def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeR
             hint="give its Dim a max=, or leave dynamic_shapes out: then the sizes of example_inputs are "
             "the largest.",
         )
-    # torch.export lets a free size that it takes for at least 2 be 1.
+    # torch.export assumes a free size to be at least 2, but such a program also runs with size 1.
     low = int(bounds.lower)
     return SizeRange(1 if low == 2 else low, int(bounds.upper))
 
 
 def _is_free(size: int | torch.SymInt) -> bool:
-    # A size that was free and then fixed is a SymInt still.
+    # A size that was free and then fixed is still a SymInt.
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number

@@ -1,8 +1,8 @@
-"""The q-dq graph as XNNPACK reads it rightly, with the same numbers.
+"""Rewrite the q-dq graph so that XNNPACK reads it correctly, with the same numbers.
 
-XNNPACK computes on int8. It takes a uint8 pattern as well, and reads its integers as int8; and a dequantize
-that it drops, because an operator takes the integers themselves, it drops for all other readers. Either gives
-other numbers, without a word.
+XNNPACK computes on int8. It accepts a uint8 pattern too, but reads its integers as int8; and if an operator
+reads the integers themselves, XNNPACK drops the dequantize before it also for all other readers. Both
+silently give other numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ OFFSET = 128
 
 
 def shift_to_int8(program: ExportedProgram) -> None:
-    """Shift, in place, all uint8 qparams whose integers only a dequantize reads: zero point and integers less
-    128."""
+    """Shift, in place, all uint8 qparams whose integers only a dequantize reads: subtract 128 from the zero
+    point and the integers."""
     for graph_module in graphs(program.graph_module):
         for quantize in graph_module.graph.find_nodes(op="call_function", target=QUANTIZE):
             if _only_dequantized(quantize):
@@ -33,7 +33,7 @@ def shift_to_int8(program: ExportedProgram) -> None:
 
 
 def dequantize_for_each_reader(program: ExportedProgram) -> None:
-    """Give, in place, every reader of a dequantize one of its own."""
+    """Give every reader of a dequantize its own copy, in place."""
     graph = program.graph
     for dequantize in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         for reader in list(dequantize.users)[1:]:

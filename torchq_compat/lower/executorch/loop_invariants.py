@@ -1,7 +1,7 @@
-"""Compute once before a loop what no step of it changes: the weights of a recurrent layer as floats.
+"""Compute values that no step of a loop changes, such as float weights of a recurrent layer, before the loop.
 
-Exact: the operators and what they get are the same. The float copy takes no more memory than inside the loop,
-where it was made again at every step.
+The results are exact: the operators and their inputs are the same. The float copy takes no more memory than
+inside the loop, where it was computed again at every step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCAN = torch.ops.higher_order.scan
 
 
 def move_loop_invariants(graph_module: GraphModule) -> PassResult:
-    """Move them out of the body of every ``scan``, in place."""
+    """Move invariant calls out of the body of every ``scan``, in place."""
     moved = [_move_out_of(graph_module, scan) for scan in graph_module.graph.nodes if scan.target is SCAN]
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -54,7 +54,7 @@ def _move_out_of(graph_module: GraphModule, scan: Node) -> bool:
 
 
 def _invariant(body: GraphModule, constants: dict[Node, Any]) -> list[Node]:
-    """Calls that depend on ``constants`` alone, in the order of the graph."""
+    """Return the calls that depend on ``constants`` alone, in the order of the graph."""
     known = set(constants)
     found = []
     for node in body.graph.nodes:
@@ -65,7 +65,7 @@ def _invariant(body: GraphModule, constants: dict[Node, Any]) -> list[Node]:
 
 
 def _take_as_argument(body: GraphModule, arguments: list[Node], node: Node, outside: dict[Node, Any]) -> None:
-    """Let the body read ``node``, which is computed outside, from a further argument."""
+    """Make the body read ``node``, which is now computed outside, from an additional argument."""
     last = body.graph.find_nodes(op="placeholder")[-1]
     with body.graph.inserting_after(last):
         argument = body.graph.placeholder(f"{node.name}_outside")

@@ -1,11 +1,11 @@
-"""Results of loops at the sizes of the call: a repair of programs that ExecuTorch emits.
+"""Give the results of loops the sizes of the call: a repair of programs that ExecuTorch emits.
 
-ExecuTorch allocates a tensor at its upper bound, and its kernels resize what they write. Two instructions of
-those a ``scan`` becomes (pytorch/executorch#16028) do not: ``aten::copy_``, which fills the states, wants the
-size of its target; ``executorch_prim::et_copy_index``, which stacks the outputs, leaves a target as it is
-that is longer than the loop. Below the bounds a program would stop, or return the rest of a buffer as further
-steps. Here states are written by ``aten::copy.out``, which resizes, and a stack is resized to
-(steps, *output) before a step is written into it.
+ExecuTorch allocates a tensor at its upper bound, and its kernels resize the tensors they write. Two of the
+instructions that a ``scan`` becomes (pytorch/executorch#16028) do not: ``aten::copy_``, which writes the
+states, requires the size of its target; ``executorch_prim::et_copy_index``, which stacks the outputs, leaves
+a target unchanged that is longer than the loop. Below the bounds a program would stop, or return the rest of
+a buffer as further steps. Here, states are written by ``aten::copy.out``, which resizes, and a stack is
+resized to (steps, *output) before a step is written into it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IS_LAST_STEP = ("executorch_prim::eq", "Scalar")
 
 
 def size_loop_results(pte: bytes) -> bytes:
-    """The same program with the results of its loops sized by the call; one without loops as it is."""
+    """Return ``pte`` with the results of its loops sized by the call; unchanged if it has no loops."""
     _serialize = executorch_module("exir._serialize")
     file = _serialize._deserialize_pte_binary(pte)
     names = {(each.name, each.overload) for plan in file.program.execution_plan for each in plan.operators}

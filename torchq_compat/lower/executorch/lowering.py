@@ -1,4 +1,4 @@
-"""``to_executorch``: from a converted model to a ``.pte`` file."""
+"""``to_executorch``: lower a converted model to a ``.pte`` file."""
 
 from __future__ import annotations
 
@@ -44,31 +44,32 @@ def to_executorch(
 ) -> ExecutorchProgram:
     """Lower a converted model to ExecuTorch.
 
-    Weights are stored as their integers. Recurrent modules are loops over time: the program does not grow
-    with the length. On the portable kernels it computes what ``convert_to_reference_fx`` computes, bit for
-    bit; with XNNPACK each delegated operator is within one quantization step. On a device the runtime needs
-    the kernels of ExecuTorch's quantized library linked in.
+    Weights are stored as their integers. Recurrent modules are loops over time: the size of the program does
+    not depend on the length. On the portable kernels the program computes the bits of
+    ``convert_to_reference_fx``; with XNNPACK each delegated operator is within one quantization step. On a
+    device, the kernels of ExecuTorch's quantized library have to be linked into the runtime.
 
     Args:
         converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode.
         example_inputs: one example of every positional argument. ExecuTorch plans its memory beforehand, so
-            their sizes are the **largest** the program will take; every size that the model leaves free may
-            be smaller, one that is 1 here stays 1.
-        backend: ``"portable"``, or ``"xnnpack"``, which takes what it can and leaves the rest to the
-            portable kernels: ``report`` of the result says which. It has no part in the body of loops.
+            their sizes are the **largest** that the program will accept; every size that the model leaves
+            free may be smaller, except that a size of 1 here stays 1.
+        backend: ``"portable"``, or ``"xnnpack"``, which takes the operators it supports and leaves the rest
+            to the portable kernels: ``report`` of the result lists both. It takes none in the body of a loop.
         recurrent: how recurrent modules run. ``"rolled"``: as loops of portable kernels. ``"opaque"``: each
-            as one kernel of this package, with the numbers of a lowered module and at its speed; it is
+            as one kernel of this package, with the numbers and the speed of a lowered module; the kernel is
             compiled here at first use, and has to be linked in on the device.
-        dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it,
-            instead of the rule above. Every Dim needs a ``max``.
+        dynamic_shapes: which sizes are free and within which bounds, as in ``torch.export.export``; replaces
+            the rule for ``example_inputs`` above. Every Dim needs a ``max``.
         path: where to write the ``.pte`` file, whole or not at all.
 
     Returns:
-        The program: call it to run it here, or ``save`` it.
+        The program: call it to run it here, or ``save`` it to a file.
 
     Raises:
         ExecutorchError: the extra ``executorch`` is not installed; an unknown ``backend`` or ``recurrent``; a
-            size without bound; an operator for which ExecuTorch has no kernel; no compiler for ours.
+            size without bound; an operator for which ExecuTorch has no kernel; no compiler for this package's
+            kernel.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
         InputError: ``example_inputs`` missing, no inputs, or not fitting the model.
         OSError: the file cannot be written.
@@ -86,8 +87,8 @@ def to_executorch(
     if backend not in BACKENDS:
         raise ExecutorchError(
             f"backend {backend!r} is not known.",
-            hint=f"choose one of {', '.join(map(repr, BACKENDS))}; for another one take the program of "
-            "torch.export.export to the partitioner of that backend.",
+            hint=f"choose one of {', '.join(map(repr, BACKENDS))}; for another backend, give the program of "
+            "torch.export.export to its partitioner.",
         )
     executorch_module("exir")
     if recurrent not in SHAPES:
@@ -102,12 +103,12 @@ def to_executorch(
     exported = export(converted, args, recurrent=recurrent, dynamic_shapes=bounds)
     inputs = read_inputs(exported)
     if dynamic_shapes is None:
-        # A lowered model has its q-dq graph under this name.
+        # The q-dq graph of a lowered model is its attribute ``reference``.
         reference: Any = getattr(converted, "reference", converted)
         _warn_of_fixed_sizes(unexpectedly_fixed(inputs, reference.graph))
     structure = exported.call_spec.out_spec
     try:
-        # With gradients every pass over the graph would trace the backward of its loops as well.
+        # With gradients enabled, every pass over the graph would also trace the backward of its loops.
         with torch.no_grad():
             pte, report = _lower(exported, backend)
     except ExecutorchError:
@@ -124,7 +125,7 @@ def to_executorch(
 
 
 def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationReport]:
-    """Return the ``.pte`` of ``exported``, which is changed."""
+    """Return the ``.pte`` and the report of ``exported``, which is modified."""
     exir = executorch_module("exir")
     fit_quantized_ops(exported)
     refused: dict[str, str] = {}
@@ -136,7 +137,7 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
     edge = exir.to_edge_transform_and_lower(
         exported,
         partitioner=partitioners,
-        # Quantize, dequantize and scan are no core ATen.
+        # Quantize, dequantize and scan are not in core ATen.
         compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
     )
     report = read_delegation(edge.exported_program().graph_module, backend, refused)
@@ -168,6 +169,6 @@ def _cannot_lower(stage: str, cause: BaseException) -> ExecutorchError:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return ExecutorchError(
         f"ExecuTorch cannot take the model ({stage}): {type(cause).__name__}: {' '.join(lines[:2])}",
-        hint="its operators have to be in ExecuTorch's portable library; leave what needs the one named "
-        "here outside the model.",
+        hint="its operators have to be in ExecuTorch's portable library; move the part that needs the "
+        "operator named here out of the model.",
     )

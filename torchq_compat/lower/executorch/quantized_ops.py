@@ -1,7 +1,7 @@
-"""Quantized operators in the form that ExecuTorch's kernels take; same numbers.
+"""Rewrite quantized operators to the form that ExecuTorch's kernels accept, with the same numbers.
 
-A kernel that gets another form stops the process, not the call, so each has to be right before the program is
-written.
+A kernel that is given another form stops the process, not the call, so every form has to be right before the
+program is written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ATEN = torch.ops.aten
 
 
 def fit_quantized_ops(program: ExportedProgram) -> None:
-    """Rewrite in place: a per-channel quantize takes its scales as float64; a cast to float16 is a plain one;
-    of a quantized embedding the rows that are looked up are dequantized, not the table."""
+    """Rewrite in place: a per-channel quantize reads its scales as float64; a cast to float16 becomes a plain
+    cast; a quantized embedding dequantizes the rows that are looked up, not the table."""
     for graph_module in graphs(program.graph_module):
         graph = graph_module.graph
         for quantize in graph.find_nodes(op="call_function", target=QUANTIZE_PER_CHANNEL):
@@ -44,7 +44,7 @@ def fit_quantized_ops(program: ExportedProgram) -> None:
 
 
 def graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
-    """Return a graph and the bodies of its loops."""
+    """Return ``graph_module`` and the bodies of its loops."""
     return (module for module in graph_module.modules() if isinstance(module, GraphModule))
 
 
@@ -56,8 +56,8 @@ def _take_scales_as_double(graph: Graph, quantize: Node) -> None:
 
 
 def _look_up_integers(graph: Graph, embedding: Node) -> None:
-    """``dequantize_per_channel(table)[indices]`` as ``embedding_byte``: besides, the kernel of the former
-    takes no float zero points, and those of embeddings are floats."""
+    """Rewrite ``dequantize_per_channel(table)[indices]`` as ``embedding_byte``: the dequantize kernel
+    supports no float zero points, which embeddings have."""
     table = embedding.args[0]
     assert isinstance(table, Node)
     if table.target is not DEQUANTIZE_PER_CHANNEL or table.kwargs or table.args[3] != 0:

@@ -1,14 +1,14 @@
 // torchq_compat_native::recurrent.out: all layers and directions of a converted recurrent module as one kernel
-// of ExecuTorch's runtime. What it computes is in cell_loop.cpp; op.py says what the arguments are. Here x,
-// (steps, batch, width), and the states are floats, in tensors that ExecuTorch planned.
+// of ExecuTorch's runtime. cell_loop.cpp has the computation; op.py documents the arguments. Here, x (steps,
+// batch, width) and the states are floats, in tensors that ExecuTorch planned.
 //
-// Built into a program, or opened by it, it registers itself. A program's weights are packed in its first call.
+// Linked into a program, or loaded by it, the kernel registers itself. It packs a program's weights in its first
+// call.
 
 #include <executorch/runtime/kernel/kernel_includes.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 
 #include <algorithm>
-#include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -39,26 +39,19 @@ struct CellDeleter {
   void operator()(const TorchqCompatCell* cell) const { torchq_compat_free_cell(cell); }
 };
 
-// Where a tensor is, and some of what stands there: another program may be loaded at the same place.
+// The address of a tensor and a sample of its bytes: another program may be loaded at the same address.
 struct Key {
   const void* data;
   uint64_t sample;
 
   static Key of(const Tensor& tensor) {
-    const int64_t words = static_cast<int64_t>(tensor.nbytes()) / 8, step = words > 512 ? words / 32 : 1;
-    const char* bytes = static_cast<const char*>(tensor.const_data_ptr());
-    uint64_t hash = 14695981039346656037u, word = 0;
-    for (int64_t at = 0; at < words; at += step) {
-      std::memcpy(&word, bytes + 8 * at, 8);
-      hash = (hash ^ word) * 1099511628211u;
-      hash ^= hash >> 29;
-    }
-    return {bytes, hash};
+    const void* data = tensor.const_data_ptr();
+    return {data, torchq_compat_sample(data, static_cast<int64_t>(tensor.nbytes()) / 8)};
   }
   bool operator==(const Key& other) const { return data == other.data && sample == other.sample; }
 };
 
-// Numbers one after the other; `fits` is false once there were too few.
+// Reads numbers one after the other; `fits` becomes false if there are too few.
 struct Numbers {
   const double* next;
   int64_t left;
@@ -162,7 +155,7 @@ std::shared_ptr<Module> prepared(const Tensor& program, ArrayRef<Tensor> weights
   module->directions = numbers.integer();
   const int64_t states = numbers.integer(), count = around.integer();
   const double* segments = around.take(count * (1 + kQParams));
-  // Floats come and leave: behind the columns of x no qparams follow.
+  // Inputs and results are floats: no qparams follow the columns of x.
   for (int64_t left = 1 + 2 * states; left > 0; --left) around.fits = around.fits && around.integer() == 0;
   if (!around.fits || around.left != 0 || module->layers < 1 || module->directions < 1) return nullptr;
   size_t next = 0;

@@ -1,6 +1,6 @@
-"""The kernel of the opaque recurrent operator in ExecuTorch's runtime of this process, compiled at first use.
+"""Compile and load the kernel of the opaque recurrent operator, for ExecuTorch's runtime of this process.
 
-On a device ``recurrent_kernel.cpp`` and ``cell_loop.cpp`` are linked into the program.
+On a device, ``recurrent_kernel.cpp`` and ``cell_loop.cpp`` are linked into the program.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from torchq_compat.lower.executorch.runtime import executorch_module, runtime
 __all__ = ["KERNEL", "load_recurrent_kernel"]
 
 KERNEL = Path(__file__).with_name("recurrent_kernel.cpp")
-#: As ExecuTorch was compiled.
+#: The definitions that ExecuTorch was compiled with.
 DEFINITIONS = ("-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED")
 NAME = "torchq_compat_native::recurrent.out"
 
 
 @functools.cache
 def load_recurrent_kernel() -> None:
-    """Register the kernel with the runtime of this process, and its form with results for the exporter.
+    """Register the kernel with the runtime of this process, and its out variant for the exporter.
 
     Raises:
-        ExecutorchError: it cannot be compiled here, or the extra is not installed.
+        ExecutorchError: the kernel cannot be compiled here, or the extra is not installed.
     """
     root = Path(next(iter(executorch_module("exir").__path__))).parent
     registered = runtime().operator_registry
@@ -62,7 +62,7 @@ def load_recurrent_kernel() -> None:
 
 
 def _library(root: Path) -> Path:
-    """Compile the kernel for the ExecuTorch at ``root``, or find it compiled."""
+    """Return the kernel's library for the ExecuTorch at ``root``, compiled if it is not cached."""
     compiler = shlex.split(os.environ.get("CXX") or "") or ["c++"]
     includes = [root / "include", root / "include/executorch/runtime/core/portable_type/c10", SOURCE.parent]
     libraries = root / "lib"

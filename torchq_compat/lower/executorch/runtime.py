@@ -1,4 +1,4 @@
-"""The ExecuTorch packages this package uses, imported when they are needed."""
+"""Import the optional ExecuTorch packages when they are needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def executorch_module(name: str) -> Any:
     """
     try:
         with warnings.catch_warnings():
-            # The Python bindings call themselves experimental.
+            # The Python bindings warn that they are experimental.
             warnings.simplefilter("ignore")
             import_module("executorch.kernels.quantized")
             return import_module(f"executorch.{name}")
@@ -31,7 +31,7 @@ def executorch_module(name: str) -> Any:
 
 
 def runtime() -> Any:
-    """ExecuTorch's runtime in this process.
+    """Return ExecuTorch's runtime in this process.
 
     Raises:
         ExecutorchError: the extra is not installed.

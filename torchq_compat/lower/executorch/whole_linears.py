@@ -1,7 +1,7 @@
-"""``addmm`` and ``mm`` by a transposed weight as ``linear`` again, as before ExecuTorch's decompositions.
+"""Restore ``linear`` from ``addmm`` and ``mm`` by a transposed weight, to which ExecuTorch decomposes it.
 
-Its kernel for ``linear`` is a matrix product of a BLAS; the one for ``addmm`` is three loops behind a copy of
-the weight, thirty times slower in an LSTM of 512 hidden units.
+The kernel for ``linear`` is a matrix product of a BLAS; the kernel for ``addmm`` is three loops after a copy
+of the weight, thirty times slower in an LSTM of 512 hidden units.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["restore_linears"]
 
 
 def restore_linears(graph_module: GraphModule) -> PassResult:
-    """Rewrite an edge graph and the bodies of its loops, in place."""
+    """Rewrite an edge graph and the bodies of its loops in place."""
     edge = executorch_module("exir.dialects._ops").ops.edge.aten
     changed = False
     for each in graphs(graph_module):
@@ -33,7 +33,7 @@ def restore_linears(graph_module: GraphModule) -> PassResult:
 
 
 def _operands(node: Node) -> tuple[Node | None, ...] | None:
-    """Return (x, weight, bias) if ``node`` is a linear in other words."""
+    """Return (x, weight, bias) if ``node`` is a decomposed linear; else None."""
     aten = torch.ops.aten
     if node.kwargs or not (_is(node, aten.addmm) or _is(node, aten.mm)):
         return None

@@ -1,9 +1,9 @@
-"""XNNPACK's partitioner, held to what XNNPACK computes.
+"""XNNPACK's partitioner, restricted to patterns that XNNPACK computes correctly.
 
-Its own checks look at the pattern around a matmul or a convolution, not at the qparams in it: it takes uint8,
-16-bit and narrowed qparams, and computes other numbers. They also mark the dequantize before an operator that
-they then refuse as one that does not compute; taken on its own, it would hand on integers as floats. So
-quantize and dequantize are taken only with the operator between them.
+Its own checks inspect the pattern around a matmul or a convolution, but not the qparams: it takes uint8,
+16-bit and narrowed qparams, and computes other numbers. It also marks the dequantize before an operator that
+it then refuses as an op that does not compute; taken alone, the dequantize would return integers as floats.
+So quantize and dequantize are taken only along with the operator between them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def xnnpack_partitioner(refused: dict[str, str]) -> Any:
     """Return the partitioner for ``to_edge_transform_and_lower``.
 
     Args:
-        refused: is filled with the reason, by the name of the node, where qparams are not XNNPACK's.
+        refused: filled with name of a node -> reason, for nodes whose qparams XNNPACK does not support.
     """
     partition = "backends.xnnpack.partition"
     all_configs = executorch_module(f"{partition}.config").ALL_PARTITIONER_CONFIGS
@@ -48,7 +48,7 @@ def _held_to_int8(config: type[Any], refused: dict[str, str]) -> type[Any]:
 
 
 def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
-    """Why XNNPACK must not have ``partition``, which is ``node`` and its surroundings; empty if it may."""
+    """Return why XNNPACK must not have ``partition``, ``node`` and its surroundings; empty if it may."""
     quantized = [each for each in partition if _is_quantized(each)]
     if not quantized and any(_is_quantized(each) for each in node.all_input_nodes):
         return "not in the pattern of a quantized operator: dequantize, operator, quantize"
@@ -61,7 +61,7 @@ def _wrong_qparams(node: Node, *, is_weight: bool) -> str:
         dtype = node.args[6]
         return "" if dtype is torch.int8 else f"XNNPACK computes on int8, not {dtype}"
     qparams = PerTensorQParams.of_node(node)
-    # The integers of a weight are there; nothing is clamped any more.
+    # A weight is stored as its integers: nothing is clamped at run time.
     narrow = (qparams.quant_min, qparams.quant_max) != (-128, 127) and not is_weight
     if qparams.dtype is torch.int8 and not narrow:
         return ""
@@ -70,7 +70,7 @@ def _wrong_qparams(node: Node, *, is_weight: bool) -> str:
 
 
 def _is_quantized(node: Node) -> bool:
-    # Those with qparams as tensors choose them at run time.
+    # Variants with qparams as tensors, not "default", choose the qparams at run time.
     return "quantize_per_" in _name(node) and "default" in _name(node)
 
 

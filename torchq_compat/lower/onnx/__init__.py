@@ -1,8 +1,8 @@
-"""From a converted model to an ONNX file: a graph of QuantizeLinear and DequantizeLinear, loops over time as
-Scan.
+"""Write a converted model as an ONNX file: a graph of QuantizeLinear and DequantizeLinear, with loops over
+time as Scan.
 
-Legacy: none. FX's converted models do not export; ``torch.onnx`` took torch.ao's eager kernels for Caffe2
-alone.
+Legacy: none. FX's converted models cannot be exported; ``torch.onnx`` supported torch.ao's eager kernels only
+for Caffe2.
 """
 
 from torchq_compat.lower.onnx.lowering import to_onnx

@@ -1,9 +1,9 @@
-"""Convolutions in front of loops: their bias is apart.
+"""Separate the biases of convolutions in models with loops.
 
-ONNX Runtime's optimizer rounds the bias of a quantized convolution to integers of 32 bits
-(``WeightBiasQuantization``), which changes some of its results by a step. That is little in a feed-forward
-model, and its integer kernel is worth it; in front of a loop over time each such step changes all that
-follows: 29 to 33 dB in a DeepSpeech of GRUs. A bias that is subtracted from the result is left as it is.
+ONNX Runtime's optimizer rounds the bias of a quantized convolution to 32-bit integers
+(``WeightBiasQuantization``), which changes some of its results by a step. In a feed-forward model that is
+little, and worth the integer kernel; before a loop over time each such step changes everything that follows:
+29 to 33 dB in a DeepSpeech of GRUs. A bias that is subtracted from the result is not rounded.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CONVOLUTIONS = (
 
 
 def with_bias_apart(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor, *settings: Any) -> Tensor:
-    """Return the convolution, its bias subtracted."""
+    """Return the result of ``convolution``, with its bias applied by a subtraction."""
     result: Tensor = convolution(x, weight, None, *settings)
     return result - (-bias).reshape(-1, *[1] * (weight.dim() - 2))
 
 
 def keep_biases(program: ExportedProgram) -> None:
-    """Put the biases of a program with loops apart, in place."""
+    """Separate the biases of convolutions in a program with loops, in place."""
     graph_module: GraphModule = program.graph_module
     graph = graph_module.graph
     if not graph.find_nodes(op="call_function", target=SCAN):

@@ -1,8 +1,8 @@
 """Dynamically quantized LSTMs as ``com.microsoft::DynamicQuantizeLSTM``, one node for each layer.
 
-ONNX Runtime's operator quantizes the input and the hidden state step by step over the whole of uint8, and
-computes gates and states in floats, as ``torch.ao.nn.quantized.dynamic.LSTM`` does over half of that range.
-Its weights are (directions, inputs, 4H) with the gates in ONNX's order: input, output, forget, cell.
+ONNX Runtime's operator quantizes the input and the hidden state step by step over the whole range of uint8,
+and computes gates and states in floats; ``torch.ao.nn.quantized.dynamic.LSTM`` does so over half of the
+range. Its weights are (directions, inputs, 4H) with the gates in ONNX's order: input, output, forget, cell.
 
 The module needs onnxscript: import it through ``packages``.
 """
@@ -26,13 +26,13 @@ __all__ = ["DOMAIN", "quantized_recurrent"]
 
 DOMAIN = "com.microsoft"
 LINEAR = torch.ops.aten.linear.default
-#: Places of torch's stacked gates (input, forget, cell, output) in ONNX's order.
+#: The positions in torch's stacked gates (input, forget, cell, output), in ONNX's order.
 GATE_ORDER = (0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """The weight of one projection of one direction, as the operator wants it.
+    """The weight of one projection of one direction, in the layout of the operator.
 
     Attributes:
         weight: (1, inputs, 4H), integers.
@@ -53,8 +53,8 @@ def quantized_recurrent(
     cells: str,
     batch_first: bool,
 ) -> Sequence[TensorType]:
-    """``torchq_compat::quantized_recurrent`` of LSTMs with dynamic qparams; ``batch_first`` changes no
-    number."""
+    """Translate ``torchq_compat::quantized_recurrent`` for LSTMs with dynamic qparams; ``batch_first``
+    changes no number."""
     owned, rows = iter(weights), iter(states)
     outputs: list[Any] = []
     last: list[Any] = []
@@ -87,7 +87,7 @@ def quantized_recurrent(
 
 
 def _dynamic_quantize_lstm(*inputs: Any, direction: str, hidden_size: int) -> Sequence[Any]:
-    """(output, last hidden state, last cell state). onnxscript has no schema of the operator."""
+    """Return (output, last hidden state, last cell state); onnxscript has no schema of the operator."""
     node = ir.node(
         "DynamicQuantizeLSTM",
         inputs=list(inputs),
@@ -101,7 +101,7 @@ def _dynamic_quantize_lstm(*inputs: Any, direction: str, hidden_size: int) -> Se
 
 
 def _read(data: dict[str, Any], weights: Iterator[Any]) -> _Linear:
-    """The one linear of a graph of a cell; takes its own of ``weights``."""
+    """Return the one linear of a cell's graph; consumes its part of ``weights``."""
     graph = graph_from_data(data)
     value_of = {name: next(weights) for name in data["weights"]}
     linear = _linear_of(graph)
@@ -136,7 +136,7 @@ def _linear_of(graph: Graph) -> Node:
 
 
 def _in_onnx_order(gates: Any) -> Any:
-    """Split by gate in the first dimension, and put together again."""
+    """Return ``gates``, split by gate in the first dimension, in ONNX's order."""
     size = int(gates.shape[0]) // len(GATE_ORDER)
     parts = [op.Slice(gates, _axes(i * size), _axes((i + 1) * size), _axes(0)) for i in GATE_ORDER]
     return op.Concat(*parts, axis=0)

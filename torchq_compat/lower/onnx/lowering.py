@@ -1,4 +1,4 @@
-"""``to_onnx``: from a converted model to an ONNX file."""
+"""``to_onnx``: write a converted model as an ONNX file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape
 from torchq_compat.errors import OnnxError
+from torchq_compat.graph.plain_tables import look_up_rows
 from torchq_compat.lower.export import export
 from torchq_compat.lower.onnx.biases import keep_biases
-from torchq_compat.lower.onnx.embeddings import look_up_integers
 from torchq_compat.lower.onnx.onnx_model import OnnxModel, check_place, read_model
 from torchq_compat.lower.onnx.packages import onnx_module
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
@@ -27,7 +28,7 @@ __all__ = ["to_onnx"]
 
 #: The first opset with 16-bit QuantizeLinear.
 OLDEST_OPSET = 21
-#: How dynamically quantized LSTMs are written -> the shape of loops in the program that is translated.
+#: How dynamically quantized LSTMs are written -> the loop shape of the program that is translated.
 DYNAMIC_LSTMS = {"loop": LoopShape.ROLLED, "DynamicQuantizeLSTM": LoopShape.OPAQUE_DYNAMIC_LSTM}
 OPSET = Expected("an int", lambda value: isinstance(value, int) and not isinstance(value, bool))
 
@@ -45,10 +46,10 @@ def to_onnx(
 ) -> OnnxModel:
     """Write a converted model as ONNX: quantize and dequantize operators, and weights as their integers.
 
-    Recurrent modules are Scan operators, one for each layer and direction, of any length and batch. In ONNX
-    Runtime the graph computes the bits of ``convert_to_reference_fx`` with its optimizer off, but for values
-    that lie between two integers, where ONNX divides by the scale and torch multiplies by its inverse; with
-    default options it has an SQNR of 40 dB or more to it.
+    Recurrent modules become Scan operators, one for each layer and direction, of any length and batch size.
+    With ONNX Runtime's optimizer off, the graph computes the bits of ``convert_to_reference_fx``, except for
+    values halfway between two integers, where ONNX divides by the scale and torch multiplies by its inverse;
+    with default options it has an SQNR of 40 dB or more relative to the reference.
 
     Args:
         converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode.
@@ -56,17 +57,17 @@ def to_onnx(
             matter. Every size that the model leaves free is free in the graph.
         path: where to write the ``.onnx`` file, whole or not at all.
         opset: the version of ONNX's operators, 21 or newer.
-        dynamic_lstm: how LSTMs with a dynamic QConfig are written. ``"loop"``: as the others, with the
-        numbers of the model here. ``"DynamicQuantizeLSTM"``: ONNX Runtime's own operator, which is some
-        times faster, quantizes over the whole range of 8 bits, and exists nowhere else.
-        dynamic_shapes: which sizes are free and in which bounds, as ``torch.export.export`` takes it.
+        dynamic_lstm: how LSTMs with a dynamic QConfig are written. ``"loop"``: as other recurrent modules,
+            with the numbers of this model. ``"DynamicQuantizeLSTM"``: as ONNX Runtime's own operator, which
+            is a few times faster, quantizes over the whole range of 8 bits, and exists in no other runtime.
+        dynamic_shapes: which sizes are free and within which bounds, as in ``torch.export.export``.
 
     Returns:
-        The model: ``proto``, its opset and which sizes are free; ``save(path)``.
+        The model: its ``proto``, its opset and the free sizes; ``save(path)`` writes it.
 
     Raises:
         OnnxError: the extra ``onnx`` is not installed, an opset that is too old or unknown, or an operator
-        that has no form in ONNX.
+            that has no form in ONNX.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
         InputError: ``example_inputs`` missing, no inputs, or not fitting the model.
         OnnxFileError: the file cannot be written; it is an OSError too.
@@ -103,10 +104,10 @@ def to_onnx(
         )
     translations = onnx_module("torchq_compat.lower.onnx.translations").TRANSLATIONS
     args = read_example_inputs(example_inputs)
-    # The shape of ONNX Runtime's own operator has no name for users.
+    # The loop shape for ONNX Runtime's own operator has no public name.
     shape: Any = DYNAMIC_LSTMS[dynamic_lstm]
     program = export(converted, args, recurrent=shape, dynamic_shapes=dynamic_shapes)
-    look_up_integers(program)
+    _look_up_integers(program)
     keep_biases(program)
     model = read_model(_translate(program, opset, translations), opset)
     if path is not None:
@@ -130,7 +131,7 @@ def _translate(program: ExportedProgram, opset: int, translations: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.onnx prints its progress, and warns of what it will do in another version."""
+    """Suppress the progress that torch.onnx prints, and its warnings about future versions."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -145,6 +146,21 @@ def _cannot_translate(opset: int, cause: BaseException) -> OnnxError:
     found = f"{type(innermost).__name__}: {' '.join(lines[:2])}"
     return OnnxError(
         f"torch.onnx cannot write the model for opset {opset}: {found}",
-        hint="every operator of the model needs a form in that opset; leave the part that has none outside "
-        "the model, or write it with other operators.",
+        hint="every operator of the model needs a form in that opset; move an operator without one out of "
+        "the model, or replace it by other operators.",
     )
+
+
+def _look_up_integers(program: ExportedProgram) -> None:
+    """Rewrite ``dequantize_per_channel(table)[indices]`` in place, as operators on the rows.
+
+    Otherwise the optimizer of torch.onnx would fold the integer table into a float table.
+    """
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            for embedding in module.graph.find_nodes(
+                op="call_function", target=torch.ops.aten.embedding.default
+            ):
+                look_up_rows(module.graph, embedding)
+            module.graph.eliminate_dead_code()
+            module.recompile()

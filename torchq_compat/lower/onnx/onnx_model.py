@@ -1,4 +1,4 @@
-"""What ``to_onnx`` returns: an ONNX model, and what a reader of it has to know."""
+"""The result of ``to_onnx``: an ONNX model, its opset and its free sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OnnxModel:
 
     Attributes:
         proto: the ``onnx.ModelProto``.
-        opset: the version of ONNX's own operators.
+        opset: the version of ONNX's standard operators.
         free_sizes: the sizes of inputs that may differ from call to call, as "x in dimension 0".
     """
 
@@ -34,8 +34,8 @@ class OnnxModel:
         """Write the model to ``path``, whole or not at all.
 
         Raises:
-            OnnxError: more than the 2 GiB that a file may have.
-            OnnxFileError: the file cannot be written; one that was there is left.
+            OnnxError: the model exceeds the 2 GiB limit of a file.
+            OnnxFileError: the file cannot be written; an existing file is left unchanged.
         """
         content = self.to_bytes()
         try:
@@ -45,10 +45,10 @@ class OnnxModel:
             raise _not_written(Path(path), cause) from cause
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file, as ``onnxruntime.InferenceSession`` takes it.
+        """Return the content of the file, as ``onnxruntime.InferenceSession`` accepts it.
 
         Raises:
-            OnnxError: more than the 2 GiB that a file may have.
+            OnnxError: the model exceeds the 2 GiB limit of a file.
         """
         try:
             content: bytes = self.proto.SerializeToString()
@@ -61,10 +61,10 @@ class OnnxModel:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a path where no file can stand, before the model is translated.
+    """Refuse a path that no file can have, before the model is translated.
 
     Raises:
-        OnnxFileError: it has no folder, or is one.
+        OnnxFileError: the folder does not exist, or the path is a folder.
     """
     if path.is_dir():
         raise _not_written(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
@@ -75,17 +75,18 @@ def check_place(path: Path) -> None:
 def _not_written(path: Path, cause: OSError) -> OnnxFileError:
     return OnnxFileError(
         f"the ONNX model cannot be written to {path}: {cause.strerror or cause}.",
-        hint="give the path of a file in a folder that there is and that you may write; one that was there "
-        "is as it was.",
+        hint="give the path of a file in an existing folder with write permission; an existing file is left "
+        "unchanged.",
     )
 
 
 def read_model(proto: Any, opset: int) -> OnnxModel:
-    """``proto`` with what it says of itself."""
+    """Return ``proto`` with the free sizes of its inputs; correct its fixed sizes and its opset imports."""
     for value in (*proto.graph.input, *proto.graph.output):
         for size in value.type.tensor_type.shape.dim:
             if size.dim_param.isdigit():
-                # torch.onnx writes a size that turned out to be fixed as the name of a free one.
+                # torch.onnx writes a size that turned out to be fixed as a free one named "4".
+
                 size.dim_value = int(size.dim_param)
     free = tuple(
         f"{value.name} in dimension {dimension}"

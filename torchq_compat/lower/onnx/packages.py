@@ -1,4 +1,4 @@
-"""The ONNX packages this package uses, imported when they are needed."""
+"""Import the optional ONNX packages when they are needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["onnx_module"]
 
 
 def onnx_module(name: str) -> Any:
-    """The module ``name``, which needs the packages of the extra.
+    """Return the module ``name``, which needs the packages of the extra.
 
     Raises:
         OnnxError: the extra is not installed.

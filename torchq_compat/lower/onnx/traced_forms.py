@@ -1,13 +1,13 @@
-"""A converted model for ``torch.onnx.export`` alone, which has no translations of ours: what it would write
-wrong, or cannot write, is traced as operators that it writes right.
+"""Trace a converted model for plain ``torch.onnx.export``, which has none of our translations: replace the
+operators that it would write wrongly, or cannot write, by operators that it writes right.
 
-- A quantize to a part of its dtype's range is clamped first: QuantizeLinear saturates at the dtype's own.
-- Integers that QuantizeLinear has not in the default opset, float zero points and dynamic qparams are
+- A quantize to a part of its dtype's range is clamped first: QuantizeLinear saturates at the dtype's bounds.
+- Integers that QuantizeLinear does not have in the default opset, float zero points and dynamic qparams are
   computed in floats.
-- Of a table of integers the rows that are looked up are dequantized.
-- The bias of a convolution is subtracted where there are loops; see ``biases.py``.
-- A linear of floats by integers has two dimensions, for a Gemm, and of one of integers the bias is
-  subtracted; see ``translations.py``.
+- In a lookup in an integer table, only the rows that are looked up are dequantized.
+- The bias of a convolution is subtracted if there are loops; see ``biases.py``.
+- A linear of floats by integers is made two-dimensional, for a Gemm; the bias of a linear of integers by
+  integers is subtracted; see ``translations.py``.
 
 Legacy: none.
 """
@@ -35,21 +35,21 @@ __all__ = ["OnnxForms", "run_for_onnx"]
 
 ATEN = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
-#: What QuantizeLinear has in the default opset of torch.onnx.
+#: The dtypes that QuantizeLinear has in the default opset of torch.onnx, and their ranges.
 BYTES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 #: The largest float32 that fits into an int32.
 LARGEST = 2147483520
 
 
 def run_for_onnx(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Any:
-    """Run ``model``, a q-dq graph, on operators that ONNX has; loops over time are rolled."""
+    """Run ``model``, a q-dq graph, on operators that ONNX has, with loops over time rolled."""
     bound = take_integers(model.record.signature.bind(args, {}), model.input_qparams())
     with exporting_loops_as(LoopShape.ROLLED), OnnxForms(keeps_biases=bool(opaque_call_nodes(model))):
         return Interpreter(with_size_rules(model, bound)).run(*bound)
 
 
 class _Table(NamedTuple):
-    """What a dequantized tensor came from."""
+    """The integers and qparams that a tensor was dequantized from."""
 
     integers: Tensor
     scales: Tensor
@@ -58,16 +58,16 @@ class _Table(NamedTuple):
 
 
 class OnnxForms(TorchFunctionMode):
-    """Runs operators of ``quantized_decomposed`` as others that ONNX has, inside of loops too.
+    """Replaces operators of ``quantized_decomposed`` by operators that ONNX has, inside loops too.
 
     Args:
-        keeps_biases: whether those of convolutions are apart; see ``biases.py``.
+        keeps_biases: whether the biases of convolutions are separated; see ``biases.py``.
     """
 
     def __init__(self, keeps_biases: bool = False) -> None:
         super().__init__()
         self.keeps_biases = keeps_biases
-        #: Dequantized tensor -> where it came from; None: bytes, per tensor.
+        #: Dequantized tensor -> its source; None for bytes with per-tensor qparams.
         self._dequantized: Any = WeakTensorKeyDictionary()
 
     def __torch_function__(
@@ -91,7 +91,7 @@ class OnnxForms(TorchFunctionMode):
         return result
 
     def _around(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """``body``, which is traced while this mode is off."""
+        """Return ``body`` with this mode on: a scan traces its body with the mode off."""
 
         def with_forms(*args: Any) -> Any:
             with self:
@@ -209,7 +209,7 @@ def _convert_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _look_up(table: _Table, indices: Tensor) -> Tensor:
-    """Rows of ``table``, dequantized."""
+    """Return the rows of ``table`` at ``indices``, dequantized."""
     rows, shift, factor = (
         ATEN.index.Tensor(each, [indices]).to(torch.float32)
         for each in (table.integers, table.zero_points, table.scales)

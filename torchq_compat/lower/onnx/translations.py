@@ -1,13 +1,13 @@
-"""Operators of exported programs -> ONNX, where torch's own translation computes something else or has none.
+"""ONNX translations of operators for which torch's own translation computes something else or is missing.
 
-- A quantize to a part of its dtype's range is clipped first: QuantizeLinear saturates at the dtype's own.
-- int32, of parts in 16 bits, has no QuantizeLinear: it is computed in floats, as torch computes it.
+- A quantize to a part of its dtype's range is clipped first: QuantizeLinear saturates at the dtype's bounds.
+- int32, the dtype of 16-bit parts, has no QuantizeLinear: it is computed in floats, as torch computes it.
 - Float zero points, of embeddings, have no DequantizeLinear.
 - Dynamic qparams are chosen in the graph, as ``choose_qparams`` chooses them.
-- A linear of floats by integers is a Gemm: ONNX Runtime makes MatMulNBits of a MatMul there, which rounds the
-  floats to 8 bits (34 to 43 dB in an LSTM of two bidirectional layers).
-- A bias is subtracted from a MatMul: ONNX Runtime would make QGemm of an Add or a Gemm, which rounds the bias
-  to integers (42 dB there, 36 dB in a loop around a GRUCell).
+- A linear of floats by integers is a Gemm: ONNX Runtime turns a MatMul there into MatMulNBits, which rounds
+  the floats to 8 bits (34 to 43 dB in an LSTM of two bidirectional layers).
+- A bias is subtracted from a MatMul: ONNX Runtime would turn an Add or a Gemm into QGemm, which rounds the
+  bias to integers (42 dB in that LSTM, 36 dB in a loop around a GRUCell).
 
 The module needs onnxscript: import it through ``packages``.
 """
@@ -28,7 +28,7 @@ from torchq_compat.qspecs import qdq
 
 __all__ = ["TRANSLATIONS"]
 
-#: Range of the dtypes that QuantizeLinear has.
+#: The dtypes that QuantizeLinear has, and their ranges.
 RANGES = {
     ir.DataType.UINT8: (0, 255),
     ir.DataType.INT8: (-128, 127),

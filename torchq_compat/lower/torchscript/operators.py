@@ -1,6 +1,6 @@
-"""Python functions of a captured graph, and q-dq operators, as TorchScript has them.
+"""TorchScript forms of the Python functions of a captured graph and of q-dq operators.
 
-``quantized_decomposed`` is implemented in Python: a process that only loads TorchScript does not have it.
+``quantized_decomposed`` is implemented in Python: a process that only loads TorchScript lacks it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TEMPLATES: Mapping[Any, str] = {
     ATEN.sym_numel.default: "{0}.numel()",
     ATEN.sym_storage_offset.default: "{0}.storage_offset()",
 }
-#: Their results, where the function is one of sizes, that a float argument takes as they are.
+#: Functions whose results, if they compute sizes, are already valid as a float argument.
 INT_FLOAT = (operator.truediv, torch.sym_float)
 
 

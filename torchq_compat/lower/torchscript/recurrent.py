@@ -1,4 +1,4 @@
-"""A recurrent module of an eager model in TorchScript: torch.nn's call, around one compiled function."""
+"""A recurrent module of an eager model in TorchScript: torch.nn's signature around one compiled function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, BATCH = 3, 2
 
 
 class _Flat(nn.Module):
-    """The module called with its states one by one."""
+    """The module, called with its states as separate arguments."""
 
     def __init__(self, module: nn.Module, state_count: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Flat(nn.Module):
 
 
 def scripted_recurrent(module: nn.Module, contract: RecurrentContract) -> nn.Module:
-    """A plain module that torch.jit.script compiles, called as ``module`` is with batched tensors."""
+    """Return a plain module that torch.jit.script compiles, called like ``module`` with batched tensors."""
     settings = contract.attributes()
     count = len(contract.kind.states)
     sizes, x = _state_sizes(settings, count), _example(contract, settings)
@@ -58,7 +58,7 @@ def _example(contract: RecurrentContract, settings: dict[str, Any]) -> Tensor:
 
 
 def _state_sizes(settings: dict[str, Any], count: int) -> list[tuple[int, ...]]:
-    """Of each state; -1 is the batch."""
+    """Return the sizes of each state; -1 is the batch size."""
     width = settings["hidden_size"]
     hidden = settings.get("proj_size") or width
     if "num_layers" not in settings:

@@ -37,7 +37,7 @@ __all__ = ["ScriptedGraph", "compile_text", "script_source", "scripted_graph", "
 
 NAMES: dict[str, Any] = {"Dict": dict, "List": list, "Optional": Optional, "Tuple": tuple}
 _FILES = itertools.count()
-#: What a condition about sizes may be written with, to be one of TorchScript too.
+#: Conditions about sizes that are valid in TorchScript too.
 PLAIN_CONDITION = re.compile(r"(?:[\w\s()+\-*%<>=!]|//)*")
 LEAVE_OUT = "use torchq_compat.export and torch.export.save, or leave this module out of what is scripted."
 CONVERT_FIRST = "give torch.jit what convert_fx returns: its recurrent modules run on integers there."
@@ -48,8 +48,8 @@ class ScriptedGraph:
     """A captured model in TorchScript.
 
     Attributes:
-        model: it was made from.
-        function: of its flat inputs and ``constants`` -> its flat results.
+        model: the model it was made from.
+        function: maps its flat inputs and ``constants`` to its flat results.
         constants: name -> tensor or packed weights.
     """
 
@@ -59,7 +59,7 @@ class ScriptedGraph:
     constants: dict[str, Any]
 
     def call(self, args: tuple[Any, ...]) -> Any:
-        """Call the function with positional arguments of the model, which torch.jit.trace is looking at."""
+        """Call the function with positional arguments of the model, while torch.jit.trace records."""
         flat = pytree.tree_leaves(args, is_leaf=lambda leaf: leaf is None)
         result = self.function(*flat, *self.constants.values())
         results = iter(result if len(self.source.results) != 1 else (result,))
@@ -68,7 +68,7 @@ class ScriptedGraph:
         return pytree.tree_unflatten(leaves, _out_spec(self.model))
 
     def module(self) -> nn.Module:
-        """A plain module that torch.jit.script compiles."""
+        """Return a plain module that torch.jit.script compiles."""
         forward = compile_text(
             _forward_text(self), "forward", {"graph_function": self.function, "Tensor": Tensor}
         )
@@ -83,10 +83,10 @@ class ScriptedGraph:
 
 
 def scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
-    """The graph of ``model`` that runs, compiled by torch.jit.
+    """Return the graph that ``model`` runs, compiled by torch.jit.
 
     Raises:
-        ExportError: a module or operator that TorchScript has no word for; names it.
+        ExportError: a module or operator that TorchScript cannot express; the error names it.
     """
     with tracing_paused():
         return _scripted_graph(model)
@@ -95,8 +95,8 @@ def scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
 def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
     if model.is_prepared:
         warn_user(
-            "TorchScript of a prepared model does not observe: its observers stand still and its "
-            "fake-quantizes have the qparams of now. Calibrate or train before."
+            "TorchScript of a prepared model does not observe: its observers are inactive and its "
+            "fake-quantizes keep their current qparams. Calibrate or train before."
         )
     model = model.on_torchs_operators()
     leaves = _Leaves(model)
@@ -110,7 +110,7 @@ def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
 
 
 class _Leaves:
-    """Writes called modules: observers and modules that are opaque to the graph."""
+    """Writes the calls of modules: observers, and modules that are opaque to the graph."""
 
     def __init__(self, model: QuantizationGraphModule) -> None:
         self.model = model
@@ -139,7 +139,7 @@ class _Leaves:
 
 
 def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphModule) -> FunctionSource:
-    """One call of ``leaf`` as a function, from its exported form; its loops are one operator."""
+    """Return a call of ``leaf`` as a function, from its exported form; each of its loops is one operator."""
     layout = node.kwargs.get("opaque_layout")
     examples = tuple(_example(each, leaf) for each in _reference_node(node, model).args)
     path = str(node.target)
@@ -159,7 +159,7 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
             captured = capture(Called().train(leaf.training), examples)
     except Exception as cause:
         if model.is_prepared:
-            why = "torch.export cannot look at its observers, which are called at every step"
+            why = "torch.export cannot trace its observers, which are called at every step"
             raise _refused(type(leaf).__name__, path, why, hint=CONVERT_FIRST) from cause
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
@@ -167,7 +167,7 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
 
 
 def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Node) -> None:
-    """Let the function of a leaf dequantize what comes quantized, and quantize what consumers ask for."""
+    """Make the function of a leaf dequantize quantized inputs, and quantize the results read as such."""
     inner.lines[:0] = [f"{name} = as_float({name})" for name, kind in inner.inputs if kind == "Tensor"]
     handed: Any = node.kwargs.get("leaf_quantized", ())
     for position in handed:
@@ -178,10 +178,10 @@ def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Nod
 
 
 def source_of_graph(captured: GraphModule, kind: str = "the module", path: str = "") -> FunctionSource:
-    """The function of a graph that calls no modules, with constants that do not train.
+    """Return the function of a graph that calls no modules, with constants that require no gradient.
 
     Raises:
-        ExportError: it calls one, or an operator that TorchScript has no word for.
+        ExportError: the graph calls a module, or an operator that TorchScript cannot express.
     """
 
     def no_module(call: Node, *_: Any) -> str:
@@ -196,7 +196,7 @@ def source_of_graph(captured: GraphModule, kind: str = "the module", path: str =
 
 
 def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
-    """The call in the reference graph, whose nodes know their shapes."""
+    """Return the counterpart of ``node`` in the reference graph, whose nodes know their shapes."""
     if model.reference is model:
         return node
     name = metadata.REFERENCE_NODE.of(node)
@@ -205,7 +205,7 @@ def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
 
 
 def _example(argument: Any, leaf: OpaqueModule) -> Any:
-    """A tensor of the sizes of the example; in floats where ``leaf`` takes them."""
+    """Return a tensor of the example's sizes; in floats if ``leaf`` accepts floats."""
     if not isinstance(argument, Node):
         return argument
     source, value = argument, argument.meta.get("val")
@@ -241,17 +241,17 @@ def _fake_quantized(module: nn.Module, function: FunctionSource, x: str, path: s
 
 
 def script_source(source: FunctionSource, name: str) -> Any:
-    """``source`` compiled by torch.jit.
+    """Return ``source`` compiled by torch.jit.
 
     Raises:
-        ExportError: it does not compile.
+        ExportError: torch.jit cannot compile it.
     """
     return _scripted_text(source.text(name), name, tuple(source.called.items()))
 
 
 @lru_cache(maxsize=64)
 def _scripted_text(text: str, name: str, called: tuple[tuple[str, Any], ...]) -> Any:
-    """One function for one text: torch.jit.trace traces twice and compares."""
+    """Compile a text once: torch.jit.trace traces twice and compares the functions."""
     try:
         return torch.jit.script(compile_text(text, name, {**HELPERS, **dict(called)}))
     except RuntimeError as cause:
@@ -263,7 +263,7 @@ def _scripted_text(text: str, name: str, called: tuple[tuple[str, Any], ...]) ->
 
 
 def compile_text(text: str, name: str, known: dict[str, Any]) -> Callable[..., Any]:
-    """The Python function of ``text``; torch.jit reads the text again, where inspect finds it."""
+    """Return the Python function of ``text``, kept in linecache for torch.jit, which reads it by inspect."""
     file = f"<torchq_compat.torchscript.{next(_FILES)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace = {**NAMES, **known, "torch": torch, "math": math, "__name__": "torchq_compat.torchscript"}
@@ -304,7 +304,7 @@ def _labels(model: QuantizationGraphModule) -> tuple[str, ...]:
 
 
 def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[str]:
-    """Assertions about the sizes that capture fixed or bound to each other."""
+    """Yield assertions about the sizes that capture fixed or related to each other."""
     sizes = model.record.signature.sizes
     if any(label not in inputs for label in _labels(model)):
         return
@@ -369,7 +369,7 @@ def _rebuilt(spec: Any, leaves: Iterator[str]) -> str:
 
 def _structure_refused(spec: Any) -> ExportError:
     return ExportError(
-        f"TorchScript has no {spec.type.__name__} of mixed values as the model takes or returns it.",
+        f"TorchScript has no {spec.type.__name__} of mixed values, which the model accepts or returns.",
         hint="return a tuple, list or dict of tensors, or use torchq_compat.export and torch.export.save.",
     )
 

@@ -21,7 +21,7 @@ from torchq_compat.support.upstream import OpOverload
 __all__ = ["FunctionSource", "ModuleCalls", "write_function"]
 
 INDENT = "    "
-#: Have no result, and no meaning where sizes are numbers.
+#: Ops without a result, and without a meaning where sizes are numbers.
 ASSERTIONS = (
     "_assert_scalar",
     "sym_constrain_range",
@@ -36,10 +36,10 @@ class FunctionSource:
 
     Attributes:
         inputs: (name, type) of the flat inputs.
-        constants: name -> tensor or packed weights, handed over behind the inputs.
-        lines: of its body.
-        results: expressions of the flat results.
-        called: name -> compiled functions it calls.
+        constants: name -> tensor or packed weights, passed after the inputs.
+        lines: the lines of its body.
+        results: the expressions of the flat results.
+        called: name -> compiled function that it calls.
     """
 
     inputs: list[tuple[str, str]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class FunctionSource:
     called: dict[str, Any] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
-        """The function as text; one result is returned as it is, others as a tuple."""
+        """Return the function as text, which returns a single result itself and several as a tuple."""
         typed = [f"{each}: {kind}" for each, kind in self.inputs]
         typed += [f"{each}: {_type_of(value)}" for each, value in self.constants.items()]
         body = [*self.lines, f"return {self.returned(self.results)}"]
@@ -59,7 +59,7 @@ class FunctionSource:
         return results[0] if len(results) == 1 else f"({', '.join(results)})"
 
     def constant(self, value: Any) -> str:
-        """The name of a constant; the same one for the same value."""
+        """Return the name of a constant, the same for the same value."""
         for name, known in self.constants.items():
             if known is value:
                 return name
@@ -68,21 +68,21 @@ class FunctionSource:
         return name
 
 
-#: Writes a ``call_module`` node: (node, function, the expressions of its arguments) -> its expression.
+#: Write a ``call_module`` node: (node, function, expressions of its arguments) -> its expression.
 ModuleCalls = Callable[[Node, FunctionSource, list[str]], str]
 
 
 def write_function(
     graph_module: GraphModule, attribute: Callable[[str], Any], write_module_call: ModuleCalls
 ) -> FunctionSource:
-    """Write the function of ``graph_module``.
+    """Return the function of ``graph_module``.
 
     Args:
-        attribute: path -> what a ``get_attr`` reads there.
-        write_module_call: what becomes of called modules.
+        attribute: maps a path to the value that ``get_attr`` reads there.
+        write_module_call: writes the calls of modules.
 
     Raises:
-        ExportError: a node that TorchScript has no word for.
+        ExportError: a node that TorchScript cannot express.
     """
     function = FunctionSource()
     _Writer(function, attribute, write_module_call).write(graph_module)
@@ -91,7 +91,7 @@ def write_function(
 
 @dataclass
 class _Writer:
-    """Writes the lines of a graph; those of a loop body with names of its own, into the lines of the loop."""
+    """Writes the lines of a graph; a loop body gets its own names, and its lines go into the loop."""
 
     function: FunctionSource
     attribute: Callable[[str], Any]
@@ -108,7 +108,7 @@ class _Writer:
         self.function.lines = self.lines
 
     def write_body(self, graph_module: GraphModule) -> list[str]:
-        """Write all behind the placeholders; the expressions of the results."""
+        """Write everything after the placeholders; return the expressions of the results."""
         for node in graph_module.graph.nodes:
             if node.op == "get_attr":
                 value = self.attribute(str(node.target))
@@ -133,7 +133,7 @@ class _Writer:
         self.lines.append(f"{self.names[node]} = {expression}")
 
     def _write_loop(self, node: Node) -> str:
-        """Write a ``scan`` as a loop over the first dimension; the expression of its results."""
+        """Write a ``scan`` as a loop over the first dimension; return the expression of its results."""
         arguments: Any = node.args
         body = self.attribute(str(arguments[0].target))
         states, rows, *others = ([self.names[each] for each in part] for part in arguments[1:])
@@ -162,7 +162,7 @@ class _Writer:
 
 
 def flat_results(output: Node) -> list[Any]:
-    """What a graph returns, flat: nodes and constants."""
+    """Return the flat results of a graph: nodes and constants."""
     returned = output.args[0]
     return list(returned) if isinstance(returned, (tuple, list)) else [returned]
 
@@ -198,7 +198,7 @@ def _expression(node: Node, names: Mapping[Node, str]) -> str:
         return TEMPLATES[target].format(*(_literal(each, "", names) for each in node.args))
     if not isinstance(target, OpOverload):
         raise ExportError(
-            f"TorchScript has no word for {getattr(target, '__name__', target)!s} at "
+            f"TorchScript cannot express {getattr(target, '__name__', target)!s} at "
             f"{module_path_of(node) or node.name!r}.",
             hint="use torchq_compat.export and torch.export.save.",
         )
@@ -212,7 +212,7 @@ def _expression(node: Node, names: Mapping[Node, str]) -> str:
 
 
 def _literal(value: Any, kind: str, names: Mapping[Node, str]) -> str:
-    """``value`` in TorchScript, where an argument of type ``kind`` is asked for."""
+    """Return ``value`` as TorchScript, for an argument of type ``kind``."""
     kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
     if isinstance(value, Node):
         return _as_float(value, names[value]) if kind == "float" else names[value]
@@ -228,7 +228,7 @@ def _literal(value: Any, kind: str, names: Mapping[Node, str]) -> str:
         return repr(int(value))
     if value is None or isinstance(value, (bool, int, str)):
         return repr(value)
-    return str(value)  # a dtype, layout or memory format prints as its name
+    return str(value)  # The text of a dtype, layout or memory format is its name.
 
 
 def _as_float(node: Node, name: str) -> str:

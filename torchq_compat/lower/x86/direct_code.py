@@ -1,4 +1,4 @@
-"""The code of a lowered graph as it runs: the same lines, with operators called without their Python."""
+"""The code that a lowered graph runs: the generated lines, calling operators below their Python layer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchq_compat.support.upstream import OpOverload, forward_from_src
 __all__ = ["BY_FUNCTION", "direct_forward"]
 
 ATEN = torch.ops.aten
-#: Operators with a function of torch that takes the same arguments in the same order: torch's generated code
-#: reads them in half the time.
+#: Operators with a function of torch that has the same arguments in the same order: torch's generated
+#: binding parses them in half the time.
 BY_FUNCTION: dict[OpOverload, Callable[..., Any]] = {
     DEQUANTIZE_OP: torch.dequantize,
     QUANTIZE_OP: QUANTIZE_FUNCTION,
@@ -32,17 +32,17 @@ BY_FUNCTION: dict[OpOverload, Callable[..., Any]] = {
     ATEN.relu.default: torch.relu,
 }
 
-#: What the name of an operator begins with in the code.
+#: The prefix of operator names in the code.
 NAME = "_torchq_compat_operator_"
 
 
 def direct_forward(code: PythonCode, graph: Graph) -> Callable[..., Any]:
     """Return ``forward`` of ``code``, which was generated for ``graph``.
 
-    Of an operator that takes packed weights the overload looks at all of its arguments in Python, for classes
-    of torch.compile's own, which a lowered graph is never given. Below it torch asks the packed weights for
-    ``__torch_function__``, which throws and catches an exception of C++ (``check_has_torch_function``, torch
-    2.13). Each takes longer than a small kernel.
+    An overload with packed weights among its arguments inspects all of its arguments in Python, for classes
+    of torch.compile, which a lowered graph is never given. Below the overload, torch asks the packed weights
+    for ``__torch_function__``, which throws and catches a C++ exception (``check_has_torch_function``, torch
+    2.13). Either takes longer than a small kernel.
     """
     source, names, prefix = code.src, dict(code.globals), NAME
     while prefix in source:
@@ -67,7 +67,7 @@ def _takes_packed(overload: OpOverload) -> bool:
 
 
 def _of_packed(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """``operator`` for tensors that have no ``__torch_function__``: quantized ones have none."""
+    """Return ``operator`` for tensors without ``__torch_function__``, such as quantized tensors."""
 
     def call(*args: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""Whether this machine and its quantized engine have the integer kernels ``convert_fx`` lowers to.
+"""Whether this machine and its quantized engine have the integer kernels that ``convert_fx`` lowers to.
 
 Legacy: ``torch.backends.quantized.engine``, which FX's lowering and its packed weights follow. Recurrent
 modules and linear layers run on this package's own products where an engine has no kernels.
@@ -30,7 +30,7 @@ _OWN_PRODUCTS: ContextVar[bool] = ContextVar("torchq_compat_own_products", defau
 
 X86_MACHINES = ("x86_64", "amd64", "i386", "i686")
 X86_ENGINES = ("x86", "onednn", "fbgemm")
-#: Engines torch knows; ``none`` where it was built without any.
+#: The engines that torch knows; ``none`` if it was built without any.
 KNOWN_ENGINES = (*X86_ENGINES, "qnnpack", "none")
 
 
@@ -40,7 +40,7 @@ class Engine:
 
     Attributes:
         name: as in ``torch.backends.quantized.engine``.
-        why_not: why torch's kernels of it are not used; empty if they are.
+        why_not: why torch's kernels for this engine are not used; empty if they are.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Engine:
 
 
 def decide_engine(name: str | None = None, machine: str | None = None) -> Engine:
-    """Decide which kernels ``convert_fx`` has for an engine on a machine; default: the ones in use.
+    """Decide which kernels ``convert_fx`` has for an engine on a machine; by default, the current ones.
 
     Raises:
         ConfigError: an engine that torch does not have.
@@ -71,17 +71,17 @@ def decide_engine(name: str | None = None, machine: str | None = None) -> Engine
         reason = f"the machine is {machine or 'unknown'}; the kernels of {name} are for x86 CPUs"
         return Engine(name, reason)
     if not hasattr(torch, "quint8"):
-        return Engine(name, "this torch has no quantized tensors, which the kernels take")
+        return Engine(name, "this torch has no quantized tensors, which the kernels need")
     return Engine(name)
 
 
 @contextmanager
 def packing_for(engine: Engine) -> Iterator[None]:
-    """Weights packed meanwhile are packed for ``engine``."""
+    """Pack weights for ``engine`` inside the ``with`` block."""
     if hasattr(torch, "quint8"):
         spend_deprecation_warning()
     before = torch.backends.quantized.engine
-    if before == engine.name:  # Where torch has none, it refuses to be told so.
+    if before == engine.name:  # A torch without any engine refuses the assignment.
         yield
         return
     torch.backends.quantized.engine = engine.name
@@ -93,7 +93,7 @@ def packing_for(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def torchs_kernels_alone() -> Iterator[None]:
-    """What is lowered meanwhile runs where this package is not, such as in TorchScript."""
+    """Lower to torch's kernels alone inside the ``with`` block, to run without this package (TorchScript)."""
     token = _OWN_PRODUCTS.set(False)
     try:
         yield
@@ -102,5 +102,5 @@ def torchs_kernels_alone() -> Iterator[None]:
 
 
 def has_own_products() -> bool:
-    """Whether this package's own products may be used."""
+    """Return whether this package's own matrix products may be used."""
     return _OWN_PRODUCTS.get()

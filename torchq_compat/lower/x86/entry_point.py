@@ -1,10 +1,11 @@
-"""Lower what ``convert_fx`` converted, or warn why it stays a reference model."""
+"""Lower a model that ``convert_fx`` converted, or warn why it remains a reference model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from torchq_compat.graph.graph_module import ConvertedGraphModule, ConvertedModel
+from torchq_compat.lower.x86.dropout_qparams import hand_on_through_dropout
 from torchq_compat.lower.x86.engines import Engine, decide_engine
 from torchq_compat.lower.x86.lowered_module import lower
 from torchq_compat.support import metadata
@@ -15,8 +16,8 @@ __all__ = ["lower_or_warn"]
 
 
 def lower_or_warn(reference: ConvertedGraphModule) -> ConvertedModel:
-    """Return ``reference`` on the integer kernels of the engine in use; where it has none, on this package's
-    own for recurrent modules and linear layers.
+    """Return ``reference`` on the integer kernels of the engine in use; if the engine has none, on this
+    package's own kernels for recurrent modules and linear layers.
 
     Raises:
         ConfigError: an engine that torch does not have.
@@ -29,6 +30,8 @@ def lower_or_warn(reference: ConvertedGraphModule) -> ConvertedModel:
             f"between its q-dq: {engine.why_not}. Set torch.backends.quantized.engine, or call "
             "convert_to_reference_fx if the reference is wanted."
         )
+    else:
+        hand_on_through_dropout(reference)
     lowered = lower(reference, engine)
     _warn(lowered.lowering)
     return lowered

@@ -1,6 +1,6 @@
 """Lower the opaque modules that a graph calls, each by the handler of its kind.
 
-A converted model that is an opaque module itself (a standalone module) is lowered like the model around it.
+A converted model that is itself an opaque module (a standalone module) is lowered like the model around it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torchq_compat.support.decisions import Action, Decision
 
 __all__ = ["LoweredOpaqueModule", "lower_opaque_modules"]
 
-#: Lowers a converted model inside; gives the model and the decisions about it.
+#: Lower a nested converted model; return the lowered model and the decisions about it.
 LowerInside = Callable[[ConvertedGraphModule], tuple[QuantizationGraphModule, tuple[Decision, ...]]]
 
 
 @dataclass(frozen=True)
 class LoweredOpaqueModule:
-    """The lowered form of the opaque module at ``path``; ``module`` is None where it is not lowered."""
+    """The lowered form of the opaque module at ``path``; ``module`` is None if it is not lowered."""
 
     path: str
     module: OpaqueModule | None
@@ -38,8 +38,8 @@ class LoweredOpaqueModule:
 
     @property
     def name(self) -> str:
-        """The name of ``module`` in the lowered model, where the opaque module at ``path`` keeps the state;
-        another for every path."""
+        """The name of ``module`` in the lowered model, unique for each path; the opaque module at ``path``
+        keeps the state."""
         return self.path.replace("_", "_u").replace(".", "_d")
 
 
@@ -59,7 +59,7 @@ class OpaqueLoweredModel(OpaqueModule):
         return self.model(*quantize_inputs(bound, self.input_qparams))
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
-        """Quantized results are integers already."""
+        """Return ``result`` unchanged: quantized results are integers already."""
         return result
 
 

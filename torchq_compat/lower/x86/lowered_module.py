@@ -1,4 +1,4 @@
-"""The result of ``convert_fx`` on x86: a graph of integer kernels, with the reference graph it came from.
+"""The result of ``convert_fx`` on x86: a graph of integer kernels, and the reference graph it was made from.
 
 Legacy: the GraphModule of ``convert_fx``, with modules of ``torch.ao.nn.quantized`` and packed weights.
 """
@@ -48,11 +48,11 @@ class _Lowering:
     """The lowered graph made from ``reference``.
 
     Attributes:
-        is_stale: whether qparams changed since.
-        versions: of the state that packed weights were made from.
+        is_stale: whether qparams changed since the lowering.
+        versions: versions of the state that the packed weights were made from.
         input_qparams: see ``ConvertedGraphModule``.
-        trials: of the kernels; a state loaded again needs none again.
-        on_torchs_operators: the same model for TorchScript, once somebody asked for it.
+        trials: the outcomes of the kernel trials; loading the same state again repeats none.
+        on_torchs_operators: the same model for TorchScript, once requested.
     """
 
     reference: ConvertedGraphModule
@@ -81,8 +81,8 @@ def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule
 class LoweredGraphModule(ConvertedModel):
     """A converted model that runs on integer kernels.
 
-    The reference graph is the one source of truth: parameters, buffers, submodules and state_dict are its
-    own, and the kernels' packed weights are made from them, again whenever a state was loaded, moved or
+    The reference graph is the one source of truth: the parameters, buffers, submodules and state_dict are
+    its own. The packed weights of the kernels are made from them, again whenever a state was loaded, moved or
     written in place.
     ``graph`` and ``code`` are what runs, in TorchScript too. torch.compile and torch.export see the reference
     graph, which is portable.
@@ -92,12 +92,12 @@ class LoweredGraphModule(ConvertedModel):
 
     @property
     def reference(self) -> ConvertedGraphModule:
-        """The q-dq graph of ``convert_to_reference_fx``; it shares its state with this model."""
+        """The q-dq graph of ``convert_to_reference_fx``, which shares its state with this model."""
         return self._lowering.reference
 
     @property
     def lowering(self) -> tuple[Decision, ...]:
-        """The decisions about every op: the kernel it runs on, or why it runs on none."""
+        """The decisions about the ops: the kernel each op runs on, or why it runs on none."""
         return self._lowering.decisions
 
     @property
@@ -118,7 +118,7 @@ class LoweredGraphModule(ConvertedModel):
         return super().__call__(*args, **kwargs)
 
     def _lower_again(self) -> None:
-        """Make the graph and the packed weights from the reference graph as it is now."""
+        """Make the graph and the packed weights from the current reference graph."""
         lowering, state = self._lowering, vars(self)
         with packing_for(lowering.engine), torch.no_grad():
             plan = plan_graph(
@@ -169,8 +169,8 @@ class LoweredGraphModule(ConvertedModel):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """See ``nn.Module``; what the graph calls is among them. torch.export sees those of the reference: it
-        would find a parameter under the name of a module that was made from its own."""
+        """See ``nn.Module``; includes the lowered modules that the graph calls. torch.export sees only the
+        modules of the reference: a lowered module would show it the same parameter under a second name."""
         memo = set() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         if _is_captured():
@@ -180,16 +180,16 @@ class LoweredGraphModule(ConvertedModel):
             yield from module.named_modules(memo, path, remove_duplicate)
 
     def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        # Parameters and buffers are those of the reference, not what was packed from them.
+        # Parameters and buffers are the reference's own, not the ones packed from them.
         yield from self.reference._named_members(*args, **kwargs)
 
     def delete_all_unused_submodules(self) -> None:
-        """Delete what the reference graph does not use; it keeps the state of what was lowered."""
+        """Delete what the reference graph does not use; the state of lowered modules is used there."""
         self.reference.delete_all_unused_submodules()
 
     @property
     def graph(self) -> Graph:
-        """The graph that runs; for torch.export, which interprets it, that of the reference."""
+        """The graph that runs; for torch.export, which interprets it, the reference graph."""
         if "meta" in vars(self) and record_of(self) is not None:
             refuse_torchao_prepare(self.record.stage.value)
         return self.reference.graph if _is_captured() else self._graph
@@ -201,7 +201,7 @@ class LoweredGraphModule(ConvertedModel):
         self.recompile()
 
     def recompile(self) -> PythonCode:
-        """See ``torch.fx.GraphModule``. Dynamo does not go through ``__call__``."""
+        """See ``torch.fx.GraphModule``. Dynamo bypasses ``__call__``."""
         code = super().recompile()
         compiled = direct_forward(code, self._graph)
 
@@ -224,7 +224,8 @@ class LoweredGraphModule(ConvertedModel):
         return self.reference.get_extra_state()
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Called while a model that holds this one loads a state; this one's parts load theirs afterwards."""
+        """Mark the lowering as stale: called while an outer model loads a state, before the parts of this
+        model load theirs."""
         self.reference.set_extra_state(state)
         self._lowering.is_stale = True
 
@@ -242,7 +243,7 @@ class LoweredGraphModule(ConvertedModel):
         return copied
 
     def __copy__(self) -> LoweredGraphModule:
-        """A deep copy: with the weights of one model and the qparams of another a model computes nonsense."""
+        """Return a deep copy: the weights of one model with the qparams of another compute nonsense."""
         return copy.deepcopy(self)
 
     def train(self, mode: bool = True) -> Self:
@@ -267,7 +268,7 @@ class LoweredGraphModule(ConvertedModel):
 
 
 class _Made(nn.Module):
-    """Packed weights and lowered modules, reachable for the graph, and no part of any state."""
+    """Packed weights and lowered modules, reachable from the graph but in no state."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         super().__init__()
@@ -278,12 +279,12 @@ class _Made(nn.Module):
 
 
 def _is_captured() -> bool:
-    """Whether torch.compile or torch.export is looking: they cannot take packed weights."""
+    """Return whether torch.compile or torch.export is tracing: neither supports packed weights."""
     return torch.compiler.is_compiling()
 
 
 def _left_float(reference: ConvertedGraphModule) -> dict[str, str]:
-    """Op, by its name -> why the configuration leaves it float."""
+    """Return name of an op -> why the configuration leaves it float."""
     decisions = reference.record.decisions
     return {each.node: each.reason for each in decisions if each.action is Action.FLOAT and each.node}
 

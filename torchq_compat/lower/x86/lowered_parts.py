@@ -1,4 +1,4 @@
-"""Graphs inside an opaque module, lowered one by one: it calls them as it called its q-dq graphs."""
+"""Lower the graphs inside an opaque module one by one; it calls them as it called its q-dq graphs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torchq_compat.support.decisions import Decision
 
 __all__ = ["MADE", "share_state", "with_lowered_graphs"]
 
-#: Attribute that holds what a lowered graph reads beside the state of its reference graph. It is no module:
-#: modules would be registered beside the state they were made from, and torch.export cannot look at packed
-#: weights.
+#: The attribute that holds what a lowered graph reads beside the state of its reference graph. It is no
+#: module: a module would be registered beside the state it was made from, and torch.export cannot trace
+#: packed weights.
 MADE = "lowered"
 STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
 def share_state(module: nn.Module, reference: nn.Module) -> None:
-    """Give ``module`` the very parameters, buffers and submodules of ``reference``."""
+    """Give ``module`` the parameters, buffers and submodules of ``reference`` themselves, not copies."""
     vars(module).update({name: vars(reference)[name] for name in STATE})
 
 
 def with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple[Decision, ...]]:
-    """Return a copy of ``opaque`` whose graphs are lowered, and what was decided about them."""
+    """Return a copy of ``opaque`` whose graphs are lowered, and the decisions about them."""
     lowered, decisions = copy.deepcopy(opaque), []
     for name, graph in list(lowered.graphs()):
         plan = plan_graph(graph, opaque.named_input_qparams())

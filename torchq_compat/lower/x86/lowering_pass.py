@@ -1,7 +1,7 @@
 """Carry out a plan: write the lowered graph beside the reference graph.
 
-Values take three forms in it: quantized tensors, their integers, and floats. A node of the reference graph
-has the forms that somebody asked for; each is made once.
+A value has up to three forms in the lowered graph: a quantized tensor, its integers, and floats. A node of
+the reference graph gets only the forms that are read; each is made once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from torchq_compat.support.quantized_tensors import DEQUANTIZE_OP, INTEGERS_OP, 
 __all__ = ["LoweredGraph", "write_lowered_graph"]
 
 ATEN = torch.ops.aten
-#: Entries of a node's meta that say where it comes from.
-#: A view of channels-last activations, which the kernels of convolutions give, may need a copy.
+#: A view of channels-last activations, which convolution kernels return, may need a copy.
 COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
 
 
@@ -54,7 +53,7 @@ class LoweredGraph:
         return self.graph.create_node("get_attr", f"{self.home}.{name}")
 
 
-#: What a node of the reference graph knows of the user's code.
+#: The metadata of a reference node that point to the user's code.
 ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "from_node")
 
 
@@ -68,8 +67,9 @@ def write_lowered_graph(
     """Return the lowered graph of ``reference``.
 
     Args:
-        leaves: path of an opaque module in ``reference`` -> path of the module that is called in its place.
-        in_floats: the modules of those that take and give floats where the reference graph holds integers.
+        opaque_paths: path of an opaque module in ``reference`` -> path of the module called in its place.
+        in_floats: path in ``reference`` -> module, for modules that accept and return floats where the
+            reference graph holds integers.
         home: path of the namespace that will hold the constants.
     """
     writer = _Writer(plan, opaque_paths, in_floats, LoweredGraph(Graph(), home))
@@ -88,7 +88,7 @@ def write_lowered_graph(
 
 
 def _record_origin(graph: Graph, origin: Node) -> None:
-    """Let the newest nodes of ``graph`` say where they came from, as ``origin`` does."""
+    """Give the newest nodes of ``graph`` the origin of ``origin``, a node of the reference graph."""
     told = {key: origin.meta[key] for key in ORIGIN_KEYS if key in origin.meta}
     for node in reversed(graph.nodes):
         if metadata.REFERENCE_NODE.is_on(node):
@@ -97,7 +97,7 @@ def _record_origin(graph: Graph, origin: Node) -> None:
 
 
 def _return_the_tensor(graph: Graph) -> None:
-    """Without pytree's codegen, which takes longer than a small kernel."""
+    """Return the one result without pytree's codegen, which takes longer than a small kernel."""
     output = graph.output_node()
     returned = output.args[0]
     assert isinstance(returned, (tuple, list))
@@ -105,7 +105,7 @@ def _return_the_tensor(graph: Graph) -> None:
 
 
 def _has_effect(node: Node) -> bool:
-    # Graph.eliminate_dead_code would look for called modules on a module this graph does not have yet.
+    # Graph.eliminate_dead_code would look up called modules in a module that this graph does not have yet.
     return node.op == "call_module" or node.is_impure()
 
 
@@ -131,7 +131,7 @@ class _Writer:
         self.floats: dict[Node, Node] = {}
 
     def write(self, node: Node) -> None:
-        """Write what stands for ``node``, or leave it to those who ask for a form of it."""
+        """Write the counterpart of ``node``, unless one of its forms is written only when it is read."""
         if node in self.covered or node in self.floats:
             return
         if node in self.plan.kernels:
@@ -189,7 +189,7 @@ class _Writer:
         return self.graph.call_function(QUANTIZE_OP, args)
 
     def _saturated(self, quantized: Node, qparams: PerTensorQParams) -> Node:
-        """Kernels saturate where the dtype does; training may have narrowed that."""
+        """Clamp ``quantized`` to a range narrower than its dtype's, as after training: kernels do not."""
         if is_whole_range(qparams):
             return quantized
         low, high = (
@@ -198,15 +198,15 @@ class _Writer:
         return self.graph.call_function(ATEN.clamp.default, (quantized, low, high))
 
     def _write_call_in_floats(self, node: Node) -> None:
-        """An opaque module that takes and gives floats on the steps of its qparams, which spares it
-        quantizing and dequantizing."""
+        """Write the call of an opaque module that accepts and returns floats that lie on the steps of its
+        qparams, which saves quantizing and dequantizing."""
         call = self.graph.node_copy(node, self._floats_or_reference)
         call.target = self.opaque_paths[str(node.target)]
         for getitem in node.users:
             self.floats[getitem] = self.graph.node_copy(getitem, {node: call}.__getitem__)
 
     def _was_left_in_floats(self, node: Node) -> bool:
-        """Return whether this graph has floats at ``node`` where the reference graph has integers."""
+        """Return whether this graph holds floats at ``node`` where the reference graph holds integers."""
         return is_integers(node) and node in self.floats
 
     def _floats_or_reference(self, node: Node) -> Node:
@@ -224,8 +224,8 @@ class _Writer:
         (self.integers if is_integers(node) else self.floats)[node] = copied
 
     def _as_reference(self, node: Node) -> Node:
-        """Return the form ``node`` has in the reference graph: integers where it has them, else floats, or
-        what is no tensor."""
+        """Return the form that ``node`` has in the reference graph: integers, floats, or a value that is no
+        tensor."""
         if not is_integers(node):
             if node not in self.floats:
                 self.floats[node] = self.graph.call_function(DEQUANTIZE_OP, (self._as_quantized(node),))
@@ -249,7 +249,7 @@ class _Writer:
         if node.op == "placeholder":
             self.quantized[node] = self._quantize(self.floats[node], qparams)
             return self.quantized[node]
-        # A dequantize: the quantized tensor is that of the integers it reads.
+        # A dequantize: its quantized tensor is made from the integers that it reads.
         source = node.args[0]
         assert isinstance(source, Node)
         if source not in self.quantized:

@@ -1,7 +1,7 @@
-"""Quantize and dequantize nodes around opaque calls that put floats on their qparams themselves.
+"""Drop superfluous q-dq nodes around opaque calls whose modules quantize floats themselves.
 
-A module that takes and gives floats quantizes what comes in floats, and takes the integers of a quantized
-producer; to a quantized consumer it hands integers. What is left are the nodes that compute something.
+A module that accepts and returns floats quantizes its float inputs, takes the integers of a quantized
+producer, and returns integers to a quantized consumer. Only nodes that compute something remain.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8}
 
 
 def simplify_boundaries(graph: Graph, modules: dict[str, OpaqueModule], carried: Collection[Node]) -> None:
-    """Drop the nodes around calls of ``modules``, by their paths, that the modules make superfluous.
+    """Drop the nodes around calls of ``modules`` (path -> module) that these modules make superfluous.
 
     Args:
-        carried: nodes that move data and run on quantized tensors as they do on floats.
+        carried: nodes that only move data and run on quantized tensors as on floats.
     """
     for call in [node for node in graph.nodes if node.op == "call_module"]:
         module = modules.get(str(call.target))
@@ -83,7 +83,7 @@ def _simplify_results(
 
 
 def _hand_integers(graph: Graph, getitem: Node, asked: list[Node]) -> None:
-    """Let ``getitem`` be the quantized tensor that ``asked`` were to make of it; others get floats of it."""
+    """Make ``getitem`` quantized, in place of the nodes ``asked``; other readers get it dequantized."""
     in_floats = [user for user in getitem.users if user not in asked]
     if in_floats:
         with graph.inserting_after(getitem):
@@ -97,7 +97,7 @@ def _hand_integers(graph: Graph, getitem: Node, asked: list[Node]) -> None:
 
 
 def _ends_in_floats(quantize: Node, carried: Collection[Node]) -> list[Node] | None:
-    """The dequantizes behind ``quantize``, if only ops that move data stand between."""
+    """Return the dequantizes after ``quantize``, if only ops that move data are between; else None."""
     ends: list[Node] = []
     for user in quantize.users:
         if user.target is DEQUANTIZE:
@@ -113,7 +113,7 @@ def _ends_in_floats(quantize: Node, carried: Collection[Node]) -> list[Node] | N
 
 
 def _quantizes(node: Node, qparams: QParams | None) -> bool:
-    """Whether ``node`` quantizes with ``qparams``."""
+    """Return whether ``node`` quantizes with ``qparams``."""
     if node.target is not QUANTIZE or not isinstance(qparams, PerTensorQParams):
         return False
     written: Any = (qparams.scale, qparams.zero_point, LEGACY_DTYPES.get(qparams.dtype))

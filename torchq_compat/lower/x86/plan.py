@@ -24,14 +24,14 @@ from torchq_compat.lower.x86.qdq_operands import (
 from torchq_compat.lower.x86.trials import MOST_STEPS, Outcome, Trials
 from torchq_compat.qspecs.qdq import ALL_OPS, DEQUANTIZE, DEQUANTIZES, QUANTIZE, is_dequantize
 from torchq_compat.qspecs.qparams import PerTensorQParams
-from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.decisions import FUSED, Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
 
 __all__ = ["Plan", "plan_graph"]
 
 ATEN = torch.ops.aten
 FBGEMM = Engine("fbgemm")
-#: They compute nothing that a user wrote.
+#: Ops that compute nothing that a user wrote.
 NO_OPS = (*ALL_OPS, operator.getitem, *SIZE_OPS)
 FIRST = tuple(family for family in FAMILIES if family.goes_first)
 RULES: dict[Any, Rule] = {
@@ -45,11 +45,11 @@ class Plan:
     """The kernels chosen for the nodes of a reference graph.
 
     Attributes:
-        kernels: node -> the kernel call whose result stands for it.
-        qparams: node -> the qparams with kernels of its values.
-        carried: ops that run as they are, on quantized tensors.
+        kernels: node -> the kernel call that computes its value.
+        qparams_of: node -> the qparams of its values, if the kernels support them.
+        carried: ops that run unchanged, on quantized tensors.
         decisions: one for every op, for ``explain``.
-        runs_here: whether the graph's state is where the kernels run.
+        runs_here: whether the graph's state is on a device and in a dtype of the kernels.
     """
 
     kernels: dict[Node, KernelCall] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Plan:
     runs_here: bool = True
 
     def covered(self) -> set[Node]:
-        """Nodes that kernels compute along with others."""
+        """Return the nodes that kernels compute along with another node."""
         return {node for call in self.kernels.values() for node in call.covers} - set(self.kernels)
 
 
@@ -69,11 +69,11 @@ def plan_graph(
     left_float: Mapping[str, str] | None = None,
     trials: Trials | None = None,
 ) -> Plan:
-    """Decide for every op of ``graph_module``, a q-dq graph.
+    """Choose the kernel of every op of ``graph_module``, a q-dq graph.
 
     Args:
-        input_qparams: input, by its name -> the qparams of the floats it is given.
-        left_float: op, by its name -> why the configuration leaves it float.
+        input_qparams: name of an input -> the qparams on which its floats lie.
+        left_float: name of an op -> why the configuration leaves it float.
         trials: the trials that were run before.
     """
     elsewhere = _devices(graph_module) - {"cpu"}
@@ -94,7 +94,7 @@ def plan_graph(
 
 @dataclass
 class _Planner:
-    """Chooses kernels node by node; holds what is decided so far, see ``Plan``."""
+    """Chooses kernels node by node, and holds the decisions so far; see ``Plan``."""
 
     graph_module: GraphModule
     qparams_of: dict[Node, PerTensorQParams]
@@ -122,7 +122,7 @@ class _Planner:
         if alone:
             result, answer = self._ask(op, alone=True)
             if not isinstance(answer, KernelCall) or self._covers_floats(answer):
-                return  # Of ops fused in the backend config, the decision names the last.
+                return  # For ops fused in the backend config, the decision names the last op.
         if isinstance(answer, KernelCall):
             answer = self._tried(op, result, answer, alone=alone)
         if isinstance(answer, KernelCall):
@@ -141,7 +141,7 @@ class _Planner:
         return any(node.name in self.left_float for node in answer.covers)
 
     def _tried(self, op: Node, result: Node, call: KernelCall, *, alone: bool) -> KernelCall | Refusal:
-        """Return ``call``, the same packed for fbgemm, or neither: a wrong kernel is worse than none."""
+        """Return ``call``, the same packed for fbgemm, or a refusal: no kernel is better than a wrong one."""
         verdict = self._verdict(result, call)
         is_other = self.engine.has_kernels and torch.backends.quantized.engine != FBGEMM.name
         if not isinstance(verdict, Refusal) or not is_other or not _has_engine(FBGEMM):
@@ -180,7 +180,7 @@ class _Planner:
                 reason = f"runs as {call.label}" + (f", {call.note}" if call.note else "")
                 yield _decision(node, Action.LOWERED, reason)
             elif node in covered:
-                yield _decision(node, Action.LOWERED, "runs in the kernel of what it follows")
+                yield _decision(node, Action.LOWERED, FUSED)
             elif node in self.carried and node.target not in NO_OPS:
                 yield _decision(node, Action.LOWERED, self._why_carried(node))
             elif node in self.refusals:
@@ -208,7 +208,7 @@ def _devices(graph_module: GraphModule) -> set[str]:
 
 
 def _float_dtypes(graph_module: GraphModule) -> set[torch.dtype]:
-    """In which float dtypes values come into the graph, and out of integers."""
+    """Return the float dtypes of the inputs and of the dequantized values."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in placeholders]
     given = {value.dtype for value in values if isinstance(value, torch.Tensor)}
@@ -217,7 +217,7 @@ def _float_dtypes(graph_module: GraphModule) -> set[torch.dtype]:
 
 
 def _qparams_of(node: Node, qparams_of: dict[Node, PerTensorQParams]) -> PerTensorQParams | None:
-    """Return the qparams with kernels of the values at ``node``."""
+    """Return the qparams of the values at ``node``, if the kernels support them."""
     if node.target is DEQUANTIZE:
         source, qparams = node.args[0], PerTensorQParams.of_node(node)
         assert isinstance(source, Node)
@@ -244,7 +244,7 @@ def _ask(
     *,
     alone: bool = False,
 ) -> tuple[Node, KernelCall | Refusal | None]:
-    """Return (the node a kernel's result would stand for, what the rules say) about ``op``, ``alone`` or
+    """Return (the node whose value a kernel would compute, the answer of the rules) for ``op``, ``alone`` or
     along with the activation that reads it."""
     follower = None if alone else followed_by(op)
     relu = None if alone else _only_reader(follower or op, ATEN.relu.default)
@@ -288,11 +288,11 @@ def _is_quantized(op: Node, qparams_of: Mapping[Node, PerTensorQParams]) -> bool
 
 
 def _without_kernel(op: Node) -> str:
-    if op.target in RULES:
+    if op.target in PASSTHROUGH and len(op.all_input_nodes) > 1:
+        return "its inputs have different qparams"
+    if op.target in RULES or op.target in PASSTHROUGH:
         return "its input or its result is not quantized"
-    return (
-        "its inputs have different qparams" if op.target in PASSTHROUGH else "it has no integer kernel here"
-    )
+    return "it has no integer kernel here"
 
 
 def _decision(node: Node, action: Action, reason: str, *, warn: bool = False) -> Decision:

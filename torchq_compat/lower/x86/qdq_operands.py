@@ -1,4 +1,4 @@
-"""Reading a q-dq graph: arguments by name, qparams, constants, quantized weights."""
+"""Read a q-dq graph: arguments by name, qparams, constants, quantized weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 ATEN = torch.ops.aten
-#: They read shapes, never values.
+#: Ops that read shapes, never values.
 SIZE_OPS = (ATEN.sym_size.int, ATEN.sym_numel.default, ATEN.sym_stride.int)
 SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -54,18 +54,18 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 
 def tensor_inputs(node: Node) -> list[Node]:
-    """Return the inputs of an operator call that are tensors; the others are sizes."""
+    """Return the inputs of an operator call that are tensors; the other inputs are sizes."""
     return [source for source in node.all_input_nodes if not isinstance(example_value(source), SCALARS)]
 
 
 def rank_of(node: Node) -> int | None:
-    """Return how many dimensions the tensor ``node`` gives has; None where torchao left no example of it."""
+    """Return the number of dimensions of the tensor at ``node``; None if torchao left no example value."""
     value = example_value(node)
     return value.dim() if isinstance(value, Tensor) else None
 
 
 def example_value(node: Node) -> Any:
-    """Return the example value at ``node``; q-dq nodes, which torchao gives none, keep shapes."""
+    """Return the example value at ``node``, or of its input for q-dq nodes, which torchao gives none."""
     while "val" not in node.meta and node.target in (QUANTIZE, *DEQUANTIZES):
         source = node.args[0]
         assert isinstance(source, Node)
@@ -74,9 +74,9 @@ def example_value(node: Node) -> Any:
 
 
 def observed_range(node: Node, qparams: PerTensorQParams) -> tuple[int, int]:
-    """Return the integers that the values at ``node``, with ``qparams``, had while they were observed: all,
-    or half of them under ``reduce_range``. Taken for half where the graph does not say, as one that was
-    stored."""
+    """Return the least and the largest integer that the values at ``node``, with ``qparams``, had while
+    observed: the whole range, or half of it under ``reduce_range``. A graph that does not record it, such as
+    a stored one, is assumed to use half."""
     while not metadata.OBSERVED_RANGE.is_on(node):
         if not node.all_input_nodes or node.op != "call_function":
             low, high = dtype_range(qparams.dtype)
@@ -93,7 +93,7 @@ def has_kernels(qparams: PerTensorQParams) -> bool:
 
 
 def is_whole_range(qparams: PerTensorQParams) -> bool:
-    """Return whether ``qparams`` saturate where their dtype does."""
+    """Return whether ``qparams`` saturate exactly where their dtype does."""
     return (qparams.quant_min, qparams.quant_max) == dtype_range(qparams.dtype)
 
 
@@ -105,7 +105,7 @@ def is_integers(node: Node) -> bool:
 
 
 def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
-    """Return the tensor a ``get_attr`` node reads; None for any other node."""
+    """Return the tensor that a ``get_attr`` node reads; None for any other node."""
     if not isinstance(node, Node) or node.op != "get_attr":
         return None
     value = operator.attrgetter(str(node.target))(graph_module)
@@ -113,8 +113,8 @@ def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
 
 
 def quantized_weight(graph_module: GraphModule, node: Any) -> Tensor | None:
-    """Return the torch.ao quantized tensor of a constant integer weight behind a dequantize; None if ``node``
-    gives no such weight."""
+    """Return the torch.ao quantized tensor of a constant integer weight that ``node`` dequantizes; None if
+    ``node`` does not dequantize such a weight."""
     if not is_dequantize(node):
         return None
     integers = constant_of(graph_module, node.args[0])
@@ -139,7 +139,7 @@ def _axis(args: Any) -> int:
 
 
 def takes_and_returns_tensors(graph_module: GraphModule) -> bool:
-    """Return whether every argument of a captured model is one tensor, and so is its result."""
+    """Return whether every argument of a captured model is one tensor, and its result too."""
     info = getattr(graph_module.graph._codegen, "pytree_info", None)
     if info is None:
         return False

@@ -1,4 +1,4 @@
-"""Whether the state that packed weights were made from is still the same."""
+"""Whether the state that packed weights were made from is unchanged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ counted_writes = attrgetter("_version")
 
 
 class StateVersions:
-    """The tensors of a module and how often each was written in place, as they are now.
+    """The tensors of a module and how often each was written in place, at construction.
 
-    What is written past torch's version counter, through ``tensor.data`` or numpy, is not seen.
+    Writes that bypass torch's version counter, through ``tensor.data`` or numpy, are not detected.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -25,13 +25,13 @@ class StateVersions:
         self._ids = list(map(id, found))
         self._tensors = [tensor for tensor in found if tensor is not None]
         self._versions = list(map(_version, self._tensors))
-        # They count or not for as long as they live.
+        # Whether a tensor counts versions never changes.
         self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._quick = self._read_quickly()
 
     def are_current(self) -> bool:
         """Return whether no tensor was replaced, moved or written since."""
-        # Asked before every call, so in loops of C where there is one.
+        # Called before every model call, so written with loops that run in C where possible.
         if list(map(id, chain.from_iterable([home.values() for home in self._homes]))) != self._ids:
             return False
         if self._quick is not None:
@@ -39,7 +39,7 @@ class StateVersions:
         return list(map(_version, self._tensors)) == self._versions
 
     def _read_quickly(self) -> tuple[list[int], list[int]] | None:
-        """Where all tensors are and how often they were written; None for tensors of torch.func."""
+        """Return the addresses and version counts of all tensors; None if there are tensors of torch.func."""
         try:
             return list(map(Tensor.data_ptr, self._tensors)), list(map(counted_writes, self._counting))
         except RuntimeError:
@@ -47,7 +47,7 @@ class StateVersions:
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """Inference tensors count no versions; tensors of torch.func have no storage."""
+    """Return address and version; inference tensors count no versions, torch.func's have no storage."""
     try:
         return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Sizes for trials: those of the example, cut to what is cheap, and two others."""
+"""Sizes for trials: the example's, cut to be cheap, and two other sets."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ CONVOLUTIONS = (
     ATEN.conv_transpose2d.input,
     ATEN.conv_transpose3d.input,
 )
-#: Products of a trial at most, at the example's sizes and at the others; a few always run.
+#: The most products of a trial, at the example's sizes and at the other sizes; a few always run.
 PRODUCTS = (1 << 24, 1 << 22)
-#: Values read in a trial of an op without weights.
+#: The most values read in a trial of an op without weights.
 VALUES = 1 << 16
-#: A size that is data, say how many rows a PackedSequence has.
+#: The value of a size that depends on data, say the number of rows of a PackedSequence.
 OF_DATA = 5
-#: What the example's sizes are divided by for the second and the third trial.
+#: The divisors of the example's sizes in each trial: (batch or rows, spatial).
 SMALLER = ((1, 1), (2, 3), (1, 2))
 
 
 def trial_sizes(graph_module: GraphModule, op: Node, nodes: Sequence[Node]) -> list[Sizes]:
-    """Return the sizes of ``nodes``, which ``op`` reads, in each trial; none where they are not known."""
+    """Return the sizes of ``nodes``, which ``op`` reads, in each trial; an empty list if they are unknown."""
     weight = _weight_shape(graph_module, op)
     shapes = [example_shape(node) for node in nodes]
     if op.target is LINEAR and weight is not None:
@@ -55,7 +55,7 @@ def trial_sizes(graph_module: GraphModule, op: Node, nodes: Sequence[Node]) -> l
 
 
 def example_shape(node: Node) -> tuple[int, ...] | None:
-    """Return the sizes ``node`` had with the example inputs."""
+    """Return the sizes of ``node`` with the example inputs."""
     value = example_value(node)
     if not isinstance(value, Tensor):
         return None
@@ -71,19 +71,19 @@ def _hint(size: Any) -> int:
 def _weight_shape(graph_module: GraphModule, op: Node) -> tuple[int, ...] | None:
     node = arguments_of(op).get("weight")
     while isinstance(node, Node) and node.op == "call_function":
-        node = node.args[0]  # Past dequantize, or past the casts of a weight in float16.
+        node = node.args[0]  # Skip the dequantize, or the casts of a weight in float16.
     constant = constant_of(graph_module, node)
     return None if constant is None else tuple(constant.shape)
 
 
 def _distinct(sizes: list[Sizes]) -> list[Sizes]:
-    """Equal sizes stay: each trial has values of its own."""
+    """Return ``sizes`` without empty tensors; equal sizes are kept, as each trial has values of its own."""
     return [each for each in sizes if all(math.prod(shape) for shape in each.values())]
 
 
 def _cut(size: int, index: int, divisor: int, least: int) -> int:
-    """Return ``size``, or what it is in another trial: smaller and one off, so that it is odd where it was
-    even."""
+    """Return ``size``, divided by ``divisor`` in other trials; the last adds one to make even sizes odd."""
+
     return max(least, size if index == 0 else -(-size // divisor) + (index == 2))
 
 
@@ -108,7 +108,7 @@ def _convolution(
     arguments = arguments_of(op)
     least = [_reach(arguments, weight, axis) for axis in range(len(weight) - 2)]
     batch, channels, *spatial = shapes[0]
-    # Where the example leaves room, no smaller than the window: a smaller size has no result without padding.
+    # At least the window if the example is as large: a smaller size needs padding to have a result.
     least = [min(size, low) for size, low in zip(spatial, least, strict=True)]
     batch_divisor, divisor = SMALLER[index]
     batch = _cut(min(batch, 2), index, batch_divisor, 1)
@@ -119,12 +119,12 @@ def _convolution(
         spatial[widest] = max(least[widest], spatial[widest] * 3 // 4)
     if len(nodes) == 1:
         return {nodes[0]: (batch, channels, *spatial)}
-    # A sum is fused: what is added has the size of the result, which the example's sizes give.
+    # A fused addition: the addend has the size of the result, which only the example's sizes give.
     return _by_batch(nodes, shapes, index)
 
 
 def _reach(arguments: dict[str, Any], weight: tuple[int, ...], axis: int) -> int:
-    """Return the length of the window along ``axis``, and one."""
+    """Return the length of the window along ``axis``, plus one."""
     return _along(arguments["dilation"], axis) * (weight[axis + 2] - 1) + 2
 
 
@@ -133,7 +133,7 @@ def _along(setting: Any, axis: int) -> int:
 
 
 def _by_batch(nodes: Sequence[Node], shapes: list[tuple[int, ...]], index: int) -> Sizes:
-    """Other first dimensions, where every node has the same; the others mean something to ``op``."""
+    """Vary the first dimension if it is the same for all nodes; other dimensions have a meaning to the op."""
     batches = {shape[0] if shape else None for shape in shapes}
     (batch, *rest) = batches
     if rest or batch is None:

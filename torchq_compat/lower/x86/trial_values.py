@@ -22,8 +22,8 @@ def fill_integers(
     index: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Integers of ``qparams`` between ``ends``, both included: evenly, or close to the zero point for every
-    odd ``index``, so that the result does not only saturate."""
+    """Return integers of ``qparams`` between ``ends``, both included: uniformly distributed, or for every odd
+    ``index`` close to the zero point, so that the result does not only saturate."""
     low, high = ends
     if index % 2:
         gain = (high - low) * 0.5 ** (1 + 5 * torch.rand(shape[:1], generator=generator))
@@ -37,14 +37,14 @@ def fill_integers(
 
 
 def fill_floats(shape: tuple[int, ...], index: int, generator: torch.Generator) -> Tensor:
-    """Floats of both signs; for every odd ``index`` not around zero."""
+    """Return floats of both signs; for every odd ``index`` not centered at zero."""
     return torch.randn(shape, generator=generator) + index % 2
 
 
 def fill_indices(
     graph_module: GraphModule, op: Node, node: Node, shape: tuple[int, ...], generator: torch.Generator
 ) -> Tensor | None:
-    """Indices or offsets for an embedding; None for what ``op`` reads as floats."""
+    """Return indices or offsets for an embedding; None if ``op`` reads ``node`` as floats."""
     if op.target not in EMBEDDINGS:
         return None
     arguments = arguments_of(op)
@@ -53,5 +53,5 @@ def fill_indices(
         table = constant_of(graph_module, weight.args[0] if is_dequantize(weight) else weight)
         assert table is not None
         return torch.randint(0, table.shape[0], shape, generator=generator)
-    # Bags of one index each, and the last with what is left.
+    # Each bag has one index, the last bag the rest.
     return torch.arange(shape[0]) if node is arguments.get("offsets") else None

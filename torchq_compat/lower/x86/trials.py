@@ -1,7 +1,7 @@
-"""Trials: a kernel beside the q-dq op it stands for, on values that fill its qparams.
+"""Trials: run a kernel beside the q-dq op it replaces, on values that fill its qparams.
 
-A kernel is only as good as the library, the packing and the CPU it runs on: what oneDNN packs for some conv1d
-is wrong on CPUs with AMX, in FX's lowered models too. So each is tried before it is taken.
+A kernel is only as good as the library, the packing and the CPU it runs on: the weights that oneDNN packs for
+some conv1d give wrong results on CPUs with AMX, in FX's lowered models too. So each kernel is tried first.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from torchq_compat.support.quantized_tensors import as_float, integers_of, of_in
 __all__ = ["MOST_STEPS", "Outcome", "Trials"]
 
 ATEN = torch.ops.aten
-#: Kernels round where the q-dq op rounds, but not always to the same side.
+#: Kernels round where the q-dq op rounds, but ties may round to the other side.
 MOST_STEPS = 1.001
 
 
 class Outcome(NamedTuple):
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
-        steps: the most quantization steps between the kernel and its q-dq op; infinite where it fails.
+        steps: the largest difference between the kernel and its q-dq op, in quantization steps; infinite if
+            the kernel fails.
         failure: how the kernel fails where the q-dq op does not.
     """
 
@@ -54,7 +55,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class _Trial:
-    """One kernel, the node its result stands for, and what it reads."""
+    """One kernel, the node whose value it computes, and the values it reads."""
 
     graph_module: GraphModule
     qparams_of: dict[Node, PerTensorQParams]
@@ -68,7 +69,7 @@ class _Trial:
         return observed_range(node, qparams) if self.only_observed else (qparams.quant_min, qparams.quant_max)
 
     def sources(self) -> list[Quantized | Floats]:
-        """List the values of the graph that the kernel reads, each once."""
+        """List the values of the graph that the kernel reads, without duplicates."""
         found: dict[Node, Quantized | Floats] = {}
         for argument in _flat(self.call):
             if isinstance(argument, (Quantized, Floats)):
@@ -82,7 +83,7 @@ class _Trial:
 
 @dataclass
 class Trials:
-    """Runs trials; equal ones once.
+    """Runs trials; equal trials run once.
 
     Attributes:
         seen: trial -> its outcome.
@@ -99,10 +100,11 @@ class Trials:
         *,
         only_observed: bool = False,
     ) -> Outcome:
-        """Compare what ``call`` and the q-dq nodes up to ``result`` give; 0 steps if nothing can be tried.
+        """Compare the results of ``call`` and of the q-dq nodes up to ``result``; 0 if nothing can be tried.
+
 
         Args:
-            only_observed: whether only integers are tried that the observers gave to what they measured.
+            only_observed: whether to try only integers within the ranges that the observers measured.
         """
         trial = _Trial(graph_module, qparams_of, result, call, only_observed)
         sources = trial.sources()
@@ -116,7 +118,7 @@ class Trials:
 
 
 def _key(trial: _Trial, sources: list[Quantized | Floats], sizes: list[Sizes]) -> str:
-    """Equal for trials with equal outcomes: kernel, packing, settings, qparams, weights and sizes."""
+    """Return a key of kernel, packing, settings, qparams, weights and sizes, which fix the outcome."""
     digest = hashlib.blake2b()
 
     def add(*values: Any) -> None:
@@ -146,13 +148,13 @@ def _key(trial: _Trial, sources: list[Quantized | Floats], sizes: list[Sizes]) -
 def _memory_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     """Return the bytes of a contiguous CPU tensor, read without NumPy, which torch does not require.
 
-    They are the tensor's own: whoever reads them keeps it alive.
+    The bytes are the tensor's own memory: the caller keeps ``tensor`` alive.
     """
     return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
 
 
 def _reference_nodes(trial: _Trial, boundary: set[Node]) -> list[Node]:
-    """Return the nodes up to ``trial.result``, from ``boundary`` on."""
+    """Return the nodes from ``boundary`` (excluded) up to ``trial.result``."""
     found: dict[Node, None] = {}
     waiting = [trial.result]
     while waiting:
@@ -177,7 +179,7 @@ def _try_at(
     try:
         expected = evaluate(trial.result)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return Outcome(0.0)  # The op itself does not take these sizes, or they come from beyond the trial.
+        return Outcome(0.0)  # The op itself refuses these sizes, or reads values from outside the trial.
     try:
         found = _run_call(trial.call, given, evaluate)
     except RuntimeError as error:
@@ -253,7 +255,7 @@ def _flat(argument: Any) -> Iterator[Any]:
 
 @dataclass
 class _Evaluation:
-    """Runs nodes of the reference graph from ``floats`` on; ``constants`` are kept from size to size."""
+    """Runs nodes of the reference graph from ``floats`` on; ``constants`` are kept for further sizes."""
 
     graph_module: GraphModule
     floats: dict[Node, Any]
@@ -266,7 +268,7 @@ class _Evaluation:
         if node.op == "get_attr":
             value = constant_of(self.graph_module, node)
             if value is not None and any(training_flag(user) for user in node.users):
-                value = value.clone()  # A norm in training writes to its running statistics.
+                value = value.clone()  # A norm in training mode writes to its running statistics.
         elif node.op == "call_function":
             assert callable(node.target)
             value = node.target(*map_arg(node.args, self.at), **map_arg(node.kwargs, self.at))

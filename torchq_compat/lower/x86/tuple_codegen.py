@@ -1,6 +1,6 @@
-"""Code of a lowered graph that takes and gives tensors, tuples and lists, without pytree.
+"""Codegen of a lowered graph whose inputs and results are tensors, tuples and lists, without pytree.
 
-To take arguments apart and to put results together, pytree needs longer than a small kernel.
+To flatten the arguments and rebuild the results, pytree takes longer than a small kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["without_pytree"]
 
 
 def without_pytree(codegen: CodeGen) -> CodeGen:
-    """``codegen``, or one for the same call that writes tuples and lists out."""
+    """Return ``codegen``, or a codegen for the same call that writes tuples and lists out."""
     info = getattr(codegen, "pytree_info", None)
     if type(codegen) is not PyTreeCodeGen or info is None or info.out_spec is None:
         return codegen

@@ -1,6 +1,6 @@
-"""Why the two sides differ: one rule for each known difference, on measured values alone.
+"""Explain why the two sides differ: one rule for each known difference, based on measured values only.
 
-A rule yields findings; ``find_causes`` runs them in order and hands each the places no earlier one explained.
+A rule returns a finding for a point, or None; ``find_causes`` tries the rules in order for each point.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchq_compat.migrate.comparison.results import (
 
 __all__ = ["DECIBELS", "find_causes", "qparams_text"]
 
-#: SQNR differences below it are the noise of rounding.
+#: SQNR differences below this are rounding noise.
 DECIBELS = 0.5
 MUCH_DECIBELS = 3.0
 SATURATED = 0.01
@@ -29,7 +29,7 @@ SHARING_OPS = ("mean", "cat", "stack", "flatten", "reshape", "view", "transpose"
 
 
 def find_causes(capture: Capture) -> tuple[Finding, ...]:
-    """What differs, where and why, the places in graph order."""
+    """Return what differs, where and why; the places are in graph order."""
     findings = [*_of_fx(capture), *_left_float(capture)]
     explained: set[str] = set()
     for point in capture.points:
@@ -72,7 +72,7 @@ def _of_point(point: Point, capture: Capture) -> Finding | None:
 
 
 def _same_qparams_for_all(point: Point, capture: Capture) -> Finding | None:
-    """Return a result of several layers or directions that FX quantizes with the qparams of one."""
+    """Find a result of several layers or directions that FX quantizes with the qparams of one of them."""
     ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
     if point.kind is not Kind.RESULT or ours is None or fx is None or point.fx is None:
         return None
@@ -88,7 +88,7 @@ def _same_qparams_for_all(point: Point, capture: Capture) -> Finding | None:
 
 
 def _owner_of(qparams: QParamsView, point: Point, capture: Capture) -> str:
-    """Return the cell whose part has these qparams on FX's side."""
+    """Return the cell whose part has these qparams on FX's side; empty if there is none."""
     module = point.name.partition("[")[0]
     for other in capture.points:
         is_inside = other.kind is Kind.PART and other.name.startswith(f"{module}.")
@@ -108,7 +108,7 @@ def _one_side(point: Point, capture: Capture) -> Finding | None:
 
 
 def _fixed_input(point: Point, capture: Capture) -> Finding | None:
-    """Equal output qparams and yet far worse: the input was cut."""
+    """Find equal output qparams with a far worse SQNR in FX: there the input was saturated."""
     if not _has_fixed_qparams(point) or not _same_qparams(point) or point.fx is None:
         return None
     if point.ours.sqnr - point.fx.sqnr < MUCH_DECIBELS or point.fx.sqnr >= 20:
@@ -154,7 +154,7 @@ def _saturated(point: Point, capture: Capture) -> Finding | None:
 
 
 def _of_outputs(capture: Capture, *, something_explained: bool) -> Iterator[Finding]:
-    """What is left at the outputs when no place before them differs."""
+    """Yield the differences at the outputs that no place before them explains."""
     for output in capture.outputs:
         if output.steps is None or output.fx is None or output.steps.share == 0 or something_explained:
             continue
@@ -165,7 +165,8 @@ def _of_outputs(capture: Capture, *, something_explained: bool) -> Iterator[Find
 
 
 def _has_fixed_qparams(point: Point) -> bool:
-    """Their range ends at the function's own limits, so values there lose less than a step."""
+    """Return whether ``point`` has fixed qparams: their range ends at the limits of the function, so values
+    there lose less than a step."""
     words = point.operation.replace("(", " ").replace(".", " ").lower().split()
     return any(word in FIXED_QPARAMS for word in words)
 
@@ -195,7 +196,7 @@ def _saturation(side: Side) -> str:
 
 
 def qparams_text(qparams: QParamsView | None) -> str:
-    """dtype, s the scale and z the zero point, in a few characters."""
+    """Return dtype, scale (s) and zero point (z) as a short text."""
     if qparams is None:
         return "float"
     pairs = [f"s={s:.4g} z={z}" for s, z in zip(qparams.scales, qparams.zero_points, strict=True)]

@@ -35,28 +35,29 @@ def compare(
 ) -> Comparison:
     """Quantize ``model`` by FX and by this package, after training, and measure both against the float model.
 
-    The float model is not touched. Values are compared on the reference conversions, quantize and dequantize
+    The float model is not changed. Values are compared on the reference conversions, quantize and dequantize
     around float ops; size and latency are those of ``convert_fx``.
 
     Args:
         model: the float model, in evaluation mode.
-        example_inputs: as ``prepare_fx`` takes them.
-        qconfig_mapping, prepare_custom_config, backend_config: as ``prepare_fx`` takes them.
-        convert_custom_config: as ``convert_fx`` takes it.
+        example_inputs: as in ``prepare_fx``.
+        qconfig_mapping, prepare_custom_config, backend_config: as in ``prepare_fx``.
+        convert_custom_config: as in ``convert_fx``.
         calibration_data: batches, each a tuple of the model's positional arguments, or one tensor.
-        evaluation_data: batches to measure on; default: ``calibration_data``, or
-            ``example_inputs`` where that is empty.
-        fx_state: the ``state_dict()`` of a model that FX prepared and calibrated; it is loaded on both
-        sides, and the calibration data are only measured on.
-        fx: whether FX runs too; "auto": where it can.
-        is_qat: prepare with ``prepare_qat_fx``. Two trainings do not end with the same weights: give the
-            model those that one ended with; the fake-quantizes of both sides observe the calibration data.
+        evaluation_data: batches to measure on; default: ``calibration_data``, or ``example_inputs`` if that
+            is empty.
+        fx_state: the ``state_dict()`` of a model that FX prepared and calibrated; it is loaded on both sides,
+            and the calibration data are only used to measure.
+        fx: whether FX runs too; "auto": if it can.
+        is_qat: whether to prepare with ``prepare_qat_fx``. Two trainings do not end with the same weights:
+            give ``model`` the weights of one training; the fake-quantizes of both sides observe the
+            calibration data.
 
     Returns:
-        The verdict and all that was measured; ``print`` it, or see ``to_json`` and ``write_html``.
+        The verdict and all measurements; ``print`` it, or see ``to_json`` and ``write_html``.
 
     Raises:
-        CaseError: data that are no batches.
+        CaseError: the data are not batches.
         CheckpointError: ``fx_state`` does not fit the model.
         FxError: ``fx`` is True and FX cannot run the model.
         TorchQCompatError: this package cannot quantize the model; see ``prepare_fx``.
@@ -87,6 +88,6 @@ def compare(
 
 @checked_arguments(case=instance_of(Case), fx=FX_SETTING)
 def compare_case(case: Case, fx: FxSetting = "auto") -> Comparison:
-    """The same of a checked case."""
+    """Compare the two sides of a checked case."""
     captured = capture(case, fx)
     return Comparison(captured, judge(captured))

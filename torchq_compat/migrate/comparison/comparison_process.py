@@ -1,7 +1,7 @@
-"""The process in which ``torchq-compat compare`` gets its cases and compares them.
+"""The process in which ``torchq-compat compare`` makes its cases and compares them.
 
-Started as ``python -P -c ... PACKAGE_PARENT TARGET RESULT`` by ``migrate.compare``. RESULT becomes a pickle
-of the comparisons, or of the error to report.
+It is started as ``python -P -c ... PACKAGE_PARENT TARGET RESULT`` by ``migrate.compare``, and writes a pickle
+of the comparisons, or of the error to report, to RESULT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["case_of_function", "main"]
 def main() -> int:
     _, _, target_text, result = sys.argv
     target = Target.from_json(target_text)
-    # Its name is the parent's; a script that changes directories must not move it.
+    # The parent made this path; it must not change if the script changes the directory.
     path = Path(result).absolute()
     try:
         with import_noise_held_back():
@@ -46,7 +46,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _told_without_lines(*, is_known: bool) -> Iterator[None]:
-    """Tell our warnings without a line, which would be one of this tool, or not at all if a script has."""
+    """Print our warnings without a line, which would be in this tool; none if a script gave them already."""
     with warnings.catch_warnings(record=True) as caught:
         yield
     ours = [each for each in caught if issubclass(each.category, QuantizationWarning)]
@@ -58,10 +58,10 @@ def _told_without_lines(*, is_known: bool) -> Iterator[None]:
 
 
 def case_of_function(target: Target) -> tuple[Case, ...]:
-    """What the function returns, in a tuple.
+    """Return the case that the function returns, in a tuple.
 
     Raises:
-        CaseError: there is no such function, it raises, or what it returns is no case.
+        CaseError: there is no such function, it raises, or it does not return a case.
     """
     from torchq_compat.migrate.comparison.measure.cases import read_case
 
@@ -112,7 +112,7 @@ def _cases_of_script(target: Target) -> tuple[Case, ...]:
 
 
 def _execute(target: Target) -> object:
-    """Run the script and return its exit code; scripts end with the number of failures, or a message."""
+    """Run the script and return its exit code, which may be a number of failures, or a message."""
     try:
         execute_script(target.name, list(target.args))
     except SystemExit as ending:
@@ -128,5 +128,5 @@ def _execute(target: Target) -> object:
 def _script_failed(script: str, ending: str) -> CaseError:
     return CaseError(
         f"{script} {ending}, so there is nothing to compare.",
-        hint="its own output stands above; make it run with 'torchq-compat run' first.",
+        hint="its own output is above; make it run with 'torchq-compat run' first.",
     )

@@ -1,4 +1,4 @@
-"""A compared model that shows itself: as tables, as JSON, as a page. Nothing here needs torch."""
+"""A compared model that shows itself as tables, as JSON and as a page. This module does not need torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Comparison"]
 
 
 class Comparison(ComparedModel):
-    """FX and this package on one model. ``print`` it for the tables."""
+    """FX and this package on one model; ``print`` shows the tables."""
 
     def __str__(self) -> str:
         return as_text((self,))
@@ -39,15 +39,15 @@ class Comparison(ComparedModel):
 
     @property
     def summary(self) -> str:
-        """How near to float, how small and how fast, in a sentence."""
+        """One sentence: how near to float, how small and how fast."""
         return summary_sentence(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``as_dict`` returns, under the name that other reports have."""
+        """Return ``as_dict()``, under the name used by other reports."""
         return self.as_dict()
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a table with one line for each output, module, op and part.
+        """Return a pandas table with one line for each output, module, op and part.
 
         Raises:
             ReportError: pandas is not installed.
@@ -59,13 +59,12 @@ class Comparison(ComparedModel):
         return as_data(self)
 
     def to_json(self) -> str:
-        """Return ``as_dict`` as indented JSON."""
+        """Return ``as_dict()`` as indented JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
     @checked_arguments(path=PATH)
     def write_html(self, path: str | Path) -> None:
-        """Write one self-contained page, in one step: a file that was there is
-        replaced when the page is whole.
+        """Write one self-contained page, in one step: an existing file is replaced once the page is complete.
 
         Args:
             path: the file to write.

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Known(NamedTuple):
-    """An anchor of the guide, and what it says in a sentence."""
+    """An anchor of the guide, and the explanation in one sentence."""
 
     anchor: str
     why: str
@@ -89,5 +89,5 @@ NOT_EXPLAINED = Known(
     "No difference that the guide explains is recognised here; migration/known_differences.toml lists rarer "
     "ones, by model and configuration. If the SQNR here is the lower one, it is worth a report.",
 )
-#: All that have a place in the guide.
+#: The differences with a section in the guide.
 ALL = tuple(known for known in tuple(globals().values()) if isinstance(known, Known) and known.anchor)

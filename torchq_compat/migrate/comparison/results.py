@@ -1,7 +1,7 @@
-"""What a comparison found, as frozen plain values: no tensors, no modules, nothing that needs torch.
+"""The results of a comparison, as frozen plain values: no tensors, no modules, nothing that needs torch.
 
-SQNR is the signal to quantization noise ratio against the float model in dB, infinite where bit-equal.
-Shares are between 0 and 1.
+SQNR is the signal to quantization noise ratio against the float model in dB, infinite if bit-equal. Shares
+are between 0 and 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Kind(StrEnum):
-    """What a point is."""
+    """The kind of a point."""
 
     OUTPUT = "output"
     MODULE = "module"
@@ -52,7 +52,7 @@ class Status(StrEnum):
 
 
 class FxOutcome(StrEnum):
-    """What became of FX's side."""
+    """The outcome of FX's side."""
 
     RAN = "ran"
     RAISED = "raised"
@@ -61,7 +61,7 @@ class FxOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class QParamsView:
-    """Quantization parameters. Several scales and zero points: one pair for every channel, each pair listed
+    """Quantization parameters; if they are per channel, each distinct pair of scale and zero point is listed
     once."""
 
     dtype: str
@@ -72,13 +72,13 @@ class QParamsView:
 
     @property
     def is_full_range(self) -> bool:
-        """Whether it has all integers of its dtype."""
+        """Whether the range is that of the dtype."""
         bits = int(self.dtype.lstrip("uint"))
         low = 0 if self.dtype.startswith("u") else -(2 ** (bits - 1))
         return (self.quant_min, self.quant_max) == (low, low + 2**bits - 1)
 
     def same_qparams(self, other: QParamsView) -> bool:
-        """Equal dtypes, ranges and zero points, and scales equal to float32's precision."""
+        """Return whether dtypes, ranges and zero points are equal, and scales equal in float32 precision."""
         return (
             (self.dtype, self.quant_min, self.quant_max) == (other.dtype, other.quant_min, other.quant_max)
             and self.zero_points == other.zero_points
@@ -92,9 +92,10 @@ class Side:
     """One engine at one point.
 
     Attributes:
-        qparams: None where the value is float.
-        sqnr: against the float model, dB.
-        saturated: share of the float model's values more than half a step outside the range; None: float.
+        qparams: the qparams; None if the value is float.
+        sqnr: SQNR against the float model, in dB.
+        saturated: share of the float model's values more than half a step outside the range; None if the
+            value is float.
     """
 
     qparams: QParamsView | None
@@ -104,14 +105,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Steps:
-    """How FX's values and ours differ at one point, in quantization steps.
+    """The differences between FX's values and ours at one point, in quantization steps.
 
     Attributes:
-        size: one step.
+        size: the size of one step.
         share: share of values that differ by half a step or more.
         by_one, by_two, by_more: shares of values that differ by one, two and more steps, rounded.
-        largest: the largest difference.
-        from_range: the point is float, so a step is 1/255 of the float model's range.
+        largest: the largest difference, in steps.
+        from_range: whether the point is float, so that a step is 1/255 of the float model's range.
     """
 
     size: float
@@ -138,12 +139,11 @@ class Point:
 
     Attributes:
         name: module path, ``scope/op`` for an op, ``path[i]`` for result i of a custom module, ``path.part``
-            for a
-            part of it, ``output i``.
+            for a part of it, ``output i``.
         operation: class, operator or formula.
-        reason: why our side is quantized or float here.
-        fx: None where FX did not run or has no value of that name.
-        steps: None where there is nothing to compare with.
+        reason: why the place is quantized or float on our side.
+        fx: FX's side; None if FX did not run or has no value of that name.
+        steps: the differences; None if there is nothing to compare with.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Point:
 
 @dataclass(frozen=True)
 class CellNode:
-    """A part of a cell, or an input of it; ``inputs`` are the names it reads."""
+    """A part of a cell, or an input of the cell; ``inputs`` are the names that the part reads."""
 
     name: str
     formula: str
@@ -196,7 +196,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes of state and milliseconds of one call with the example inputs, of each side; None: FX has
+    """Bytes of state, and milliseconds of one call with the example inputs, for each side; None if FX has
     none."""
 
     float_bytes: int
@@ -209,8 +209,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class FxRun:
-    """What became of FX's side; ``error``: what it raised; ``lowering_error``: what its ``convert_fx`` raised
-    where the reference conversion had worked."""
+    """The outcome of FX's side.
+
+    Attributes:
+        outcome: whether it ran.
+        error: the exception it raised.
+        lowering_error: the exception of its ``convert_fx`` if the reference conversion worked.
+    """
 
     outcome: FxOutcome
     error: str = ""
@@ -222,7 +227,8 @@ class Capture:
     """Everything measured about one model.
 
     Attributes:
-        quantized_count: how many modules and ops this package quantizes, dynamic and weight-only included.
+        quantized_count: the number of modules and ops that this package quantizes, including dynamic and
+            weight-only.
     """
 
     model: str
@@ -238,7 +244,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that differs: where, what, why; ``link`` leads into the guide, empty if nothing there says
+    """A difference: where, what and why; ``link`` leads into the guide, empty if the guide does not explain
     it."""
 
     where: str
@@ -262,7 +268,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """FX and this package on one model: what was measured, and what it comes to."""
+    """FX and this package on one model: the measurements and the verdict."""
 
     capture: Capture
     verdict: Verdict

@@ -1,8 +1,9 @@
-"""``torchq_compat.suggest``: which modules cost the most accuracy, and the mapping without them.
+"""``torchq_compat.suggest``: find the modules that cost the most accuracy, and a mapping without them.
 
-The model is prepared and calibrated once. At convert all quantized modules but one are switched off, for each
-in turn: what is left of the accuracy is the sensitivity of that one. To leave out one at a time would not do:
-a bad value is quantized by the module that gives it and by the one that takes it.
+The model is prepared and calibrated once. Then, for each quantized module in turn, all other quantized
+modules are switched off at convert: the accuracy that is left is the sensitivity of that module. Leaving out
+one module at a time would not work: a bad value is quantized both by the module that produces it and by the
+module that reads it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -42,9 +44,9 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["Sensitivity", "SuggestedMapping", "suggest"]
 
 FLOAT, SIXTEEN_BITS = "float", "16-bit"
-#: How many times n modules are tried one by one, where the worst n together help nothing.
+#: If the worst n together do not help, this times n modules are tried one by one.
 TRIED = 4
-#: Activations in 16 bits, weights as before; a backend has to list the dtype.
+#: Activations in 16 bits, weights as before; the backend must list the dtype.
 QCONFIG_16 = QConfig(  # type: ignore[no-untyped-call]
     activation=MinMaxObserver.with_args(
         dtype=torch.int16, qscheme=torch.per_tensor_symmetric, quant_min=-(2**15), quant_max=2**15 - 1
@@ -55,10 +57,10 @@ QCONFIG_16 = QConfig(  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one module costs.
+    """The accuracy that one module costs.
 
     Attributes:
-        sqnr: of the whole model, in dB against the float model, with this module quantized and no other.
+        sqnr: SQNR of the whole model against the float model, in dB, with only this module quantized.
     """
 
     path: str
@@ -70,10 +72,10 @@ class SuggestedMapping(QConfigMapping):
     """A QConfigMapping with the measurements it comes from.
 
     Attributes:
-        sensitivities: of all quantized modules, the worst first.
-        chosen: the paths that the mapping treats apart.
-        sqnr_before, sqnr_after: of the whole model, in dB; after: with ``chosen`` treated so.
-        instead: how the mapping treats ``chosen``: "float" or "16-bit".
+        sensitivities: those of all quantized modules, the worst first.
+        chosen: the paths of the modules with an entry of their own in the mapping.
+        sqnr_before, sqnr_after: SQNR of the whole model, in dB, without and with the entries for ``chosen``.
+        instead: the entries for ``chosen``: "float" or "16-bit".
     """
 
     sensitivities: tuple[Sensitivity, ...] = ()
@@ -107,23 +109,24 @@ def suggest(
     backend_config: Any = None,
     evaluation_data: Any = None,
 ) -> SuggestedMapping:
-    """Measure what each quantized module costs, and leave out the worst.
+    """Measure the accuracy each quantized module costs, and leave out the worst.
 
     Args:
-        model: the float model; it is not touched.
-        qconfig_mapping, example_inputs, prepare_custom_config, backend_config: as ``prepare_fx`` takes them.
+        model: the float model; it is not changed.
+        qconfig_mapping, example_inputs, prepare_custom_config, backend_config: as in ``prepare_fx``.
         calibration_data: batches, each a tuple of the model's positional arguments, or one tensor.
-        n: how many modules are treated apart, at most.
-        instead: "float", or "16-bit" activations, which the backend has to list.
-        convert_custom_config: as ``convert_fx`` takes it.
+        n: the maximum number of modules to leave out.
+        instead: "float", or "16-bit" for 16-bit activations, which the backend must support.
+        convert_custom_config: as in ``convert_fx``.
         evaluation_data: batches to measure on; default: ``calibration_data``.
 
     Returns:
-        ``qconfig_mapping`` with the worst modules at ``set_module_name``; ``print`` shows what was measured.
+        ``qconfig_mapping`` with entries for the worst modules (``set_module_name``); ``print`` shows the
+            measurements.
 
     Raises:
-        ArgumentError: ``n`` below 1.
-        InputError: no batches to measure on, or one that the model does not take.
+        ArgumentError: ``n`` is below 1.
+        InputError: there are no batches to measure on, or the model does not accept one.
         ConfigError: ``qconfig_mapping`` is neither a QConfigMapping nor its dict form.
         TorchQCompatError: the model cannot be prepared; see ``prepare_fx``.
 
@@ -174,7 +177,7 @@ def suggest(
 
 
 def _measured_in_16_bits(trial: _Trial, chosen: tuple[str, ...]) -> float:
-    """Measure the mapping itself, and say which modules the backend takes in 8 bits only."""
+    """Measure the mapping itself, and warn about modules for which the backend has no 16 bits."""
     left = {decision.path: decision.reason for decision in explain(trial.prepared).left_float()}
     refused = [path for path in chosen if path in left]
     if refused:
@@ -206,13 +209,17 @@ def _check_batches(model: nn.Module, batches: list[Batch]) -> None:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Converts with some modules switched off, and measures."""
+    """Converts the model with some modules switched off, and measures its SQNR."""
 
     model: nn.Module
     prepared: GraphModule
     mapping: QConfigMapping
     convert_custom_config: Any
     batches: list[Batch]
+
+    @cached_property
+    def _of_float(self) -> list[Any]:
+        return [self.model(*batch) for batch in self.batches]
 
     def sqnr(self, switched_off: tuple[str, ...]) -> float:
         mapping = copy.deepcopy(self.mapping)
@@ -223,11 +230,14 @@ class _Trial:
             converted = convert_to_reference_fx(
                 self.prepared, self.convert_custom_config, qconfig_mapping=mapping
             )
-            measured = [sqnr(self.model(*batch), converted(*batch)) for batch in self.batches]
+            measured = [
+                sqnr(expected, converted(*batch))
+                for expected, batch in zip(self._of_float, self.batches, strict=True)
+            ]
         return sum(measured) / len(measured)
 
     def can_switch_off(self, *paths: str) -> bool:
-        """Whether the modules at ``paths`` can be left out at convert, and not only where it is prepared."""
+        """Return whether the modules at ``paths`` can be switched off at convert, not only at prepare."""
         try:
             self.sqnr(paths)
         except TorchQCompatError:
@@ -254,8 +264,8 @@ def _sensitivities(model: nn.Module, trial: _Trial) -> Iterator[Sensitivity]:
 
 
 def _best_together(trial: _Trial, paths: list[str], n: int, before: float) -> tuple[tuple[str, ...], float]:
-    """The worst ``n`` of ``paths``; where they make it no better together, those of the worst that do, one
-    after another."""
+    """Return the worst ``n`` of ``paths``; if they do not improve the model together, those that improve it
+    when added one after another."""
     after = trial.sqnr(tuple(paths[:n]))
     if after > before:
         return tuple(paths[:n]), after

@@ -1,4 +1,4 @@
-"""Judge: what the measured values of a comparison come to."""
+"""Judge the measured values of a comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchq_compat.migrate.comparison.results import Capture, FxOutcome, Point, 
 
 __all__ = ["decibel_text", "gain", "judge"]
 
-#: Share of an output's values that may be more than one step apart where two sides count as the same.
+#: Two sides count as the same if at most this share of an output's values is more than one step apart.
 BEYOND_ONE_STEP = 0.001
 
 
@@ -37,7 +37,7 @@ def _same(output: Point) -> bool:
 
 
 def gain(output: Point) -> float:
-    """SQNR here minus SQNR of FX, dB."""
+    """Return our SQNR minus FX's, in dB."""
     assert output.fx is not None
     ours, fx = output.ours.sqnr, output.fx.sqnr
     return 0.0 if ours == fx else ours - fx

@@ -1,4 +1,4 @@
-"""The pages of ``migration/`` that are made from code and data, and the command that makes them.
+"""The generated pages of ``migration/``, and the command that generates them.
 
 python -m torchq_compat.migrate.guide [--check] [CHECKOUT]
 """

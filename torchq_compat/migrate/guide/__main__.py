@@ -1,4 +1,4 @@
-"""Write the pages that are made from code and data, or check that they are as they would be written."""
+"""Write the generated pages, or check that they are up to date."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Write or check; 1 if ``--check`` found a page that is not as it would be written."""
+    """Write or check the pages; return 1 if ``--check`` found an outdated page."""
     parser = argparse.ArgumentParser(prog="python -m torchq_compat.migrate.guide", description=__doc__)
     parser.add_argument("checkout", nargs="?", type=Path, default=Path(), help="default: this directory")
     parser.add_argument("--check", action="store_true", help="write nothing")
@@ -28,10 +28,6 @@ def main() -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
     return int(bool(stale) and args.check)
-
-
-def _text_of(page: Path) -> str:
-    return page.read_text() if page.exists() else ""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``known_differences.toml``, read: the one list of what FX does and what happens here instead."""
+"""Read ``known_differences.toml``, the list of what FX does and what this package does instead."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def read_known_differences(file: Path) -> tuple[KnownDifference, ...]:
     """Read the ``[[known]]`` entries of ``file``.
 
     Raises:
-        TypeError: an entry lacks a field or has one that there is not.
+        TypeError: an entry lacks a field or has an unknown one.
     """
     return tuple(KnownDifference(**entry) for entry in tomllib.loads(file.read_text())["known"])
 
 
 def guide_table(differences: tuple[KnownDifference, ...]) -> str:
-    """Make the table of the guide."""
+    """Return the table of the guide."""
     return "".join(["| FX | here | test |\n|---|---|---|\n", *map(_row, differences)])
 
 
@@ -46,7 +46,7 @@ def _row(difference: KnownDifference) -> str:
 
 
 def changelog_list(differences: tuple[KnownDifference, ...]) -> str:
-    """Make the list of the changelog: what FX does, and what happens here."""
+    """Return the list of the changelog: what FX does, and what this package does."""
     return "".join(_entries(differences))
 
 

@@ -1,4 +1,4 @@
-"""Pages that are made whole, and blocks of pages that people write."""
+"""Generate pages, and generated blocks in pages that are written by hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
 
 __all__ = ["guide_pages", "made_pages", "with_block"]
 
-#: A link of the page of contents to a page of the guide.
+#: A link in the page of contents to a page of the guide.
 PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
+#: The lines of the contents about what ``scan`` finds, one for each code.
+CODES = re.compile(r'(?:^ {4}- <a id="tq\d[^\n]*\n)+', re.MULTILINE)
 
 
 def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
-    """Make every page that is made, in part or whole.
+    """Generate every page that is generated in part or whole.
 
     Args:
         checkout: the root of the repository.
@@ -38,7 +40,9 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
         "known differences": guide_table(differences),
         "results": results_table(checkout / "migration" / "benchmarks.json"),
     }
-    for page in [checkout / "README.md", *guide_pages(checkout)]:
+    contents, *pages = guide_pages(checkout)
+    yield contents, CODES.sub(lambda _: _codes(), contents.read_text(), count=1)
+    for page in [checkout / "README.md", *pages]:
         text = page.read_text()
         held = [name for name in blocks if f"<!-- begin: {name}." in text]
         for name in held:
@@ -52,10 +56,17 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
 
 
 def guide_pages(checkout: Path) -> list[Path]:
-    """Return the pages of the guide in the order of reading: that of contents, then those it links to."""
+    """Return the pages of the guide in reading order: the page of contents, then those it links to."""
     contents = checkout / "migration" / "README.md"
     linked = dict.fromkeys(PAGE.findall(contents.read_text()))
     return [contents, *(contents.parent / name for name in linked)]
+
+
+def _codes() -> str:
+    return "".join(
+        f'    - <a id="{each.anchor}"></a>[{each.code} {each.title}](guide/findings.md#{each.anchor})\n'
+        for each in CONSTRUCTS.values()
+    )
 
 
 def _constructs() -> str:

@@ -1,6 +1,7 @@
-"""The pictures of README and guide, as SVG: the quantized cell, the flow from FX to PT2E, one boundary.
+"""Generate the pictures of README and guide as SVG: the quantized cell, the flow from FX to PT2E, one
+boundary.
 
-Boxes on a grid and arrows between them; the colours follow the reader's light or dark setting.
+They have boxes on a grid and arrows between them; the colours follow the reader's light or dark setting.
 """
 
 from __future__ import annotations
@@ -36,10 +37,8 @@ STYLE = """\
 
 
 class Box(NamedTuple):
-    """A box: the centre, its lines of text, and what is in it: ``int``, ``float``, or neither.
-
-    Without lines it is a ``frame`` around others.
-    """
+    """A box: its centre, its lines of text, and the values in it: ``int``, ``float``, or neither. Without
+    lines it is a ``frame`` around other boxes."""
 
     x: int
     y: int
@@ -139,7 +138,7 @@ def _svg(
     arrows: tuple[tuple[str, str], ...],
     labels: tuple[tuple[int, int, str], ...] = (),
 ) -> str:
-    # Dark text on a dark page, or the reverse, where a page does not follow the reader's setting.
+    # The background keeps text readable on pages that do not follow the reader's setting.
     lines = [f'  <rect class="page" x="0" y="0" width="{width}" height="{height}" rx="8"/>']
     lines += [_box(box) for box in boxes.values() if not box.lines]
     lines += [_arrow(boxes[start], boxes[end]) for start, end in arrows]

@@ -1,4 +1,4 @@
-"""README's table of results, from the measured numbers in ``migration/benchmarks.json`` alone."""
+"""Generate README's table of results from the measured numbers in ``migration/benchmarks.json``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["results_table"]
 
-#: Contender of the benchmarks -> its column; one that was not measured has none.
+#: Contender of the benchmarks -> its column; a contender that was not measured has no column.
 COLUMNS = {
     "ours, lowered": "here",
     "FX static": "FX",
@@ -18,13 +18,13 @@ COLUMNS = {
 OURS = "ours, lowered"
 FLOAT = "float"
 PARTS = ("feedforward", "recurrent")
-#: Cases that are sizes alone.
+#: Cases with sizes only.
 SIZES = "("
 RECURRENT = "LSTM {case}"
 
 
 def results_table(file: Path) -> str:
-    """Return the table; each cell has a number for each contender that was measured."""
+    """Return the table; each cell has a number for every contender that was measured."""
     data = json.loads(file.read_text())
     cases: dict[str, dict[str, Mapping[str, Any]]] = {}
     for part in PARTS:
@@ -56,7 +56,7 @@ def _line(name: str, rows: Mapping[str, Mapping[str, Any]], shown: list[str]) ->
 
 
 def _lost(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], shown: list[str]) -> Iterator[str]:
-    """Yield where another contender, or float, is faster by more than a twentieth."""
+    """Yield the cases in which another contender, or float, is faster by more than a twentieth."""
     for name, rows in cases.items():
         times = {c: rows[c]["median_ms"] for c in (FLOAT, *shown) if rows.get(c, {}).get("median_ms")}
         fastest = min(times, key=lambda contender: times[contender])

@@ -1,10 +1,10 @@
-"""The support table: one row per FX feature, and ``migration/support.md`` made from it.
+"""The support table: one row per FX feature, and ``migration/support.md`` generated from it.
 
-    python -m torchq_compat.migrate.guide
+python -m torchq_compat.migrate.guide
 
-What prepare reads is not declared but tried: a setting that its reader refuses is a refused row, with the
-reason of that very error. The rest is declared here, beside no code that could disagree: a test compares the
-rows with torch.ao's own signatures, setters and observer classes.
+Settings that prepare reads are not declared but tried: a setting that its reader refuses is a refused row,
+with the reason of that error. The other rows are declared here, since no code could disagree with them: a
+test compares the rows with torch.ao's own signatures, setters and observer classes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Feature:
     """One row.
 
     Attributes:
-        area: the heading it stands under.
-        name: what FX calls it.
-        note: how it differs or why it is refused; empty where there is nothing to say.
+        area: the heading of its section.
+        name: the name in FX.
+        note: how it differs or why it is refused; empty if there is nothing to note.
     """
 
     area: str
@@ -161,7 +161,7 @@ AREAS: dict[str, tuple[tuple[str, Status, str], ...]] = {
         ("FuseCustomConfig.set_preserved_attributes", SUPPORTED, "the model is returned as it is"),
     ),
 }
-#: What differs of the setters that are carried over.
+#: The differences of the setters that are supported.
 PREPARE_NOTES = {
     "set_float_to_observed_mapping": "all inputs and outputs are quantized, nested ones too",
     "set_non_traceable_module_names": "one float call; parents of FX's leaves only, as there",
@@ -169,7 +169,7 @@ PREPARE_NOTES = {
     "set_input_quantized_indexes": "takes integers, or quantized tensors",
     "set_output_quantized_indexes": "returns integers; output_qparams() has the qparams",
 }
-#: How a script would use each setter of PrepareCustomConfig; whether it is refused is found by reading it.
+#: How a script would use each setter of PrepareCustomConfig; reading the result shows whether it is refused.
 PREPARE_SETTERS: dict[str, Callable[[PrepareCustomConfig], object]] = {
     "set_standalone_module_name": lambda config: config.set_standalone_module_name(
         "name", QConfigMapping(), (), None, None

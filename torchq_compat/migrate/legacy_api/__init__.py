@@ -1,1 +1,1 @@
-"""The legacy API as source code uses it: its names, its calls, its dict forms."""
+"""The legacy API in source code: its names, its calls, its dict forms."""

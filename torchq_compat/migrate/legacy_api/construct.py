@@ -1,4 +1,4 @@
-"""A construct: a code for one kind of legacy code, what it becomes, and what the guide says of it."""
+"""A construct: one kind of legacy code, its code (TQ...), its replacement, and its section of the guide."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Construct(NamedTuple):
     """One kind of legacy code.
 
     Attributes:
-        code: stable, for filters and machines. TQ1xx: ``rewrite`` knows how; TQ2xx: for manual review.
-        title: what it is.
-        becomes: what it is replaced by.
-        guide: what the migration guide says of it, in Markdown, without the heading.
+        code: stable, for filters and tools. TQ1xx: handled by ``rewrite``; TQ2xx: for manual review.
+        title: a short description.
+        becomes: the replacement.
+        guide: the text of the migration guide about it, in Markdown, without the heading.
     """
 
     code: str
@@ -27,7 +27,7 @@ class Construct(NamedTuple):
 
     @property
     def anchor(self) -> str:
-        """The section of the guide, as GitHub names the anchor of its heading."""
+        """The anchor of the section of the guide, as GitHub derives it from the heading."""
         return re.sub(r"[^\w\- ]", "", f"{self.code} {self.title}".lower()).replace(" ", "-")
 
     @property
@@ -36,5 +36,5 @@ class Construct(NamedTuple):
 
     @property
     def section(self) -> str:
-        """The guide's section about it, heading included."""
+        """The section of the guide, with its heading."""
         return f"### {self.code} {self.title}\n\n{self.guide}"

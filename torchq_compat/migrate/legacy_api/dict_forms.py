@@ -1,8 +1,8 @@
-"""Dict forms of configurations in source code: where they are, and the object that says the same.
+"""Dict forms of configurations in source code: find them, and write the equivalent objects.
 
 ``{"": qconfig, "object_type": [(nn.Linear, other)]}`` becomes
-``QConfigMapping().set_global(qconfig).set_object_type(nn.Linear, other)``. Shared by the rewrites of the four
-dict forms; the keys are those that ``from_dict`` of the class reads.
+``QConfigMapping().set_global(qconfig).set_object_type(nn.Linear, other)``. The rewrites of the four dict
+forms share this module; the keys are those that ``from_dict`` of the class reads.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ INDENT = "    "
 
 
 class CannotRewriteError(Exception):
-    """Why a dict is left for manual review."""
+    """The reason why a dict is left for manual review."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """One setter call, the expressions it took over, and what they need imported."""
+    """One setter call, the expressions it contains, and the imports they need."""
 
     call: str
     origin: cst.CSTNode
@@ -46,11 +46,11 @@ class DictForm:
     """One dict form.
 
     Attributes:
-        code: of the construct.
-        module: where the class comes from.
-        class_name: of the object.
-        parameter: of the FX functions that take it.
-        setters: key of the dict -> what converts its value.
+        code: the code of the construct.
+        module: the module of the class.
+        class_name: the class of the object.
+        parameter: the parameter of the FX functions that accepts it.
+        setters: key of the dict -> function that converts its value.
     """
 
     code: str
@@ -60,7 +60,7 @@ class DictForm:
     setters: Mapping[str, Setter]
 
     def find(self, source: ParsedSource) -> Iterator[Site]:
-        """Dicts given to an FX function, in place or through a variable, each once."""
+        """Yield the dicts given to an FX function, directly or through a variable, each once."""
         found: dict[cst.CSTNode, Site] = {}
         for call in fx_calls(source):
             arg = call.arg(self.parameter) if self.parameter in call.parameters else None
@@ -116,7 +116,7 @@ class DictForm:
         """Return the expression that builds the object, and the imports it needs.
 
         Raises:
-            CannotRewriteError: the dict is not spelled out, or has a key that FX does not know.
+            CannotRewriteError: the dict is not a literal, or has a key that FX does not know.
         """
         if not isinstance(value, cst.Dict):
             raise CannotRewriteError("the dict is built by code")
@@ -131,7 +131,7 @@ class DictForm:
         seen: set[str] = set()
         for element in value.elements:
             if not isinstance(element, cst.DictElement):
-                raise CannotRewriteError("the dict takes in another one with **")
+                raise CannotRewriteError("the dict includes another dict with **")
             key = string_key(element.key)
             if key is None or key not in self.setters:
                 raise CannotRewriteError(f"FX knows no key {source.code(element.key)} here")
@@ -147,7 +147,7 @@ def string_key(node: cst.BaseExpression) -> str | None:
 
 
 def whole_value(method: str) -> Setter:
-    """The value is the one argument of ``method``."""
+    """Return a converter for a value that is the single argument of ``method``."""
 
     def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
         yield Converted(f".{method}({source.full_code(value)})", value, (value,))
@@ -156,7 +156,7 @@ def whole_value(method: str) -> Setter:
 
 
 def each_tuple(method: str, arity: int) -> Setter:
-    """The value is a list of tuples: the arguments of one call each."""
+    """Return a converter for a value that is a list of tuples, each the arguments of one call."""
 
     def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
         for entry, parts in tuples_of(source, value, arity):
@@ -172,7 +172,7 @@ def tuples_of(
     """Yield the entries of a list of tuples, each with its parts.
 
     Raises:
-        CannotRewriteError: it is not spelled out.
+        CannotRewriteError: the list is not a literal.
     """
     for entry in _items(source, value):
         parts = _items(source, entry)
@@ -185,7 +185,7 @@ def _items(source: ParsedSource, node: cst.BaseExpression) -> list[cst.BaseExpre
     if not isinstance(node, (cst.List, cst.Tuple)):
         raise CannotRewriteError(f"{source.code(node)} is not spelled out")
     if any(isinstance(element, cst.StarredElement) for element in node.elements):
-        raise CannotRewriteError(f"{source.code(node)} takes in others with *")
+        raise CannotRewriteError(f"{source.code(node)} unpacks another sequence with *")
     return [element.value for element in node.elements]
 
 
@@ -199,7 +199,8 @@ def _is_dict(node: cst.BaseExpression) -> bool:
 
 
 def _layout(source: ParsedSource, value: cst.Dict, head: str, calls: list[Converted]) -> str:
-    """On one line if short, else one call a line, with the comments of the dict where they were."""
+    """Return the calls on one line if it is short, otherwise on one line each, with the comments of the dict
+    in place."""
     start, end = source.start(value), source.end(value)
     comments = [
         node

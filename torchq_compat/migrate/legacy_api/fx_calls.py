@@ -1,4 +1,4 @@
-"""Calls of the FX functions, under their legacy or their new name, and where their arguments come from."""
+"""Calls of the FX functions, under their legacy or new names, and the origins of their arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 FUNCTIONS = frozenset(PARAMETERS)
-#: Full name, legacy or new -> function. ``torchq_compat`` itself exports the functions of ``quantize_fx``.
+#: Full name, legacy or new -> legacy function; ``torchq_compat`` itself exports those of ``quantize_fx``.
 CANONICAL = {
     f"{module}.{name}": new_name
     for moved in MOVED
@@ -39,7 +39,7 @@ FX_NAMES = frozenset(f"{moved.legacy}.{name}" for moved in MOVED for name in mov
 
 @dataclass(frozen=True)
 class FxCall:
-    """One call: ``function`` is its legacy name, whatever the code calls it."""
+    """One call; ``function`` is its legacy name, even if the code uses another."""
 
     node: cst.Call
     function: str
@@ -66,7 +66,7 @@ class FxCall:
 
 
 def uses_fx(source: ParsedSource) -> bool:
-    """Return whether the text has to do with FX graph mode at all, before or after it was rewritten."""
+    """Return whether the text uses FX graph mode at all, before or after rewriting."""
     imported = {source.follow(name) for name in source.imported_names()}
     used = {name for node in source.nodes(cst.Attribute) for name in source.names(node)}
     known = FX_MODULES | FX_NAMES | set(CANONICAL)
@@ -76,7 +76,7 @@ def uses_fx(source: ParsedSource) -> bool:
 
 
 def canonical_function(source: ParsedSource, node: cst.CSTNode) -> str:
-    """Return the FX function that ``node`` names; empty if it is none, or not only this one."""
+    """Return the FX function that ``node`` names; empty if it is none, or may be something else too."""
     names = source.names(node)
     functions = {CANONICAL.get(name, "") for name in names}
     return functions.pop() if len(functions) == 1 else ""
@@ -92,7 +92,7 @@ def fx_call(source: ParsedSource, node: cst.CSTNode | None) -> FxCall | None:
 
 @lru_cache(maxsize=1)
 def fx_calls(source: ParsedSource) -> tuple[FxCall, ...]:
-    """All calls of FX functions, in the order of the text."""
+    """Return all calls of FX functions, in text order."""
     calls = (fx_call(source, node) for node in source.nodes(cst.Call))
     return tuple(call for call in calls if call is not None)
 
@@ -110,8 +110,8 @@ def only_value(source: ParsedSource, name: cst.Name) -> tuple[Assignment, cst.Ba
 def possible_values(
     source: ParsedSource, name: cst.Name, seen: frozenset[str] = frozenset()
 ) -> Iterator[tuple[cst.BaseExpression, str]]:
-    """Yield what a variable may hold, however it got it, and what else is known of the value: that another
-    name has it too, or that the variable has other values. ``seen`` are the variables that led here."""
+    """Yield the possible values of a variable, with the reasons against editing each: another name has the
+    value too, or the variable has other values. ``seen`` are the variables followed so far."""
     scope = source.scope(name)
     assignments = list(scope[name.value]) if scope is not None and name.value in scope else []
     several = f"{name.value} has several values" if len(assignments) > 1 else ""
@@ -128,7 +128,8 @@ def possible_values(
 
 
 def _value_and_names(source: ParsedSource, assignment: Assignment) -> tuple[cst.BaseExpression | None, str]:
-    """The value of ``a = b = value`` and of ``a, b = value, other``, and how it is shared."""
+    """Return the value of the name in ``a = b = value`` or ``a, b = value, other``, and how the value is
+    shared."""
     target = assignment.node
     parent = source.parent(target) if isinstance(target, cst.Name) else None
     element = parent if isinstance(parent, cst.Element) else None
@@ -152,10 +153,8 @@ def _value_and_names(source: ParsedSource, assignment: Assignment) -> tuple[cst.
 
 
 def last_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst.BaseExpression | None:
-    """What ``name`` holds at ``before``: the value of the nearest assignment above it that surely ran.
-
-    None if a branch or a loop may have assigned something else.
-    """
+    """Return the value of ``name`` at ``before``: that of the nearest assignment above it that surely ran;
+    None if a branch or a loop may have assigned something else."""
     scope = source.scope(name)
     if scope is None or name.value not in scope:
         return None
@@ -169,7 +168,7 @@ def last_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst
 
 
 def _bound_at(source: ParsedSource, assignment: Assignment) -> int:
-    """Return where the name has its value: ``x = f(x)`` calls with the value before."""
+    """Return the offset from which the name has its new value: in ``x = f(x)`` the call uses the old one."""
     value = source.assigned_value(assignment)
     return source.end(value) if value is not None else source.start(assignment.node)
 
@@ -183,7 +182,7 @@ def _blocks(source: ParsedSource, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def _in_loop(source: ParsedSource, node: cst.CSTNode, assignments: list[Assignment]) -> bool:
-    """Return whether a later assignment in a loop around ``node`` comes before it the next time round."""
+    """Return whether a later assignment in a loop around ``node`` runs before ``node`` the next time."""
     for loop in source.ancestors(node):
         if isinstance(loop, (cst.FunctionDef, cst.ClassDef)):
             break

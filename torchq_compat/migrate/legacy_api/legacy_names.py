@@ -1,7 +1,8 @@
-"""Every legacy name this package knows, where it lived and where it lives now.
+"""All legacy names that this package knows, with their old and new places.
 
-One table: ``run`` redirects these functions in a running process, ``scan`` finds these names in source code
-and ``rewrite`` replaces them there. Names only, so that ``scan`` and ``rewrite`` never import torch.
+The table is shared: ``run`` redirects these functions in a running process, ``scan`` finds the names in
+source code and ``rewrite`` replaces them there. It has names only, so that ``scan`` and ``rewrite`` do not
+import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 
-#: Eager functions: only the name moves, the rest of these modules stays.
+#: Eager functions: only these names move, the rest of their modules stays.
 EAGER_FUNCTIONS = tuple(
     Moved(module, "torchq_compat", unchanged("quantize_dynamic"))
     for module in (
@@ -72,7 +73,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "fuse_fx": ("model", "fuse_custom_config", "backend_config"),
 }
 
-#: Functions that return a dict form -> those that return the object, in the same module.
+#: Functions that return a dict form -> functions that return the object, in the same module.
 DICT_GETTERS: Mapping[str, str] = {
     "torch.ao.quantization.get_default_qconfig_dict": "get_default_qconfig_mapping",
     "torch.ao.quantization.get_default_qat_qconfig_dict": "get_default_qat_qconfig_mapping",
@@ -80,7 +81,7 @@ DICT_GETTERS: Mapping[str, str] = {
     "torch.ao.quantization.backend_config.get_tensorrt_backend_config_dict": "get_tensorrt_backend_config",
 }
 
-#: Namespaces that only re-export the contents of another one.
+#: Namespaces that only re-export the contents of another namespace.
 NAMESPACES: Mapping[str, str] = {
     "torch.quantization": "torch.ao.quantization",
     "torch.nn.intrinsic": "torch.ao.nn.intrinsic",
@@ -88,12 +89,12 @@ NAMESPACES: Mapping[str, str] = {
     "torch.nn.quantizable": "torch.ao.nn.quantizable",
     "torch.nn.quantized": "torch.ao.nn.quantized",
 }
-#: What the old namespaces have of their own, or what the tables above move elsewhere.
+#: Names that are defined in the old namespaces, or that the tables above move elsewhere.
 NOT_IN_NAMESPACES = frozenset(
     {"torch.quantization.default_eval_fn", "torch.quantization.quantize_fx", "torch.quantization.fx"}
 )
 
-#: Parts of FX's engine that PT2E has no counterpart for: prefixes of dotted names.
+#: Prefixes of dotted names of FX's engine that have no counterpart in PT2E.
 ENGINE_INTERNALS = (
     "torch.ao.quantization.fx._equalize",
     "torch.ao.quantization.fx._model_report",
@@ -112,7 +113,7 @@ ENGINE_INTERNALS = (
     "torch.ao.quantization.quantize_fx.Scope",
     "torch.ao.quantization.quantize_fx.ScopeContextManager",
     "torch.quantization.fx",
-    # Private functions of quantize_fx; run redirects those that mean something here.
+    # Private functions of quantize_fx; ``run`` redirects those that have a meaning here.
     "torch.ao.quantization.quantize_fx._convert_fx",
     "torch.ao.quantization.quantize_fx._convert_to_reference_decomposed_fx",
     "torch.ao.quantization.quantize_fx._fuse_fx",
@@ -123,7 +124,7 @@ ENGINE_INTERNALS = (
     "torch.quantization.quantize_fx._prepare_fx",
     "torch.quantization.quantize_fx._swap_ff_with_fxff",
 )
-#: The Numeric Suite, eager and FX: prefixes of dotted names.
+#: Prefixes of dotted names of the Numeric Suite, eager and FX.
 NUMERIC_SUITE = (
     "torch.ao.ns",
     "torch.quantization._numeric_suite",

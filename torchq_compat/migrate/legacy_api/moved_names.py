@@ -1,7 +1,7 @@
-"""Names that moved to another module: the imports that bring them and the dotted uses of them.
+"""Names that moved to another module: find their imports and their dotted uses.
 
-Shared by the rewrites of imports. A local name never changes its meaning for other files: only where it comes
-from does, except that a private name whose public successor has another name is renamed in the file.
+The rewrites of imports share this module. A local name keeps its meaning for other files, only its origin
+changes; but a private name whose public successor has another name is renamed in the file.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class MovedNames:
     """Finds the sites of some rows of the table of moved names.
 
     Attributes:
-        code: of the construct.
+        code: the code of the construct.
         rows: modules and their names.
-        guests: rows of names that a module of another rewrite only happens to have.
+        guests: rows of names handled here although their module belongs to another rewrite.
     """
 
     code: str
@@ -56,7 +56,7 @@ class MovedNames:
     def _import_sites(
         self, source: ParsedSource, node: cst.Import | cst.ImportFrom
     ) -> Iterator[tuple[Site, tuple[cst.CSTNode, ...]]]:
-        """Yield the sites of one import statement, each with the attributes it settles."""
+        """Yield the sites of one import statement, each with the attributes whose uses it handles."""
         if isinstance(node.names, cst.ImportStar):
             assert isinstance(node, cst.ImportFrom)
             if any(row.legacy == imported_module(node) for row in self.rows):
@@ -113,7 +113,7 @@ class MovedNames:
         if source.written_names(node) != source.names(node):
             return site
         if source.has_comment(node):
-            return replace(site, refusal="a comment stands in the middle of the name")
+            return replace(site, refusal="there is a comment in the middle of the name")
         request = ImportRequest(row.replacement, offset=start)
         if not is_free(source, request):
             return replace(

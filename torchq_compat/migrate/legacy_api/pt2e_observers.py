@@ -1,4 +1,4 @@
-"""Observers and fake-quantizes that torchao has under their names in torch.ao. Names only, without torch."""
+"""Observers and fake-quantizes of torch.ao that torchao has by the same names. Names only, no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that captured a model for PT2E and are gone from torch. Names only, without torch."""
+"""Functions that captured a model for PT2E and were removed from torch. Names only, without torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["REMOVED_CAPTURES", "RemovedCapture"]
 
 
 class RemovedCapture(NamedTuple):
-    """A function that ``torch.export.export`` stands for now.
+    """A removed function that ``torch.export.export`` replaces.
 
     Attributes:
-        module, name: where it was.
+        module, name: its old place.
         gave_module: whether it returned the graph module, not the exported program.
     """
 
@@ -21,7 +21,7 @@ class RemovedCapture(NamedTuple):
     gave_module: bool
 
 
-#: Full name -> what it was.
+#: Full name -> the removed function.
 REMOVED_CAPTURES: Mapping[str, RemovedCapture] = {
     f"{each.module}.{each.name}": each
     for each in (

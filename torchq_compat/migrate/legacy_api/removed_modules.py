@@ -1,4 +1,4 @@
-"""Modules that torch has removed, and where their contents are now. Names only, without torch."""
+"""Modules that torch has removed, and the new modules of their contents. Names only, without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 __all__ = ["REMOVED", "new_module"]
 
-#: Legacy module -> the module in its place; what lies deeper follows, the longest name first.
+#: Legacy module -> the module that replaces it, submodules included; the longest match counts.
 REMOVED: Mapping[str, str] = {
     "torch.ao.quantization.quantizer.xnnpack_quantizer_utils": (
         "executorch.backends.xnnpack.quantizer.xnnpack_quantizer_utils"
@@ -21,7 +21,7 @@ REMOVED: Mapping[str, str] = {
 
 
 def new_module(name: str) -> str | None:
-    """``name``, a removed module or something in one, where it is now; None for any other name."""
+    """Return the new full name of ``name``, a removed module or something in one; None for any other name."""
     for old, new in REMOVED.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]

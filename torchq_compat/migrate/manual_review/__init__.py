@@ -1,4 +1,4 @@
-"""What ``rewrite`` leaves for manual review, one module each, found by being there."""
+"""The findings that ``rewrite`` leaves for manual review, one module each, found without a list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FX's own engine: imports and dotted uses."""
+"""Find imports and dotted uses of FX's own engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["REVIEW"]
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
-    """Imports and dotted uses; what is used of an imported name is not listed again."""
+    """Yield imports and dotted uses; uses of an imported name are not listed again."""
     refusal = "it is part of FX's own engine"
     for node in source.imports():
         for name in names_in_import(node):

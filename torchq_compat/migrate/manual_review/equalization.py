@@ -1,4 +1,4 @@
-"""``_equalization_config``, which has no counterpart."""
+"""Find ``_equalization_config``, which has no counterpart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Legacy names in string literals."""
+"""Find legacy names in string literals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Numeric Suite, eager and FX: imports and dotted uses."""
+"""Find imports and dotted uses of the Numeric Suite, eager and FX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ONNX exporter on TorchScript, given a prepared or converted model."""
+"""Find calls of the TorchScript ONNX exporter on a prepared or converted model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 
 
 def _is_old(call: cst.Call, names: frozenset[str]) -> bool:
-    """``dynamo`` is true unless it is said."""
+    """Return whether ``call`` exports through TorchScript; ``dynamo`` is True by default."""
     return names <= {OLD_EXPORTER} or any(
         arg.keyword is not None
         and arg.keyword.value == "dynamo"

@@ -1,4 +1,4 @@
-"""Code that looks inside a converted model, or at the classes FX's converted models are made of."""
+"""Find code that inspects a converted model, or uses the classes of FX's converted models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["REVIEW"]
 
 CODE = "TQ208"
 CONVERTS = ("convert_fx", "convert_to_reference_fx")
-#: What goes through a model's modules or nodes, as methods and attributes of the model itself.
+#: Methods and attributes of a model by which code walks its modules or reads its weights.
 WALKS = frozenset(
     {
         "_modules",
@@ -38,9 +38,9 @@ register_full_backward_hook register_full_backward_pre_hook register_load_state_
 register_module register_parameter register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule
 share_memory state_dict to to_empty to_folder train training type xpu zero_grad
 """
-#: What any module and any GraphModule has, and answers here as it does in FX.
+#: Attributes of every module or GraphModule, with the same meaning here as in FX.
 OF_EVERY_MODULE = frozenset(MODULE_NAMES.split())
-#: Where the classes of FX's converted models are; FloatFunctional is a class of float models.
+#: The modules of the classes in FX's converted models; FloatFunctional is a class of float models.
 QUANTIZED_CLASSES = (
     "torch.ao.nn.quantized.",
     "torch.ao.nn.intrinsic.quantized.",
@@ -49,7 +49,7 @@ QUANTIZED_CLASSES = (
 )
 OF_FLOAT_MODELS = ("FloatFunctional", "FXFloatFunctional", "QFunctional")
 INSIDE = (
-    "a view stands there: it answers weight(), bias(), scale and zero_point; the values are in the graph, "
+    "the module is a view: it has weight(), bias(), scale and zero_point; the values are in the graph, "
     "the state_dict and explain"
 )
 KEYS = "the keys are those of a captured graph; load_state_dict takes FX's, and a view has the weight"
@@ -57,8 +57,8 @@ CLASSES = "the ops of a converted model are in its graph; the modules are views,
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
-    """Attributes of a converted model that only FX's has as such, keys of its state, classes it is tested
-    for."""
+    """Yield attributes that only FX's converted model has in this form, keys of its state, and checks of its
+    class."""
     if not any(call.function in CONVERTS for call in fx_calls(source)):
         return
     for attribute in source.nodes(cst.Attribute):
@@ -91,7 +91,7 @@ def _reads_inside(source: ParsedSource, attribute: cst.Attribute) -> bool:
 
 
 def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
-    """Return whether ``node`` is a variable that holds a converted model here."""
+    """Return whether ``node`` is a variable that holds a converted model at this point."""
     if not isinstance(node, cst.Name):
         return False
     value = last_value(source, node, node)

@@ -1,4 +1,4 @@
-"""What a finding for manual review is: a construct, and a function that finds its sites."""
+"""The declaration of a finding for manual review: a construct, and a function that finds its sites."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ManualReview"]
 
 @dataclass(frozen=True)
 class ManualReview:
-    """One kind of finding that no rewrite settles, declared in the module that finds its sites.
+    """One kind of finding that no rewrite handles, declared in the module that finds its sites.
 
     Attributes:
-        construct: what it is; the guide's section about it is made from here.
-        find: all its sites, each with the reason why nothing is rewritten.
-        words: names to look for in files: one that spells none of them, nor any name of FX's, is not parsed.
+        construct: the construct; the guide's section is made from it.
+        find: yields all its sites, each with the reason why nothing is rewritten.
+        words: names to search files for; a file with none of them, and no name of FX's, is not parsed.
     """
 
     construct: Construct

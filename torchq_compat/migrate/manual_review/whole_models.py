@@ -1,4 +1,4 @@
-"""Quantized models that are pickled whole."""
+"""Find quantized models that are pickled whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["REVIEW"]
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
-    """``torch.save(model)`` of a prepared or converted model, and ``torch.save({"model": model})``."""
+    """Yield ``torch.save(model)`` and ``torch.save({"model": model})`` of a prepared or converted model."""
     for call in source.nodes(cst.Call):
         if source.names(call.func) != {"torch.save"} or not call.args:
             continue

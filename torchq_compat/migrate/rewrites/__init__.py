@@ -1,7 +1,7 @@
-"""The rewrites, one module each. A module here that declares a ``Rewrite`` is one; nothing else lists them.
+"""The rewrites, one module each; every module here that declares a ``Rewrite`` is found without a list.
 
-Every one of them recognises the FX functions under their legacy and under their new name, so the order
-changes only how the result looks: names that others import are settled first, so that imports are joined.
+Every rewrite recognises the FX functions under their legacy and their new names, so the order affects only
+the look of the result: names that others import come first, so that imports are joined.
 """
 
 from __future__ import annotations

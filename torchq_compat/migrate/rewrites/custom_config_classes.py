@@ -1,4 +1,4 @@
-"""``torch.ao.quantization.fx.custom_config`` -> ``torchq_compat.custom_config``: the same classes."""
+"""Rewrite ``torch.ao.quantization.fx.custom_config`` to ``torchq_compat.custom_config``: the same classes."""
 
 from __future__ import annotations
 

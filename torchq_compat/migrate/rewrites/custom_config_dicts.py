@@ -1,4 +1,5 @@
-"""Dict forms of custom configs -> ``PrepareCustomConfig``, ``ConvertCustomConfig``, ``FuseCustomConfig``."""
+"""Rewrite dict forms of custom configs to ``PrepareCustomConfig``, ``ConvertCustomConfig``,
+``FuseCustomConfig``."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MODULE = "torchq_compat.custom_config"
 
 
 def class_pairs(method: str) -> Setter:
-    """``{"static": {Float: Observed}}``: one call a pair."""
+    """Return a converter for ``{"static": {Float: Observed}}``: one call per pair."""
 
     def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
         for mode, classes in _pairs(source, value):
@@ -47,12 +48,13 @@ def _pairs(
         raise CannotRewriteError(f"{source.code(node)} is not spelled out")
     for element in node.elements:
         if not isinstance(element, cst.DictElement):
-            raise CannotRewriteError("the dict takes in another one with **")
+            raise CannotRewriteError("the dict includes another dict with **")
         yield element.key, element.value
 
 
 def standalone_modules(method: str) -> Setter:
-    """Return ``(module, qconfig_dict, example_inputs, prepare_custom_config_dict, backend_config_dict)``."""
+    """Return a converter for a list of tuples ``(module, qconfig_dict, example_inputs,
+    prepare_custom_config_dict, backend_config_dict)``."""
 
     def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
         for entry, (module, qconfigs, inputs, prepare, backend) in tuples_of(source, value, 5):
@@ -72,7 +74,7 @@ def standalone_modules(method: str) -> Setter:
 def _nested(
     source: ParsedSource, node: cst.BaseExpression, form: DictForm
 ) -> tuple[str, tuple[ImportRequest, ...]]:
-    """Return an inner config: a dict becomes an object; None and what a call returns stay as they are."""
+    """Convert an inner config: a dict becomes an object; None and the result of a call are kept."""
     if isinstance(node, cst.Dict):
         return form.convert(source, node)
     if isinstance(node, cst.Call) or (isinstance(node, cst.Name) and node.value == "None"):

@@ -1,4 +1,4 @@
-"""What a rewrite is: a construct, and a function that finds its sites with the edits that settle them."""
+"""The declaration of a rewrite: a construct, and a function that finds its sites with their edits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Rewrite"]
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One rewrite, all of it declared in the module that finds its sites.
+    """One rewrite, declared in the module that finds its sites.
 
     Attributes:
         name: for ``--only`` and ``--skip``.
-        construct: what it settles; the guide's section about it is made from here.
+        construct: the construct that it handles; the guide's section is made from it.
         summary: one line, for ``--list``.
-        find: all its sites, those it refuses included.
-        order: lower ones run first.
-        words: names to look for in files: one that spells none of them, nor any name of FX's, is not parsed.
+        find: yields all its sites, including those it refuses.
+        order: rewrites with lower numbers run first.
+        words: names to search files for; a file with none of them, and no name of FX's, is not parsed.
     """
 
     name: str

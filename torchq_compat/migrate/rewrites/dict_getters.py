@@ -1,4 +1,4 @@
-"""``get_default_qconfig_dict`` and related functions -> the function that returns the object."""
+"""Rewrite ``get_default_qconfig_dict`` and related functions to the functions that return the object."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def _import_site(source: ParsedSource, node: cst.ImportFrom, alias: cst.ImportAl
 
 
 def _refusal(source: ParsedSource, function: cst.CSTNode) -> str:
-    """Why the dict cannot become an object: something else than an FX call uses it."""
+    """Return the reason why the dict cannot become an object: code other than an FX call uses it; empty if
+    none does."""
     call = source.parent(function)
     if not isinstance(call, cst.Call) or call.func is not function:
         return f"the function itself is used at line {source.line(source.start(function))}"

@@ -1,4 +1,4 @@
-"""``prepare_fx(model, mapping, x)``: example inputs that are no tuple get their parentheses and comma."""
+"""Rewrite ``prepare_fx(model, mapping, x)``: example inputs that are no tuple get parentheses and a comma."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAKING = frozenset(
         *("rand_like", "randn_like", "zeros_like", "ones_like", "stack", "cat", "as_tensor"),
     )
 )
-#: Methods of tensors that nothing else in such a script has.
+#: Methods that only tensors have in such a script.
 METHODS = frozenset(
     (
         *("unsqueeze", "squeeze", "view", "reshape", "expand", "permute", "transpose", "contiguous", "float"),
@@ -71,7 +71,7 @@ def _list(source: ParsedSource, value: cst.List) -> Iterator[Site]:
 
 
 def _is_tensor(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode) -> bool:
-    """Whether ``value`` is surely one tensor."""
+    """Return whether ``value`` is surely one tensor."""
     for _ in range(MAX_STEPS):
         if isinstance(value, cst.Name):
             assigned = last_value(source, value, at)
@@ -85,14 +85,17 @@ def _is_tensor(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode)
                 return False
             value = value.func.value
         elif isinstance(value, cst.Subscript):
-            return _is_first_of_batch(value)
+            if not isinstance(value.slice[0].slice, cst.Slice):
+                return _is_first_of_batch(value)
+            value = value.value
         else:
             return False
     return False
 
 
 def _is_first_of_batch(value: cst.Subscript) -> bool:
-    """``next(iter(loader))[0]``, as the official tutorials take the images of a batch."""
+    """Return whether ``value`` is ``next(iter(loader))[0]``, with which the official tutorials take the
+    images of a batch."""
     call = value.value
     index = value.slice[0].slice if len(value.slice) == 1 else None
     return (

@@ -1,4 +1,5 @@
-"""``convert_fx(model, is_reference=True)``, gone since torch 1.13 -> ``convert_to_reference_fx(model)``."""
+"""Rewrite ``convert_fx(model, is_reference=True)``, removed in torch 1.13, to
+``convert_to_reference_fx(model)``."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def _site(source: ParsedSource, call: FxCall, index: int) -> Site:
     before = call.node.args[index - 1].value
     removed = Edit(source.full_end(before), source.full_end(arg.value), "")
     if b"#" in source.data[removed.start : start]:
-        return Site("TQ108", start, what, refusal="a comment stands before it")
+        return Site("TQ108", start, what, refusal="there is a comment before it")
     edits = [removed]
     imports: tuple[ImportRequest, ...] = ()
     if value == "True":

@@ -1,4 +1,4 @@
-"""Private functions of ``torch.ao.quantization.fx.lstm_utils`` -> public ones of ``torchq_compat``."""
+"""Rewrite private functions of ``torch.ao.quantization.fx.lstm_utils`` to ``torchq_compat``'s."""
 
 from __future__ import annotations
 

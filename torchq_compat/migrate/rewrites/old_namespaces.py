@@ -1,7 +1,6 @@
-"""``torch.quantization``, ``torch.nn.quantized`` and related namespaces -> ``torch.ao``, where the objects
-live.
+"""Rewrite ``torch.quantization``, ``torch.nn.quantized`` and related namespaces to ``torch.ao``.
 
-They still work and are the same objects, so only files that use FX graph mode are touched.
+The old namespaces still work and have the same objects, so only files that use FX graph mode are rewritten.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 
 
 def new_namespace(name: str) -> str | None:
-    """Return ``name`` under torch.ao, if it is an old namespace or lies in one."""
+    """Return ``name`` under torch.ao, if it is an old namespace or in one; None otherwise."""
     for old, new in NAMESPACES.items():
         if name == old or name.startswith(f"{old}."):
             return None if _is_excluded(name) else new + name[len(old) :]
@@ -59,7 +58,7 @@ def _is_excluded(name: str) -> bool:
 def _import_from(
     source: ParsedSource, node: cst.ImportFrom, aliases: Sequence[cst.ImportAlias]
 ) -> Iterator[Site]:
-    """Yield the names that moved, in a statement of their own where others stay."""
+    """Yield the sites of a from-import: the names that moved get a statement of their own if others stay."""
     module = imported_module(node)
     moving, staying = [], []
     for alias in aliases:
@@ -99,13 +98,13 @@ def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> I
 def _attribute_uses(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias, module: str
 ) -> Iterator[str]:
-    """Full names of what is used of an imported namespace."""
+    """Yield the full names used of an imported namespace."""
     name = dotted(alias.name)
     local = alias.evaluated_alias or name.partition(".")[0]
     for use in source.references(local, node):
         parent = source.parent(use)
         if isinstance(parent, cst.Attribute) and alias.asname is None and not module:
-            continue  # import a.b: its uses are dotted and looked at one by one
+            continue  # import a.b: its uses are dotted, and are sites of their own
         full = f"{module}.{name}" if module else name
         if not isinstance(parent, cst.Attribute):
             yield full
@@ -119,7 +118,7 @@ def _is_function_of_fx(module: str, node: cst.CSTNode) -> bool:
 
 
 def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
-    """Yield ``torch.quantization`` written out; deeper names follow it."""
+    """Yield the site of a ``torch.quantization`` written out; deeper names keep their ending."""
     code, names = source.code(node), source.names(node)
     if len(names) != 1 or (name := next(iter(names))) not in NAMESPACES:
         return

@@ -1,4 +1,5 @@
-"""Observers of torch.ao in a file for PT2E -> torchao's: its prepare fails on the others, or drops them."""
+"""Rewrite observers of torch.ao in a file for PT2E to torchao's: its prepare fails on torch.ao's, or drops
+them."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 
 
 def _names_today(source: ParsedSource) -> set[str]:
-    """What the file imports or spells out, by the names it has now."""
+    """Return the full names that the file imports or uses, as they are called now."""
     names = {source.follow(name) for name in source.imported_names()}
     names |= {name for node in source.nodes(cst.Attribute) for name in source.names(node)}
     return {new_module(name) or name for name in names}

@@ -1,4 +1,4 @@
-"""``qconfig_dict`` -> ``QConfigMapping``."""
+"""Rewrite ``qconfig_dict`` to ``QConfigMapping``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``torch.ao.quantization.quantize_dynamic`` -> ``torchq_compat.quantize_dynamic``, however imported."""
+"""Rewrite ``torch.ao.quantization.quantize_dynamic``, however imported, to
+``torchq_compat.quantize_dynamic``."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ REWRITE = Rewrite(
     name="quantize-dynamic",
     construct=CONSTRUCT,
     summary="quantize_dynamic comes from torchq_compat",
-    # The modules hold much else, which stays: only the name moves.
+    # Only this name moves; the rest of the modules stays.
     find=MovedNames("TQ111", (), EAGER_FUNCTIONS).find,
     order=8,
 )

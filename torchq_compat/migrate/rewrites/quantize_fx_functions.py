@@ -1,4 +1,5 @@
-"""``torch.ao.quantization.quantize_fx`` -> ``torchq_compat.quantize_fx``: the functions, however imported."""
+"""Rewrite the functions of ``torch.ao.quantization.quantize_fx``, however imported, to
+``torchq_compat.quantize_fx``."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from torchq_compat.migrate.source.sites import Site
 __all__ = ["REWRITE"]
 
 ROWS = tuple(row for row in MOVED_FUNCTIONS if row.replacement == "torchq_compat.quantize_fx")
-#: Never were they here; a docstring of FX says so, and scripts copy it.
+#: These names never were here, but a docstring of FX says so, and scripts copy it.
 PACKAGES = frozenset(row.legacy.rpartition(".")[0] for row in ROWS)
 
 

@@ -1,6 +1,8 @@
-"""``capture_pre_autograd_graph(model, args)``, gone from torch -> ``torch.export.export`` and ``.module()``.
+"""Rewrite ``capture_pre_autograd_graph(model, args)``, removed from torch, to ``torch.export.export`` and
+``.module()``.
 
-It traced with Dynamo, as ``strict=True`` does: Quantizers find ops by the source functions that leaves.
+It traced with Dynamo, as ``strict=True`` does: Quantizers find ops by the source functions that Dynamo
+records.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ __all__ = ["REWRITE"]
 
 CODE = "TQ114"
 NEW_MODULE, NEW_NAME = "torch.export", "export"
-#: What both functions call by the same position.
+#: The number of leading positional arguments that are the same in both functions.
 POSITIONAL = 3
 KEYWORDS = ("args", "kwargs", "dynamic_shapes", "strict", "preserve_module_call_signature")
 
@@ -81,7 +83,7 @@ def _dotted_site(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
 def _calls(
     source: ParsedSource, uses: list[cst.BaseExpression], removed: RemovedCapture
 ) -> tuple[list[Edit], str]:
-    """The edits behind the calls of ``uses``, or why they are left."""
+    """Return the edits at the calls of ``uses``, or the reason why they are not rewritten."""
     edits: list[Edit] = []
     for use in uses:
         call = source.parent(use)

@@ -1,4 +1,4 @@
-"""Modules that torch has removed: ``torch.ao.quantization.quantize_pt2e`` and related -> torchao."""
+"""Rewrite modules that torch has removed, such as ``torch.ao.quantization.quantize_pt2e``, to torchao's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _import(source: ParsedSource, alias: cst.ImportAlias) -> Iterator[Site]:
 
 
 def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
-    """A removed module spelled out; what is behind it follows."""
+    """Yield the site of a removed module written out as a dotted name; the rest of the name is kept."""
     code = source.code(node)
     new = new_module(code)
     if new is None or source.written_names(node) != {code} or new_module(source.code(node.value)):
@@ -72,7 +72,7 @@ def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
         None,
         f"{new}.{parent.attr.value}",
     ):
-        # A deeper module has a place of its own.
+        # A submodule may have moved to a module of its own.
         node, new = parent, str(new_module(source.code(parent)))
         parent = source.parent(node)
     site = Site(CODE, source.start(node), code)

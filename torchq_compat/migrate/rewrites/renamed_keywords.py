@@ -1,4 +1,4 @@
-"""Keywords that torch 1.13 renamed: ``qconfig_dict=`` -> ``qconfig_mapping=`` and related ones."""
+"""Rewrite keywords that torch 1.13 renamed: ``qconfig_dict=`` to ``qconfig_mapping=``, and related ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchq_compat.migrate.source.text_edits import Edit
 
 __all__ = ["REWRITE"]
 
-#: Renamed too, but there is nothing to give it to: see ``manual_review.equalization``.
+#: This one was renamed too, but has no counterpart: see ``manual_review.equalization``.
 NOT_CARRIED_OVER = "_equalization_config"
 
 

@@ -1,1 +1,1 @@
-"""Running a legacy script: redirected names, what it quantized, what to say at its end."""
+"""Run a legacy script: redirect the FX names, record what it quantizes, print a summary."""

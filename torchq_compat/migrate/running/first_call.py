@@ -1,8 +1,8 @@
-"""Models whose example inputs do not run: FX never looks at them, so such scripts run there.
+"""Models whose example inputs do not run, which FX accepts because it never runs them.
 
-``torch.export`` captures a model by running it. Where it cannot, ``run`` warns at the line and hands out a
-model that waits: its first call has arguments that do run. It is prepared from them then, and becomes the
-prepared model, or the converted one where the script has converted it meanwhile.
+``torch.export`` captures a model by running it. If it cannot, ``run`` warns at the line of the call and
+returns a model that waits: its first call has arguments that do run. The model is then prepared with these
+arguments, and becomes the prepared model, or the converted model if the script has converted it meanwhile.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["WaitingModel", "waiting_for_first_call"]
 EXAMPLES = "example_inputs"
 PREPARING = ("prepare_fx", "prepare_qat_fx")
 CONVERTING = ("convert_fx", "convert_to_reference_fx")
-#: What the parameters of a model in training are asked for: an optimizer would move those of the float model.
+#: Methods refused while a model for training waits: an optimizer would get the parameters of the float model.
 OF_TRAINING = ("parameters", "named_parameters")
-#: What only the model has that this one becomes, and what it is for.
+#: Methods that only the captured model can have -> the name of the operation in the error.
 OF_THE_CAPTURED = {
     "state_dict": "state_dict",
     "load_state_dict": "load_state_dict",
@@ -40,7 +40,7 @@ Function = Callable[..., Any]
 
 
 def waiting_for_first_call(function: Function) -> Function:
-    """Return ``function``, one that prepares or converts, giving and taking models that wait."""
+    """Return ``function``, which prepares or converts, so that it returns and accepts models that wait."""
     if function.__name__ in PREPARING:
         return _preparing(function)
     return _converting(function) if function.__name__ in CONVERTING else function
@@ -86,7 +86,7 @@ def _converting(function: Function) -> Function:
 def _bound(
     function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments | None:
-    """The arguments by name; None where the script uses keywords of older releases."""
+    """Return the arguments by name; None if the script uses keywords of older releases."""
     try:
         return inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
@@ -118,13 +118,13 @@ class _Conversion:
 
 
 class WaitingModel(nn.Module):
-    """A model that is captured when it is first called, and is from then on what was made of it.
+    """A model that is captured at its first call, and then becomes the model ``make`` returns.
 
     Args:
         float_model: a copy of the script's model.
         make: (float model, positional arguments) -> the prepared or converted model.
-        problem: why the example inputs were not enough.
-        is_qat: whether it is to be trained.
+        problem: why the example inputs did not run.
+        is_qat: whether the model is to be trained.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class WaitingModel(nn.Module):
         super().train(is_qat)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Capture the model from these arguments, become what is made of it, and call that."""
+        """Capture the model with these arguments, become the model that is made, and call it."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             self._refuse("torch.jit.trace")
         positional = inspect.signature(self.float_model.forward).bind(*args, **kwargs).args
@@ -151,7 +151,7 @@ class WaitingModel(nn.Module):
         hooks, pre_hooks = self._forward_hooks, self._forward_pre_hooks
         self._become(made)
         result = made(*args, **kwargs)
-        # Only now: those of this first call are called around this method.
+        # Add the hooks only now: torch calls those of this first call around this method.
         made._forward_hooks.update(hooks)
         made._forward_pre_hooks.update(pre_hooks)
         return result

@@ -1,7 +1,8 @@
 """FX's checkpoints in a legacy script under ``run``: ``model.load_state_dict(torch.load(path))`` works.
 
-Into a prepared model the state is loaded as ``load_fx_state`` loads it. A converted one is converted again,
-from the prepared model it came from with the state in it; so each keeps a copy of that.
+A prepared model loads the state as ``load_fx_state`` does. A converted model is converted again from the
+prepared model it came from, with the state loaded into that; so each converted model keeps a copy of its
+prepared model.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Function = Callable[..., Any]
 
 
 def accept_checkpoints() -> None:
-    """Let ``load_state_dict`` of our models take states of FX, in this process."""
+    """Let ``load_state_dict`` of our models accept states of FX in this process."""
     accept_fx_states(_load)
 
 
 def remembering_prepared(function: Function) -> Function:
-    """``function``; what a conversion returns remembers what it was made from."""
+    """Return ``function``; if it converts, its results keep a copy of the prepared model."""
     if function.__name__ not in CONVERSIONS:
         return function
 
@@ -54,7 +55,7 @@ def remembering_prepared(function: Function) -> Function:
 def _load(model: QuantizationGraphModule, state: Mapping[str, Any]) -> Any:
     if model.record.stage is Stage.PREPARED:
         load_fx_state(model, state)
-        # What it returns when all keys match.
+        # This is the result of load_state_dict if all keys match.
         return nn.Module().load_state_dict({})
     prepared, convert = metadata.PREPARED.of(model.reference), metadata.CONVERTED_FROM.of(model.reference)
     if prepared is None or convert is None:
@@ -64,7 +65,7 @@ def _load(model: QuantizationGraphModule, state: Mapping[str, Any]) -> Any:
         )
     load_fx_state(prepared, state)
     with warnings.catch_warnings():
-        # All of it was told when the script converted.
+        # These warnings were given when the script converted.
         warnings.simplefilter("ignore", QuantizationWarning)
         return model.load_state_dict(convert().state_dict())
 

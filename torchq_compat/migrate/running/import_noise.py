@@ -1,8 +1,8 @@
-"""What torch and torchao log while they are imported, and no user of this tool can act on.
+"""Suppress messages of torch and torchao during their import on which a user of this tool cannot act.
 
-A CPU build of torch cannot load torchao's GPU libraries and says so file by file; torchao still registers an
+A CPU build of torch cannot load torchao's GPU libraries and logs each file; torchao still registers an
 enumeration in a way that torch 2.13 deprecates; without NumPy, which neither of them needs, torch warns once.
-Only these messages are held back, and only while the imports run: whatever a script logs is its own.
+Only these messages are suppressed, and only during the imports: a script's own logs are not affected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 __all__ = ["import_noise_held_back"]
 
-#: Logger -> the beginning or a part of the message that is held back.
+#: Logger -> a part of the message to suppress.
 NOISE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
@@ -23,8 +23,8 @@ NOISE = {
 
 @contextmanager
 def import_noise_held_back() -> Iterator[None]:
-    """Hold the known messages back inside the ``with`` block."""
-    # Not undone afterwards: that would also undo the filters torchao installs, this one among them.
+    """Suppress the known messages inside the ``with`` block."""
+    # This filter is kept: undoing it would also undo the filters that torchao installs meanwhile.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     filters = {name: _without(part) for name, part in NOISE.items()}
     for name, noise_filter in filters.items():

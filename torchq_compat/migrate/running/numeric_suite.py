@@ -1,7 +1,7 @@
-"""The Numeric Suite in the process that runs a legacy script: given one of our models, it says what to call.
+"""Make the Numeric Suite raise an error with advice if a legacy script gives it one of our models.
 
-It looks for torch.ao's modules, or for their names in a state_dict; of a captured model it returns nothing,
-and says nothing.
+The suite looks for torch.ao's modules, or for their names in a state_dict; for a captured model it silently
+returns nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torchq_compat.migrate.running.stand_ins import legacy_module
 __all__ = ["refuse_numeric_suite"]
 
 MODULES = ("torch.ao.ns._numeric_suite", "torch.ao.ns._numeric_suite_fx")
-#: What only the state of a captured, converted model has.
+#: Keys that only the state of a captured, converted model has.
 OUR_KEY = re.compile(r"(.*\.)?(_frozen_param\d+|_scale_\d+)")
 
 
 def refuse_numeric_suite() -> None:
-    """Let the functions of the suite raise an FxError where they are given a model of ours, or its state."""
+    """Let the functions of the suite raise an FxError if they are given a model of ours, or its state."""
     replacements: dict[int, Callable[..., Any]] = {}
     for name in MODULES:
-        # The FX suite goes with the engine.
+        # The FX suite is missing if torch has no FX engine.
         module = legacy_module(name)
         for function in vars(module).values() if module else ():
             if inspect.isfunction(function) and function.__module__ == name:

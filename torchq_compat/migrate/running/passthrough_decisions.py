@@ -1,7 +1,8 @@
-"""Which decisions are about ops that compute nothing: they move values, or make constant ones.
+"""Find the decisions about ops that compute nothing: ops that move values, or make constants.
 
-FX leaves them float where no quantized value comes in, and nothing is lost by it; a summary that counts them
-as "float" hides the modules that matter. Where one comes in they are quantized for nothing, as a dropout is.
+FX leaves them float if their input is not quantized, and nothing is lost; a summary that counted them as
+"float" would hide the modules that matter. If their input is quantized, they are quantized without effect, as
+a dropout is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torchq_compat.support.decisions import Action, Decision
 __all__ = ["computes_nothing"]
 
 RELU = torch.ops.aten.relu.default
-#: Base names of aten operators.
+#: Base names of aten operators that make constants.
 MAKES_CONSTANTS = ("arange", "empty", "full", "ones", "zeros")
 
 
@@ -29,7 +30,7 @@ def computes_nothing(model: nn.Module, decision: Decision) -> bool:
     name = decision.node or decision.path.rpartition("/")[2]
     captured = model.reference if isinstance(model, QuantizationGraphModule) else model
     node = next((node for node in captured.graph.nodes if node.name == name), None)
-    # The values of a relu may be its input's, and yet it is a layer that people count.
+    # A relu counts as preserving values, but users count it as a layer.
     moves = node is not None and node.target is not RELU and preserves_values(node)
     return moves or (node is not None and _makes_constants(node))
 

@@ -22,7 +22,7 @@ def prepare_fx(
     backend_config: Any = None,
     is_standalone_module: bool = False,
 ) -> GraphModule:
-    """``torch.ao.quantization.quantize_fx._prepare_fx``."""
+    """Replace ``torch.ao.quantization.quantize_fx._prepare_fx``."""
     prepare = quantize_fx.prepare_qat_fx if is_qat else quantize_fx.prepare_fx
     return prepare(
         model,
@@ -45,7 +45,7 @@ def convert_fx(
     is_decomposed: bool = False,
     keep_original_weights: bool = False,
 ) -> GraphModule:
-    """``torch.ao.quantization.quantize_fx._convert_fx``."""
+    """Replace ``torch.ao.quantization.quantize_fx._convert_fx``."""
     to_reference = is_reference or is_decomposed
     arguments = (graph_module, convert_custom_config, _remove_qconfig, qconfig_mapping, backend_config)
     if to_reference:
@@ -56,12 +56,12 @@ def convert_fx(
 def convert_to_reference_fx(
     graph_module: GraphModule, is_reference: bool = False, *args: Any, **kwargs: Any
 ) -> GraphModule:
-    """As ``convert_fx``, always to a reference model: what ``torchq-compat run --reference`` puts there."""
+    """Convert as ``convert_fx`` does, always to a reference model; for ``torchq-compat run --reference``."""
     return convert_fx(graph_module, True, *args, **kwargs)
 
 
 def fuse_fx(
     model: nn.Module, is_qat: bool = False, fuse_custom_config: Any = None, backend_config: Any = None
 ) -> nn.Module:
-    """``torch.ao.quantization.quantize_fx._fuse_fx``; ``prepare_qat_fx`` fuses while it prepares."""
+    """Replace ``torch.ao.quantization.quantize_fx._fuse_fx``; ``prepare_qat_fx`` fuses by itself."""
     return model if is_qat else quantize_fx.fuse_fx(model, fuse_custom_config, backend_config)

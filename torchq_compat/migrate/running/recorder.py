@@ -1,12 +1,14 @@
-"""Which models a script quantized, and the summary of them at its end."""
+"""The models a script quantized, and their summary at its end."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,15 +17,18 @@ from torchq_compat import explain
 from torchq_compat.errors import LeftFloatError
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.migrate.running.passthrough_decisions import computes_nothing
-from torchq_compat.showing.rows import counted
+from torchq_compat.support.atomic_files import write_whole
 from torchq_compat.support.decisions import Action, Decision, Report
+from torchq_compat.support.showing.rows import counted
 
-__all__ = ["RecordedModel", "Recorder"]
+__all__ = ["RecordedModel", "Recorder", "write_explanation"]
 
 MAX_LINES = 12
 MAX_PATHS = 3
 MAX_KINDS = 6
-#: Function -> how the summary calls the model it returns; the other functions leave no trace in it.
+#: The width of tables in a file, where each row is one line.
+WIDTH = 400
+#: Function -> the stage of the model it returns, in the summary; other functions are not in it.
 STAGES = {
     "prepare_fx": "prepared",
     "prepare_qat_fx": "prepared for training",
@@ -31,16 +36,21 @@ STAGES = {
     "convert_to_reference_fx": "converted to reference",
 }
 
-#: The function of eager models, which have no decisions.
+#: The function for eager models, which have no decisions.
 EAGER = "quantize_dynamic"
 
-#: FX takes the observer's qparams for a fused fake-quantize, and the dtype's range for a reduced one.
+#: FX converts a fused fake-quantize with its observer's qparams, and a reduced range with the dtype's range.
 CONVERTS_WHAT_WAS_TRAINED = (
-    "converted with the qparams and ranges of its training, as prepared.eval() computes; FX converts with "
-    "others, and its results may be some steps away. The float model keeps its weights, which FX trains too"
+    "converted with the qparams and ranges of its training; FX converts with others, and its results may be "
+    "some steps away: compare by prepared.eval(), which gives the same in both"
+)
+#: The prepared model of FX has the parameters of the float model itself.
+KEEPS_ITS_WEIGHTS = (
+    "the float model keeps its weights, which FX trains too: "
+    "model.load_state_dict(prepared.state_dict(), strict=False) copies them"
 )
 
-#: What decisions about input sizes, folded batch norms and lowering say.
+#: Actions of decisions about input sizes, folded batch norms and lowering.
 NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.FOLDED, Action.LOWERED, Action.REFERENCE)
 
 Function = Callable[..., Any]
@@ -48,15 +58,15 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RecordedModel:
-    """What became of one model.
+    """The outcome for one model.
 
     Attributes:
-        names: classes of the float models that came out alike.
-        stage: how far it came, in words.
-        report: what ``explain`` says of it.
+        names: classes of the float models with this outcome.
+        stage: the last stage it reached, in words.
+        report: the report of ``explain``.
         computing: the decisions about its modules and ops, without those that compute nothing.
-        moving: how many of its ops compute nothing and stay float.
-        is_trained: whether prepare_qat_fx made what was converted.
+        moving: the number of its ops that compute nothing and stay float.
+        is_trained: whether it was converted from a model of prepare_qat_fx.
     """
 
     names: tuple[str, ...]
@@ -72,19 +82,19 @@ class RecordedModel:
 
 
 class Recorder:
-    """Notes every model that passes through the wrapped functions.
+    """Records every model that passes through the wrapped functions.
 
-    Only decisions are kept, not models: a script that frees its models must still free their memory. A model
-    is recognised by its decisions, so preparing, copying and converting it is one entry, and so are models
-    that differ in nothing but their weights.
+    Only decisions are kept, not models: if a script frees its models, their memory must be freed. A model is
+    identified by its decisions, so preparing, copying and converting it is one entry, and so are models that
+    differ only in their weights.
 
     Args:
-        strict: raise a LeftFloatError where a module of a prepared model stays float.
+        strict: whether to raise a LeftFloatError if a module of a prepared model stays float.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
-        self._has_told_floats = False  # In the error that ended the script.
+        self._has_told_floats = False  # The LeftFloatError has named them.
         self._models: dict[tuple[tuple[str, str, str], ...], RecordedModel] = {}
         self._eager: list[str] = []
 
@@ -93,7 +103,7 @@ class Recorder:
         return tuple(self._models.values())
 
     def wrap(self, function: Function) -> Function:
-        """Return ``function``, recorded. It keeps its name, module and signature."""
+        """Return ``function`` so that its models are recorded. It keeps its name, module and signature."""
         first_parameter = next(iter(inspect.signature(function).parameters))
 
         @functools.wraps(function)
@@ -106,7 +116,7 @@ class Recorder:
         return recorded
 
     def summary(self, script: str) -> str:
-        """What was quantized and what stayed float, in a dozen lines at most."""
+        """Return what was quantized and what stayed float, in at most twelve lines."""
         if not self._models and not self._eager:
             return f"torchq-compat: {script} prepared no model with FX graph mode quantization."
         lines = [f"torchq-compat: {script} on torch.export and torchao (PT2E)"]
@@ -167,9 +177,9 @@ def _eager_line(source: nn.Module, result: nn.Module) -> str:
 
 
 def _own_decisions(model: nn.Module) -> tuple[Decision, ...]:
-    """Decisions about modules and ops of ``model``, without the parts inside a custom module, without the
-    sizes of its inputs and without what became of them in lowering: the same before and after convert."""
-    # Of a lowered op that the configuration left float, explain shows the lowering alone.
+    """Return the decisions about modules and ops of ``model`` that are the same before and after convert:
+    none about parts of custom modules, sizes of inputs, or lowering."""
+    # For a lowered op that the configuration left float, explain shows only the lowering.
     reference = model.reference if isinstance(model, QuantizationGraphModule) else model
     decided = [d for d in explain(reference) if d.action not in NOT_OF_OPS]
     paths = {decision.path for decision in decided}
@@ -193,9 +203,10 @@ def _lines(model: RecordedModel) -> list[str]:
 
 
 def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
-    """One line for each reason why numbers are not FX's."""
+    """Yield one line for each reason why the numbers differ from FX's."""
     if model.is_trained:
         yield f"    unlike FX: {CONVERTS_WHAT_WAS_TRAINED}"
+        yield f"    unlike FX: {KEEPS_ITS_WEIGHTS}"
     groups: dict[str, list[str]] = {}
     for decision in model.computing:
         if decision.unlike_fx and decision.action is Action.QUANTIZED:
@@ -210,10 +221,32 @@ def _shortened(paths: list[str]) -> str:
 
 
 def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
-    """One line for all that stayed float for the same reason; first what the user was warned about."""
+    """Yield one line for each reason why something stayed float, those with a warning first."""
     groups: dict[tuple[str, str], list[str]] = {}
     left_float = [d for d in decisions if d.action is Action.FLOAT]
     for decision in sorted(left_float, key=lambda d: not d.warn):
         groups.setdefault((decision.kind, decision.reason), []).append(decision.path or "(model)")
     for (kind, reason), paths in groups.items():
         yield f"    float: {kind} {_shortened(paths)}: {reason}"
+
+
+def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
+    """Write the decisions to ``path`` in one step: as JSON if its name ends in .json, otherwise as tables.
+
+    Raises:
+        OSError: the file cannot be written; an existing one is left as it was.
+    """
+    content = _as_json(models) if path.suffix == ".json" else _as_text(models)
+    write_whole(path, content)
+
+
+def _as_text(models: Iterable[RecordedModel]) -> str:
+    return "".join(f"{model.title}\n\n{model.report.to_text(WIDTH)}\n\n" for model in models)
+
+
+def _as_json(models: Iterable[RecordedModel]) -> str:
+    data = [
+        {"model": list(model.names), "stage": model.stage, "decisions": model.report.as_dicts()}
+        for model in models
+    ]
+    return json.dumps(data, indent=2, default=str) + "\n"

@@ -1,9 +1,9 @@
 """Legacy FX functions -> the functions of this package, in the process that runs a legacy script.
 
-The functions are replaced on the legacy modules themselves, so every way to import them finds the new ones:
-by name, under an alias, through importlib, or as attributes of ``torch.ao.quantization``. The modules stay,
-because torch and torchao use their other contents; one that torch has removed gets a stand-in.
-``torch.ao.quantization.fx.custom_config`` needs nothing: ``torchq_compat.custom_config`` has its classes.
+The functions are replaced on the legacy modules themselves, so every kind of import finds the new ones: by
+name, under an alias, through importlib, or as attributes of ``torch.ao.quantization``. The modules stay,
+because torch and torchao use their other contents; a module that torch has removed gets a stand-in.
+``torch.ao.quantization.fx.custom_config`` is not redirected: ``torchq_compat.custom_config`` has its classes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["REDIRECTIONS", "redirect", "replace_everywhere"]
 Function = Callable[..., Any]
 
 
-#: They act on the one module they are given, so scripts keep their names; a running process is redirected.
+#: Not in the table for ``rewrite``, since scripts can keep these names; redirected in a running process only.
 BATCH_NORM_SWITCHES = Moved(
     "torch.ao.nn.intrinsic.qat",
     "torchq_compat.nn.intrinsic.qat",
     {name: name for name in ("freeze_bn_stats", "update_bn_stats")},
 )
-#: Private functions of FX that scripts call all the same.
+#: Private functions of FX that scripts call nevertheless.
 PRIVATE_FUNCTIONS = (
     Moved(
         "torch.ao.quantization.quantize_fx",
@@ -48,12 +48,12 @@ REDIRECTIONS = (*MOVED_FUNCTIONS, *EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NO
 def redirect(
     wrap: Callable[[Function, Function], Function], instead: Mapping[str, str] | None = None
 ) -> None:
-    """Put the replacements, each after ``wrap``, wherever this process already holds a legacy function.
+    """Replace every legacy function that a module of this process holds.
 
     Args:
-        wrap: (function of ours, the legacy function it replaces) -> what is put in its place. Where torch
-            has removed the legacy function, it is given ours twice.
-        instead: function of ours -> the one to take in its place.
+        wrap: (function of ours, the legacy function it replaces) -> the replacement. If torch has removed the
+            legacy function, both arguments are ours.
+        instead: function of ours -> the function to use in its place.
     """
     instead = instead or {}
     replacements: dict[int, Function] = {}
@@ -66,14 +66,14 @@ def redirect(
             continue
         for name, function in functions.items():
             original = getattr(legacy, name, None)
-            # The old namespace re-exports the functions of the new one, and not all of them.
+            # The old namespace re-exports only some functions of the new one.
             if original is not None:
                 replacements.setdefault(id(original), wrap(_with_parameters_of(original, function), original))
     replace_everywhere(replacements)
 
 
 def _with_parameters_of(original: Function, function: Function) -> Function:
-    """Return ``function``, which may lack a keyword that ``original`` has and that says nothing to it."""
+    """Return ``function``, ignoring keywords that only ``original`` has and that do not matter here."""
     dropped = set(inspect.signature(original).parameters) - set(inspect.signature(function).parameters)
     if not dropped:
         return function
@@ -86,7 +86,7 @@ def _with_parameters_of(original: Function, function: Function) -> Function:
 
 
 def replace_everywhere(replacements: dict[int, Function]) -> None:
-    """Put the values wherever a module of this process holds the object of that id."""
+    """Set each attribute of a loaded module whose value has an id in ``replacements`` to the replacement."""
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in replacements:

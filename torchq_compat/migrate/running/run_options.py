@@ -1,4 +1,4 @@
-"""What ``torchq-compat run`` was asked for, on its way from the command line to the script's process."""
+"""The options of ``torchq-compat run``, passed from the command line to the script's process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["RunOptions"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of ``run``.
+    """The options of ``run``.
 
     Attributes:
-        convert: the function that every conversion calls, whatever the script calls; empty: as called.
-        explain: absolute path of the file the decisions are written to; empty: none.
+        convert: the function that replaces every conversion function; empty: the script's own choice.
+        explain: absolute path of the file for the decisions; empty: none is written.
         strict: whether a module left float is an error.
     """
 
@@ -25,7 +25,7 @@ class RunOptions:
 
     @property
     def replacements(self) -> Mapping[str, str]:
-        """Function the script calls -> function it gets."""
+        """Function the script calls -> function that replaces it."""
         if not self.convert:
             return {}
         return dict.fromkeys(("convert_fx", "convert_to_reference_fx"), self.convert)

@@ -1,4 +1,4 @@
-"""What stands behind the script on a command line is the script's own."""
+"""The script's own arguments: everything after SCRIPT on a command line."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["add_script_arguments", "tell_misplaced_options"]
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` take the rest of its command line as ``args``, options included."""
+    """Let ``parser`` read the rest of its command line as ``args``, including options."""
     arguments = parser.add_argument(
         "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
-    # Before Python 3.13 argparse calls a missing ARGS an error of its own.
+    # Before Python 3.13 argparse reports a missing ARGS as an error.
     arguments.required = False
 
 
 def tell_misplaced_options(script: str, args: Sequence[str], own: Sequence[str]) -> None:
-    """Say that one of the options ``own`` of a command stands behind a script that does not know it."""
+    """Print a note for each of the command's options ``own`` that follows a script which does not use it."""
     named = [name for arg in args if (name := arg.partition("=")[0]) in own]
     text = Path(script).read_bytes() if named else b""
     for name in named:
         if name.encode() not in text:
             print(
-                f"torchq-compat: {name} stands behind {script} and is the script's own argument; "
-                f"as an option of this command it stands before {script}",
+                f"torchq-compat: {name} comes after {script} and is the script's own argument; "
+                f"as an option of this command it must come before {script}",
                 file=sys.stderr,
             )

@@ -1,8 +1,8 @@
-"""The process in which ``torchq-compat run`` runs a script: redirect the FX names, then be the script.
+"""The process in which ``torchq-compat run`` redirects the FX names and then runs the script.
 
-Started as ``python -P -c ... PACKAGE_PARENT OPTIONS SCRIPT ARGS...`` by ``migrate.run``. What a script can
-see of how it was started (arguments, ``sys.path[0]``, ``__main__``, ``__file__``) is as
-``python SCRIPT ARGS...`` has it.
+It is started as ``python -P -c ... PACKAGE_PARENT OPTIONS SCRIPT ARGS...`` by ``migrate.run``. What a script
+can see of its start (arguments, ``sys.path[0]``, ``__main__``, ``__file__``) is the same as under ``python
+SCRIPT ARGS...``.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torchq_compat.migrate.stopping import stopping_cleanly
 __all__ = ["execute_script", "main", "show_script_error"]
 
 SCRIPT_RAISED = 1
-#: Where the frames above a script's own are, and those below its calls.
+#: The folders of the frames above the script's own, and of those below its calls.
 TOOL = str(Path(__file__).parents[1])
 PACKAGE = str(Path(__file__).parents[2])
 
 
 def main() -> int:
-    """Run the script that ``sys.argv`` names; its ``SystemExit`` and ``KeyboardInterrupt`` go through."""
+    """Run the script that ``sys.argv`` names; its ``SystemExit`` and ``KeyboardInterrupt`` are not caught."""
     _, _, options, script, *args = sys.argv
-    # At interpreter exit, after the script's own atexit functions, however the script ends.
+    # _finish runs at interpreter exit, after the script's own atexit functions, however the script ends.
     atexit.register(_finish, _redirect(RunOptions.from_json(options)), Path(script).name)
     try:
         execute_script(script, args)
     except Exception as error:
         if type(error).__name__ == "LeftFloatError":
-            # What --strict asked for: the script is not at fault.
+            # --strict requested this error: the script is not at fault.
             print(f"torchq-compat: {_script_line(error)}{' '.join(str(error).splitlines())}", file=sys.stderr)
         else:
             show_script_error(error)
@@ -54,16 +54,17 @@ def show_script_error(error: Exception) -> None:
 
 
 def _redirect(options: RunOptions) -> Callable[[str], str]:
-    """Redirect the FX names and return the function that reports what came through."""
+    """Redirect the FX names and return the function that reports the recorded models."""
     with import_noise_held_back():
-        from torchq_compat.migrate.running.explanation_file import write_explanation
         from torchq_compat.migrate.running.first_call import waiting_for_first_call
         from torchq_compat.migrate.running.fx_checkpoints import accept_checkpoints, remembering_prepared
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
-        from torchq_compat.migrate.running.recorder import Recorder
+        from torchq_compat.migrate.running.recorder import Recorder, write_explanation
         from torchq_compat.migrate.running.redirections import redirect
-        from torchq_compat.migrate.running.removed_captures import restore_removed_captures
-        from torchq_compat.migrate.running.removed_imports import redirect_removed_imports
+        from torchq_compat.migrate.running.removed_imports import (
+            redirect_removed_imports,
+            restore_removed_captures,
+        )
 
         recorder = Recorder(strict=options.strict)
         redirect(
@@ -85,7 +86,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
 
 
 def execute_script(script: str, args: list[str]) -> None:
-    """Execute the file as ``__main__``, which stays in place for what runs at interpreter exit."""
+    """Execute the file as ``__main__``, which is kept for functions that run at interpreter exit."""
     sys.argv = [script, *args]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     path = os.path.join(os.getcwd(), script)
@@ -104,7 +105,7 @@ def execute_script(script: str, args: list[str]) -> None:
 
 
 def _script_line(error: Exception) -> str:
-    """Where the script, or a module it imports, called what raised, as ``file:line: ``."""
+    """Return the line of the script, or of a module it imports, that led to ``error``, as ``file:line: ``."""
     traceback = _from_script_on(error.__traceback__)
     while traceback is not None and (below := traceback.tb_next) is not None:
         if below.tb_frame.f_code.co_filename.startswith(PACKAGE):
@@ -120,13 +121,13 @@ def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _finish(report: Callable[[str], str], script: str) -> None:
-    # A standard output that is closed or broken is the script's affair, not the summary's.
+    # If standard output is closed or broken, the summary is printed nevertheless.
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     try:
         print(report(script), file=sys.stderr)
     except SystemExit:
-        # Python would print what is raised at interpreter exit, and exit with the script's code.
+        # Python would print an exception at interpreter exit, and exit with the script's code.
         os.kill(os.getpid(), signal.SIGTERM)
     except OSError as error:
         print(f"torchq-compat: problem: the explanation was not written: {error}", file=sys.stderr)

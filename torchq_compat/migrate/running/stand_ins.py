@@ -1,7 +1,7 @@
-"""Modules of the FX engine that this torch no longer has, where a legacy script runs: imports find these.
+"""Stand-ins for modules of the FX engine that this torch no longer has, for imports of a legacy script.
 
 A stand-in has the functions that scripts are redirected to, and the configuration classes that FX's module
-passes on; another name of it is missing, as it is in torch.
+re-exports; its other names are missing, as in torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torchq_compat.support import torch_ao
 
 __all__ = ["legacy_module", "put_stand_in"]
 
-#: Modules that held nothing but what is redirected.
+#: Modules whose contents are all redirected.
 ENGINE = frozenset(moved.legacy for moved in MOVED_FUNCTIONS)
-#: What a stand-in is known by.
+#: The attribute that marks a stand-in.
 STANDS_IN = "_torchq_compat_stands_in"
 
 
 def legacy_module(name: str) -> ModuleType | None:
-    """Import a module of torch by name; None where this torch has none, or a stand-in stands for it."""
+    """Import a module of torch by name; None if this torch does not have it, or there is only a stand-in."""
     try:
         module = importlib.import_module(name)
     except ImportError:
@@ -33,11 +33,11 @@ def legacy_module(name: str) -> ModuleType | None:
 
 
 def put_stand_in(name: str, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Let imports of module ``name`` find ``functions``, if it is one of the FX engine.
+    """Let imports of module ``name`` find ``functions``, if it is a module of the FX engine.
 
     Args:
         name: dotted name of a module that cannot be imported.
-        functions: what it has, by their legacy names; added to those of an earlier call.
+        functions: the functions by their legacy names; they are added to those of an earlier call.
     """
     if name not in ENGINE:
         return

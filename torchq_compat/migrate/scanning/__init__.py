@@ -1,1 +1,1 @@
-"""Files through the rewrites: a whole tree scanned, one text rewritten, findings shown."""
+"""Apply the rewrites to files: scan a whole tree, rewrite one text, show findings."""

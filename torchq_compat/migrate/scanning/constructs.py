@@ -1,4 +1,4 @@
-"""Every construct that ``scan`` finds, by its code: those of the rewrites, then those for manual review."""
+"""All constructs that ``scan`` finds, by code: those of the rewrites, then those for manual review."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONSTRUCTS = _by_code(
     [*(rewrite.construct for rewrite in REWRITES), *(review.construct for review in MANUAL_REVIEWS)]
 )
 
-#: Codes that no finding has any more; old logs do.
+#: Codes that findings no longer have, but that occur in old logs.
 RETIRED = _by_code(
     [
         Construct(

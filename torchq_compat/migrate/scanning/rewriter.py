@@ -1,4 +1,4 @@
-"""One text through the rewrites: every site settled that can be, in as many rounds as they take."""
+"""Apply the rewrites to one text, in as many rounds as the sites need."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ MAX_PASSES = 5
 
 
 class InvalidResultError(Exception):
-    """A rewrite would have left a text that is not Python: never written, always reported."""
+    """A rewrite would produce a text that is not valid Python; it is reported and never written."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known about a text beyond itself.
+    """Facts about a text that come from other files.
 
     Attributes:
         follow: resolves names from other files.
-        taken_by_others: top-level names other files use.
+        taken_by_others: top-level names of the text that other files use.
     """
 
     follow: Follow | None = None
@@ -42,14 +42,14 @@ class Origin:
 
 
 def find_sites(source: ParsedSource, rewrites: Iterable[Rewrite] = REWRITES) -> list[Site]:
-    """Return all sites in the order of the text, those for manual review included."""
+    """Return all sites in text order, including those for manual review."""
     sites = [site for rewrite in rewrites for site in rewrite.find(source)]
     sites += [site for review in MANUAL_REVIEWS for site in review.find(source)]
     return sorted(dict.fromkeys(sites), key=lambda site: (site.offset, site.code))
 
 
 def rewrite_text(text: str, rewrites: Iterable[Rewrite] = REWRITES, origin: Origin | None = None) -> str:
-    """Return ``text`` with every site settled that a rewrite settles.
+    """Return ``text`` with every site rewritten that a rewrite can handle.
 
     Raises:
         InvalidResultError: the result does not parse.
@@ -61,7 +61,7 @@ def rewrite_text(text: str, rewrites: Iterable[Rewrite] = REWRITES, origin: Orig
         before = source
         for rewrite in rewrites:
             source = _settle(source, rewrite, origin)
-        # What one rewrite leaves may be what another, above it in the order, can settle.
+        # The result of one rewrite may be a site of a rewrite that ran before it.
         if source is before:
             break
     return source.text
@@ -77,7 +77,7 @@ def _settle(source: ParsedSource, rewrite: Rewrite, origin: Origin) -> ParsedSou
 
 
 def _compatible(sites: Iterable[Site]) -> Iterator[Site]:
-    """Yield the sites whose edits do not touch those of one before; the others get another round."""
+    """Yield the sites whose edits do not overlap those of an earlier site; the rest gets another round."""
     taken: list[Edit] = []
     for site in sites:
         if not overlap(site.edits, taken):

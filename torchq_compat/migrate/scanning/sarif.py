@@ -22,7 +22,7 @@ RULES = tuple(CONSTRUCTS.values())
 
 
 def sarif_log(findings: Iterable[Finding], problems: Iterable[Problem]) -> dict[str, Any]:
-    """One run of ``torchq-compat scan``; problems are notifications of its invocation."""
+    """Return the SARIF log of one ``torchq-compat scan``; problems are notifications of its invocation."""
     notifications = [_notification(problem) for problem in problems]
     run = {
         "tool": {"driver": _driver()},
@@ -67,7 +67,7 @@ def _location(finding: Finding) -> dict[str, Any]:
     physical: dict[str, Any] = {"artifactLocation": {"uri": _uri(finding.path)}}
     if finding.place.cell is None:
         return {"physicalLocation": {**physical, "region": {"startLine": finding.place.line}}}
-    # The lines of a notebook file are not those of its cells.
+    # A line in a cell is not that line of the notebook file, so no region is given.
     return {"physicalLocation": physical, "logicalLocations": [{"name": f"cell {finding.place.cell}"}]}
 
 

@@ -1,7 +1,7 @@
-"""A whole tree: which files have to do with FX, and what is in them.
+"""Scan a whole tree: find the files that use FX, and the sites in them.
 
-Every file is read once and looked at as text. Only where a legacy name, or a name under which a file of the
-tree hands one on, is spelled out is it parsed in full.
+Every file is read once and searched as text. It is parsed in full only if it contains a legacy name, or a
+name under which a file of the tree re-exports one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchq_compat.migrate.source.source_tree import ReExport, Tree
 
 __all__ = ["Finding", "Progress", "Scan", "scan_paths"]
 
-#: Constructs whose rewriting depends on who else uses a name of the file.
+#: Constructs whose rewriting depends on which other files use a name of the file.
 RENAMING = ("TQ102", "TQ105", "TQ106", "TQ109")
 TOO_DEEP = (RecursionError, MemoryError)
 
@@ -63,7 +63,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Progress(Protocol):
-    """Shows how far it is while the items are gone through."""
+    """Wraps items to show the progress while they are processed."""
 
     def __call__(self, description: str, items: Sequence[ItemT], /) -> Iterable[ItemT]: ...
 
@@ -75,7 +75,7 @@ def no_progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
 
 @dataclass(frozen=True)
 class Finding:
-    """A site of a file."""
+    """A site in a file."""
 
     path: Path
     place: Place
@@ -87,7 +87,7 @@ class Finding:
 
     @property
     def by(self) -> str:
-        """Who settles it."""
+        """Who handles the site: ``rewrite`` or ``manual review``."""
         return "manual review" if self.site.refusal else "rewrite"
 
     @property
@@ -98,7 +98,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """One line: place, code, what it becomes, and why people have to."""
+        """The finding as one line: place, code, the replacement, and the reason for manual review."""
         construct = self.construct
         told = f"{self.path}:{self.place}: {construct.code} {self.site.what} -> {construct.becomes}"
         if self.site.refusal:
@@ -108,13 +108,13 @@ class Finding:
 
 @dataclass
 class Scan:
-    """What a tree holds.
+    """The result of scanning a tree.
 
     Attributes:
-        files: how many files were looked at.
-        documents: those that may have to do with FX, with what is known about them.
+        files: the number of files read.
+        documents: the files that may use FX, with facts from other files.
         findings: in the order of files and lines.
-        problems: what could not be read.
+        problems: files and folders that could not be read.
     """
 
     files: int = 0
@@ -124,11 +124,11 @@ class Scan:
 
 
 def scan_paths(paths: Iterable[Path], progress: Progress = no_progress) -> Scan:
-    """Look at all Python files and notebooks under ``paths``.
+    """Scan all Python files and notebooks under ``paths``.
 
     Args:
         paths: files and folders.
-        progress: wraps files and documents while they are gone through.
+        progress: wraps files and documents while they are processed.
 
     Raises:
         PathError: one of ``paths`` does not exist.
@@ -143,7 +143,7 @@ def scan_paths(paths: Iterable[Path], progress: Progress = no_progress) -> Scan:
     scan.files = len(files)
     tree = Tree(files)
     documents = list(_candidates(files, tree, scan.problems, progress))
-    # All of them before the first is judged: what is taken from a file is known when its users are resolved.
+    # Find all sites first: which names of a file others use is known once the names in those are resolved.
     sites = {
         document.path: _sites(document, _origin(tree, document.path), scan.problems)
         for document in progress("Parsing", documents)
@@ -166,7 +166,7 @@ def _origin(tree: Tree, path: Path) -> Origin:
 def _candidates(
     files: list[Path], tree: Tree, problems: list[Problem], progress: Progress
 ) -> Iterator[Document]:
-    """Yield the documents with a legacy word in them, then those with a name that these hand on, and so
+    """Yield the documents that contain a legacy word, then those that contain a name these re-export, and so
     on."""
     is_candidate: Callable[[bytes], object] = LEGACY_WORD.search
     known: set[ReExport] = set()

@@ -1,4 +1,4 @@
-"""What the commands share on a terminal: progress on standard error, tables on standard output."""
+"""Terminal output of the commands: progress on standard error, tables on standard output."""
 
 from __future__ import annotations
 
@@ -8,36 +8,29 @@ from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from torchq_compat.migrate.source.source_files import Problem
 
-__all__ = ["print_finding", "print_problems", "print_table", "progress"]
+__all__ = ["print_finding", "print_problems", "progress"]
 
 ItemT = TypeVar("ItemT")
-#: Where standard output is no terminal: wide enough that no line is folded.
-PIPE_WIDTH = 400
 
 
 def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
-    """Return ``items``, with a bar while they are gone through, on a terminal only."""
+    """Return ``items``, with a progress bar while they are iterated, on a terminal only."""
     console = Console(stderr=True)
     return track(items, description, console=console, transient=True, disable=not console.is_terminal)
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """rich would exit here; the command line decides about that."""
+        """Raise, where rich would exit; the command line handles a broken pipe."""
         raise BrokenPipeError
 
 
-def print_table(table: Table) -> None:
-    _Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=False).print(table)
-
-
 def print_finding(line: str) -> None:
-    """Print ``line`` as one line, whatever the width; on a terminal with its code in bold."""
+    """Print ``line`` without wrapping; on a terminal its code is bold."""
     if not sys.stdout.isatty():
         print(line)
         return

@@ -1,4 +1,4 @@
-"""Python files and notebooks alike: a text to look at, and bytes to write."""
+"""Python files and notebooks in one form: a text to search, and bytes to write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchq_compat.migrate.source.source_files import SourceFile, UnreadableErro
 __all__ = ["Document", "Place", "read_document"]
 
 NOTEBOOK = ".ipynb"
-#: A notebook may await outside of functions.
+#: A notebook may use ``await`` outside functions.
 FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -36,8 +36,8 @@ class Document:
 
     Attributes:
         source: the file.
-        text: its Python; of a notebook, that of all its cells.
-        syntax: the same, parsed.
+        text: its Python code; for a notebook, the code of all cells.
+        syntax: the syntax tree of ``text``.
         problems: parts that could not be read.
     """
 
@@ -57,10 +57,10 @@ class Document:
         return Place(line_of_cell, cell, column)
 
     def bytes_with(self, text: str) -> bytes:
-        """Return the file with ``text`` in place of its own.
+        """Return the bytes of the file with ``text`` in place of its own.
 
         Raises:
-            UnreadableError: it could not be written back without changing more than that.
+            UnreadableError: the file could not be written without changing more than that.
         """
         if self.path.suffix == NOTEBOOK:
             return notebook_bytes(self.source, text)
@@ -71,10 +71,10 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Return the file at ``path``.
+    """Read the file at ``path``.
 
     Raises:
-        UnreadableError: it cannot be read, or is neither Python nor a notebook.
+        UnreadableError: the file cannot be read, or is neither Python nor a notebook.
     """
     source = read_file(path)
     if path.suffix == NOTEBOOK:
@@ -86,7 +86,11 @@ def read_document(path: Path) -> Document:
 
 
 def parse(code: str | bytes) -> ast.Module:
-    """Return the syntax tree of the standard library: no formatting, but far quicker than LibCST's."""
+    """Return the syntax tree of ``code`` by Python's ``ast``: without formatting, but far faster than LibCST.
+
+    Raises:
+        UnreadableError: ``code`` is not valid Python.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

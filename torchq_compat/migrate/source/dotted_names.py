@@ -8,12 +8,12 @@ __all__ = ["dotted", "imported_module", "names_in_import", "split_dotted"]
 
 
 def imported_module(node: cst.ImportFrom) -> str:
-    """Return ``..a.b`` of ``from ..a.b import c``."""
+    """Return the module of a from-import: ``..a.b`` for ``from ..a.b import c``."""
     return "." * len(node.relative) + (dotted(node.module) if node.module is not None else "")
 
 
 def names_in_import(node: cst.Import | cst.ImportFrom) -> list[str]:
-    """Return the full names that an import statement names; ``module.*`` for ``import *``."""
+    """Return the full names that an import statement imports; ``module.*`` for ``import *``."""
     prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
     if isinstance(node.names, cst.ImportStar):
         return [f"{prefix}*"]
@@ -21,7 +21,7 @@ def names_in_import(node: cst.Import | cst.ImportFrom) -> list[str]:
 
 
 def dotted(node: cst.CSTNode) -> str:
-    """Return ``a.b.c`` of a chain of names, the empty text for anything else."""
+    """Return ``a.b.c`` for such a chain of names, an empty string for anything else."""
     base, rest = split_dotted(node)
     return base.value + rest if base is not None else ""
 

@@ -1,4 +1,4 @@
-"""What becomes of the names that moved in an import statement, and of their uses in the file."""
+"""Plan the rewriting of moved names in an import statement, and of their uses in the file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Plan", "plan_module", "plan_name"]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What becomes of one name of an import statement.
+    """The plan for one name of an import statement.
 
     Attributes:
-        what: it is, in words.
-        new: the import in its place; None if it is refused, or settled in another file.
-        use_edits: its uses in this file, where they change.
+        what: the name, for messages.
+        new: the import that replaces it; None if the rewrite is refused, or done in another file.
+        use_edits: the edits of its uses in this file, if they change.
         uses: attributes that need no edit of their own.
-        refusal: why it is left.
+        refusal: why the name is not rewritten; empty if it is.
     """
 
     alias: cst.ImportAlias
@@ -83,8 +83,8 @@ def plan_module(
 
 
 def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved) -> Plan:
-    """Return ``import torch.ao.quantization.quantize_fx``, which also binds ``torch``; its uses are
-    dotted."""
+    """Return the plan for ``import torch.ao.quantization.quantize_fx``, which binds ``torch`` and has dotted
+    uses."""
     plan = Plan(alias, row.legacy)
     edits, uses = [], []
     for node in source.nodes(cst.Attribute):
@@ -114,10 +114,10 @@ def _refuse_uses(row: Moved, local: str, uses: list[cst.Name], source: ParsedSou
 
 
 def _names_in(row: Moved) -> set[str]:
-    """Return the names of the legacy module of ``row`` that have moved, wherever to."""
+    """Return the names of the legacy module of ``row`` that have moved, to any module."""
     return {name for other in (*MOVED, row) if other.legacy == row.legacy for name in other.names}
 
 
 def _is_listed(source: ParsedSource, name: str) -> bool:
-    """Return whether a text of the file spells ``name``, as ``__all__`` and ``getattr`` do."""
+    """Return whether a string of the file is ``name``, as in ``__all__`` and ``getattr``."""
     return any(string.raw_value == name for string in source.nodes(cst.SimpleString))

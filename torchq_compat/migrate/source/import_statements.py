@@ -1,4 +1,4 @@
-"""Import statements with other words in them: what stays, what comes from somewhere else."""
+"""Rewrite import statements: keep some names, and import the others from another module."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torchq_compat.migrate.source.text_edits import Edit
 
 __all__ = ["COMMENTS_BETWEEN_NAMES", "NewImport", "statement_edits"]
 
-#: Why a statement is left that would have to become two.
+#: The reason not to rewrite a statement that would have to be split.
 COMMENTS_BETWEEN_NAMES = "the import has comments between its names"
 
 
 @dataclass(frozen=True, eq=False)
 class NewImport:
-    """What becomes of one name of an import statement.
+    """The new import of one name of an import statement.
 
     Attributes:
-        alias: the name as it stands.
-        module: what it is imported from; empty for ``import x``.
+        alias: the name in the old statement.
+        module: the module it is imported from; empty for ``import x``.
         imported: the name, with its alias, in the new statement.
-        keeps: what else the old statement bound.
+        keeps: another name that the old statement bound.
     """
 
     alias: cst.ImportAlias
@@ -37,8 +37,8 @@ class NewImport:
 def statement_edits(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
 ) -> tuple[Edit, ...]:
-    """Return the edits of ``node`` that import ``new`` from where it is now; none if comments would be
-    lost."""
+    """Return the edits of ``node`` that import the names of ``new`` from their new modules; empty if comments
+    would be lost."""
     if not new:
         return ()
     assert not isinstance(node.names, cst.ImportStar)
@@ -51,7 +51,7 @@ def statement_edits(
 def _split(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
 ) -> tuple[Edit, ...]:
-    """Return the statement in two or more: what stays, and what moved."""
+    """Return the edit that splits the statement into the names that stay and those that moved."""
     if "#" in source.code(node):
         return ()
     assert not isinstance(node.names, cst.ImportStar)
@@ -73,7 +73,7 @@ def _split(
 def _edit_in_place(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
 ) -> tuple[Edit, ...]:
-    """Only the words that change, so that parentheses, line breaks and comments stay."""
+    """Return edits of only the words that change, so that parentheses, line breaks and comments stay."""
     edits = []
     if isinstance(node, cst.ImportFrom):
         assert node.module is not None

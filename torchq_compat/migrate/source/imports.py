@@ -1,4 +1,4 @@
-"""Import statements that rewritten code needs: added once, above their use, near what is there."""
+"""Add the imports that rewritten code needs: each once, above its use, near related imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchq_compat.migrate.source.text_edits import Edit
 __all__ = ["import_edits", "is_free"]
 
 LIBRARIES = ("torch", "torchq_compat")
-#: Other places to import the same object from.
+#: Full name -> another full name of the same object.
 SAME_OBJECT = {
     "torch.ao.quantization.qconfig_mapping.QConfigMapping": "torch.ao.quantization.QConfigMapping",
     "torch.ao.quantization.quantize_fx.QConfigMapping": "torch.ao.quantization.QConfigMapping",
@@ -29,7 +29,7 @@ SAME_OBJECT = {
 
 
 def is_free(source: ParsedSource, request: ImportRequest) -> bool:
-    """Return whether the name that ``request`` binds means nothing else in the text."""
+    """Return whether the name that ``request`` binds has no other meaning in the text."""
     name = request.name or request.module.partition(".")[0]
     if not source.binds(name):
         return True
@@ -38,13 +38,13 @@ def is_free(source: ParsedSource, request: ImportRequest) -> bool:
 
 
 class _Place(NamedTuple):
-    """Where an import goes.
+    """The place for a new import.
 
     Attributes:
         at: byte offset.
-        extends: whether that is inside a ``from ... import`` that gets one more name.
-        indent: of a new line.
-        function: offset of the function it is local to, -1 for the whole file.
+        extends: whether ``at`` is inside a ``from ... import`` to which the name is added.
+        indent: the indent of a new line.
+        function: offset of the function that gets the import, -1 for the whole file.
     """
 
     at: int
@@ -54,7 +54,7 @@ class _Place(NamedTuple):
 
 
 def import_edits(source: ParsedSource, requests: Iterable[ImportRequest]) -> list[Edit]:
-    """Return the edits of ``source`` that satisfy all ``requests``, each import once a file or once a
+    """Return the edits of ``source`` that satisfy all ``requests``, each import once per file or per
     function."""
     places: dict[tuple[int, str], tuple[_Place, ImportRequest]] = {}
     for request in sorted(requests, key=lambda request: request.offset):
@@ -73,13 +73,13 @@ def _edit(source: ParsedSource, place: _Place, requests: list[ImportRequest]) ->
         return Edit(at, at, "".join(f", {request.name}" for request in requests))
     newline = source.newline()
     lines = "".join(place.indent + statement + newline for statement in _statements(requests))
-    # A file whose last line has no end gets one first.
+    # If the last line of the file has no newline, add one first.
     before = source.data[:at]
     return Edit(at, at, lines if not before or before.endswith((b"\n", b"\r")) else newline + lines)
 
 
 def _statements(requests: list[ImportRequest]) -> Iterator[str]:
-    """One line a module: first ``import module``, then all names of each."""
+    """Yield the import statements: first each ``import module``, then one line per module with its names."""
     yield from (request.statement for request in requests if not request.name)
     modules = dict.fromkeys(request.module for request in requests if request.name)
     for module in modules:
@@ -97,7 +97,8 @@ def _is_satisfied(source: ParsedSource, request: ImportRequest) -> bool:
 
 
 def _place(source: ParsedSource, request: ImportRequest) -> _Place:
-    """Near what is imported from torch at the top; a file that imports it only in functions goes on so."""
+    """Return the place for an import: near the top imports from torch, or, if the file imports torch only in
+    functions, in the function."""
     above = [(line, node) for line, node in _top_level_imports(source) if source.end(line) <= request.offset]
     for _, node in reversed(above):
         if request.name and isinstance(node, cst.ImportFrom) and imported_module(node) == request.module:
@@ -123,7 +124,8 @@ def _function_around(source: ParsedSource, node: cst.CSTNode) -> cst.FunctionDef
 
 
 def _local_place(source: ParsedSource, offset: int) -> _Place | None:
-    """At ``offset`` in a function: before the statement of its body, so that every branch behind has it."""
+    """Return the place in the function at ``offset``: before the statement of its body, so that every branch
+    after it has the import; None outside functions."""
     around = [f for f in source.nodes(cst.FunctionDef) if source.start(f) <= offset < source.end(f)]
     body = around[-1].body if around else None
     if not isinstance(body, cst.IndentedBlock):
@@ -141,7 +143,7 @@ def _comma_length(source: ParsedSource, alias: cst.ImportAlias) -> int:
 
 
 def _top(source: ParsedSource) -> int:
-    """Behind the docstring and the ``__future__`` imports, before the first other statement."""
+    """Return the offset after the docstring and the ``__future__`` imports, before other statements."""
     at = 0
     for index, statement in enumerate(source.module.body):
         small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
@@ -177,7 +179,7 @@ def _top_level_imports(
 
 
 def _bindings(node: cst.CSTNode) -> Iterator[tuple[str, str]]:
-    """Yield (full name, local name) of what an import statement binds."""
+    """Yield (full name, local name) for each name that an import statement binds."""
     if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
         return
     prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
@@ -187,7 +189,7 @@ def _bindings(node: cst.CSTNode) -> Iterator[tuple[str, str]]:
 
 
 def _imported(node: cst.CSTNode) -> set[str]:
-    """Full names an import binds; for ``import a.b`` also ``a``, which is the name it binds."""
+    """Return the full names that an import binds; for ``import a.b`` also ``a``, the name it binds."""
     full = {name for name, _ in _bindings(node)}
     return full | {name.partition(".")[0] for name in full} if isinstance(node, cst.Import) else full
 

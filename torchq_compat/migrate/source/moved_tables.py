@@ -1,4 +1,4 @@
-"""FX's functions and configuration classes: where they lived, and where they live now."""
+"""FX's functions and configuration classes: their legacy modules and their modules now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["MOVED", "MOVED_CLASSES", "MOVED_FUNCTIONS", "Moved", "unchanged"]
 
 
 class Moved(NamedTuple):
-    """Names of a legacy module, each with its name in the module that replaces it here."""
+    """The names of a legacy module, each with its name in the module that replaces it."""
 
     legacy: str
     replacement: str
@@ -17,7 +17,7 @@ class Moved(NamedTuple):
 
 
 def unchanged(*names: str) -> dict[str, str]:
-    """Return names that stay, as ``Moved`` has them."""
+    """Return unchanged names in the form of ``Moved.names``."""
     return {name: name for name in names}
 
 
@@ -36,7 +36,7 @@ MOVED_FUNCTIONS = (
     Moved("torch.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
     Moved("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils", PART_FUNCTIONS),
 )
-#: The classes are the same objects on both sides: only source code has to change.
+#: Both modules have the same classes, so only source code has to change.
 MOVED_CLASSES = (
     Moved("torch.ao.quantization.fx.custom_config", "torchq_compat.custom_config", CONFIG_CLASSES),
     Moved("torch.ao.quantization.quantize_fx", "torchq_compat.custom_config", IMPORTED_BY_QUANTIZE_FX),

@@ -1,7 +1,7 @@
-"""Jupyter notebooks as one Python text and back: names defined in a cell are known in the next.
+"""Convert Jupyter notebooks to one Python text and back, so that names of one cell are known in the next.
 
 Cells are joined with a marker comment before each. A line that only IPython understands becomes a ``pass``
-with the line in its comment. Both are undone when the text is split again: only what was edited changes.
+with the line in its comment. Both are undone when the text is split again: only edited parts change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MASK = "pass  # <torchq-compat> "
 MAGIC_LINE = re.compile(
     r"^(?P<indent>[ \t]*)(?P<code>[%!?].*|[\w., ]+ *= *[%!].*|[\w.]+\?\??)$", re.MULTILINE
 )
-#: Cell magics whose body is Python; the body of any other is not.
+#: Cell magics whose body is Python; the bodies of other magics are not.
 PYTHON_CELL_MAGICS = ("%%capture", "%%prun", "%%time", "%%timeit")
 PYTHON_LANGUAGES = ("", "ipython", "python")
 INDENTS = (1, 2, 4, "\t", None, 0, 3)
@@ -46,7 +46,7 @@ def join_cells(raw_text: str) -> Notebook:
     """Return the code cells of the notebook ``raw_text``.
 
     Raises:
-        UnreadableError: it is no notebook.
+        UnreadableError: the text is not a notebook.
     """
     parts, problems = [], []
     for number, cell in enumerate(_cells(_load(raw_text)), start=1):
@@ -63,7 +63,7 @@ def join_cells(raw_text: str) -> Notebook:
 
 
 def _as_python(code: str) -> str:
-    """Return ``code``, with the lines of IPython in comments if it is no Python with them."""
+    """Return ``code``, with the lines of IPython in comments if it is not valid Python otherwise."""
     try:
         _parse(code)
     except SyntaxError:
@@ -82,7 +82,7 @@ def notebook_bytes(source: SourceFile, new_text: str) -> bytes:
     """Return the notebook file with the cells of ``new_text`` in place of its own.
 
     Raises:
-        UnreadableError: its JSON is laid out in a way that would not be kept.
+        UnreadableError: the layout of its JSON could not be kept.
     """
     content = _load(source.text)
     layout = _layout(source.text, content)
@@ -97,7 +97,7 @@ def notebook_bytes(source: SourceFile, new_text: str) -> bytes:
 
 
 def cell_of_line(text: str, line: int) -> tuple[int, int]:
-    """Return the number of the cell and the line in it of a line of the joined text, all from 1."""
+    """Return the number of the cell, and the line in it, for a line of the joined text; all count from 1."""
     lines = text.split("\n")[:line]
     for back, candidate in enumerate(reversed(lines)):
         match = CELL_LINE.match(candidate)

@@ -1,7 +1,7 @@
-"""A parsed Python text: its nodes, where they stand, and the full names that they mean.
+"""A parsed Python text: its nodes, their positions, and the full names that they mean.
 
-LibCST does the parsing and knows the scopes; what is added here are names bound by assignment, names that
-come in by ``import *``, and names that another file of the tree hands on.
+LibCST parses the text and provides the scopes; this module adds names bound by assignment, names from
+``import *``, and names that another file of the tree re-exports.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from torchq_compat.migrate.source.scopes import ScopesWithoutUses
 __all__ = ["ParsedSource"]
 
 NodeT = TypeVar("NodeT", bound=cst.CSTNode)
-#: Full name -> the full name it stands for, when another file of the tree hands that on.
+#: Full name -> the full name it means, if another file of the tree re-exports it.
 Follow = Callable[[str], str]
 MAX_ALIASES = 8
 LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 class ParsedSource:
-    """A Python text, parsed.
+    """A parsed Python text.
 
     Args:
         text: the text.
-        follow: resolves names that come from other files; default: none does.
+        follow: resolves names that come from other files; default: they are not resolved.
         taken_by_others: top-level names that other files of the tree import from this one.
 
     Raises:
@@ -70,7 +70,7 @@ class ParsedSource:
         self._stars: list[str] | None = None
 
     def nodes(self, *kinds: type[NodeT]) -> list[NodeT]:
-        """Return all nodes of exactly these classes, in the order of the text."""
+        """Return all nodes of exactly these classes, in text order."""
         found = [cast(NodeT, node) for kind in kinds for node in self._by_class.get(kind, ())]
         return sorted(found, key=lambda node: (self.start(node), -self.end(node)))
 
@@ -82,20 +82,20 @@ class ParsedSource:
         return self._parents[node]
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Yield the nodes around ``node``, the nearest first."""
+        """Yield the ancestors of ``node``, the nearest first."""
         while node is not self.module:
             node = self._parents[node]
             yield node
 
     def start(self, node: cst.CSTNode) -> int:
-        """Offset of the first byte of ``node`` in ``data``."""
+        """Return the offset of the first byte of ``node`` in ``data``."""
         return self._spans[node].start
 
     def end(self, node: cst.CSTNode) -> int:
         return self._spans[node].start + self._spans[node].length
 
     def code(self, node: cst.CSTNode) -> str:
-        """Return the text of ``node`` as it stands, without parentheses around it."""
+        """Return the text of ``node``, without parentheses around it."""
         return self.data[self.start(node) : self.end(node)].decode()
 
     def full_code(self, node: cst.BaseExpression) -> str:
@@ -104,11 +104,11 @@ class ParsedSource:
         return self.data[start : self.full_end(node)].decode()
 
     def full_end(self, node: cst.BaseExpression) -> int:
-        """Return ``end``, behind the parentheses that belong to an expression."""
+        """Return the end offset of an expression, including the parentheses that belong to it."""
         return self.end(node.rpar[-1]) if node.rpar else self.end(node)
 
     def has_comment(self, node: cst.CSTNode) -> bool:
-        """Return whether a comment stands within ``node``."""
+        """Return whether there is a comment within ``node``."""
         start, end = self.start(node), self.end(node)
         index = bisect_left(self._comments, start)
         return index < len(self._comments) and self._comments[index] < end
@@ -129,12 +129,12 @@ class ParsedSource:
 
     @cached_property
     def _comments(self) -> list[int]:
-        """Where comments start."""
+        """The offsets at which comments start."""
         return [self.start(comment) for comment in self.nodes(cst.Comment)]
 
     @cached_property
     def _names_by_value(self) -> dict[str, list[cst.Name]]:
-        """The nodes of each name that refer to something."""
+        """Name -> the nodes of it that refer to something."""
         found: dict[str, list[cst.Name]] = {}
         for node in self.nodes(cst.Name):
             if not self._is_no_reference(node):
@@ -153,7 +153,7 @@ class ParsedSource:
         return self.module.default_newline
 
     def indent_at(self, offset: int) -> str:
-        """Return the white space that the line of a byte offset begins with."""
+        """Return the white space at the beginning of the line of a byte offset."""
         line = self.data[self.data.rfind(b"\n", 0, offset) + 1 :].split(b"\n", 1)[0].decode()
         return line[: len(line) - len(line.lstrip())]
 
@@ -174,12 +174,12 @@ class ParsedSource:
         return found
 
     def imported_names(self) -> Iterator[str]:
-        """Yield the full names in import statements, as they are written; ``module.*`` for ``import *``."""
+        """Yield the full names in import statements as written; ``module.*`` for ``import *``."""
         for node in self.imports():
             yield from names_in_import(node)
 
     def is_top_level(self, node: cst.CSTNode) -> bool:
-        """Return whether a small statement stands in no block."""
+        """Return whether a small statement is at the top level, outside any block."""
         return self.parent(self.parent(node)) is self.module
 
     def references(self, name: str, binding: cst.CSTNode) -> list[cst.Name]:
@@ -203,23 +203,23 @@ class ParsedSource:
             )
         return self._nodes_of_bindings[key]
 
-    # --- what a name means ---
+    # --- the meaning of names ---
 
     def names(self, node: cst.CSTNode) -> frozenset[str]:
-        """Return the full dotted names that ``node``, a Name or an Attribute, may mean; none if it is no
-        import."""
+        """Return the full dotted names that ``node``, a Name or an Attribute, may mean; empty if it does not
+        come from an import."""
         if node not in self._names_of_node:
             self._names_of_node[node] = frozenset(self.follow(name) for name in self.written_names(node))
         return self._names_of_node[node]
 
     def written_names(self, node: cst.CSTNode) -> frozenset[str]:
-        """Return ``names``, but as this file alone has them."""
+        """Return ``names(node)``, but without resolving names in other files."""
         if not isinstance(node, (cst.Name, cst.Attribute)):
             return frozenset()
         return frozenset(self._names(node, MAX_ALIASES))
 
     def star_modules(self) -> Sequence[str]:
-        """Return the modules of which this file imports everything."""
+        """Return the modules that this file imports with ``import *``."""
         if self._stars is None:
             stars = (node for node in self.nodes(cst.ImportFrom) if isinstance(node.names, cst.ImportStar))
             self._stars = [imported_module(node) for node in stars]
@@ -233,7 +233,7 @@ class ParsedSource:
         return self._names_in(scope, base.value, rest, budget)
 
     def _names_in(self, scope: Scope, name: str, rest: str, budget: int) -> set[str]:
-        # All uses of a name in a scope mean the same: a file that binds it often would take quadratic time.
+        # All uses of a name in a scope mean the same; the cache avoids quadratic time if it is bound often.
         key = (scope, name, rest, budget)
         if key not in self._names_of_key:
             full: set[str] = set()
@@ -243,7 +243,7 @@ class ParsedSource:
         return self._names_of_key[key]
 
     def bindings(self, scope: Scope, name: str) -> frozenset[BaseAssignment]:
-        """What binds ``name`` for the code in ``scope``."""
+        """Return the assignments that bind ``name`` for the code in ``scope``."""
         key = (scope, name)
         if key not in self._bindings:
             self._bindings[key] = frozenset(scope[name]) if name in scope else frozenset()
@@ -259,7 +259,7 @@ class ParsedSource:
         value = self.assigned_value(assignment)
         if budget and isinstance(value, (cst.Name, cst.Attribute)):
             return {full + rest for full in self._names(value, budget - 1)}
-        # Unknown code binds it: said so that a caller can tell "only this import" from "this among others".
+        # Unknown code binds the name: mark it, so that a caller can tell if an import is the only origin.
         return {f"<local>.{name}{rest}"}
 
     def assigned_value(self, assignment: BaseAssignment) -> cst.BaseExpression | None:
@@ -276,7 +276,8 @@ class ParsedSource:
         return None
 
     def _is_no_reference(self, node: cst.CSTNode) -> bool:
-        """Return the ``b`` of ``a.b``, the ``k`` of ``f(k=1)`` and the names in import statements."""
+        """Return whether ``node`` is no reference: the ``b`` of ``a.b``, the ``k`` of ``f(k=1)``, or a name
+        in an import statement."""
         parent = self._parents.get(node)
         if isinstance(parent, cst.Attribute) and parent.attr is node:
             return True
@@ -288,7 +289,7 @@ class ParsedSource:
 
 
 def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
-    """Return every node and the one it is part of. LibCST's own provider takes several times as long."""
+    """Return node -> parent for all nodes; LibCST's own provider takes several times as long."""
     parents: dict[cst.CSTNode, cst.CSTNode] = {}
     pending: list[cst.CSTNode] = [module]
     while pending:

@@ -1,7 +1,7 @@
-"""LibCST's scopes in linear time: which names are bound where, without who uses each of them.
+"""LibCST's scopes in linear time: the names bound in each scope, without their uses.
 
 LibCST links every use to every assignment of its name, and resolves the function of every call to find
-``typing.cast``: both are quadratic in a file that binds one name often, as a notebook of repeated cells does.
+``typing.cast``: both are quadratic in a file that binds one name often, such as a notebook of repeated cells.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from libcst.metadata.scope_provider import ScopeVisitor
 
 __all__ = ["ScopesWithoutUses"]
 
-#: Functions whose string arguments are types; LibCST looks into those.
+#: Functions whose string arguments are types, which LibCST parses.
 TYPING_CALLS = ("NewType", "TypeVar", "cast")
 
 
 class ScopesWithoutUses(ScopeProvider):
-    """As ``ScopeProvider``; ``accesses`` and ``referents`` stay empty."""
+    """A ``ScopeProvider`` whose ``accesses`` and ``referents`` stay empty."""
 
     def visit_Module(self, node: cst.Module) -> bool | None:  # noqa: N802
         node.visit(_Visitor(self))

@@ -1,4 +1,4 @@
-"""A site: one place in the source that needs attention, and the edits that settle it, if any do."""
+"""A site: one place in the source that needs attention, and the edits that rewrite it, if there are any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ImportRequest", "Site"]
 
 @dataclass(frozen=True, order=True)
 class ImportRequest:
-    """``import module``, or ``from module import name``, needed at a byte offset of the text."""
+    """An import that is needed at a byte offset: ``import module``, or ``from module import name``."""
 
     module: str
     name: str = ""
@@ -27,12 +27,12 @@ class Site:
     """One place that needs attention.
 
     Attributes:
-        code: of the construct.
-        offset: of its first byte.
+        code: the code of the construct.
+        offset: the offset of its first byte.
         what: the name or expression found.
-        edits: what ``rewrite`` would do; applied all or none.
-        imports: what the edited code needs.
-        refusal: why it is left for manual review; empty if ``rewrite`` does.
+        edits: the edits that ``rewrite`` would make; all are applied or none.
+        imports: the imports that the edited code needs.
+        refusal: why it is left for manual review; empty if ``rewrite`` handles it.
     """
 
     code: str

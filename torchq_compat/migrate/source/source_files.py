@@ -1,4 +1,4 @@
-"""Source files on disk: found under the paths given, read with their encoding, replaced in one step."""
+"""Source files on disk: find them under paths, read them with their encoding, replace them in one step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ __all__ = ["Problem", "SourceFile", "UnreadableError", "find_files", "read_file"
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
 SKIPPED_FOLDERS = ("__pycache__", "node_modules")
-#: A notebook with pictures may be large.
+#: The size limit; a notebook with pictures may be large.
 MAX_BYTES = 256 << 20
-BOM = "\ufeff"
 
 
 class UnreadableError(Exception):
-    """Why a file cannot be read as source code."""
+    """The reason why a file cannot be read as source code."""
 
 
-#: Words of a reason -> what to do.
+#: Words of a reason -> advice for the user.
 HINTS = {
     "cannot be read": "look at its permissions, or name the other files",
     "cannot be listed": "look at its permissions, or name the folders below it",
@@ -50,14 +49,14 @@ OTHERWISE = "look at the file; the others were dealt with"
 
 @dataclass(frozen=True)
 class Problem:
-    """A file or folder that could not be dealt with; the rest was."""
+    """A file or folder that could not be processed; the other files were."""
 
     path: Path
     reason: str
 
     @property
     def hint(self) -> str:
-        """What to do about it."""
+        """The advice for the user."""
         return next((hint for words, hint in HINTS.items() if words in self.reason), OTHERWISE)
 
     def __str__(self) -> str:
@@ -69,10 +68,10 @@ class SourceFile:
     """The content of a file.
 
     Attributes:
-        path: where it is.
+        path: the path of the file.
         raw: the bytes on disk.
-        text: the same, decoded, without a byte order mark.
-        encoding: what ``raw`` is encoded in, ``utf-8-sig`` with a byte order mark.
+        text: ``raw`` decoded, without a byte order mark.
+        encoding: the encoding of ``raw``, ``utf-8-sig`` with a byte order mark.
     """
 
     path: Path
@@ -86,10 +85,10 @@ class SourceFile:
 
 
 def find_files(paths: Iterable[Path]) -> Iterator[Path | Problem]:
-    """Python files and notebooks: those named, and all in the folders named, each once.
+    """Yield Python files and notebooks: those in ``paths``, and all in the folders in ``paths``, each once.
 
     Folders whose name starts with a dot, caches and virtual environments are left out. Links are followed,
-    except one that leads back to a folder it lies in: that is a Problem.
+    except a link that leads back to a folder that contains it: that is a Problem.
 
     Raises:
         PathError: one of ``paths`` does not exist.
@@ -147,7 +146,7 @@ def read_file(path: Path) -> SourceFile:
     """Return the content of ``path``.
 
     Raises:
-        UnreadableError: it cannot be opened or is not text in the encoding it declares.
+        UnreadableError: the file cannot be opened or is not text in the encoding it declares.
     """
     try:
         status = path.stat()
@@ -173,10 +172,10 @@ def decode(path: Path, raw: bytes) -> SourceFile:
 
 
 def replace_file(source: SourceFile, content: bytes) -> None:
-    """Replace the file of ``source`` by ``content``, in one step: until then the old one is whole.
+    """Replace the file of ``source`` by ``content`` in one step; until then the old file is complete.
 
-    The file is written beside and moved over; mode and, where allowed, owner stay. A link stays a link: the
-    file it leads to is replaced.
+    The new file is written beside the old one and moved over it; mode and, if allowed, owner are kept. A link
+    stays a link: its target is replaced.
 
     Raises:
         PathError: the file is read-only or has changed since it was read.

@@ -1,4 +1,4 @@
-"""The files of a tree together: which of them hand on legacy names under a name of their own."""
+"""All files of a tree, to find those that re-export legacy names under names of their own."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ MAX_HOPS = 16
 
 
 class ReExport(NamedTuple):
-    """A legacy name under a name of the tree's own, and the last part of the module that has it."""
+    """A name under which a file of the tree re-exports a legacy name, and the last part of that file's
+    module."""
 
     name: str
     module: str
 
 
 class Tree:
-    """Dotted module names -> files, and what those files bind to imported names."""
+    """Dotted module names -> files, and the imported names that those files bind."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files: dict[str, list[Path]] = {}
@@ -37,7 +38,7 @@ class Tree:
         self._taken: dict[Path, set[str]] = {}
 
     def add(self, path: Path, syntax: ast.Module) -> set[ReExport]:
-        """Note what ``path`` binds; returns the legacy names it hands on under other names."""
+        """Record the names that ``path`` binds; return the legacy names it re-exports under other names."""
         bindings = dict(_bindings(syntax))
         self._bindings[path] = bindings
         self._stars[path] = tuple(_star_modules(syntax))
@@ -45,7 +46,7 @@ class Tree:
         return {ReExport(name, stem) for name, full in bindings.items() if self._is_news(path, name, full)}
 
     def follow(self, importer: Path, name: str) -> str:
-        """What ``name``, as ``importer`` spells it, stands for, as an absolute name."""
+        """Return the absolute name that ``name``, as written in ``importer``, means."""
         for _ in range(MAX_HOPS):
             target = self._one_hop(importer, name)
             if target is None:
@@ -54,7 +55,7 @@ class Tree:
         return _absolute(importer, name)
 
     def taken_from(self, path: Path) -> frozenset[str]:
-        """Return the names of ``path`` that other files use, as far as ``follow`` was asked."""
+        """Return the names of ``path`` that other files use, according to the calls of ``follow`` so far."""
         return frozenset(self._taken.get(path, ()))
 
     def _is_news(self, path: Path, name: str, full: str) -> bool:
@@ -62,7 +63,8 @@ class Tree:
         return meaning.rpartition(".")[2] != name and (meaning in LEGACY_NAMES or meaning in LEGACY_MODULES)
 
     def _one_hop(self, importer: Path, name: str) -> tuple[Path, str] | None:
-        """Return the module that binds the first unknown part of ``name``, and what it binds it to."""
+        """Return the module that binds the first unknown part of ``name``, and the name it binds that part
+        to."""
         parts = _absolute(importer, name).split(".")
         for cut in range(len(parts) - 1, 0, -1):
             path = self._find(importer, ".".join(parts[:cut]))
@@ -74,7 +76,8 @@ class Tree:
         return None
 
     def _bound_to(self, path: Path, name: str, budget: int) -> tuple[Path, str] | None:
-        """What ``name`` means in ``path``, and the file that says so: this one or one it imports all of."""
+        """Return the file that binds ``name``, ``path`` or a file it imports with ``*``, and the meaning of
+        ``name`` there."""
         if name in self._bindings.get(path, {}):
             return path, self._bindings[path][name]
         for star in self._stars.get(path, ()) if budget else ():
@@ -87,7 +90,8 @@ class Tree:
         return None
 
     def _find(self, importer: Path, module: str) -> Path | None:
-        """Return the file of a module: the one beside the importer, or the only one of that name."""
+        """Return the file of ``module``: the one beside ``importer``, or the only one of that name; None
+        otherwise."""
         found = self._files.get(module, [])
         beside = [path for path in found if path.parent == importer.parent]
         if beside:
@@ -96,7 +100,7 @@ class Tree:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run when a module is imported, those in its branches included."""
+    """Yield the statements that run when a module is imported, including those in its branches."""
     for statement in body:
         yield statement
         if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -107,7 +111,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _bindings(syntax: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield (name, full name) of what imports and plain assignments bind, in order; the last one counts."""
+    """Yield (name, full name) for imports and plain assignments, in order; the last one of a name counts."""
     known: dict[str, str] = {}
     for statement in _statements(syntax.body):
         for name, full in _bound_by(statement, known):
@@ -145,7 +149,7 @@ def _star_modules(syntax: ast.Module) -> Iterator[str]:
 
 @cache
 def module_name(path: Path) -> str:
-    """Return ``pkg.sub.mod`` of a file: from the outermost folder that has an ``__init__.py`` on."""
+    """Return the dotted module name ``pkg.sub.mod`` of a file, from its outermost package on."""
     parts = [path.stem] if path.stem != "__init__" else []
     folder = path.absolute().parent
     while (folder / "__init__.py").exists() and folder.name:

@@ -1,4 +1,4 @@
-"""Edits of a text at byte offsets: what is not edited keeps every byte."""
+"""Edits of a text at byte offsets; bytes that are not edited are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Edit", "apply_edits", "overlap"]
 
 
 class Edit(NamedTuple):
-    """Put ``text`` in place of the bytes from ``start`` up to ``end``."""
+    """Replace the bytes from ``start`` up to ``end`` by ``text``."""
 
     start: int
     end: int
@@ -17,7 +17,7 @@ class Edit(NamedTuple):
 
 
 def apply_edits(data: bytes, edits: Iterable[Edit]) -> bytes:
-    """Return ``data`` after the edits, which must not overlap; equal ones count once."""
+    """Return ``data`` after the edits, which must not overlap; equal edits are applied once."""
     pieces, position = [], 0
     for edit in sorted(set(edits)):
         if edit.start < position:
@@ -28,6 +28,6 @@ def apply_edits(data: bytes, edits: Iterable[Edit]) -> bytes:
 
 
 def overlap(first: Iterable[Edit], second: Iterable[Edit]) -> bool:
-    """Return whether an edit of ``first`` touches the same bytes as a different one of ``second``."""
+    """Return whether an edit of ``first`` and a different edit of ``second`` touch the same bytes."""
     others = list(second)
     return any(a != b and a.start < b.end and b.start < a.end for a in first for b in others)

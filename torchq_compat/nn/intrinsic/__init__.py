@@ -1,1 +1,1 @@
-"""Fused modules, as ``torch.ao.nn.intrinsic`` has them."""
+"""Functions for fused modules, under the names of ``torch.ao.nn.intrinsic``."""

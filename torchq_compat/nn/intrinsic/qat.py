@@ -1,8 +1,9 @@
 """``torch.ao.nn.intrinsic.qat.freeze_bn_stats`` and ``update_bn_stats``, for captured models as well.
 
-torch.ao's functions look at the class of the one module they are given, and do nothing unless it is a fused
-convolution; ``model.apply`` knows them here, a loop over modules cannot. These act on the model itself.
-``torchq-compat run`` puts them in place of torch.ao's.
+torch.ao's functions check the class of the module they are given, and do nothing unless it is a fused
+convolution. A captured model has no such modules: its ``apply`` recognizes torch.ao's functions, but a loop
+over its modules has no effect. The functions here act on the whole model; ``torchq-compat run`` puts them in
+place of torch.ao's.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ MODULE = instance_of(nn.Module, what="an nn.Module")
 
 @checked_arguments(mod=MODULE)
 def freeze_bn_stats(mod: nn.Module) -> None:
-    """Keep the running statistics of every batch norm of ``mod`` as they are.
+    """Freeze the running statistics of every batch norm of ``mod``.
 
     Args:
-        mod: a model prepared here; any other module is handed to torch.ao's function.
+        mod: a model prepared by this package; any other module is passed to torch.ao's function.
 
     Raises:
         ArgumentError: ``mod`` is no module.
@@ -44,7 +45,7 @@ def update_bn_stats(mod: nn.Module) -> None:
     """Undo ``freeze_bn_stats``.
 
     Args:
-        mod: as there.
+        mod: as for ``freeze_bn_stats``.
 
     Raises:
         ArgumentError: ``mod`` is no module.

@@ -1,4 +1,4 @@
-"""``torch.ao.nn.quantizable``: observed modules to name in a float-to-observed mapping."""
+"""``torch.ao.nn.quantizable``: observed modules for a float-to-observed mapping."""
 
 from torchq_compat.custom_modules.attention.module import ObservedMultiheadAttention
 from torchq_compat.custom_modules.recurrent.modules.families import (

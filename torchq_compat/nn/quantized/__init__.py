@@ -1,4 +1,4 @@
-"""``torch.ao.nn.quantized``: converted modules to name in an observed-to-quantized mapping."""
+"""``torch.ao.nn.quantized``: converted modules for an observed-to-quantized mapping."""
 
 from torchq_compat.custom_modules.attention.module import ConvertedMultiheadAttention
 from torchq_compat.custom_modules.recurrent.modules.families import (

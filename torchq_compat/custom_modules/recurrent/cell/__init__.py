@@ -1,1 +1,1 @@
-"""The cells: one time step as a float module, as a graph of parts, prepared and converted."""
+"""The cells: one time step as a float module, and as a prepared or converted graph of parts."""

@@ -1,4 +1,4 @@
-"""A cell as a graph of parts, with the initial state it may start from."""
+"""A cell as a graph of parts, with the qparams of its initial states."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ DEFAULT_INITIAL = (1.0, 0)
 
 
 class CellGraphModule(PartGraphModule):
-    """A prepared or converted cell. Keeps the initial-state qparams of ``torch.ao.nn.quantizable.LSTMCell``.
+    """A prepared or converted cell, with the initial-state qparams of ``torch.ao.nn.quantizable.LSTMCell``.
 
-    An omitted state is zeros, quantized with these (scale, zero point) when the cell is converted. FX has the
-    attributes and never reads them.
+    An omitted state is zeros; a converted cell quantizes the zeros with this (scale, zero point). FX's cell
+    has the attributes but never reads them.
     """
 
     @property
@@ -62,21 +62,22 @@ class CellGraphModule(PartGraphModule):
         return converted_qparams(self)
 
     def program(self) -> CellProgram | None:
-        """This cell as a program for the cell loop; None if the loop cannot run it."""
+        """Return this cell as a program for the cell loop; None if the loop cannot run it."""
         return None
 
     def program_problem(self) -> str | None:
-        """Why the cell loop cannot run this cell; None if it can."""
+        """Return the reason why the cell loop cannot run this cell; None if it can."""
         return "it is not converted"
 
     def starts_at_zero(self) -> bool:
-        """Whether a state that is left out is zeros."""
+        """Return whether an omitted state is exactly zeros, without initial-state qparams."""
         return all(
             qparams == DEFAULT_INITIAL for qparams in (metadata.INITIAL_STATES.of(self) or {}).values()
         )
 
     def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
-        """Zeros (B, width) for every state that is left out, with its own qparams in a converted cell."""
+        """Return the states of a call that passes none: zeros (B, width) each, quantized with the
+        initial-state qparams in a converted cell."""
         return tuple(
             _with_initial_qparams(x.new_zeros(x.shape[0], width), qparams, self._initial_qparams(index))
             for index, (width, qparams) in enumerate(zip(widths, self.state_qparams(), strict=True))
@@ -95,19 +96,19 @@ def _with_initial_qparams(
 class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
     """A q-dq cell: its state_dict carries all qparams.
 
-    ``cell(x, *states)`` is ``cell.step(*cell.project(x), *states)``, but for the order in which a linear sums
-    up when it gets more rows.
+    ``cell(x, *states)`` equals ``cell.step(*cell.project(x), *states)``, except that a linear may sum in
+    another order when it has more rows.
     """
 
     def recompile(self) -> Any:
-        """Also what is made of the graph: it is to be as new as ``forward``."""
+        """Recompile ``forward``, and derive the qparams, functions and program from the graph again."""
         self._state_qparams = converted_qparams(self)
         self._functions = CellFunctions.of(self, self.graph)
         self._program = program_or_problem(("", self))
         return super().recompile()
 
     def program(self) -> CellProgram | None:
-        """See ``CellGraphModule``; None also where hooks want calls."""
+        """Return the program, see ``CellGraphModule``; None also if the cell has hooks."""
         if self._forward_hooks or self._forward_pre_hooks or isinstance(self._program, str):
             return None
         return self._program
@@ -119,32 +120,34 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
         return self._state_qparams
 
     def projection_graph(self) -> Graph:
-        """x -> projected: what of the cell depends on x alone. Attributes are those of the cell."""
+        """Return the graph x -> projected, the part of the cell that depends only on x. Its attributes are
+        those of the cell."""
         return self._functions.graphs.first
 
     def step_graph(self) -> Graph:
-        """(*projected, *states) -> the new states. Attributes are those of the cell."""
+        """Return the graph (*projected, *states) -> the new states. Its attributes are those of the cell."""
         return self._functions.graphs.rest
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return ``x`` (..., I), of all steps at once -> what ``step`` takes of it, each (..., width)."""
+        """Return the inputs of ``step`` that depend on ``x`` (..., I), for all steps at once; (..., width)
+        each."""
         return self._functions.project(self, x)
 
     def step(self, *projected_and_states: Tensor) -> tuple[Tensor, ...]:
-        """Compute the new states from the results of ``project`` for one step and the states, (B, width)
+        """Return the new states, given the results of ``project`` for one step and the states, (B, width)
         each."""
         return self._functions.step(self, *projected_and_states)
 
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Return ``step`` for many steps in a row: the weights are dequantized once, now."""
+        """Return ``step`` for many steps in a row; the weights are dequantized once, in this call."""
         return partial(self._functions.step_of_constants, self, *self._functions.constants(self))
 
     def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """Return ``step`` as a function of (*weights, *projected, *states), and its weights as they are
-        stored."""
+        """Return ``step`` as a function of (*weights, *projected, *states), and the stored, quantized
+        weights."""
         return partial(self._functions.step_of_weights, self), self._functions.weights(self)
 
 
 def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:
-    """Return the q-dq form of a prepared cell, int8 weights folded. Changes ``prepared``: hand in a copy."""
+    """Return the q-dq form of a prepared cell with int8 weights folded. Changes ``prepared``: pass a copy."""
     return ConvertedCellGraphModule.wrap(convert_parts(prepared))

@@ -1,8 +1,8 @@
-"""The parts of the recurrent cells, by name, and what they share: the one table.
+"""The one table of the parts of the recurrent cells: their names, kinds and groups.
 
 A part is an op of the cell whose output is observed. Its name is the path of the op's module inside the cell;
-for LSTM the name FX's quantizable cell gives it, so ``layer_fw.cell.fgate_cx`` means the same in both. Parts
-of one ``group`` take their observers from one constructor; every part still has an observer of its own.
+for LSTM the name in FX's quantizable cell, so that ``layer_fw.cell.fgate_cx`` means the same in both. The
+observers of the parts of one ``group`` come from one constructor; every part still has its own observer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
     "parts_of",
 ]
 
-#: Gate orders of torch.nn's stacked weights, and of split gates.
+#: The order of the gates in torch.nn's stacked weights and in split gates.
 LSTM_GATES = ("input", "forget", "cell", "output")
 GRU_GATES = ("reset", "update", "new")
 
@@ -43,7 +43,7 @@ LSTM_PARTS = (
     Part("projection", PartKind.LINEAR, "hidden_state", "h' = W_hr (o * tanh(c'))"),
 )
 
-#: GRU with PyTorch's reset gate, behind the hidden projection.
+#: GRU with PyTorch's reset gate, which is applied after the hidden projection.
 GRU_PARTS = (
     Part("igates", PartKind.LINEAR, "igates", "W_ih x + b_ih", covers=GRU_GATES),
     Part("hgates", PartKind.LINEAR, "hgates", "W_hh h + b_hh", covers=GRU_GATES),
@@ -68,7 +68,7 @@ RNN_TANH_PARTS = (
     Part("gates", PartKind.ADD, "linear_output", "igates + hgates"),
     Part("hy", PartKind.TANH, "hidden_state", "h' = tanh(igates + hgates)", "tanh_input"),
 )
-#: Add and ReLU are one op to every backend: nothing is observed between them.
+#: Every backend treats add and ReLU as one op: nothing is observed between them.
 RNN_RELU_PARTS = (
     *RNN_PROJECTIONS,
     Part("hy", PartKind.RELU, "hidden_state", "h' = relu(igates + hgates)"),
@@ -76,7 +76,7 @@ RNN_RELU_PARTS = (
 
 
 def parts_of(table: tuple[Part, ...], *, split_gates: bool, projected: bool) -> tuple[Part, ...]:
-    """Return the parts of one cell: split gates have a projection pair and an add for each gate."""
+    """Return the parts of one cell; with ``split_gates``, a projection pair and an add for each gate."""
     parts: list[Part] = []
     for part in table:
         if part.name == "projection" and not projected:

@@ -30,7 +30,7 @@ class Mul(nn.Module):
 
 
 class GateModules(nn.Module):
-    """A module for each gate. No ModuleDict: that has an ``update`` of its own, and so has a GRU."""
+    """One module for each gate. Not a ModuleDict, whose method ``update`` clashes with the GRU's gate."""
 
     def __init__(self, by_gate: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class FloatCell(nn.Module, ABC):
     """One time step of a recurrent module, in float32.
 
     Args:
-        weights: by the names torch.nn gives them: ``weight_ih`` (G*H, I), ``weight_hh`` (G*H, P), and
+        weights: weights by their names in torch.nn: ``weight_ih`` (G*H, I), ``weight_hh`` (G*H, P), and
             optionally ``bias_ih`` (G*H,), ``bias_hh`` (G*H,), ``weight_hr`` (P, H), for G stacked gates.
-        split_gates: one projection pair for each gate instead of one G times as wide.
+        split_gates: one projection pair for each gate instead of one pair G times as wide.
     """
 
     #: Names of the stacked gates; empty for a cell without gates.
@@ -60,25 +60,25 @@ class FloatCell(nn.Module, ABC):
         self.hgates = self._projection(weights["weight_hh"], weights.get("bias_hh"))
 
     def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """Return ``x`` (B, I) and the states -> the new states, the hidden state (B, P) first."""
+        """Run one step: ``x`` (B, I) and the states -> the new states, the hidden state (B, P) first."""
         return self.step(self.project(x), *states)
 
     def project(self, x: Tensor) -> list[Tensor]:
-        """Return ``W_ih x + b_ih``: of every gate where gates are split, else of all at once. Any leading
-        sizes."""
+        """Return ``W_ih x + b_ih``, one tensor per gate if gates are split, else one for all gates; ``x`` may
+        have any leading dimensions."""
         return self._project(self.igates, x)
 
     @abstractmethod
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
-        """Compute the new states from what ``project`` gave for ``x`` (B, I), and from the states."""
+        """Return the new states, given ``project(x)`` for ``x`` (B, I) and the states."""
 
     @property
     def state_widths(self) -> tuple[int, ...]:
-        """Width of every state, the hidden state first."""
+        """The width of every state, the hidden state first."""
         return (self.output_size,)
 
     def example_inputs(self) -> tuple[Tensor, ...]:
-        """Zeros of the right widths with a batch of 2, to export the cell with."""
+        """Return zeros of the right widths with a batch of 2, to export the cell with."""
         device = next(self.parameters()).device
         return tuple(torch.zeros(2, width, device=device) for width in (self.input_size, *self.state_widths))
 
@@ -101,5 +101,5 @@ class FloatCell(nn.Module, ABC):
 
 
 def split_or_whole(gates: tuple[str, ...], *, split_gates: bool) -> nn.Module:
-    """Return the sum of two projections: one module, or one for each of ``gates``."""
+    """Return the module that adds two projections: one ``Add``, or one for each of ``gates``."""
     return GateModules({gate: Add() for gate in gates}) if split_gates else Add()

@@ -1,5 +1,5 @@
-"""The float GRU cell. Formula: torch.nn.GRU's documentation, whose reset gate acts on the hidden projection
-``W_hn h + b_hn``, not on ``h`` as in the first paper."""
+"""The float GRU cell. Formula: torch.nn.GRU's documentation, where the reset gate acts on the hidden
+projection ``W_hn h + b_hn``, not on ``h`` as in the original paper."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GRUCellFloat(FloatCell):
         self.hy = Add()
 
     def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return ``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
+        """Run one step: ``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
         return self.step(self.project(x), hx)
 
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
@@ -48,7 +48,8 @@ class GRUCellFloat(FloatCell):
         return (self.hy(self.kgate_ngate(self.keep_gate(update), n), self.zgate_hx(update, hx)),)
 
     def _gate_inputs(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the sums of the reset and the update gate, and both projections of the new gate."""
+        """Return the summed projections of the reset and the update gate, and both projections of the new
+        gate."""
         hidden = self._project(self.hgates, hx)
         if self.split_gates:
             (i_r, i_z, i_n), (h_r, h_z, h_n) = projected, hidden

@@ -1,7 +1,7 @@
-"""A cell's graph in two: the input projection, which all time steps can have at once, and the step itself.
+"""Splits a cell's graph into the input projection, computed for all steps at once, and the step itself.
 
-Exact, because static qparams do not depend on the step. What chooses its qparams from its input stays in the
-step, and so does what depends on the number of dimensions.
+The split is exact, because static qparams do not depend on the step. Ops that choose their qparams from their
+input stay in the step, and so do ops that depend on the number of dimensions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
 __all__ = ["CellFunctions", "SplitGraph", "call_on", "split_off_constants", "split_off_projection"]
 
 Function = Callable[..., tuple[Tensor, ...]]
-#: A module, or its attributes by their paths.
+#: A module, or its attributes by path.
 Owner = GraphModule | dict[str, Any]
 
-#: They compute the same for every leading size, and for one more dimension in front.
+#: Ops that compute the same for every leading size, and with one more leading dimension.
 RANK_AGNOSTIC = (
     torch.ops.aten.linear.default,
     torch.ops.aten.to.dtype,
@@ -32,7 +32,8 @@ RANK_AGNOSTIC = (
 
 
 class SplitGraph(NamedTuple):
-    """A graph in two. ``rest`` takes what ``first`` returns, then the inputs ``first`` does not take."""
+    """A graph split in two. The inputs of ``rest`` are the results of ``first``, then the inputs that
+    ``first`` does not have."""
 
     first: Graph
     rest: Graph
@@ -41,8 +42,8 @@ class SplitGraph(NamedTuple):
 def split_off_projection(cell: Graph) -> SplitGraph:
     """Return ``cell``, (x, *states) -> new states, as x -> projected and (*projected, *states) -> new states.
 
-    Moved is what depends on x, of the inputs, alone, as long as it is indifferent to leading dimensions. The
-    weights it reads are read in the first graph, and in the second where that reads them too.
+    The first graph has the nodes that depend on no input but x, as long as they work for any leading
+    dimensions. Weights that both graphs read are in both.
     """
     x = next(node for node in cell.nodes if node.op == "placeholder")
     constants = _constants(cell)
@@ -55,28 +56,28 @@ def split_off_projection(cell: Graph) -> SplitGraph:
 
 
 def split_off_constants(step: Graph) -> SplitGraph:
-    """Return ``step`` as () -> constants, such as dequantized weights, and (*constants, *inputs) ->
+    """Return ``step`` split into () -> constants, such as dequantized weights, and (*constants, *inputs) ->
     results."""
     constants = _constants(step)
     return _split(step, constants, set())
 
 
 def call_on(owner: Owner, graph: Graph) -> Function:
-    """Return ``graph``, whose attributes are those of ``owner``, as a function of an owner and its inputs. It
-    is not bound to ``owner``: a copy of that may keep it."""
+    """Return ``graph``, whose attributes are those of ``owner``, as a function of an owner and the graph's
+    inputs. The function is not bound to ``owner``, so that a copy of ``owner`` can use it too."""
     forward: Function = type(GraphModule(owner, graph)).forward
     return forward
 
 
 @dataclass(frozen=True)
 class CellFunctions:
-    """A cell in two, as functions of whatever owns its weights and their inputs.
+    """A cell split in two, as functions of the owner of its weights and their inputs.
 
     Attributes:
         graphs: the projection and the step.
         project: (owner, x) -> projected.
         step: (owner, *projected, *states) -> the new states.
-        constants: (owner) -> what the step computes of weights alone.
+        constants: (owner) -> the values that the step computes only from weights.
         step_of_constants: (owner, *constants, *projected, *states) -> the new states.
         weights: (owner) -> the weights of the step, as they are stored.
         step_of_weights: (owner, *weights, *projected, *states) -> the new states.
@@ -92,7 +93,7 @@ class CellFunctions:
 
     @classmethod
     def of(cls, owner: Owner, cell: Graph) -> Self:
-        """Of ``cell``, whose attributes are those of ``owner``."""
+        """Return the functions of ``cell``, whose attributes are those of ``owner``."""
         graphs = split_off_projection(cell)
         stored = {node for node in graphs.rest.nodes if node.op == "get_attr"}
         splits = (graphs, split_off_constants(graphs.rest), _split(graphs.rest, stored, set()))
@@ -100,7 +101,7 @@ class CellFunctions:
 
 
 def _constants(graph: Graph) -> set[Node]:
-    """Weights and what is computed of them alone."""
+    """Return the nodes of the weights, and those computed only from weights."""
     constants: set[Node] = set()
     for node in graph.nodes:
         computed = node.op == "call_function" and node.all_input_nodes
@@ -110,7 +111,7 @@ def _constants(graph: Graph) -> set[Node]:
 
 
 def _split(graph: Graph, moved: set[Node], shared: set[Node]) -> SplitGraph:
-    """Return ``moved`` in the first graph, the others in the rest; of ``shared`` each has what it reads."""
+    """Return a graph of the ``moved`` nodes and one of the rest; each has the ``shared`` nodes it reads."""
     handed_over = [node for node in graph.nodes if node in moved and not moved.issuperset(node.users)]
     first, in_first = Graph(), dict[Node, Node]()
     for node in _with_what_they_read(moved, shared, graph):
@@ -127,7 +128,7 @@ def _split(graph: Graph, moved: set[Node], shared: set[Node]) -> SplitGraph:
 
 
 def _with_what_they_read(nodes: Collection[Node], shared: set[Node], graph: Graph) -> Iterator[Node]:
-    """Return ``nodes`` and those of ``shared`` they depend on, in the order of ``graph``."""
+    """Return ``nodes`` and the nodes of ``shared`` that they depend on, in the order of ``graph``."""
     wanted = set(nodes)
     for node in reversed(graph.nodes):
         if node in wanted:

@@ -1,4 +1,4 @@
-"""The kinds of recurrence torch.nn has: what a cell computes, and which states it carries."""
+"""The kinds of recurrence in torch.nn: what a cell computes, and which states it carries."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ CELL = CellState("c", "cell_state")
 
 @dataclass(frozen=True)
 class CellKind:
-    """A recurrence.
+    """A kind of recurrence.
 
     Attributes:
-        name: as users call it.
-        float_cell: one time step in floats.
-        table: its parts.
-        states: what it carries from step to step, the hidden state first.
-        options: arguments by which the constructor of torch.nn chooses it.
+        name: the name for messages.
+        float_cell: the module of one time step in floats.
+        table: the parts of the cell.
+        states: the states carried from step to step, the hidden state first.
+        options: the constructor arguments that select this kind in torch.nn.
     """
 
     name: str
@@ -58,7 +58,7 @@ class CellKind:
 
     @property
     def groups(self) -> frozenset[str]:
-        """The groups a constructor can be given for."""
+        """The groups of parts that a constructor can be given for."""
         groups = {part.group for part in self.table} | {part.input_group for part in self.table}
         return frozenset(group for group in groups if group is not None) | {"weight"}
 

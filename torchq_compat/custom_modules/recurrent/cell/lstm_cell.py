@@ -36,7 +36,7 @@ class LSTMCellFloat(FloatCell):
         return self.output_size, self.hidden_size
 
     def forward(self, x: Tensor, hx: Tensor, cx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return ``x`` (B, I), ``hx`` (B, P), ``cx`` (B, H) -> ``hy`` (B, P), ``cy`` (B, H)."""
+        """Run one step: ``x`` (B, I), ``hx`` (B, P), ``cx`` (B, H) -> ``hy`` (B, P), ``cy`` (B, H)."""
         return self.step(self.project(x), hx, cx)
 
     def step(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Float recurrent module -> one prepared cell for each layer and direction."""
+"""Makes the prepared cells of a float recurrent module, one for each layer and direction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prepared_cell(
 ) -> CellGraphModule:
     """Return the prepared cell with copies of the parameters of ``module`` whose names end in ``suffix``.
 
-    ``arriving`` is the quantized dtype of the cell's input; default: what the QConfig says.
+    ``input_dtype`` is the quantized dtype of the cell's input; default: the QConfig's activation dtype.
     """
     kind = kind_of(module)
     cell, weights = float_cell(module, suffix, split_gates=split_gates), _weights(module, suffix)
@@ -54,7 +54,7 @@ def _weights(module: nn.Module, suffix: str) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-#: Name of a projection in a cell -> what torch.nn calls its weight and bias.
+#: Name of a projection in a cell -> the names of its weight and bias in torch.nn.
 PROJECTIONS = {
     "igates": ("weight_ih", "bias_ih"),
     "hgates": ("weight_hh", "bias_hh"),
@@ -63,7 +63,8 @@ PROJECTIONS = {
 
 
 def weights_of(cell: GraphModule) -> dict[str, Tensor]:
-    """The parameters of a prepared cell, by the names of torch.nn without a suffix; split gates in one."""
+    """Return the parameters of a prepared cell by their names in torch.nn, without a suffix; the weights of
+    split gates are concatenated."""
     pieces: dict[str, list[Tensor]] = {}
     for path, parameter in cell.named_parameters():
         projection, *_, kind = path.split(".")

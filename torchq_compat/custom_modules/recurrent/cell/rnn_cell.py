@@ -26,7 +26,7 @@ class TanhRNNCellFloat(FloatCell):
         self.hy = nn.Tanh()
 
     def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return ``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
+        """Run one step: ``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
         return self.step(self.project(x), hx)
 
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
@@ -41,7 +41,7 @@ class ReLURNNCellFloat(FloatCell):
         self.hy = AddReLU()
 
     def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return ``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
+        """Run one step: ``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
         return self.step(self.project(x), hx)
 
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:

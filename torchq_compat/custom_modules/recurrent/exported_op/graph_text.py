@@ -1,6 +1,6 @@
-"""A graph of operator calls as plain data that JSON can hold, and back.
+"""Converts a graph of operator calls to plain data for JSON, and back.
 
-For what has to travel inside an exported program: no code, only names of operators and their arguments.
+The data is stored inside an exported program. It has no code, only names of operators and their arguments.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torchq_compat.support.dtypes import dtype_name, dtype_named
 
 __all__ = ["graph_from_data", "graph_to_data"]
 
-#: Where operators may come from: a text must not call anything else.
+#: The namespaces of operators that a text may call.
 NAMESPACES = ("aten", NAMESPACE)
 GETITEM = "getitem"
 
 
 def graph_to_data(graph: Graph) -> dict[str, Any]:
-    """Return ``weights``, the attributes it reads; ``inputs``; ``nodes``, each (name, operator, args,
-    kwargs), in order; ``results``. A value of the graph is ``{"value": name}``, a dtype ``{"dtype": name}``.
+    """Return ``graph`` as data: ``weights``, the attributes it reads; ``inputs``; ``nodes``, each (name,
+    operator, args, kwargs), in order; ``results``. A value of the graph is ``{"value": name}``, a dtype
+    ``{"dtype": name}``.
 
-    A weight has the name of its node: a path would not do for an attribute.
+    A weight has the name of its node, because a path with dots cannot be the name of an attribute.
     """
     return {
         "weights": [node.name for node in graph.find_nodes(op="get_attr")],
@@ -41,10 +42,10 @@ def graph_to_data(graph: Graph) -> dict[str, Any]:
 
 
 def graph_from_data(data: Mapping[str, Any]) -> Graph:
-    """Return the graph of ``graph_to_data``.
+    """Return the graph that ``graph_to_data`` wrote as ``data``.
 
     Raises:
-        ValueError: an operator from somewhere else.
+        ValueError: if an operator is not in ``NAMESPACES``.
     """
     graph = Graph()
     values: dict[str, Node] = {}

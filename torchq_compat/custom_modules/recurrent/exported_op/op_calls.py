@@ -1,4 +1,4 @@
-"""Converted cells handed to the opaque operator, in an export that asks for it."""
+"""Calls of the opaque operator with converted cells, in an export that requests them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class OpaqueDirection:
 
     Attributes:
         cell: (x, *states) -> the new states.
-        before: x of all steps -> what the cell gets for it; None: x itself.
-        batch_first: whether x is a view (T, B, I) of what was given as (B, T, I).
+        before: x of all steps -> the input of the cell at all steps; None: the cell's input is x.
+        batch_first: whether x is a view (T, B, I) of a tensor that the caller passed as (B, T, I).
     """
 
     cell: CellGraphModule
@@ -42,8 +42,8 @@ class OpaqueDirection:
 def call_opaque(
     layers: Sequence[Sequence[OpaqueDirection]], x: Tensor, states: Sequence[State]
 ) -> tuple[Tensor, list[State]]:
-    """Return ``x`` (T, B, I) and the states of every direction, (B, width) each -> (T, B, D*P) and the last
-    states. Behind the results stand q-dq of their own qparams, which change no value."""
+    """Call the operator: ``x`` (T, B, I) and the states of every direction, (B, width) each -> (T, B, D*P)
+    and the last states. The results are followed by q-dq with their own qparams, which change no value."""
     directions = list(chain.from_iterable(layers))
     cells = [
         [[graph_to_data(each.graph) for each in direction.graphs()] for direction in layer]

@@ -1,9 +1,9 @@
-"""A converted recurrent module as one operator of readable text, ``torchq_compat::quantized_recurrent``.
+"""A converted recurrent module as one operator with readable cells, ``torchq_compat::quantized_recurrent``.
 
-For what translates a program to another format, and where a cell has no program for the native operator.
-Opaque to whoever reads the program, and complete: weights are arguments, the cells are a text
-(``graph_text``), from which a backend with a recurrent kernel of its own reads every part and its qparams. It
-computes the bits of the converted module.
+It is used when a program is translated to another format, and when a cell has no program for the native
+operator. Its arguments describe the module completely: the weights, and the cells as a text (``graph_text``),
+from which a backend with its own recurrent kernel reads every part and its qparams. It computes the same bits
+as the converted module.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["QUANTIZED_RECURRENT"]
 def _quantized_recurrent(
     x: Tensor, states: list[Tensor], weights: list[Tensor], cells: str, batch_first: bool
 ) -> list[Tensor]:
-    """Return all layers and directions of a module.
+    """Run all layers and directions of a module.
 
     Args:
         x: (T, B, I), float32.
-        states: (B, width) each: those of the first cell, of the second, and so on.
-        weights: what the graphs in ``cells`` read, in their order.
-        cells: JSON: layers, of one or two directions, of one or two graphs. The last graph is the cell,
-            (x, *states) -> new states; one before it computes what the cell gets for x.
-        batch_first: whether x is a view of what was given as (B, T, I).
+        states: (B, width) each: the states of the first cell, of the second, and so on.
+        weights: the weights that the graphs in ``cells`` read, in the order of the graphs.
+        cells: JSON: a list of layers, each a list of one or two directions, each a list of one or two graphs.
+            The last graph is the cell, (x, *states) -> new states; a graph before it computes the cell's x.
+        batch_first: whether x is a view of a tensor that the caller passed as (B, T, I).
 
     Returns:
-        The output (T, B, P) of every direction of the last layer; the last states, as ``states``.
+        The output (T, B, P) of every direction of the last layer; the last states in the order of ``states``.
     """
     rows, owned = iter(states), iter(weights)
     outputs: list[Tensor] = []
@@ -74,7 +74,7 @@ QUANTIZED_RECURRENT = torch.ops.torchq_compat.quantized_recurrent.default
 
 @dataclass(frozen=True)
 class _Direction:
-    """One direction of one layer as the operator runs it: functions, the weights apart."""
+    """One direction of one layer as the operator runs it: functions, and the names of their weights."""
 
     before: Function | None
     before_weights: tuple[str, ...]
@@ -96,7 +96,8 @@ class _Direction:
     def hoisted(
         self, x: Tensor, weights: Iterator[Tensor], *, batch_first: bool
     ) -> tuple[Function, tuple[Tensor, ...]]:
-        """Return the function of one time step, and its inputs of all steps; takes its own of ``weights``."""
+        """Return the function of one time step, and its inputs at all steps; consumes its part of
+        ``weights``."""
         if self.before is not None:
             (x,) = self.before(_owner(self.before_weights, weights), x)
         owner = _owner(self.weights, weights)
@@ -110,7 +111,7 @@ def _read(cells: str) -> tuple[tuple[_Direction, ...], ...]:
 
 
 def _owned(graph: Graph) -> tuple[dict[str, Any], Graph]:
-    """Return ``graph`` with stand-ins for the weights it reads, in the order it reads them."""
+    """Return placeholder tensors for the weights that ``graph`` reads, in order, and ``graph``."""
     return {str(node.target): torch.empty(0) for node in graph.find_nodes(op="get_attr")}, graph
 
 

@@ -1,1 +1,1 @@
-"""The recurrent modules themselves: the contract of torch.nn around layers of cells."""
+"""The observed and converted recurrent modules: layers of cells behind the calling contract of torch.nn."""

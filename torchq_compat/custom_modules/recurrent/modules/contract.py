@@ -1,9 +1,9 @@
 """The calling contract of torch.nn's recurrent modules, apart from what happens inside a layer.
 
 Source: the documentation of torch.nn.LSTM, GRU and RNN. Shapes are written with T steps, B batch, I inputs,
-H hidden, P outputs (the projection size, or H), L layers, D directions. Inside, a state is a tuple of
-tensors, the hidden state first: (h, c) for LSTM, (h,) for the others. Callers of the others give and get
-``h`` itself.
+H hidden, P outputs (the projection size, or H), L layers, D directions. Internally a state is a tuple of
+tensors, the hidden state first: (h, c) for LSTM, (h,) for GRU and RNN. Callers of a GRU or RNN pass and
+receive ``h`` itself.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ State = tuple[Tensor, ...]
 class RunLayers(Protocol):
     """(x (T, B, I), None or a state of (L*D, B, width)) -> (output (T, B, D*P), the last state).
 
-    With ``batch_sizes`` the rows of x and of the output are those of a PackedSequence. In an exported program
-    they are a mask (T, B) instead: a state does not change where it is false.
+    With ``batch_sizes`` x and the output are the rows of a PackedSequence. In an exported program
+    ``batch_sizes`` is a mask (T, B) instead: a state does not change where the mask is false.
     """
 
     def __call__(
@@ -85,7 +85,7 @@ class RecurrentStructure:
 
     @property
     def output_size(self) -> int:
-        """P: width of the hidden state."""
+        """P, the width of the hidden state."""
         return self.proj_size or self.hidden_size
 
     @property
@@ -95,7 +95,7 @@ class RecurrentStructure:
 
     @property
     def state_rows(self) -> int:
-        """L*D: rows of every state."""
+        """L*D, the number of rows of every state."""
         return self.num_layers * self.num_directions
 
 
@@ -106,10 +106,10 @@ def call_recurrent(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """Return ``module(*args, **kwargs)`` in every form torch.nn accepts, around ``run_layers``.
+    """Return ``module(*args, **kwargs)``, computed by ``run_layers``, in every form torch.nn accepts.
 
     Raises:
-        CustomModuleError: arguments the float module would refuse; the message names ``path``.
+        CustomModuleError: if the float module would refuse the arguments; the message names ``path``.
     """
     x, hidden = _bind(path, args, kwargs)
     if isinstance(x, PackedSequence):
@@ -125,10 +125,10 @@ def call_recurrent(
 
 
 def bound_arguments(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """What a call gives as the input and as the state.
+    """Return the input and the state among the arguments of a call.
 
     Raises:
-        CustomModuleError: arguments the float module would refuse.
+        CustomModuleError: if the float module would refuse the arguments.
     """
     return _bind(path, args, kwargs)
 
@@ -136,7 +136,7 @@ def bound_arguments(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _call_packed(
     structure: RecurrentStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
 ) -> tuple[PackedSequence, Any]:
-    """Rows of the state follow the caller's order of sequences, the packed rows the sorted one."""
+    """Run a PackedSequence. Its rows are in sorted order, the state's rows in the caller's order."""
     batch = batch_in_call()
     if batch is None and torch.compiler.is_exporting() and packs_are_padded():
         return _call_padded(structure, path, run_layers, packed, hidden)
@@ -152,7 +152,7 @@ def _call_packed(
         raise CustomModuleError.call_failed(
             path, f"the input's last dimension must be {structure.input_size}, got {packed.data.shape[-1]}"
         )
-    # In a capture the batch sizes are data, and only the first of them, the batch, is asked for.
+    # In a capture the batch sizes are data, and only the first of them, the batch size, is needed.
     batch_sizes = [int(size) for size in packed.batch_sizes] if batch is None else [batch]
     state = _initial_state(structure, path, packed.data.new_empty(0, batch_sizes[0], 0), hidden, True)
     if state is not None and packed.sorted_indices is not None:
@@ -167,7 +167,7 @@ def _call_packed(
 def _call_padded(
     structure: RecurrentStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
 ) -> tuple[PackedSequence, Any]:
-    """A call in an exported program, where ``packed`` has the rows of padded sequences."""
+    """Run a call in an exported program, where ``packed`` holds the rows of padded sequences."""
     steps = packed.batch_sizes.shape[0]
     batch = packed.data.shape[0] // steps
     x = packed.data.reshape(steps, batch, packed.data.shape[1])
@@ -181,10 +181,10 @@ def _call_padded(
 
 
 def check_devices(kind: CellKind, path: str, arguments: tuple[Any, Any], device: torch.device | None) -> None:
-    """Whether the tensors of a call are on ``device``, that of the module; None where it is not known.
+    """Check that the tensors of a call are on ``device``, the module's device; None if it is not known.
 
     Raises:
-        CustomModuleError: they are not; names the argument. What is no tensor is left to other checks.
+        CustomModuleError: if one is not; names the argument. Arguments that are no tensors are skipped.
     """
     for name, value in _named_tensors(kind, *arguments):
         if device is not None and value.device != device:
@@ -194,12 +194,12 @@ def check_devices(kind: CellKind, path: str, arguments: tuple[Any, Any], device:
 
 
 def check_same_dtype(kind: CellKind, path: str, arguments: tuple[Any, Any]) -> None:
-    """Whether the tensors of a caller are of one float dtype, as torch.nn wants them without autocast.
+    """Check that the tensors a caller passes have one float dtype, as torch.nn requires without autocast.
 
-    A graph may give states of another float dtype than the input: a dequantize gives float32.
+    A graph may pass states of another float dtype than the input's, because a dequantize returns float32.
 
     Raises:
-        CustomModuleError: they are not; names the argument. What is no tensor is left to other checks.
+        CustomModuleError: if one differs; names the argument. Arguments that are no tensors are skipped.
     """
     named = _named_tensors(kind, *arguments)
     for name, value in named:
@@ -219,17 +219,17 @@ def _named_tensors(kind: CellKind, x: Any, hidden: Any) -> list[tuple[str, Tenso
 
 
 def check_is_float(path: str, name: str, value: Tensor) -> None:
-    """Refuse a tensor of another dtype, integers of a quantized tensor too.
+    """Check that a tensor is floating point; the integers of a quantized tensor are refused, too.
 
     Raises:
-        CustomModuleError: names the argument.
+        CustomModuleError: if it is not; names the argument.
     """
     if not value.dtype.is_floating_point:
         raise CustomModuleError.call_failed(path, f"{name} must be floating point, got {value.dtype}")
 
 
 def _bind(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """torch.nn calls the arguments ``input, hx``; torch.ao's quantizable LSTM calls them ``x, hidden``."""
+    """Return input and state: ``input, hx`` in torch.nn, ``x, hidden`` in torch.ao's quantizable LSTM."""
     given = dict(zip(("input", "hx"), args, strict=False))
     for name, value in kwargs.items():
         legacy_name = {"x": "input", "hidden": "hx"}.get(name, name)
@@ -279,7 +279,7 @@ def _initial_state(
 
 
 def check_state_count(kind: CellKind, path: str, hidden: Any) -> tuple[Any, ...]:
-    """Return the states in ``hidden``: a pair for LSTM, the tensor itself for the others."""
+    """Return the states in ``hidden`` as a tuple: the pair of an LSTM, or the one tensor of a GRU or RNN."""
     if len(kind.states) == 1:
         return (hidden,)
     if not isinstance(hidden, (tuple, list)) or len(hidden) != len(kind.states):
@@ -289,7 +289,7 @@ def check_state_count(kind: CellKind, path: str, hidden: Any) -> tuple[Any, ...]
 
 
 def as_given(state: State) -> Any:
-    """Return a state in the form torch.nn has it: a tuple of several, or the one tensor."""
+    """Return ``state`` as torch.nn returns it: a tuple of several tensors, or the one tensor."""
     return state if len(state) > 1 else state[0]
 
 
@@ -310,15 +310,15 @@ def _state(path: str, name: str, state: Any, expected: tuple[int, Any, int], bat
 
 
 def shown(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Return ``shape`` for people: the size an example has, for a dimension that capture made symbolic."""
+    """Return ``shape`` for messages: a symbolic dimension is shown as its size in the example inputs."""
     return tuple(size.node.hint if isinstance(size, torch.SymInt) else int(size) for size in shape)
 
 
 def check_example_inputs(module: nn.Module, example_inputs: Any) -> None:
-    """Whether the widths in ``(x, (h, c))`` are those of ``module``; FX scripts give cell or sequence shapes.
+    """Check the widths in ``(x, (h, c))`` against ``module``; FX scripts pass cell or sequence shapes.
 
     Raises:
-        CustomModuleError: they are not; names the first that does not fit.
+        CustomModuleError: if one does not fit; names the first.
     """
     assert isinstance(module, (nn.RNNBase, nn.RNNCellBase))
     states = kind_of(module).states
@@ -339,7 +339,7 @@ def check_example_inputs(module: nn.Module, example_inputs: Any) -> None:
 
 
 def fake_layers(structure: RecurrentStructure) -> RunLayers:
-    """Return ``run_layers`` that computes shapes only."""
+    """Return a ``run_layers`` that computes only shapes."""
 
     def run(
         x: Tensor, state: State | None, batch_sizes: list[int] | Tensor | None = None

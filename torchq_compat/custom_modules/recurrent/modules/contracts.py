@@ -1,6 +1,6 @@
-"""Contracts of recurrent modules: how each is called, which cells it holds, how a runner goes through them.
+"""Contracts of recurrent modules: how a module is called, which cells it holds, how a runner runs them.
 
-``SequenceContract`` is that of LSTM, GRU and RNN, ``CellContract`` that of their cells.
+``SequenceContract`` is the contract of LSTM, GRU and RNN, ``CellContract`` the contract of their cells.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torchq_compat.support.dtypes import as_dtype
 
 __all__ = ["CellContract", "RecurrentContract", "SequenceContract", "contract_of"]
 
-#: The qparams of the input, in the form in which a call gives the input; None where it is not known.
+#: The qparams of the input, in the structure in which a call passes the input; None if they are not known.
 InputQParams = Any
 
 
@@ -60,7 +60,7 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def suffixes(self) -> Sequence[Sequence[str]]:
-        """Return the suffixes of the float module's parameter names, one for every layer and direction."""
+        """Return the suffixes of the float module's parameter names: for each layer, one per direction."""
 
     @abstractmethod
     def place(self, module: nn.Module, layers: list[RecurrentLayer]) -> None:
@@ -68,13 +68,13 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def layers(self, module: nn.Module) -> list[RecurrentLayer]:
-        """Return the layers of ``module``; those of a cell are made for the asking."""
+        """Return the layers of ``module``; the one layer of a cell is created on every call."""
 
     @abstractmethod
     def cells(self, module: nn.Module) -> Iterator[tuple[str, CellGraphModule]]:
-        """Return (path inside the module, cell) of every layer and direction."""
+        """Yield (path inside the module, cell) for every layer and direction."""
 
-    #: Of an input with a batch: how many dimensions it has, and whether the batch comes first.
+    #: The number of dimensions of a batched input, and whether its batch dimension comes first.
     rank: int
     batch_first: bool
     has_dropout: bool
@@ -92,23 +92,23 @@ class RecurrentContract(ABC):
         """Run ``module(*args, **kwargs)`` in every form torch.nn accepts.
 
         Raises:
-            CustomModuleError: arguments the float module would refuse; the message names the module's path.
+            CustomModuleError: if the float module would refuse the arguments; names the module's path.
         """
 
     @abstractmethod
     def arguments_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the input and the state of a call, or their counterparts in anything of the same
-        structure."""
+        """Return the input and the state of a call, or their counterparts in values of the same structure,
+        such as qparams."""
 
     def input_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the input of a call, or its counterpart in anything of the same structure."""
+        """Return the input of a call, or its counterpart in values of the same structure."""
         return self.arguments_of(path, args, kwargs)[0]
 
     def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
-        """The state that a call of ``module`` with ``x`` and ``hidden`` begins with, where it has steps.
+        """Return the state that a call of ``module`` with ``x`` and ``hidden`` begins with; sequences only.
 
         Raises:
-            CustomModuleError: a state that the float module would refuse.
+            CustomModuleError: if the float module would refuse the state.
         """
         raise NotImplementedError
 
@@ -118,17 +118,17 @@ class RecurrentContract(ABC):
 
     @abstractmethod
     def result_groups(self) -> tuple[str, ...]:
-        """Return the group of parts each flat result takes its dtype from."""
+        """Return, for each flat result, the group of parts whose dtype it has."""
 
     @abstractmethod
     def fake_call(self, path: str) -> FakeCall:
-        """Compute the shapes of a call's results."""
+        """Return a function that computes the shapes of a call's results."""
 
 
 @dataclass(frozen=True)
 class SequenceContract(RecurrentContract):
-    """LSTM, GRU and RNN: layers over time. They compute in float32; other float dtypes are cast on the way in
-    and out."""
+    """The contract of LSTM, GRU and RNN: layers over time. They compute in float32; inputs and results of
+    other float dtypes are cast."""
 
     structure: RecurrentStructure
     shows_qparams_in_export = True
@@ -241,7 +241,7 @@ class SequenceContract(RecurrentContract):
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
 
     def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
-        """What a call of ``module`` with ``x`` and ``hidden`` begins with: (L*D, B, width) each."""
+        """Return the states that a call of ``module`` begins with: (L*D, B, width) each."""
         if hidden is not None:
             return check_state_count(self.kind, str(module.module_path), hidden)
         batched = x.dim() == 3
@@ -251,8 +251,8 @@ class SequenceContract(RecurrentContract):
         return tuple(state if batched else state.squeeze(1) for state in states)
 
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """Of output and last states; per-channel where layers or directions have different ones. What else a
-        PackedSequence holds are no floats."""
+        """Return the qparams of the output and the last states, per-channel where layers or directions have
+        different qparams; None for the indices of a PackedSequence."""
         by_state = list(zip(*(converted_qparams(cell) for _, cell in self.cells(module)), strict=True))
         last_layer = by_state[0][-self.structure.num_directions :]
         output = _combine(results[0].dim() - 1, last_layer, self.structure.output_size)
@@ -272,7 +272,7 @@ class SequenceContract(RecurrentContract):
 
 @dataclass(frozen=True)
 class CellContract(RecurrentContract):
-    """LSTMCell, GRUCell and RNNCell: one cell, called once. It computes in float32."""
+    """The contract of LSTMCell, GRUCell and RNNCell: one cell, called once. It computes in float32."""
 
     kind: CellKind
     input_size: int
@@ -345,10 +345,10 @@ class CellContract(RecurrentContract):
         return self._bind(*args, **kwargs)
 
     def check_call(self, path: str, input: Any, hx: Any) -> tuple[Tensor, ...] | None:
-        """Return the states in ``hx``.
+        """Check the arguments of a call and return the states in ``hx``; None if there are none.
 
         Raises:
-            CustomModuleError: what the float cell refuses.
+            CustomModuleError: if the float cell would refuse the arguments.
         """
         size = self.input_size
         if not isinstance(input, Tensor) or input.dim() not in (1, 2) or input.shape[-1] != size:
@@ -391,7 +391,7 @@ def contract_of(module: nn.Module) -> RecurrentContract:
 
 
 def has_no_rows(x: Tensor) -> bool:
-    """Return whether an eager ``x`` is empty: there is nothing to choose dynamic qparams from."""
+    """Return whether an eager ``x`` is empty: there are no values to choose dynamic qparams from."""
     return not torch.compiler.is_compiling() and not x.numel()
 
 

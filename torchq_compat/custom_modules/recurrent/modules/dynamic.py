@@ -1,8 +1,8 @@
-"""Recurrent modules quantized dynamically: integer weights, activations quantized as they come.
+"""Dynamically quantized recurrent modules: integer weights, activations quantized at run time.
 
-Legacy: ``torch.ao.nn.quantized.dynamic.LSTM``, ``GRU`` and the cells, which FX puts in for a dynamic QConfig
-without a mapping. As there, the input projection of all steps is one linear, whose input is quantized as a
-whole, and the hidden state is quantized step by step. No parts but the linears are quantized.
+Legacy: ``torch.ao.nn.quantized.dynamic.LSTM``, ``GRU`` and the cells, which FX inserts for a dynamic QConfig
+without a mapping. As in torch.ao, the input projection of all steps is one linear, whose input is quantized
+as a whole, and the hidden state is quantized step by step. Only the linears are quantized.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torchq_compat.custom_modules.recurrent.modules.contracts import RecurrentCo
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection, RecurrentLayer
 from torchq_compat.custom_modules.recurrent.modules.recurrent_module import RecurrentModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.later_stages import scripted_recurrent
 from torchq_compat.support.torch_ao import QConfig
-from torchq_compat.support.torchscript_stage import scripted_recurrent
 
 __all__ = ["DynamicRecurrent", "convert_dynamic", "prepare_dynamic", "quantize_recurrent"]
 
-#: Of the constructors of the float modules.
+#: Arguments of the float modules' constructors.
 ARGUMENTS = (
     *("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional"),
     *("proj_size", "nonlinearity"),
 )
-#: What is shown beside the sizes where it is not this.
+#: Defaults of the arguments that ``repr`` shows only if they differ.
 SHOWN = {
     "num_layers": 1,
     "bias": True,
@@ -50,7 +50,7 @@ SHOWN = {
 
 
 class InputProjection(nn.Module):
-    """``W_ih x + b_ih`` of all steps: (T, B, I) -> (T, B, G*H)."""
+    """The input projection ``W_ih x + b_ih`` of all steps: (T, B, I) -> (T, B, G*H)."""
 
     def __init__(self, cell: FloatCell) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class InputProjection(nn.Module):
 
 
 class ProjectedStep(nn.Module):
-    """One step behind its input projection: the cell, called with what ``InputProjection`` gave."""
+    """One time step after the input projection: the cell, called with the result of ``InputProjection``."""
 
     def __init__(self, cell: FloatCell) -> None:
         super().__init__()
@@ -72,11 +72,11 @@ class ProjectedStep(nn.Module):
 
 
 class DynamicRecurrent(RecurrentModule):
-    """A recurrent module quantized dynamically: prepared, with float weights, or converted. Its results are
+    """A dynamically quantized recurrent module: prepared, with float weights, or converted. Its results are
     floats."""
 
     can_be_lowered = True
-    #: Of one that stands in an eager model.
+    #: The float module it was made from, if it is part of an eager model.
     made_from: MadeFrom | None = None
     is_dynamic = True
 
@@ -84,10 +84,10 @@ class DynamicRecurrent(RecurrentModule):
         return (None,) * count
 
     def flatten_parameters(self) -> None:
-        """Do nothing: forward methods call it on LSTM, GRU and RNN."""
+        """Do nothing; it exists because forward methods call it on LSTM, GRU and RNN."""
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Called by torch.jit.script."""
+        """Return the scriptable form of the module; torch.jit.script calls this method."""
         return scripted_recurrent(self, self.contract)
 
     def _get_name(self) -> str:
@@ -106,7 +106,8 @@ class DynamicRecurrent(RecurrentModule):
         return copied
 
     def __reduce__(self) -> Any:
-        """Eager models are pickled whole; a captured cell cannot be, so that it is made again."""
+        """Pickle the float module's class, arguments and QConfig: a captured cell cannot be pickled, so the
+        module of an eager model is made again."""
         if self.made_from is None:
             return super().__reduce__()
         return _made_again, (self.made_from, self.module_path, self.is_lowered, self.state_dict())
@@ -114,7 +115,7 @@ class DynamicRecurrent(RecurrentModule):
 
 @dataclass(frozen=True)
 class MadeFrom:
-    """The float module that a dynamic one was made from."""
+    """The float module that a dynamically quantized module was made from."""
 
     float_class: type[nn.Module]
     arguments: Mapping[str, Any]
@@ -124,15 +125,15 @@ class MadeFrom:
     def of(cls, module: nn.Module, qconfig: QConfig) -> MadeFrom:
         given = {name: getattr(module, name) for name in ARGUMENTS if hasattr(module, name)}
         if not given.get("proj_size"):
-            given.pop("proj_size", None)  # GRU and RNN refuse it, 0 too.
+            given.pop("proj_size", None)  # GRU and RNN refuse it, even 0.
         return cls(type(module), given, qconfig)
 
 
 def quantize_recurrent(module: nn.Module, qconfig: QConfig, path: str) -> DynamicRecurrent:
-    """A converted module from the float ``module``, which is left as it is.
+    """Return a converted module made from the float ``module``, which is left unchanged.
 
     Args:
-        path: where it stands in the model, for messages.
+        path: path of the module in the model, for messages.
     """
     prepared = prepare_dynamic(module, DynamicPartSpecs(OpSpecs(qconfig)))
     prepared.module_path = path
@@ -150,7 +151,8 @@ def _made_again(made_from: MadeFrom, path: str, is_lowered: bool, state: dict[st
 
 
 def prepare_dynamic(module: nn.Module, specs: PartSpecs) -> DynamicRecurrent:
-    """Return ``module`` with copies of its parameters, its linears marked for dynamic quantization."""
+    """Return a prepared module with copies of the parameters of ``module``, its linears marked for dynamic
+    quantization."""
     contract = contract_of(module)
     made = DynamicRecurrent(contract, _prepared_layers(contract, module, specs))
     made.specs = specs
@@ -161,7 +163,7 @@ def prepare_dynamic(module: nn.Module, specs: PartSpecs) -> DynamicRecurrent:
 
 
 def convert_dynamic(prepared: DynamicRecurrent) -> DynamicRecurrent:
-    """Return the q-dq form of ``prepared``, which is left as it is: integer weights folded."""
+    """Return the q-dq form of ``prepared`` with integer weights folded; ``prepared`` is left unchanged."""
     converted = DynamicRecurrent(prepared.contract, prepared.converted_layers())
     converted.take_over_from(prepared)
     return converted

@@ -1,7 +1,7 @@
-"""The recurrent modules of torch.nn, each with what it becomes: the one table.
+"""The one table of torch.nn's recurrent modules and the observed and converted class of each.
 
 Legacy: ``torch.ao.nn.quantizable.LSTM`` and ``LSTMCell`` (observed; FX cannot map the cell, whose result is a
-tuple) and ``torch.ao.nn.quantized.LSTM`` (converted). Our classes pass for them. GRU and RNN are new.
+tuple) and ``torch.ao.nn.quantized.LSTM`` (converted). Our classes derive from them. GRU and RNN are new.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "family_of",
 ]
 
-#: Of the names of constructors, behind the group of parts.
+#: Ends the names of constructor arguments, after the group of parts.
 SUFFIX = "_obs_ctr"
 
 
@@ -121,13 +121,13 @@ class ConvertedRNNCell(ConvertedRecurrent):
 
 @dataclass(frozen=True)
 class RecurrentFamily:
-    """A float class of torch.nn and the classes it goes through.
+    """A float class of torch.nn, its observed class and its converted class.
 
     Attributes:
-        observed: what takes its place in a prepared model.
-        converted: what takes its place in a converted model.
-        legacy_observed: the class of torch.ao a script maps to, if there is one.
-        legacy_converted: the class of torch.ao it converts to, if there is one.
+        observed: the class that replaces it in a prepared model.
+        converted: the class that replaces it in a converted model.
+        legacy_observed: the class of torch.ao that scripts map it to, if there is one.
+        legacy_converted: the class of torch.ao that it is converted to, if there is one.
     """
 
     observed: type[ObservedRecurrent]
@@ -142,7 +142,7 @@ class RecurrentFamily:
 
     @property
     def map_to(self) -> str:
-        """The name to map the float class to, for people."""
+        """The name of the class to map the float class to, for messages."""
         name = self.float_class.__name__
         if self.legacy_observed is not None:
             return f"torch.ao.nn.quantizable.{name}"
@@ -165,5 +165,5 @@ def family_of(module: object) -> RecurrentFamily | None:
 
 
 def fake_call(module: nn.Module, path: str) -> FakeCall:
-    """Compute the shapes of the results of a float recurrent module that stands at ``path``."""
+    """Return a function that computes the shapes of the results of the float recurrent module at ``path``."""
     return contract_of(module).fake_call(path)

@@ -1,4 +1,4 @@
-"""Read the constructors given for groups of parts, and check what else was given with them."""
+"""Reads the constructors given for groups of parts, and checks the other arguments given with them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def given_specs(
     split_gates: bool,
     constructors: dict[str, Any],
 ) -> PartSpecs:
-    """Read what ``get_individually_observed_parts`` was given for ``float_module``.
+    """Return the specs that the arguments of ``get_individually_observed_parts`` give for ``float_module``.
 
     Raises:
-        ConfigError: as there.
-        CustomModuleError: example inputs that do not fit the module's sizes.
+        ConfigError: as ``get_individually_observed_parts`` does; also if the module has no qconfig.
+        CustomModuleError: if the example inputs do not fit the module's sizes.
     """
     kind = kind_of(float_module)
     qconfig = getattr(float_module, "qconfig", None)

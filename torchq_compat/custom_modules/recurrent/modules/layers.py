@@ -1,4 +1,4 @@
-"""Layers and directions of a recurrent module: what holds the cells.
+"""Layers and directions of a recurrent module: the modules that hold the cells.
 
 The paths are those of ``torch.ao.nn.quantizable.LSTM``: ``layers.<i>.layer_fw.cell`` and
 ``layers.<i>.layer_bw.cell``.
@@ -34,14 +34,14 @@ __all__ = ["RecurrentDirection", "RecurrentLayer"]
 
 
 class RecurrentDirection(nn.Module):
-    """One direction of one layer: its cell, and how a call gets from all steps to each.
+    """One direction of one layer: its cell, and the input projection of all steps.
 
     Args:
         cell: (x, *states) -> the new states; prepared or converted.
-        input_projection: x of all steps -> what the cell gets for it; None: the cell gets x itself.
+        input_projection: x of all steps -> the input of the cell at all steps; None: the cell's input is x.
     """
 
-    #: Whether ``x`` comes as a view (T, B, I) of what was given as (B, T, I).
+    #: Whether ``x`` is a view (T, B, I) of a tensor that the caller passed as (B, T, I).
     batch_first = False
 
     def __init__(self, cell: CellGraphModule, input_projection: GraphModule | None = None) -> None:
@@ -49,7 +49,7 @@ class RecurrentDirection(nn.Module):
         self.cell = cell
         self.input_projection = input_projection
         self._read_program()
-        # Qparams are literals of the graphs; with a state come new ones.
+        # Qparams are literals of the graphs; loading a state changes them.
         self.register_load_state_dict_post_hook(_read_program_again)  # type: ignore[no-untyped-call]
 
     def forward(
@@ -61,7 +61,7 @@ class RecurrentDirection(nn.Module):
         batch_sizes: list[int] | None = None,
     ) -> tuple[Tensor, State]:
         """Run the cell in a Python loop: ``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states.
-        With ``batch_sizes``, ``x`` and the result are the packed rows of a PackedSequence."""
+        With ``batch_sizes``, ``x`` and the result are the rows of a PackedSequence."""
         x = self.project_first(x)
         step, inputs = self._step_and_inputs(x)
         if batch_sizes is not None:
@@ -69,7 +69,7 @@ class RecurrentDirection(nn.Module):
         return run_looped_direction(step, inputs, state, backward=backward)
 
     def project_first(self, x: Tensor) -> Tensor:
-        """Compute the input projection of ``x``, all steps at once."""
+        """Return the input projection of ``x``, all steps at once; ``x`` itself if there is none."""
         if self.input_projection is None:
             return x
         (projected,) = self.input_projection(x)
@@ -77,12 +77,12 @@ class RecurrentDirection(nn.Module):
         return projected
 
     def project(self, cell: ConvertedCellGraphModule, x: Tensor) -> tuple[Tensor, ...]:
-        """Compute, for all steps of ``x`` at once, what the steps of a converted cell take."""
+        """Return the inputs of the steps of a converted ``cell``, computed for all steps of ``x`` at once."""
         return project_as_given(cell.project, x, batch_first=self.batch_first)
 
     def _step_and_inputs(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
-        """Return the function of one time step, and its inputs of all steps. A cell with hooks is called
-        itself."""
+        """Return the function of one time step, and its inputs at all steps. A cell with hooks is called
+        directly, so that they run."""
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
             return cell, (x,)
@@ -93,14 +93,14 @@ class RecurrentDirection(nn.Module):
         return [self.cell] if self.input_projection is None else [self.input_projection, self.cell]
 
     def converted(self) -> RecurrentDirection:
-        """Return a converted copy: integer weights folded."""
+        """Return a converted copy with integer weights folded."""
         projection = self.input_projection
         if projection is not None:
             projection = ConvertedPartGraphModule.wrap(convert_parts(copy.deepcopy(projection)))
         return RecurrentDirection(reference_cell(copy.deepcopy(self.cell)), projection)
 
     def program(self) -> OwnedProgram | None:
-        """Return the program that the cell loop runs for this direction; None if it cannot."""
+        """Return the program that the cell loop runs for this direction; None if it cannot run it."""
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule):
             return None
@@ -110,12 +110,12 @@ class RecurrentDirection(nn.Module):
         return None if isinstance(self._program, str) else OwnedProgram(self, self._program)
 
     def current_program(self) -> CellProgram | None:
-        """The program of ``program()``."""
+        """Return the program of ``program()`` without its owner; None if there is none."""
         owned = self.program()
         return None if owned is None else owned.program
 
     def bound(self) -> BoundDirection | None:
-        """This direction for a ``BoundModule``; None if the cell loop cannot run it."""
+        """Return this direction for a ``BoundModule``; None if the cell loop cannot run it."""
         owned = self.program()
         if owned is None:
             return None
@@ -123,13 +123,13 @@ class RecurrentDirection(nn.Module):
         return BoundDirection(owned, self.cell, current)
 
     def program_problem(self) -> str | None:
-        """Why the cell loop cannot run this direction; None if it can."""
+        """Return the reason why the cell loop cannot run this direction; None if it can."""
         if self.input_projection is None:
             return self.cell.program_problem()
         return self._program if isinstance(self._program, str) else None
 
     def _read_program(self) -> None:
-        """Read the program of projection and cell; a cell alone knows its own."""
+        """Read the program of input projection and cell; a cell without a projection has its own program."""
         self._program = (
             "it is not converted"
             if self.input_projection is None or not isinstance(self.cell, ConvertedCellGraphModule)
@@ -154,7 +154,8 @@ class RecurrentLayer(nn.Module):
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
 
     def output_columns(self, width: int) -> ColumnQParams:
-        """Return the qparams of the output of converted cells, ``width`` columns for each direction."""
+        """Return the qparams of the columns of the layer's output, ``width`` columns for each direction; the
+        cells are converted."""
         return tuple((width, direction.cell.state_qparams()[0]) for direction in self.directions())
 
     def converted(self) -> RecurrentLayer:

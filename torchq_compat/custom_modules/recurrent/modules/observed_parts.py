@@ -1,4 +1,4 @@
-"""Observe the parts of a recurrent module one by one, each with the constructor given for its group."""
+"""Observes the parts of a recurrent module one by one, each with the constructor given for its group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchq_compat.support.argument_checks import FLAG, Expected, checked_argume
 
 __all__ = ["CELL_INPUTS", "get_individually_observed_parts"]
 
-#: Whether they fit is said with the module's sizes.
+#: ``given_specs`` checks them against the module's sizes.
 CELL_INPUTS = optional(
     Expected("a tuple, as (x, state)", lambda value: type(value) in (tuple, list) and bool(value))
 )
@@ -37,22 +37,22 @@ def get_individually_observed_parts(
 
     Args:
         float_module: an ``nn.LSTM``, ``GRU``, ``RNN`` or one of their cells with a ``qconfig`` attribute.
-        example_inputs: ``(x, state)``, checked against the module's sizes when given.
-        backend_config: which dtypes the parts may have; default: any integer dtype.
+        example_inputs: ``(x, state)``, checked against the module's sizes if given.
+        backend_config: the BackendConfig that lists the dtypes parts may have; default: any integer dtype.
         split_gates: one projection pair and one sum per gate instead of one for all gates.
         constructors: ``<group>_obs_ctr=constructor`` for the groups of the module's parts: ``igates``,
             ``hgates``, ``linear_output``, ``hidden_state`` and ``weight`` of every kind (RNN with ReLU has no
-            ``linear_output``); ``sigmoid``, ``tanh``, ``sigmoid_input`` and ``tanh_input`` where there are
-            gates; ``cell_state`` and ``tanh_cell_state`` of LSTM; ``hidden_product``, the products
-            ``(1 - z) * n`` and ``z * h``, of GRU. None is a group left out.
+            ``linear_output``); ``sigmoid``, ``tanh`` and ``sigmoid_input`` of LSTM and GRU; ``tanh_input`` of
+            every kind but RNN with ReLU; ``cell_state`` and ``tanh_cell_state`` of LSTM; ``hidden_product``,
+            the products ``(1 - z) * n`` and ``z * h``, of GRU. None leaves a group out.
 
     Raises:
-        ConfigError: a group the module does not have, a constructor that is none, or a dtype
-            ``backend_config`` does not allow; the message names the part.
-        CustomModuleError: no recurrent module, no qconfig, or example inputs that do not fit its sizes.
+        ConfigError: a group the module does not have, a value that is no constructor, a dtype that
+            ``backend_config`` does not allow (the message names the part), or a module without a qconfig.
+        CustomModuleError: ``float_module`` is not recurrent, or ``example_inputs`` do not fit its sizes.
 
     Returns:
-        The observed module, called as ``float_module`` is.
+        The observed module, called like ``float_module``.
 
     Example:
         >>> import torch

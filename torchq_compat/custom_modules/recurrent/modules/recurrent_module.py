@@ -1,7 +1,7 @@
-"""Recurrent modules: a contract, the layers it holds, and a runner chosen for each call.
+"""Recurrent modules: a contract, layers of cells, and a runner chosen for each call.
 
-Observed, converted and dynamically quantized modules differ in the cells they hold and in what stands at
-their boundary, not in how they run.
+Observed, converted and dynamically quantized modules differ in the cells they hold and in how their inputs
+and results are quantized, not in how they run.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ NOTHING_OBSERVED: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  #
 
 
 class RecurrentModule(PartOwner):
-    """A recurrent module made of prepared or converted cells.
+    """A recurrent module of prepared or converted cells.
 
     Args:
-        contract: how it is called, and where its cells stand.
-        layers: the cells.
+        contract: how the module is called, and the paths of its cells.
+        layers: the layers that hold the cells.
 
     Attributes:
-        split_gates: whether each gate has a projection pair of its own.
-        is_lowered: whether calls go to the compiled cell loop.
+        split_gates: whether each gate has its own projection pair.
+        is_lowered: whether calls run in the compiled cell loop.
     """
 
     split_gates: bool
     is_lowered = False
-    #: The cell loop reads and writes floats.
+    #: A lowered module accepts and returns floats: so does the cell loop.
     opaque_in_floats = property(lambda self: self.is_lowered)
-    #: It quantizes what it is given itself, too.
+    #: A lowered module quantizes its float inputs itself.
     leaf_quantizes = opaque_in_floats
 
     def __init__(self, contract: RecurrentContract, layers: list[RecurrentLayer]) -> None:
@@ -85,17 +85,17 @@ class RecurrentModule(PartOwner):
         self._bound: BoundModule | None = None
         self._direct: dict[Any, DirectCall] = {}
         self._bind()
-        # Qparams are literals of the graphs; with a state come new ones.
+        # Qparams are literals of the graphs; loading a state changes them.
         self.register_load_state_dict_post_hook(_bind_again)  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy."""
+        """Restore the state, and bind the copy's own arguments."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._bind()
 
     def _bind(self) -> None:
-        """Bind the arguments of the operator, if every cell has a program. A copy made in a capture, which
-        would trace the numbers, binds at its first call outside."""
+        """Bind the arguments of the native operator, if every cell has a program. A copy made in a capture,
+        which would trace the numbers, binds at its first call outside of the capture."""
         binds = self.can_be_lowered and not torch.compiler.is_compiling()
         layers = self.contract.layers(self) if binds else []
         bound = [[direction.bound() for direction in layer.directions()] for layer in layers]
@@ -107,7 +107,8 @@ class RecurrentModule(PartOwner):
             self._bound = BoundModule(known, columns, self._homes_of_cells())
 
     def _homes_of_cells(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
-        """Where the cells stand, and what they stand in."""
+        """Return, for every cell and every module around it, the dictionary that holds it, its name in the
+        dictionary and the module."""
         paths = {path.rpartition(".cell")[0] for path, _ in self.cells()} | {path for path, _ in self.cells()}
         paths = {path[:end] for path in paths for end in (*_dots(path), len(path))} - {""}
         homes = []
@@ -117,7 +118,7 @@ class RecurrentModule(PartOwner):
         return homes
 
     def bound(self) -> BoundModule | None:
-        """The arguments of the operator; None where some cell cannot run in it as it is now."""
+        """Return the bound arguments of the native operator; None if a cell cannot run in it as it is now."""
         if self._bound is None or not self._bound.is_current():
             if torch.compiler.is_compiling():
                 return None
@@ -131,7 +132,7 @@ class RecurrentModule(PartOwner):
         leaf_quantized: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> Any:
-        """See ``opaque_call``. A lowered module takes the short way where it can."""
+        """Run a call, see ``opaque_call``; a lowered module calls the operator directly if it can."""
         if self.is_lowered and not kwargs and not torch.compiler.is_compiling():
             results = self._call_directly(args, opaque_layout, leaf_quantized)
             if results is not None:
@@ -156,7 +157,8 @@ class RecurrentModule(PartOwner):
     def _call_directly(
         self, args: tuple[Any, ...], opaque_layout: int | None, leaf_quantized: tuple[int, ...]
     ) -> Any:
-        """One call of the operator; None where the call is another than the one that was bound."""
+        """Run a call as one call of the operator; None if it needs more than the bound arguments, such as
+        dropout or a kept state."""
         key = (opaque_layout, leaf_quantized)
         call = self._direct.get(key)
         layout = None if opaque_layout is None else self.opaque_layouts[opaque_layout]
@@ -177,11 +179,11 @@ class RecurrentModule(PartOwner):
         return call.run(bound, tensors)
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
-        """As the float module: ``rnn(x)``, ``rnn(x, state)``, ``rnn(x, hx=state)``; x may be a
-        PackedSequence, the output then is one.
+        """Run a call of the float module: ``rnn(x)``, ``rnn(x, state)``, ``rnn(x, hx=state)``. If x is a
+        PackedSequence, so is the output.
 
         Raises:
-            CustomModuleError: arguments the float module would refuse.
+            CustomModuleError: if the float module would refuse the arguments.
         """
         arguments = self.contract.arguments_of(self.module_path, args, kwargs)
         check_devices(self.contract.kind, self.module_path, arguments, self._device())
@@ -194,7 +196,7 @@ class RecurrentModule(PartOwner):
         arguments = self.contract.arguments_of(self.module_path, args, kwargs)
         check_devices(self.contract.kind, self.module_path, arguments, self._device())
         qparams = self.contract.input_of(self.module_path, *qparams_of_call(layout))
-        # Dynamo cannot read a ContextVar; a streaming model does not let it in here.
+        # Dynamo cannot read a ContextVar; a streaming model keeps Dynamo from tracing this call.
         streams = None if torch.compiler.is_dynamo_compiling() else active_streams()
         key = None if streams is None else (self.module_path, self._index_of(layout))
         if streams is None or key not in streams.kept:
@@ -210,13 +212,13 @@ class RecurrentModule(PartOwner):
         return next(index for index, each in enumerate(self.opaque_layouts) if each is layout)
 
     def _device(self) -> torch.device | None:
-        """Return where the weights are; None in a capture, which looks at devices itself."""
+        """Return the device of the weights; None in a capture, which checks devices itself."""
         if torch.compiler.is_compiling():
             return None
         return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), None)
 
     def runner(self) -> Runner:
-        """Return the runner of the next call."""
+        """Return the runner for the next call."""
         if torch.compiler.is_exporting():
             return self._runner_of_export(shape_in_export())
         if self.is_lowered or (torch.compiler.is_compiling() and self.can_be_lowered):
@@ -228,11 +230,11 @@ class RecurrentModule(PartOwner):
             return OpaqueRunner(self.bound() if self.can_be_lowered else None)
         return OpaqueRunner(None) if self._is_opaque_as(shape) else TracedRunner()
 
-    #: Whether its linears choose qparams from what they get, and nothing else is quantized.
+    #: Whether its linears choose qparams from their inputs, and nothing else is quantized.
     is_dynamic = False
 
     def _is_opaque_as(self, shape: LoopShape) -> bool:
-        """Whether its cells leave as text."""
+        """Return whether an export of ``shape`` writes the cells as text."""
         contract = self.contract
         if shape is LoopShape.OPAQUE_TEXT:
             return True
@@ -240,23 +242,23 @@ class RecurrentModule(PartOwner):
             return False
         return self.is_dynamic and len(contract.kind.states) == 2 and not contract.structure.proj_size
 
-    #: Whether the cells may be converted ones, which the compiled cell loop runs.
+    #: Whether the cells can be converted cells, which the compiled cell loop runs.
     can_be_lowered = False
 
     def lowered(self) -> Self:
-        """This module in the compiled cell loop. A cell that the loop cannot run runs as before.
+        """Return this module run by the compiled cell loop. A cell that the loop cannot run runs as before.
 
-        It stands for this module in a lowered model: state, submodules and hooks are the same, later ones
-        too.
+        The lowered module replaces this module in a lowered model: it shares state, submodules and hooks with
+        this module, also those added later.
         """
         lowered = type(self).__new__(type(self))
         vars(lowered).update(vars(self))
         lowered.is_lowered = True
-        lowered._direct = {}  # What is bound is made of the weights as they are now.
+        lowered._direct = {}  # Direct calls are bound to the weights as they are now.
         return lowered
 
     def __copy__(self) -> Self:
-        """The same cells in a module of its own: what is registered or set on one is not on the other."""
+        """Return another module with the same cells; what is registered or set on one is not on the other."""
         copied = type(self).__new__(type(self))
         own = vars(nn.Module()).keys() | {"opaque_layouts"}
         for name, value in vars(self).items():
@@ -266,12 +268,12 @@ class RecurrentModule(PartOwner):
         return copied
 
     def program_problems(self) -> list[str]:
-        """List the reasons why cells cannot run in the compiled cell loop."""
+        """Return the reasons why cells cannot run in the compiled cell loop."""
         directions = [direction for layer in self.contract.layers(self) for direction in layer.directions()]
         return [problem for each in directions if (problem := each.program_problem())]
 
     def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
-        """Return (path inside the module, cell) of every layer and direction."""
+        """Return (path inside the module, cell) for every layer and direction."""
         return self.contract.cells(self)
 
     def graphs(self) -> Iterator[tuple[str, CellGraphModule]]:
@@ -279,15 +281,15 @@ class RecurrentModule(PartOwner):
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         output, *states = (self.specs.group_dtype(group) for group in self.contract.result_groups())
-        # Between them stand the indices of a PackedSequence.
+        # Between the output and the states are the indices of a PackedSequence.
         return output, *(None,) * (count - 1 - len(states)), *states
 
     def converted_layers(self) -> list[RecurrentLayer]:
-        """Converted copies of the layers."""
+        """Return converted copies of the layers."""
         return [layer.converted() for layer in self.contract.layers(self)]
 
     def take_over_from(self, other: RecurrentModule) -> None:
-        """Stand where ``other`` stood."""
+        """Take over the specs, path, layouts and gates of ``other``, which this module replaces."""
         self.take_over(other)
         self.split_gates = other.split_gates
 
@@ -295,22 +297,22 @@ class RecurrentModule(PartOwner):
 class ObservedRecurrent(RecurrentModule):
     """A recurrent module whose parts are observed, or fake-quantized, one by one."""
 
-    #: What it is made from.
+    #: The class of torch.nn it observes.
     float_class: type[nn.Module]
 
     def __init__(self, *args: Any, split_gates: bool = False, **kwargs: Any) -> None:
-        """Make a module with weights of its own that nothing observes yet, as torch.ao's constructor does.
+        """Make a module with new weights that nothing observes yet, as torch.ao's constructor does.
 
-        ``prepare_fx`` of a model that has it observes it by its QConfig; ``state_dict`` and shapes are those
-        of the observed module.
+        ``prepare_fx`` of a model that contains it observes it by its QConfig; its ``state_dict`` and shapes
+        are those of the observed module.
 
         Args:
-            args: of the float class: input size, hidden size and so on.
+            args: arguments of the float class: input size, hidden size and so on.
             split_gates: one projection pair and one sum per gate instead of one for all gates.
-            kwargs: of the float class.
+            kwargs: keyword arguments of the float class.
 
         Raises:
-            ConfigError: ``split_gates`` of a module without gates.
+            ConfigError: ``split_gates`` for a module without gates.
         """
         if args and isinstance(args[0], RecurrentContract):
             super().__init__(*args, **kwargs)
@@ -324,11 +326,11 @@ class ObservedRecurrent(RecurrentModule):
         super().__init__(contract, prepared_layers(contract, made, specs, split_gates=split_gates))
         self.split_gates, self.specs, self.qconfig = split_gates, specs, None
         for _, cell in self.cells():
-            cell.meta.pop(OBSERVED_KEY, None)  # torchao's prepare has been there, and observes nothing.
-        self.eval()  # As torch.ao's.
+            cell.meta.pop(OBSERVED_KEY, None)  # torchao's prepare has marked the cell, but observes nothing.
+        self.eval()  # As torch.ao's constructor does.
 
     def as_float(self) -> nn.Module:
-        """A float module with copies of the weights of the cells."""
+        """Return a float module with copies of the weights of the cells."""
         made: nn.Module = self.contract.float_module(self.float_class)
         cells = chain.from_iterable(layer.directions() for layer in self.contract.layers(self))
         with torch.no_grad():
@@ -351,7 +353,7 @@ class ObservedRecurrent(RecurrentModule):
     def opaque_call_from_graph(
         self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        # No dequantize has made a float32 state of another one yet: what differs came from the caller.
+        # No dequantize has turned a state into float32 yet: dtypes that differ come from the caller.
         arguments = self.contract.arguments_of(self.module_path, args, kwargs)
         check_same_dtype(self.contract.kind, self.module_path, arguments)
         return super().opaque_call_from_graph(layout, args, kwargs)
@@ -363,13 +365,13 @@ class ObservedRecurrent(RecurrentModule):
         split_gates=FLAG,
     )
     def from_float(cls, other: nn.Module, qconfig: Any = None, split_gates: bool = False) -> Any:
-        """Observe a float module that has a ``qconfig``, or is given one. Legacy signature.
+        """Observe the float module ``other`` by its own qconfig, or else by ``qconfig``. Legacy signature.
 
         Raises:
-            ConfigError: neither has a qconfig.
-            CustomModuleError: ``other`` is of another kind.
+            ConfigError: if there is no qconfig.
+            CustomModuleError: if ``other`` is of another class.
         """
-        # A subclass of a user's may have another constructor.
+        # A user's subclass may have another constructor.
         bases = [base for base in cls.__mro__ if issubclass(base, ObservedRecurrent)]
         observed = next(base for base in bases if "float_class" in vars(base))
         if not isinstance(other, cls.float_class):
@@ -386,7 +388,7 @@ class ObservedRecurrent(RecurrentModule):
 class ConvertedRecurrent(RecurrentModule):
     """A recurrent module of q-dq cells with folded integer weights."""
 
-    #: What it is converted from.
+    #: The observed class it is converted from.
     observed: type[ObservedRecurrent]
     can_be_lowered = True
 
@@ -396,7 +398,7 @@ class ConvertedRecurrent(RecurrentModule):
 
     @classmethod
     def from_observed(cls, other: nn.Module) -> Self:
-        """Convert every cell of ``other``, which is left as it is.
+        """Convert every cell of ``other``, which is left unchanged.
 
         Raises:
             CustomModuleError: ``other`` was not observed by this package.
@@ -422,7 +424,7 @@ def _bind_again(module: RecurrentModule, _incompatible_keys: object) -> None:
 def prepared_layers(
     contract: RecurrentContract, module: nn.Module, specs: PartSpecs, *, split_gates: bool
 ) -> list[RecurrentLayer]:
-    """Return the prepared cells of ``module``, with copies of its parameters."""
+    """Return layers of prepared cells with copies of the parameters of ``module``."""
     hidden = specs.group_dtype(contract.kind.states[0].group)
 
     def direction(layer: int, suffix: str) -> RecurrentDirection:

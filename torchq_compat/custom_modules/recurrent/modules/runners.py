@@ -1,6 +1,6 @@
-"""Runners: what carries a recurrent module's cells over time.
+"""Runners: they run the cells of a recurrent module over time.
 
-A runner takes the layers of a module, the input of all steps and the initial states. Which one runs a call is
+A runner gets the layers of a module, the input of all steps and the initial states. The runner of a call is
 chosen in one place, ``RecurrentModule.runner``.
 """
 
@@ -38,10 +38,10 @@ class Sequences:
     """The input of all steps.
 
     Attributes:
-        x: (T, B, I) float32; with ``batch_sizes`` the packed rows of a PackedSequence.
-        batch_sizes: rows of each step, the longest sequences first.
-        columns: the qparams of the columns of ``x``, for a runner on integers.
-        mask: (T, B), in an exported program: where a sequence has a step; its state stays elsewhere.
+        x: (T, B, I) float32; with ``batch_sizes`` the rows of a PackedSequence.
+        batch_sizes: number of rows of each step, the longest sequences first.
+        columns: the qparams of the columns of ``x``, for a runner that computes on integers.
+        mask: (T, B), in an exported program: true where a sequence has a step; elsewhere its state is kept.
     """
 
     x: Tensor
@@ -53,7 +53,7 @@ class Sequences:
     def of(
         cls, x: Tensor, batch_sizes: list[int] | Tensor | None, columns: ColumnQParams | None
     ) -> Sequences:
-        """With the rows of each step, or with a mask."""
+        """Return the input with ``batch_sizes``: the number of rows of each step, or a mask."""
         if isinstance(batch_sizes, Tensor):
             return cls(x, None, columns, batch_sizes)
         return cls(x, batch_sizes, columns)
@@ -62,7 +62,7 @@ class Sequences:
 class Runner(ABC):
     """Runs layers, or one step of a cell."""
 
-    #: Whether it wants to know the qparams of its input's columns.
+    #: Whether it needs the qparams of its input's columns.
     reads_columns = False
 
     def run_layers(
@@ -71,10 +71,10 @@ class Runner(ABC):
         """Run all ``layers``, with ``dropout`` between them.
 
         Args:
-            states: (B, width) each, of every layer and direction.
+            states: the states of every layer and direction, (B, width) each.
 
         Returns:
-            The output (T, B, D*P), or its packed rows, and the last states, as ``states``.
+            The output (T, B, D*P), or its packed rows, and the last states in the form of ``states``.
         """
         last: list[State] = []
         for index, layer in enumerate(layers):
@@ -94,7 +94,8 @@ class Runner(ABC):
     def run_direction(
         self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool
     ) -> tuple[Tensor, State]:
-        """Run one direction of one layer: the hidden states of all steps (T, B, P), and the last states."""
+        """Run one direction of one layer; return the hidden states of all steps (T, B, P) and the last
+        states."""
 
     def run_step(
         self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
@@ -104,7 +105,7 @@ class Runner(ABC):
 
 
 class PythonRunner(Runner):
-    """A loop in Python: observed modules, and converted ones in eager mode."""
+    """Runs observed modules, and converted modules in eager mode, in a Python loop."""
 
     def run_direction(
         self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool
@@ -118,8 +119,8 @@ class PythonRunner(Runner):
 class TracedRunner(Runner):
     """Runs converted cells for torch.export to trace: as a ``scan``, or step by step.
 
-    Behind the results stand q-dq of their own qparams, which change no value: a backend does not see into the
-    loop.
+    The results are followed by q-dq with their own qparams, which change no value: they are there because a
+    backend does not see into the loop.
     """
 
     def run_direction(
@@ -142,14 +143,14 @@ class TracedRunner(Runner):
 
 
 class OpaqueRunner(TracedRunner):
-    """One operator for the whole module, in an export that asks for it: the native one, with the numbers of a
-    lowered module.
+    """Runs the whole module as one operator, in an export that requests it.
 
-    Behind the results stand q-dq of their own qparams, which change no value.
+    The operator is the native one, with the results of a lowered module, or, without ``bound``, the operator
+    of readable text. The results are followed by q-dq with their own qparams, which change no value.
 
     Args:
-        bound: the module's arguments of the native operator; None: not every cell has a program, or the cells
-            shall be readable text.
+        bound: the module's arguments of the native operator; None if a cell has no program, or if the cells
+            are to be readable text.
     """
 
     reads_columns = True
@@ -199,10 +200,11 @@ def _opaque(direction: RecurrentDirection) -> OpaqueDirection:
 
 
 class NativeRunner(PythonRunner):
-    """The operator on integers: one call for all layers. A cell that it cannot run is run in Python.
+    """Runs all layers in one call of the native operator on integers. A cell that it cannot run is run in
+    Python.
 
     Args:
-        bound: the module's arguments of it; None: not every cell has a program.
+        bound: the module's arguments of the operator; None if a cell has no program.
     """
 
     reads_columns = True

@@ -1,4 +1,4 @@
-"""States that outlive a call: while streams are active, recurrent modules begin where they ended."""
+"""States that outlive a call: while streams are active, a recurrent call begins with its last state."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torchq_compat.errors import InputError
 
 __all__ = ["CallKey", "Streams", "active_streams"]
 
-#: (path of the module, which of its calls in the graph)
+#: (path of the module, index of its call in the graph)
 CallKey = tuple[str, int]
 State = tuple[Tensor, ...]
 
 
 @dataclass
 class Streams:
-    """The states of the recurrent calls that keep theirs.
+    """The states of the recurrent calls that keep their state.
 
     Attributes:
-        kept: the calls.
-        states: (L*D, B, width) each, after the last call; (L*D, width) of a model without a batch.
-        initial: before the first.
+        kept: the calls that keep their state.
+        states: after the last call, (L*D, B, width) each; (L*D, width) for a model without a batch.
+        initial: the states before the first call.
         buffers: whether ``states`` are buffers of a program that is being exported, written in place.
     """
 
@@ -38,7 +38,7 @@ class Streams:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Recurrent modules ask these streams for the duration."""
+        """Make recurrent modules use these streams inside the ``with`` block."""
         token = _ACTIVE.set(self)
         try:
             yield
@@ -46,13 +46,13 @@ class Streams:
             _ACTIVE.reset(token)
 
     def call(self, key: CallKey, begin: Callable[[], State], run: Callable[[State], Any]) -> Any:
-        """Run a kept call from its state, or from ``begin()``, and keep the state it ends with.
+        """Run a kept call from its kept state, or from ``begin()`` the first time, and keep its last state.
 
         Args:
-            run: state -> (output, last state); that is the tensor itself where there is but one.
+            run: state -> (output, last state); the last state is a tuple, or the tensor if there is only one.
 
         Raises:
-            InputError: another number of streams than before.
+            InputError: if the number of streams differs from the last call's.
         """
         first = begin()
         state = self.states.get(key)
@@ -70,10 +70,10 @@ class Streams:
         return result
 
     def reset(self, indices: Sequence[int] | Tensor | None = None) -> None:
-        """Begin again: all streams, or those at ``indices`` in the batch.
+        """Restore the initial states of all streams, or of those at ``indices`` in the batch.
 
         Raises:
-            InputError: no such stream.
+            InputError: if there is no such stream.
         """
         if indices is None:
             self.states.clear()
@@ -98,7 +98,7 @@ _ACTIVE: ContextVar[Streams | None] = ContextVar("torchq_compat_streams", defaul
 
 
 def active_streams() -> Streams | None:
-    """The streams to ask; None outside of a streaming model."""
+    """Return the active streams; None outside of a streaming model."""
     return _ACTIVE.get()
 
 

@@ -1,4 +1,4 @@
-"""A module's arguments of the operator, bound once: what does not change from call to call."""
+"""A module's arguments of the native operator that do not change from call to call, bound once."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torchq_compat.custom_modules.recurrent.native.program import CellProgram
 
 __all__ = ["BoundDirection", "BoundModule", "OwnedProgram"]
 
-#: Names packed weights after who uses them; 0 is nobody.
+#: Numbers for the owners of packed weights; 0 stands for no owner.
 OWNERS = itertools.count(1)
 
 
 class OwnedProgram:
-    """A program, and the module whose attributes its weights are."""
+    """A program, and the module that has its weights as attributes."""
 
     def __init__(self, owner: nn.Module, program: CellProgram) -> None:
         self.owner = owner
@@ -36,12 +36,12 @@ class OwnedProgram:
 
 
 class BoundDirection:
-    """One direction of one layer: where its weights are, and how its program is asked for.
+    """One direction of one layer: the program that was bound, and how to find its weights.
 
     Args:
-        owned: its program.
-        cell: whose it is.
-        current: gives the program it has now; None if it has none.
+        owned: the direction's program.
+        cell: the direction's cell.
+        current: returns the direction's current program; None if it has none.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class BoundDirection:
 
 
 class BoundModule:
-    """All layers of a module.
+    """The bound arguments of all layers of a module.
 
     Args:
-        layers: the directions of each.
-        columns: on which qparams the input of every layer but the first lies.
-        homes: where the cells stand, and what they stand in: a dictionary of modules, a name in it, and the
-            module of that name.
+        layers: the directions of each layer.
+        columns: the qparams of the input columns of every layer but the first.
+        homes: for every cell and every module around it, the dictionary that holds it, its name in the
+            dictionary and the module.
 
     Attributes:
         owner: see ``op.recurrent``.
-        program: its numbers.
-        are_in_state: whether the weights are parameters and buffers, all of them.
+        program: the program of the module, see ``ModuleNumbers``.
+        are_in_state: whether all weights are parameters or buffers.
     """
 
     def __init__(
@@ -102,24 +102,24 @@ class BoundModule:
         drop_forgotten()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a module binds its own."""
+        """Return None: a copy of a module binds its own arguments."""
 
     def is_current(self) -> bool:
-        """Whether every cell is still there, with the program that was bound."""
+        """Return whether every cell is still in its place, with the program that was bound."""
         for home, name, module in self.homes:
             if home.get(name) is not module:
                 return False
         return all(direction.current() is direction.program for direction in self.bound)
 
     def weights(self) -> list[Tensor]:
-        """The weights as they are now."""
+        """Return the current weights."""
         if torch.compiler.is_compiling():
             # Dynamo knows where attributes of modules come from.
             return [operator.attrgetter(name)(each.owner) for each in self.bound for name in each.names]
         return self.weights_now()
 
     def weights_now(self) -> list[Tensor]:
-        """``weights``, where nobody traces."""
+        """Return the current weights, outside of tracing."""
         return [home[name] for home, name in self.places]
 
     def run(
@@ -129,7 +129,7 @@ class BoundModule:
         columns: ColumnQParams,
         batch_sizes: Sequence[int] = (),
     ) -> list[Tensor]:
-        """See ``op.recurrent``: x (T, B, I), or packed rows, or (B, I) for a cell."""
+        """Run ``op.recurrent`` on x (T, B, I), or packed rows, or (B, I) for a cell."""
         boundary = floats_around(as_numbers(columns), self.states)
         return recurrent(
             x,
@@ -143,7 +143,7 @@ class BoundModule:
         )
 
     def run_exported(self, x: Tensor, states: Sequence[Tensor], columns: ColumnQParams) -> list[Tensor]:
-        """As ``run``, for torch.export to trace: nobody owns the weights of a program."""
+        """Run like ``run``, for torch.export to trace: the weights of an exported program have no owner."""
         return recurrent(
             x,
             states,
@@ -156,7 +156,8 @@ class BoundModule:
 
 
 def _place(owner: nn.Module, path: str) -> tuple[dict[str, Any], str, bool]:
-    """The dictionary that holds the tensor at ``path``, its name there, and whether it is in the state."""
+    """Return the dictionary that holds the tensor at ``path``, its name there, and whether it is a parameter
+    or buffer."""
     home, _, name = path.rpartition(".")
     module = owner.get_submodule(home)
     for tensors in (module._parameters, module._buffers):

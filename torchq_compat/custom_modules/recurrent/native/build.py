@@ -1,6 +1,6 @@
-"""Building the kernel: once for a machine, with its C++ compiler, into a cache directory.
+"""Builds the native kernel once per machine, with the machine's C++ compiler, in a cache directory.
 
-One library: the cell loop, and the operator, which is written for torch's stable ABI.
+One library has both the cell loop and the operator, which is written for torch's stable ABI.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ HEADERS = tuple(
     for name in ("cell_loop", "cell_program", "cell_kernels", "instruction_sets", "tile_kernels", "threads")
 )
 OPERATOR = SOURCE.with_name("recurrent_operator.cpp")
-# No contraction: a fused multiply-add would round otherwise than the q-dq graph. The instruction set is
-# chosen while it runs, by the CPU.
+# No contraction: a fused multiply-add would round differently from the q-dq graph. The instruction set is
+# chosen at run time, by the CPU.
 FLAGS = (
     *("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fopenmp", "-shared", "-fPIC"),
 )
-#: The oldest torch the library is for: 2.13. Later ones keep what it uses of their ABI.
+#: The oldest torch the library supports: 2.13. Later versions keep the part of the stable ABI that it uses.
 TARGET = "-DTORCH_TARGET_VERSION=0x020d000000000000"
 OPERATOR_NAME = "torchq_compat_native::recurrent"
 TIME_LIMIT_SECONDS = 120
@@ -53,20 +53,20 @@ LOCK = threading.RLock()
 
 @dataclass(frozen=True)
 class KernelBuild:
-    """What came of building the kernel: the library that is loaded, or the problem there was."""
+    """The result of building the kernel: the loaded library, or the problem that prevented it."""
 
     library: Path | None
     problem: str = ""
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the operator runs in it."""
+        """Whether a library is loaded, which then runs the operator."""
         return self.library is not None
 
 
 @functools.cache
 def kernel_build() -> KernelBuild:
-    """The kernel of this process; where there is none, a warning says so once."""
+    """Return the kernel of this process, built on the first call; warn once if it cannot be built."""
     with LOCK:
         build = build_kernel()
     if build.library is None:
@@ -81,8 +81,8 @@ def kernel_build() -> KernelBuild:
 def build_kernel() -> KernelBuild:
     """Load the kernel that this release carries or an earlier process compiled, or compile it.
 
-    It is kept under ``TORCHQ_COMPAT_CACHE_DIR``; default: ``torchq_compat`` in the user's cache directory.
-    What is there and does not load is built again once, with a warning.
+    A compiled kernel is kept in ``TORCHQ_COMPAT_CACHE_DIR``; default: ``torchq_compat`` in the user's cache
+    directory. A kernel there that does not load is built again once, with a warning.
     """
     carried = carried_library()
     if carried is not None:
@@ -107,7 +107,7 @@ def _found_or_made(compiler: list[str]) -> Path:
     path = cache_directory() / f"recurrent_{_key(compiler, flags)}.so"
     if not path.exists():
         with one_at_a_time(path.parent, TIME_LIMIT_SECONDS):
-            if not path.exists():  # Another process may have compiled it meanwhile.
+            if not path.exists():  # Another process may have compiled it in the meantime.
                 _compile([*compiler, *flags], path)
     try:
         return _loaded(path)
@@ -118,10 +118,10 @@ def _found_or_made(compiler: list[str]) -> Path:
 
 
 def _torch_root() -> Path:
-    """Where torch has its headers and libraries.
+    """Return the directory of torch's headers and libraries.
 
     Raises:
-        OSError: the headers of the stable ABI are not there.
+        OSError: if the headers of the stable ABI are missing.
     """
     root = Path(torch.__file__).parent
     header = root / "include" / "torch" / "csrc" / "stable" / "library.h"
@@ -131,10 +131,10 @@ def _torch_root() -> Path:
 
 
 def _loaded(path: Path) -> Path:
-    """``path``, its operator loaded.
+    """Load the library at ``path``, after checking it, and return ``path``.
 
     Raises:
-        OSError: it must not be loaded, or does not load.
+        OSError: if it must not be loaded, or does not load.
     """
     fault = fault_of(path)
     if fault is not None:
@@ -143,21 +143,21 @@ def _loaded(path: Path) -> Path:
 
 
 def _with_operator(path: Path) -> Path:
-    """``path``, loaded where no other library gives the operator yet.
+    """Load the library at ``path``, unless another library already has the operator, and return ``path``.
 
     Raises:
-        OSError: it does not load.
+        OSError: if it does not load.
     """
     if has_kernel(OPERATOR_NAME, "CPU"):
-        return path  # A second library would take the place of the one that is in use.
+        return path  # A second library would replace the one in use.
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     if not has_kernel(OPERATOR_NAME, "CPU"):
-        raise OSError("it has not the operator of the kernel")
+        raise OSError("it does not have the operator of the kernel")
     return path
 
 
 def _compile(compiler: list[str], path: Path) -> None:
-    """Into a file of its own first: another process may load or write ``path`` meanwhile."""
+    """Compile in a temporary directory, then move to ``path``, which other processes may load or write."""
     root = _torch_root()
     print(f"torchq_compat: compiling the kernel of recurrent modules, once, into {path}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
@@ -185,7 +185,7 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: list[str], flags: list[str]) -> str:
-    """Changes with the source, and with the architecture: a cache may be shared by machines."""
+    """Return a key of the sources, compiler, flags, torch and architecture: machines may share a cache."""
     files = [file.read_bytes() for file in (SOURCE, *HEADERS, OPERATOR)]
     parts = [*files, repr([compiler, flags, torch.__version__, platform.machine()]).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

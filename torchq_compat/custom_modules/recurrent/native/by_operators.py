@@ -1,4 +1,4 @@
-"""The operator on torch's own operators: what runs where the kernel could not be built."""
+"""The native operator written with torch's own operators: used if the kernel cannot be built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_by_operators(
     *,
     batch_first: bool,
 ) -> list[Tensor]:
-    """Arguments and results as ``op.recurrent`` has them."""
+    """Run a module with torch's operators; arguments and results as in ``op.recurrent``."""
     module = ModuleNumbers.of(program)
     around = Boundary.of(boundary, module.states)
     is_cell = x.dim() == 2 and not batch_sizes
@@ -83,7 +83,7 @@ def _run(
 
 
 def _weights(cell: CellNumbers, own: Iterator[Tensor]) -> list[Tensor | None]:
-    """Values, scales, zero points and bias of each linear, as ``run_interpreted`` takes them."""
+    """Return values, scales, zero points and bias of each linear, as ``run_interpreted`` accepts them."""
     found: list[Tensor | None] = []
     for mask in cell.masks:
         found.append(next(own))
@@ -94,7 +94,7 @@ def _weights(cell: CellNumbers, own: Iterator[Tensor]) -> list[Tensor | None]:
 def _first_states(
     module: ModuleNumbers, x: Tensor, states: Sequence[Tensor], around: Boundary, batch_sizes: Sequence[int]
 ) -> list[State]:
-    """The initial states of every layer and direction."""
+    """Return the initial states of every layer and direction."""
     cells = [cell for layer in module.layers for cell in layer]
     if not states:
         batch = batch_sizes[0] if batch_sizes else x.shape[1]
@@ -116,7 +116,8 @@ def _widths(cell: CellNumbers, states: int) -> list[int]:
 
 
 def _columns_as_floats(x: Tensor, columns: Sequence[float]) -> Tensor:
-    """The floats that linears read: what integers stand for, and floats as they are on their qparams."""
+    """Return ``x`` as the floats that linears read: integers are dequantized, floats quantized and
+    dequantized with the qparams of their columns."""
     widths = [int(width) for width in columns[::6]]
     rows = [QParamsRow(*columns[at + 1 : at + 6]) for at in range(0, len(columns), 6)]
     if x.is_floating_point() and not any(row.scale for row in rows):

@@ -1,4 +1,4 @@
-"""What a call of the cell loop has to be: the kernel reads memory by the program's numbers."""
+"""Checks the arguments of the cell loop, because the kernel reads memory by the program's numbers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_call(
     input_qparams: Sequence[float],
     _backward: bool = False,
 ) -> None:
-    """Refuse arguments that do not fit the program.
+    """Check that the arguments of ``op.cell_loop`` fit the program.
 
     Raises:
-        InputError: names the argument.
+        InputError: if one does not fit; names the argument.
     """
     numbers: list[int] = table.tolist()
     instructions, slots, state_count = numbers[:3]

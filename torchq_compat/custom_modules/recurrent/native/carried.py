@@ -1,7 +1,7 @@
-"""Libraries that a release carries, one for each architecture, made without the machines they are for.
+"""The kernel libraries that a release carries, one for each architecture, cross-compiled.
 
-A wheel for Linux has them in ``libraries``; a source distribution has none, and a compiler on the user's
-machine makes one at first use.
+A wheel for Linux has them in ``libraries``. A source distribution has none: the kernel is compiled on the
+user's machine on first use.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ LIBRARIES = Path(__file__).with_name("libraries")
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture a library is made for; the instruction set is chosen while it runs.
+    """An architecture that a library is compiled for; the instruction set is chosen at run time.
 
     Attributes:
-        machine: as ``platform.machine`` says it.
-        flags: of the compiler.
+        machine: the name of the architecture in ``platform.machine``.
+        flags: flags for the compiler.
     """
 
     machine: str
@@ -39,5 +39,5 @@ TARGETS = (Target("x86_64", ("-march=x86-64",)), Target("aarch64", ("-march=armv
 
 
 def carried_library() -> Path | None:
-    """The library of this release for this machine; None if it carries none."""
+    """Return the path of the carried library for this machine; None if the release carries none."""
     return next((each.path for each in TARGETS if each.runs_here() and each.path.exists()), None)

@@ -1,13 +1,14 @@
 // Quantized recurrent cells over time, on integers: one call for all layers and directions of a module.
 //
-// A cell comes as a program (see program.py): instructions over registers of float rows, each followed by its
-// part's quantize-dequantize. A linear runs on the integers of its input and of the weight; the rest is
-// elementwise. Instructions run in stages, a stage over one tile after the other: some rows of some hidden
-// units, small enough to stay in the first cache from the products to the new state.
+// A cell is a program (see program.py): instructions over registers of float rows, each followed by the
+// quantize-dequantize of its part. A linear computes on the integers of its input and its weight; all other
+// instructions are elementwise. Instructions run in stages, and a stage runs over one tile after another. A
+// tile is some rows of some hidden units, small enough to stay in the first-level cache from the products to
+// the new state.
 //
-// Threads share the hidden units: each computes its own units of every gate, so that only the input of a
-// linear, which all threads read, needs a barrier. It has two copies, of even and of odd steps: while one is
-// read the other is written.
+// Threads divide the hidden units: each computes its own units of every gate, so that only the input of a
+// linear, which all threads read, needs a barrier. The input has two copies, for even and for odd steps:
+// while one is read the other is written.
 
 #include "cell_loop.h"
 
@@ -31,10 +32,10 @@ namespace {
 
 // Rows of the input projected at a time, so that the projection stays in the cache.
 constexpr int64_t kProjectedRows = 64;
-// Memory of a call that is kept for the next one, and of how many calls at once.
+// The most memory that is kept from a call for the next one, and the number of calls it is kept for.
 constexpr size_t kKeptBytes = 4 << 20, kKeptScratches = 4;
 
-// The instruction set in use: the best that this CPU has, or the one that was asked for.
+// The instruction set in use: the best that this CPU has, or the one that was requested.
 std::atomic<const Kernels*>& chosen_kernels() {
   static std::atomic<const Kernels*> chosen{nullptr};
   return chosen;
@@ -60,7 +61,7 @@ const Kernels& kernels() {
   return *chosen;
 }
 
-// Into pieces whose products can be summed up in 32 bits.
+// Splits a segment into pieces whose products can be summed in 32 bits.
 void add_pieces(const Segment& whole, std::vector<Segment>& pieces) {
   int64_t left = static_cast<int64_t>(whole.width);
   do {
@@ -74,18 +75,18 @@ struct Range {
   int64_t begin, end;
 };
 
-// The groups of lanes of thread `index`.
+// The groups of lanes that thread `index` computes.
 Range share(int64_t groups, int64_t index, int64_t threads) {
   return {groups * index / threads, groups * (index + 1) / threads};
 }
 
-// Where a register lies for a tile: the floats of a segment one after the other, segments `stride` apart.
+// The location of a register's tile: the floats of a segment are contiguous, segments are `stride` apart.
 struct Place {
   float* data = nullptr;
   int64_t stride = 0;
 };
 
-// What one thread alone writes.
+// Data that only one thread writes.
 struct Own {
   std::vector<Place> places;    // by register
   std::vector<QParams> chosen;  // by input
@@ -94,14 +95,14 @@ struct Own {
 }  // namespace
 
 struct Scratch {
-  std::vector<Own> own;            // of threads
-  std::vector<Extremes> extremes;  // of inputs, of even and of odd steps, of threads
-  std::vector<bool> off_qparams;   // inputs whose first state came from elsewhere
+  std::vector<Own> own;            // by thread
+  std::vector<Extremes> extremes;  // by input, parity of the step, and thread
+  std::vector<bool> off_qparams;   // inputs whose first state is not rounded to their qparams
   std::vector<std::vector<Vector>> stored;     // registers that several stages read
-  std::vector<std::vector<Vector>> states[2];  // of even and of odd steps
-  std::vector<std::vector<Line>> integers[2];  // of inputs
-  std::vector<std::vector<Vector>> floats[2];  // of inputs
-  std::vector<std::vector<Vector>> tiles;      // of threads
+  std::vector<std::vector<Vector>> states[2];  // by parity of the step
+  std::vector<std::vector<Line>> integers[2];  // by parity and input
+  std::vector<std::vector<Vector>> floats[2];  // by parity and input
+  std::vector<std::vector<Vector>> tiles;      // by thread
 
   size_t bytes() const {
     size_t sum = 0;
@@ -152,7 +153,8 @@ const Written* writer(const Stage& stage, int64_t source) {
 
 }  // namespace
 
-// A table for an operation that takes longer than looking up, of an operand that an instruction put on 8 bits.
+// Returns a table of results for an operation that is slower than a lookup and whose operand an instruction
+// quantized to 8 bits; else an empty table.
 Table TorchqCompatCell::table_of(size_t index) const {
   constexpr int64_t kMost = 256;
   const Instruction& by = instructions[index];
@@ -177,8 +179,8 @@ Table TorchqCompatCell::table_of(size_t index) const {
   return {};
 }
 
-// Appends an instruction to the last stage, or to a new one where it works on other units, or where it is a
-// linear of what the last stage writes.
+// Appends an instruction to the last stage; to a new stage if it has other units, or if it is a linear that
+// reads what the last stage writes.
 void TorchqCompatCell::add(int64_t index) {
   const Instruction& by = instructions[index];
   std::vector<Stage>& stages = by.once ? once_stages : step_stages;
@@ -230,7 +232,7 @@ int64_t TorchqCompatCell::input_of(const Instruction& by, const Constants& const
   return static_cast<int64_t>(inputs.size()) - 1;
 }
 
-// Who reads what a stage writes, beside the stage itself.
+// Finds the readers of what a stage writes, other than the stage itself.
 void TorchqCompatCell::find_readers() {
   for (auto* stages : {&once_stages, &step_stages}) {
     for (Stage& stage : *stages) {
@@ -243,7 +245,7 @@ void TorchqCompatCell::find_readers() {
               std::any_of(stage.reads.begin(), stage.reads.end(), is_known)) {
             continue;
           }
-          // Rows of x, and of several steps, are not in the order of a tile.
+          // Rows of x, and rows of several steps, are not in the order of a tile.
           const bool is_copied = source == 0 || stage.once;
           stage.reads.push_back({source, is_copied ? stage.vectors : -1});
           if (is_copied) stage.vectors += registers[source].segments();
@@ -277,7 +279,7 @@ void TorchqCompatCell::find_readers() {
   }
 }
 
-// Before a stage that reads what threads wrote since they last met.
+// Puts a barrier before each stage that reads what threads wrote since the last barrier.
 void TorchqCompatCell::find_barriers() {
   for (auto* stages : {&once_stages, &step_stages}) {
     std::vector<bool> is_settled(inputs.size(), false);
@@ -289,11 +291,11 @@ void TorchqCompatCell::find_barriers() {
         if (input.is_dynamic() && input.source != 0) stage.chosen.push_back(product.input);
       }
       if (!stage.waits) continue;
-      // All that was written before this stage.
+      // The barrier settles all inputs that were written before this stage.
       for (size_t i = 0; i < inputs.size(); ++i) {
         const int64_t source = inputs[i].source;
         const auto is_later = [&](const Stage& other) { return &other >= &stage && writer(other, source); };
-        // Dynamic ones are settled by the stage that has them quantized.
+        // Dynamic inputs are settled by the stage before which they are quantized.
         const bool is_chosen = std::find(stage.chosen.begin(), stage.chosen.end(), static_cast<int64_t>(i)) !=
                                stage.chosen.end();
         if (std::none_of(stages->begin(), stages->end(), is_later) &&
@@ -360,7 +362,7 @@ void give_back(const Cell& cell, std::unique_ptr<Scratch> scratch) {
   if (cell.kept.size() < kKeptScratches) cell.kept.push_back(std::move(scratch));
 }
 
-// As torch.ops.quantized_decomposed.choose_qparams. NaN or infinity anywhere: NaN everywhere behind it.
+// Like torch.ops.quantized_decomposed.choose_qparams. One NaN or infinity makes all quantized values NaN.
 QParams choose_qparams(const QParams& dynamic, const Extremes& of) {
   const float first = static_cast<float>(dynamic.quant_min), last = static_cast<float>(dynamic.zero_point);
   const float scale = std::max((of.high - of.low) / (last - first), static_cast<float>(-dynamic.scale));
@@ -371,23 +373,23 @@ QParams choose_qparams(const QParams& dynamic, const Extremes& of) {
   return {scale, zero_point, dynamic.quant_min, dynamic.quant_max, dynamic.nan};
 }
 
-// Integers are kept unsigned.
+// The shift of signed integers, which are stored unsigned.
 int32_t shift_of(const QParams& qparams) { return qparams.quant_min < 0 ? 128 : 0; }
 
-// Some rows of some groups of lanes. Of several groups it has all rows.
+// Some rows of some groups of lanes; all rows if it has several groups.
 struct Tile {
   int64_t first_row, rows, first_group, groups;
 
   int64_t vectors() const { return rows * groups; }
 };
 
-// The work of a thread at a time: a step, or what several steps have before them.
+// One piece of a thread's work: a step, or what is computed at once for several steps.
 struct Work {
   Worker worker;
-  int64_t step;    // the first
-  int64_t count;   // of steps
-  int64_t at;      // of the step, in the block
-  int64_t parity;  // of the inputs that are read
+  int64_t step;    // the first step
+  int64_t count;   // number of steps
+  int64_t at;      // index of the step in the block
+  int64_t parity;  // which copy of the inputs is read
   bool once;
 };
 
@@ -395,7 +397,7 @@ struct Work {
 class Loop {
  public:
   // States are read and written in place; rows of the output are `output_stride` apart. Dynamic qparams of x
-  // are chosen from `all_rows` rows at `all_x`, of which x may be a part.
+  // are chosen from the `all_rows` rows at `all_x`, which include x.
   Loop(const Cell& cell, int64_t steps, int64_t batch, bool backward, const float* x, const float* all_x,
        int64_t all_rows, float* const* states, float* output, int64_t output_stride, int64_t threads)
       : cell_(cell),
@@ -470,7 +472,7 @@ class Loop {
     if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
   }
 
-  // Whether floats of an input are kept: it has no integers, or none before its qparams are chosen.
+  // Whether an input is kept in floats: it has no integers, or none until its qparams are chosen.
   static bool keeps_floats(const Input& input) {
     return input.in_floats() || (input.is_dynamic() && input.source != 0);
   }
@@ -480,7 +482,7 @@ class Loop {
     const int64_t rows = batch_ * (input.once ? block_ : 1);
     const int64_t parities = steps_ == 1 ? 1 : 2;
     for (int64_t parity = 0; parity < parities; ++parity) {
-      // One line more, as the last column is read with three behind it.
+      // One more line, because the last column is read together with three columns after it.
       if (!input.in_floats()) {
         grow(scratch_->integers[parity][index],
              rows * input.stride() / static_cast<int64_t>(sizeof(Line)) + 1);
@@ -501,7 +503,7 @@ class Loop {
     return extremes_[(input * 2 + parity) * threads_ + thread];
   }
 
-  // Rows of x that `count` steps from `step` on read, in the order of memory.
+  // The first row of x in memory that `count` steps from `step` on read.
   int64_t first_row(int64_t step, int64_t count) const {
     return (backward_ ? steps_ - step - count : step) * batch_;
   }
@@ -521,7 +523,7 @@ class Loop {
     }
   }
 
-  // The state that the first step reads; whatever needs its integers has them from here.
+  // Copies the state that the first step reads, and makes the inputs of the linears that read it.
   void read_state(int64_t state) {
     const Register& shape = cell_.registers[1 + state];
     auto& to = scratch_->states[0][state];
@@ -560,7 +562,7 @@ class Loop {
     }
   }
 
-  // What linears read of x; rows are shared out.
+  // Makes the inputs of the linears that read x; threads divide the rows.
   void read_x(const Worker& worker, int64_t step, int64_t count, int64_t parity) {
     const int64_t width = cell_.registers[0].width, rows = count * batch_;
     const float* x = x_ + first_row(step, count) * width;
@@ -587,7 +589,7 @@ class Loop {
     }
   }
 
-  // Of those that this step writes: others may still read what the step before wrote.
+  // Resets the extremes that this step writes; other threads may still read those of the step before.
   void forget_extremes(const Work& work) {
     for (size_t i = 0; i < cell_.inputs.size(); ++i) {
       const Input& input = cell_.inputs[i];
@@ -596,7 +598,7 @@ class Loop {
     }
   }
 
-  // Dynamic qparams, of what all threads wrote, which each then quantizes its own columns with.
+  // Chooses dynamic qparams from what all threads wrote; each thread then quantizes its own columns.
   void choose(const Stage& stage, const Work& work) {
     Own& own = own_[work.worker.index];
     for (const int64_t i : stage.chosen) {
@@ -642,7 +644,7 @@ class Loop {
     }
   }
 
-  // Where everything lies that a stage reads and writes.
+  // Sets the locations of all registers that a stage reads and writes.
   void place(const Stage& stage, const Work& work, const Tile& tile) {
     std::vector<Place>& places = own_[work.worker.index].places;
     Vector* memory = scratch_->tiles[work.worker.index].data();
@@ -662,8 +664,8 @@ class Loop {
     }
   }
 
-  // Whether a tile of what is computed for several steps at once is all of one step, which is where it lies
-  // for later stages.
+  // Whether a tile of a register that is computed for several steps at once is part of one step, so that it
+  // can be written to where later stages read it.
   bool is_written_in_place(const Written& written, const Work& work, const Tile& tile) const {
     return work.once && written.is_stored && cell_.registers[written.source].once && tile.groups == 1 &&
            tile.first_row / batch_ == (tile.first_row + tile.rows - 1) / batch_;
@@ -682,7 +684,7 @@ class Loop {
     return {vectors[tile.first_group * batch_ + tile.first_row].lanes, shape.groups() * batch_ * kLanes};
   }
 
-  // Into the order of a tile: x, or what was computed of it for several steps.
+  // Copies x, or what was computed from x for several steps, into the order of a tile.
   void copy_in(int64_t source, const Place& to, const Work& work, const Tile& tile) {
     const Register& shape = cell_.registers[source];
     const float* x = source == 0 ? rows_of_x(work) : nullptr;
@@ -703,14 +705,14 @@ class Loop {
     }
   }
 
-  // The rows of a step, of a register that several steps are computed of at once.
+  // The rows of one step in a register that is computed for several steps at once.
   Vector* of_step(int64_t source, int64_t step, int64_t segment, int64_t group) {
     const Register& shape = cell_.registers[source];
     const int64_t at = (step * shape.segments() + segment) * shape.groups() + group;
     return scratch_->stored[source].data() + at * batch_;
   }
 
-  // Of a whole vector the size is known, which makes it no call.
+  // The size of a whole vector is a constant, which the compiler copies inline.
   static void copy(const float* from, int64_t count, float* to) {
     if (count == kLanes) {
       std::memcpy(to, from, kLanes * sizeof(float));
@@ -756,7 +758,7 @@ class Loop {
     }
   }
 
-  // Of one group of lanes and up to kColumns columns.
+  // Computes one group of lanes of up to kColumns columns.
   void multiply_integers(const Stage& stage, const Product& product, const Work& work, const Tile& tile,
                          int64_t g, int64_t c, int64_t columns) {
     const Input& input = cell_.inputs[product.input];
@@ -768,7 +770,7 @@ class Loop {
       const QParams& qparams =
           input.is_dynamic() ? own_[work.worker.index].chosen[product.input] : input.segments[p].qparams;
       const Line* w = product.packed[p].data() + (group * product.column_count() + c) * quads;
-      // A range of 7 bits, which FX's observers reduce theirs to, is left by few values or none.
+      // FX's observers reduce the range to 7 bits; few values or none exceed it.
       const bool is_narrow = kernels_.are_narrow && kernels_.are_narrow(x, input.stride(), tile.rows, width);
       const auto products = is_narrow ? kernels_.narrow_products : kernels_.products;
       products[columns](x, input.stride(), tile.rows, w, quads, sums);
@@ -838,7 +840,7 @@ class Loop {
     }
   }
 
-  // What others want of what a stage wrote into a tile.
+  // Passes what a stage wrote into a tile on to its other readers.
   void hand_on(const Written& written, const Work& work, const Tile& tile) {
     if (!written.is_stored && written.inputs.empty() && written.states.empty()) return;
     const Place& from = own_[work.worker.index].places[written.source];
@@ -874,8 +876,8 @@ class Loop {
     }
   }
 
-  // Calls function(floats, rows, count, row, column) for what lies together in a tile: `count` floats of each
-  // of `rows` rows, which are kLanes apart.
+  // Calls function(floats, rows, count, row, column) for each contiguous part of a tile: `count` floats of
+  // each of `rows` rows, which are kLanes apart.
   template <class Function>
   static void each_run(const Register& shape, const Place& from, const Tile& tile, Function function) {
     for (int64_t segment = 0; segment < shape.segments(); ++segment) {
@@ -898,7 +900,7 @@ class Loop {
     for (int64_t row = 0; row < rows; ++row) copy(from + row * kLanes, count, to + row * stride);
   }
 
-  // What linears read of a register.
+  // Writes a tile of a register to an input of linears.
   void give(int64_t index, int64_t parity, const Place& from, const Work& work, const Tile& tile) {
     const Input& input = cell_.inputs[index];
     const Register& shape = cell_.registers[input.source];
@@ -923,7 +925,7 @@ class Loop {
              });
   }
 
-  // The new value of a state.
+  // Writes the new value of a state: to the output, and to the next step or the caller's states.
   void carry(int64_t state, const Place& from, const Work& work, const Tile& tile) {
     const Register& shape = cell_.registers[1 + state];
     if (state == 0) {
@@ -949,7 +951,7 @@ class Loop {
     for (const int64_t input : cell_.state_inputs[state]) give(input, next, from, work, tile);
   }
 
-  // A state whose new value is another state, or was computed of x alone.
+  // Writes the new value of a state that is another state, or was computed from x alone.
   void pass_on(int64_t state, const Work& work) {
     each_tile(cell_.registers[1 + state].groups(), batch_, work.worker,
               [&](const Tile& tile) { carry(state, stored(cell_.results[state], work, tile), work, tile); });
@@ -964,14 +966,14 @@ class Loop {
   float* const* states_;
   Team team_;
   std::unique_ptr<Scratch> scratch_;
-  const int64_t block_;            // steps whose part without a state is computed at once
+  const int64_t block_;            // number of steps whose part without a state is computed at once
   const int64_t threads_;
   std::vector<bool>& off_qparams_;
   std::vector<Extremes>& extremes_;
   std::vector<Own>& own_;
 };
 
-// One direction of one layer; `rows`: of x.
+// Runs one direction of one layer; `rows` is the number of rows of x.
 void run_direction(const Cell& cell, bool backward, int64_t steps, int64_t batch, const int64_t* batch_sizes,
                    int64_t rows, const float* x, float* const* states, float* output, int64_t output_stride,
                    int64_t threads, int64_t work_per_thread) {
@@ -982,7 +984,7 @@ void run_direction(const Cell& cell, bool backward, int64_t steps, int64_t batch
         .run();
   };
   if (!batch_sizes) return run(0, steps, batch);
-  // All steps of the same size at once; states of sequences that have ended, or not begun, stay as they are.
+  // All steps of one batch size run at once; states of sequences that have ended, or not begun, are kept.
   int64_t first_row = backward ? rows : 0;
   for (int64_t step = backward ? steps - 1 : 0; step >= 0 && step < steps;) {
     const int64_t size = batch_sizes[step], direction = backward ? -1 : 1;
@@ -1070,6 +1072,18 @@ extern "C" void torchq_compat_to_integers(const double* qparams, const float* va
                                           void* integers) {
   kernels().to_integers(Quantizer(qparams_of(qparams)), 0, values, count, 1, count,
                         static_cast<uint8_t*>(integers), count);
+}
+
+extern "C" uint64_t torchq_compat_sample(const void* data, int64_t words) {
+  const int64_t step = words > 512 ? words / 32 : 1;
+  const char* bytes = static_cast<const char*>(data);
+  uint64_t hash = 14695981039346656037u, word = 0;
+  for (int64_t at = 0; at < words; at += step) {
+    std::memcpy(&word, bytes + 8 * at, 8);
+    hash = (hash ^ word) * 1099511628211u;
+    hash ^= hash >> 29;
+  }
+  return hash;
 }
 
 extern "C" void torchq_compat_to_floats(const double* qparams, const void* integers, int64_t count,

@@ -1,5 +1,4 @@
-// A cell's program as the loop runs it: its instructions in stages, its linears as products on packed
-// weights.
+// A cell's program as the loop runs it: instructions are in stages, linears are products with packed weights.
 
 #pragma once
 
@@ -12,7 +11,7 @@
 
 #include "cell_kernels.h"
 
-// Columns summed up in 32 bits: with both zero points subtracted, 3 * 255 * 128 * 2^14 < 2^31.
+// Columns that can be summed in 32 bits: with both zero points subtracted, 3 * 255 * 128 * 2^14 < 2^31.
 constexpr int64_t kSummedColumns = 1 << 14;
 
 // The columns of an instruction table, as in instruction_set.py.
@@ -26,17 +25,17 @@ struct Register {
 
   int64_t segments() const { return width / units; }
   int64_t groups() const { return (units + kLanes - 1) / kLanes; }
-  // Vectors that a row takes.
+  // The number of vectors of a row.
   int64_t vectors() const { return segments() * groups(); }
 };
 
-// The weight's scale and zero point are here if they are per tensor.
+// The scale and zero point of the weight are here if it is quantized per tensor.
 struct Constants {
   QParams output, input;
   double weight_scale, weight_zero_point;
 };
 
-// Columns of a linear's input with the same qparams. A scale of 0: floats without any.
+// Columns of a linear's input with the same qparams. A scale of 0 means floats without qparams.
 struct Segment {
   double width;
   QParams qparams;
@@ -52,7 +51,7 @@ struct Weight {
   int64_t inputs;
 };
 
-// What linears read: all rows of a register, as integers, or as floats where they lie on no 8-bit qparams.
+// What linears read: all rows of a register, as integers, or as floats if they have no 8-bit qparams.
 struct Input {
   int64_t source;  // register
   bool once, is_state;
@@ -61,7 +60,7 @@ struct Input {
 
   bool is_dynamic() const { return segments[0].qparams.is_dynamic(); }
   bool in_floats() const { return segments[0].qparams.scale == 0; }
-  // Bytes, or floats, from row to row; what is behind the last column stays zero.
+  // Bytes, or floats, from one row to the next; columns after the last one stay zero.
   int64_t stride() const { return (width + 63) / 64 * 64; }
 };
 
@@ -73,8 +72,8 @@ struct Product {
 
   int64_t input;
   std::vector<Column> columns;
-  // By segment of the input. Weights: for each group of lanes, for up to kColumns columns at a time, four
-  // rows of each column to a line.
+  // By segment of the input. Weights: for each group of lanes, and for up to kColumns columns at a time,
+  // lines of four inputs of each column.
   std::vector<std::vector<Line>> packed;
   std::vector<std::vector<int32_t>> row_sums;
   // By column and lane, as row_sums.
@@ -85,21 +84,21 @@ struct Product {
   int64_t column_count() const { return static_cast<int64_t>(columns.size()); }
 };
 
-// What a stage writes into its tiles, and who else wants it.
+// A register that a stage writes into its tiles, and its other readers.
 struct Written {
   int64_t source;               // register
   int64_t at;                   // its first vector in the tile
   bool is_stored = false;       // for a later stage
   std::vector<int64_t> inputs;  // of linears in later stages
-  std::vector<int64_t> states;  // whose new value it is
+  std::vector<int64_t> states;  // states whose new value it is
 };
 
-// What a stage reads that it has not written: from where it lies, or copied to `at` in the tile.
+// A register that a stage reads but does not write: read in place, or copied to `at` in the tile.
 struct Read {
   int64_t source, at;
 };
 
-// Instructions on the same units: a thread runs all of them over one tile of its own units after the other.
+// Instructions on the same units: a thread runs all of them on one tile of its own units after another.
 struct Stage {
   struct Step {
     bool is_product;
@@ -112,14 +111,14 @@ struct Stage {
   std::vector<Product> products;
   std::vector<Written> written;
   std::vector<Read> reads;
-  std::vector<int64_t> chosen;  // dynamic inputs that are quantized before it
-  bool waits = false;           // for what other threads wrote
-  int64_t vectors = 0;          // of a tile, for each of its vectors
+  std::vector<int64_t> chosen;  // dynamic inputs that are quantized before the stage
+  bool waits = false;           // whether a barrier is before it
+  int64_t vectors = 0;          // segments of a tile, each of kTileVectors vectors
 
   int64_t groups() const { return (units + kLanes - 1) / kLanes; }
 };
 
-// The results of an operation on integers of 8 bits, each computed once.
+// The results of an operation for all integers of an 8-bit operand.
 struct Table {
   Quantizer of_operand;
   std::vector<Vector> floats;
@@ -129,23 +128,23 @@ struct Table {
   int64_t size() const { return floats.size() * kLanes > 128; }
 };
 
-// What calls write while they run; kept from one to the next.
+// The memory that a call writes while it runs; kept for the next call.
 struct Scratch;
 
-// Constant after its construction, but for the scratch memory.
+// Constant after prepare, except the scratch memory.
 struct TorchqCompatCell {
   const Kernels* kernels = nullptr;
   std::vector<Instruction> instructions;
   std::vector<Constants> constants;
   std::vector<Quantizer> quantizers;  // of the results
-  std::vector<Table> tables;          // by instruction; empty where it computes
+  std::vector<Table> tables;          // by instruction; empty if the instruction is computed
   std::vector<Register> registers;
   std::vector<int64_t> results;  // the register of every new state
   std::vector<Weight> weights;
   std::vector<Segment> input_segments;
   std::vector<Input> inputs;
   std::vector<Stage> once_stages, step_stages;
-  std::vector<std::vector<int64_t>> state_inputs;  // of each state, the inputs of linears that read it
+  std::vector<std::vector<int64_t>> state_inputs;  // for each state, the inputs of linears that read it
   std::vector<int64_t> passed_on;                  // states whose new value no step writes
   std::vector<bool> is_stored;                     // by register
   int64_t weight_size = 0;
@@ -161,7 +160,6 @@ struct TorchqCompatCell {
   void prepare();
 
  private:
-  void arrange();
   void add(int64_t index);
   Table table_of(size_t index) const;
   void find_readers();

@@ -1,7 +1,7 @@
-"""Reading a converted cell's q-dq graph as a program for the cell loop.
+"""Reads a converted cell's q-dq graph as a program for the cell loop.
 
-A q-dq pair is no instruction but belongs to the instruction before it; what does not depend on a state is
-computed once for all steps.
+A q-dq pair is not an instruction but part of the instruction before it. Values that do not depend on a state
+are computed once for all steps.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ SLICES = (ATEN.chunk.default, ATEN.split_with_sizes.default)
 
 
 class UnsupportedCellError(Exception):
-    """A graph the cell loop has no instructions for; the message says what of it. Never reaches the user."""
+    """Raised if the cell loop has no instructions for a graph; says why. It never reaches the user."""
 
 
 def cell_program(*graphs: tuple[str, GraphModule]) -> CellProgram:
     """Return the program of a converted cell ``(x, *states) -> (*new states,)``.
 
     Args:
-        graphs: the cell with its path in the module that has the weights; before it, if the cell takes
-            another graph's results in place of ``x``, that graph.
+        graphs: (path in the module that has the weights, graph) of the cell; before it, of the graph whose
+            results the cell accepts in place of ``x``, if there is one.
 
     Raises:
-        UnsupportedCellError: a graph with an operator, or a quantization, that the loop has not.
+        UnsupportedCellError: if a graph has an operator or a quantization that the loop does not support.
     """
     reader = _Reader()
     (x, *_), (_, *states) = (_placeholder_widths(graphs[index][1]) for index in (0, -1))
@@ -70,7 +70,7 @@ def cell_program(*graphs: tuple[str, GraphModule]) -> CellProgram:
 
 
 def program_or_problem(*graphs: tuple[str, GraphModule]) -> CellProgram | str:
-    """Return ``cell_program``, or what is in its way."""
+    """Return ``cell_program``, or the reason why there is no program."""
     try:
         return cell_program(*graphs)
     except UnsupportedCellError as problem:
@@ -95,7 +95,7 @@ class _Weight:
 
 
 class _Reader:
-    """Reads graphs node by node; ``values`` has what each node gives."""
+    """Reads graphs node by node; ``values`` maps each node to the value it computes."""
 
     def __init__(self) -> None:
         self.graph_module = GraphModule({}, Graph())
@@ -107,7 +107,7 @@ class _Reader:
         self.weights: list[WeightNames] = []
 
     def read(self, graph_module: GraphModule, prefix: str, given: tuple[_Value, ...]) -> tuple[_Value, ...]:
-        """What ``graph_module`` returns for ``given``."""
+        """Read ``graph_module`` with the inputs ``given``, and return its results."""
         self.graph_module, self.prefix = graph_module, prefix
         graph = graph_module.graph
         self.values.update(zip(graph.find_nodes(op="placeholder"), given, strict=True))
@@ -121,7 +121,7 @@ class _Reader:
 
     def program(self, states: tuple[_Value, ...], results: tuple[_Value, ...]) -> CellProgram:
         pairs = [(state.slot, value) for state, value in zip(states, results, strict=True)]
-        # A state and the slot of its new value are shared out alike.
+        # Threads share a state's slot and the slot of its new value in the same way.
         aliases = [(slot, value.slot) for slot, value in pairs]
         units = _units(self.instructions, self.widths, aliases)
         carried = {slot: value.qparams for slot, value in pairs}
@@ -168,7 +168,7 @@ class _Reader:
             raise UnsupportedCellError("a linear has no int8 weight")
         source = self._whole(source)
         if isinstance(source.qparams, DynamicQParams) and self.once[source.slot] and source.slot != 0:
-            raise UnsupportedCellError("dynamic qparams are chosen from what is computed of the input alone")
+            raise UnsupportedCellError("dynamic qparams are chosen from values computed from the input alone")
         bias = args[2] if len(args) > 2 else None
         self.weights.append(weight.names._replace(bias=self._name(bias)))
         return self._instruct(
@@ -183,7 +183,7 @@ class _Reader:
     def _weight(self, node: Node) -> _Weight:
         values, *qparams = _arguments(node)[:3]
         if not isinstance(values, Node) or values.op != "get_attr":
-            raise UnsupportedCellError(f"{node.name} dequantizes no constant")
+            raise UnsupportedCellError(f"{node.name} dequantizes a value that is no constant")
         tensor = _attribute(self.graph_module, str(values.target))
         if tensor.dtype is not torch.int8 or tensor.dim() != 2:
             raise UnsupportedCellError(f"a weight is {tensor.dtype}")
@@ -212,8 +212,8 @@ class _Reader:
         )
 
     def _quantized(self, node: Node) -> _Value:
-        """Return ``node``'s input with its qparams: by the instruction that computes it, if nothing else
-        reads it."""
+        """Return the input of ``node``, quantized: by the instruction that computes it if nothing else reads
+        the input, else by a copy."""
         source, qparams = _arguments(node)[0], PerTensorQParams.of_node(node)
         value = self.values[source]
         last = self.instructions[-1] if self.instructions else None
@@ -230,7 +230,7 @@ class _Reader:
         if any(user.target is not DEQUANTIZE_DYNAMIC for user in node.users) or any(
             reader.target is not ATEN.linear.default for user in node.users for reader in user.users
         ):
-            raise UnsupportedCellError("something else but a linear reads values with dynamic qparams")
+            raise UnsupportedCellError("an op other than a linear reads values with dynamic qparams")
         _, _, chosen_max, eps, _ = chosen
         qparams = DynamicQParams(eps, chosen_max, quant_min, quant_max, dtype)
         return replace(self._whole(self.values[source]), qparams=qparams)
@@ -257,7 +257,7 @@ class _Reader:
         return _Value(len(self.widths) - 1, 0, width)
 
     def _whole(self, value: _Value) -> _Value:
-        """Return ``value`` as a slot of its own."""
+        """Return ``value``, copied to its own slot unless it is a whole slot."""
         if value.offset == 0 and value.width == self.widths[value.slot]:
             return value
         return replace(self._instruct(Op.COPY, (value,), value.width), qparams=value.qparams)
@@ -266,7 +266,7 @@ class _Reader:
 def _finished(
     instruction: Instruction, units: list[int], carried: dict[int, PerTensorQParams | DynamicQParams | None]
 ) -> Instruction:
-    """With its units, and with the qparams that a state has from the second step on."""
+    """Return ``instruction`` with its units, and with a state's qparams from the second step on."""
     finished = replace(instruction, units=units[instruction.target])
     slot = instruction.sources[0][0]
     if instruction.op is Op.LINEAR and instruction.input is None and slot in carried:
@@ -283,10 +283,11 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 
 
 def _units(instructions: list[Instruction], widths: list[int], aliases: list[tuple[int, int]]) -> list[int]:
-    """Return how many columns of each slot belong to one gate.
+    """Return, for each slot, the number of columns that belong to one gate.
 
-    Threads share the columns of a gate, each the same columns in all slots that an elementwise instruction
-    ties together; so it is the greatest common divisor of their widths and offsets.
+    Threads divide the columns of a gate among them; each thread has the same columns in all slots that
+    elementwise instructions connect. The number is the greatest common divisor of the widths and offsets of
+    these slots.
     """
     group = list(range(len(widths)))
     edges = [(slot, i.target) for i in instructions if i.op is not Op.LINEAR for slot, _ in i.sources]
@@ -304,7 +305,7 @@ def _units(instructions: list[Instruction], widths: list[int], aliases: list[tup
 def _eight_bits(
     qparams: PerTensorQParams | DynamicQParams | None,
 ) -> PerTensorQParams | DynamicQParams | None:
-    """Return ``qparams`` if its integers fit eight bits."""
+    """Return ``qparams`` if its dtype has eight bits, else None."""
     if qparams is None or qparams.dtype not in (torch.uint8, torch.int8):
         return None
     return qparams

@@ -1,4 +1,4 @@
-"""The qparams of the columns of a cell's input: what the cell loop has to know to read it as integers."""
+"""The qparams of the columns of a cell's input, which the cell loop needs to read the input as integers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torchq_compat.support.dtypes import KERNEL_DTYPES
 
 __all__ = ["ColumnQParams", "as_numbers", "column_qparams", "qparams_of_call"]
 
-#: (columns, their qparams or None) from the first column to the last.
+#: (number of columns, their qparams or None), from the first column to the last.
 ColumnQParams = tuple[tuple[int, PerTensorQParams | None], ...]
 
 
 def column_qparams(qparams: QParams | None, width: int, rank: int) -> ColumnQParams:
-    """Of a tensor of ``rank`` dimensions, the last of size ``width``, with ``qparams``."""
+    """Return the column qparams of a tensor with ``qparams``, ``rank`` dimensions, the last of size
+    ``width``."""
     if isinstance(qparams, PerChannelQParams):
         return qparams.runs if qparams.axis == rank - 1 else ((width, None),)
     return ((width, qparams),)
 
 
 def qparams_of_call(layout: CallLayout) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, with the qparams of every tensor, or None, in its place."""
+    """Return the args and kwargs of a call with each tensor replaced by its qparams, or None."""
     none = (None,) * layout.inputs.count()
     pairs = zip(layout.input_qparams or none, layout.float_qparams or none, strict=True)
     all_qparams = (arriving or lying_on for arriving, lying_on in pairs)
@@ -36,7 +37,7 @@ def qparams_of_call(layout: CallLayout) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def as_numbers(columns: Sequence[tuple[int, PerTensorQParams | None]]) -> list[float]:
-    """Return ``columns`` as the operator takes them. Where some have no 8-bit qparams, all count as
+    """Return ``columns`` as the numbers that the operator reads; if some have no 8-bit qparams, all are
     floats."""
     if any(qparams is None or qparams.dtype not in KERNEL_DTYPES for _, qparams in columns):
         columns = [(sum(width for width, _ in columns), None)]

@@ -1,4 +1,4 @@
-"""Calls of a lowered module that go straight to the operator: what they pass is known before they come."""
+"""Calls of a lowered module that go straight to the operator, because their form is known in advance."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ EIGHT_BITS = (torch.uint8, torch.int8)
 
 @dataclass
 class DirectCall:
-    """One way to call a module: by a person, or by the graph with the layout of one of its calls.
+    """One way to call a module: by a user, or by the graph with the layout of one of its calls.
 
     Attributes:
-        layout: None for a person's calls.
-        rank: how many dimensions x has.
-        batch_first: of x.
+        layout: the layout of the graph's call; None for calls by a user.
+        rank: the number of dimensions of x.
+        batch_first: whether x is (B, T, I).
         boundary: ``Boundary.numbers()``.
-        places: of the tensors a graph passes, those of x and of the states.
-        states: how many a cell has.
-        quantized: results that leave as quantized tensors, with their qparams.
-        is_possible: whether the operator takes such calls.
-        ticket: of ``op.bind_call``.
-        bound_to: the owner of ``ticket``, and the weights with their versions; None before it was bound.
+        states: the number of states of a cell.
+        places: the indices of x and the states among the tensors that the graph passes.
+        quantized: (index, qparams) of the results returned as quantized tensors.
+        is_possible: whether the operator accepts calls of this form.
+        ticket: the result of ``op.bind_call``.
+        bound_to: the owner, the ids and the versions of the weights that ``ticket`` is for; None if unbound.
     """
 
     layout: CallLayout | None
@@ -53,8 +53,8 @@ class DirectCall:
     bound_to: tuple[int, list[int], list[int]] | None = None
 
     def tensors(self, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-        """x and the states of a call; None where it has to be looked at closely. The operator looks at their
-        sizes and devices."""
+        """Return x and the states of a call; None if the call needs a closer check. The operator checks sizes
+        and devices."""
         if self.layout is not None:
             found = tuple([args[place] for place in self.places])
         elif len(args) == 1 or (len(args) == 2 and args[1] is None):
@@ -84,10 +84,10 @@ class DirectCall:
         return found
 
     def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:
-        """The results, in the form the caller wants; None where the operator refuses, for the way that says
-        why."""
+        """Return the results in the form the caller expects; None if the operator refuses the call, which the
+        ordinary way then repeats with a clear error."""
         try:
-            # A lowered graph has looked at its state before it calls, and made other modules of another one.
+            # A lowered graph checks its state before a call, and makes new modules when the state changed.
             if self.layout is None or self.bound_to is None or not bound.are_in_state:
                 self._bind_to(bound)
             if self.bound_to is None:
@@ -108,8 +108,8 @@ class DirectCall:
         return state if self.rank == 2 else (results[0], state)
 
     def _bind_to(self, bound: BoundModule) -> None:
-        """Bind the call to the weights as they are now, where they are others than before; not to tensors of
-        inference mode, which count no versions."""
+        """Bind the call to the current weights if they have changed; not if they are inference tensors, which
+        count no versions."""
         weights = bound.weights_now()
         if weights[0].is_inference():
             self.bound_to = None
@@ -124,7 +124,7 @@ class DirectCall:
         self.bound_to = bound_to
 
     def _looked_at(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        """The results of weights that the operator has to look at whenever it is called."""
+        """Run the operator with weights that it has to check on every call, and return the results."""
         return op.recurrent(
             tensors[0],
             tensors[1:],
@@ -138,7 +138,12 @@ class DirectCall:
 
 
 def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, ...] = ()) -> DirectCall:
-    """How a module of ``contract``, a ``RecurrentContract``, is called directly."""
+    """Return the direct call of a module with ``contract``, a ``RecurrentContract``.
+
+    Args:
+        layout: the layout of the graph's call; None for calls by a user.
+        quantized: the indices of the results to return as quantized tensors.
+    """
     states = len(contract.kind.states)
     form = (layout, contract.rank, contract.batch_first)
     floats = ((contract.input_size, None),)
@@ -160,7 +165,7 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
     on = tuple(each or () for each in rows) or ((),) * states
     handed = [(index, layout.output_qparams[index]) for index in quantized]
     asked = tuple((index, qparams) for index, qparams in handed if isinstance(qparams, PerTensorQParams))
-    # A cell has no output beside its states.
+    # A cell has no output besides its states.
     first = contract.rank == 2
     by_result = {index + first: qparams_row(qparams) for index, qparams in asked}
     results = tuple(by_result.get(index) for index in range(1 + states))
@@ -169,13 +174,13 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
 
 
 def quantized_on(values: Tensor, qparams: QParams | None) -> Tensor:
-    """``values``, which lie with ``qparams``, as one of torch.ao's quantized tensors."""
+    """Return ``values``, already rounded to ``qparams``, as a quantized tensor of torch.ao."""
     assert isinstance(qparams, PerTensorQParams)
     return of_integers(qparams.quantize(values), qparams.scale, qparams.zero_point)
 
 
 def _rows_on(qparams: QParams | None) -> tuple[QParamsRow, ...] | None:
-    """The qparams of a state's rows; None where the operator has no such qparams."""
+    """Return the qparams of a state's rows; empty for floats, None if the operator does not support them."""
     if qparams is None:
         return ()
     if qparams.dtype not in EIGHT_BITS:

@@ -1,4 +1,4 @@
-"""One direction over time in the cell loop: what ``over_time`` does step by step, in one call."""
+"""Runs one direction over time in the cell loop: in one call, where ``over_time`` runs step by step."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def run_native_direction(
     backward: bool,
     batch_sizes: Sequence[int] = (),
 ) -> tuple[Tensor, State]:
-    """``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states; with ``batch_sizes`` packed rows.
+    """Run one direction: ``x`` (T, B, I), or packed rows with ``batch_sizes``, and states (B, width) ->
+    (T, B, P) and the last states.
 
-    For a direction alone, as where its neighbours run in Python; nothing is bound.
+    It is for modules of which some directions run in Python, and binds nothing.
     """
     program = owned.program
     masks = tuple(weight_mask(names[1:]) for names in program.weights)

@@ -1,7 +1,7 @@
-"""The instruction set of the cell loop: its operations, and the rows of numbers a program is handed over as.
+"""The instruction set of the cell loop: its operations, and the rows of numbers that represent a program.
 
 ``cell_kernels.h`` and ``cell_program.h`` declare the same: ``Op``, ``Instruction``, ``Register`` (a slot) and
-``QParams``, each with its members in this order. ``test_instruction_set`` holds the two together.
+``QParams``, each with its members in this order. ``test_instruction_set`` checks that they agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Op(IntEnum):
-    """What an instruction computes."""
+    """The operation of an instruction."""
 
     LINEAR = 0
     ADD = 1
@@ -34,7 +34,7 @@ class Op(IntEnum):
 
 
 class InstructionRow(NamedTuple):
-    """An instruction in ``CellProgram.table``. ``b`` is -1 where there is no second operand, ``weight`` where
+    """An instruction in ``CellProgram.table``. ``b`` is -1 if there is no second operand, ``weight`` is -1 if
     there is no weight."""
 
     op: int
@@ -61,8 +61,8 @@ class SlotRow(NamedTuple):
 class QParamsRow(NamedTuple):
     """Qparams in ``CellProgram.constants``.
 
-    A scale of 0 stands for none, a negative one for dynamic qparams: -scale is the smallest scale, and values
-    are spread over the integers from ``quant_min`` to ``zero_point``. ``nan`` is the integer NaN becomes.
+    A scale of 0 means no qparams, a negative scale dynamic qparams: -scale is then the smallest scale, and
+    values are spread over the integers from ``quant_min`` to ``zero_point``. NaN becomes the integer ``nan``.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-// The kernels of every instruction set that this architecture may have, in one binary.
+// The kernels of all instruction sets of this architecture, in one binary.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include "cell_kernels.h"
 
-// With TORCHQ_COMPAT_PLAIN there is plain C++ alone, which compiles sooner.
+// With TORCHQ_COMPAT_PLAIN only plain C++ is compiled, which takes less time.
 #if defined(TORCHQ_COMPAT_PLAIN)
 #elif defined(__x86_64__)
 #define TORCHQ_COMPAT_X86 1
@@ -18,7 +18,8 @@
 #include <sys/auxv.h>
 #endif
 
-// Functions between the two are built for these instructions. Clang reads no GCC target, and says so in a warning alone.
+// Functions between TARGET_PUSH and TARGET_POP are built for these instructions. Clang would ignore GCC's
+// pragmas with only a warning.
 #define TARGET_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define TARGET_PUSH(features) \
@@ -79,13 +80,13 @@ TARGET_POP
 
 #endif
 
-// One that can be built, and whether this CPU has it.
+// The kernels of one instruction set, and whether this CPU has it.
 struct InstructionSet {
   const Kernels* kernels;
   bool is_here;
 };
 
-// The best first; the last runs anywhere.
+// The instruction sets, the best first; the last one runs on any CPU.
 inline const InstructionSet* instruction_sets(int64_t* count) {
 #if TORCHQ_COMPAT_X86
   __builtin_cpu_init();

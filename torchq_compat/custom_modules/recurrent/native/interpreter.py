@@ -1,4 +1,4 @@
-"""The cell loop on torch's own operators: what runs where the kernel could not be built."""
+"""The cell loop written with torch's own operators: used if the kernel cannot be built."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def run_interpreted(
     _input_qparams: Sequence[float],
     backward: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """One direction of a layer; arguments and results as the operator has them.
+    """Run one direction of a layer; arguments and results as in ``op.cell_loop``.
 
-    Integers are exact in float32 as long as a sum has no more than 24 bits, so linears run on dequantized
-    weights: no operator for them needs prepacking, and the input's qparams are not asked for.
+    Integers are exact in float32 as long as a sum has no more than 24 bits. So linears run on dequantized
+    weights, which need no prepacking and no qparams of the input.
     """
     instruction_count, slot_count = table[:2].tolist()
     end = 3 + INSTRUCTION_COLUMNS * instruction_count
@@ -91,7 +91,7 @@ def _compute(
 def _dequantized(
     weights: Sequence[Tensor | None], index: int, constants: Sequence[float]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the float weight and the bias of a linear; nothing for the others."""
+    """Return the float weight and the bias of a linear; an empty tensor and None for other instructions."""
     if index < 0:
         return torch.empty(0), None
     values, scales, zero_points, bias = weights[4 * index : 4 * index + 4]

@@ -1,7 +1,7 @@
-"""The kernel on disk: written whole or not at all, read only if it is whole and nobody else could write it.
+"""The compiled kernel on disk: written whole or not at all, loaded only if whole and safe from other users.
 
-A shared library that is cut short kills the process that loads it, so its digest stands at its end, where no
-loader looks.
+A truncated shared library kills the process that loads it. So a digest is appended to the library, which
+loaders ignore.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def cache_directory() -> Path:
-    """Return ``TORCHQ_COMPAT_CACHE_DIR``, or ``torchq_compat`` in the user's cache directory; made if it is
-    missing.
+    """Return ``TORCHQ_COMPAT_CACHE_DIR``, or ``torchq_compat`` in the user's cache directory; create it if it
+    is missing.
 
     Raises:
-        OSError: it cannot be made, or other users may replace what is in it.
-        RuntimeError: there is no home directory.
+        OSError: if it cannot be created, or other users may replace files in it.
+        RuntimeError: if there is no home directory.
     """
     named = os.environ.get("TORCHQ_COMPAT_CACHE_DIR")
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -44,7 +44,7 @@ def cache_directory() -> Path:
 
 
 def keep(made: Path, path: Path) -> None:
-    """Move the library ``made``, in a directory beside ``path``, to ``path``, with its digest."""
+    """Append a digest to the library ``made`` and move it to ``path``, in the same file system."""
     content = made.read_bytes()
     with made.open("ab") as file:
         file.write(MARK + hashlib.sha256(content).digest())
@@ -61,10 +61,10 @@ def keep(made: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(directory: Path, seconds: float) -> Iterator[None]:
-    """Wait until no other process is in here with ``directory``, but no longer than ``seconds``.
+    """Hold a lock on ``directory``; wait for another process that holds it, but no longer than ``seconds``.
 
-    The processes of one launch would compile the same kernel all at once. The lock goes with the process that
-    holds it; where the file system has none, nobody waits.
+    Without the lock, processes launched together would all compile the same kernel. The lock ends with the
+    process that holds it. On a file system without locks nobody waits.
     """
     if fcntl is None:
         yield
@@ -87,7 +87,7 @@ def one_at_a_time(directory: Path, seconds: float) -> Iterator[None]:
 
 
 def fault_of(path: Path) -> str | None:
-    """Why the library at ``path`` must not be loaded; None if it may."""
+    """Return the reason why the library at ``path`` must not be loaded; None if it may be loaded."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid():

@@ -1,6 +1,6 @@
-"""A linear layer as a program of the operator: the package's own product, on every engine and CPU.
+"""A linear layer as a program of the native operator: the package's own product, on every engine and CPU.
 
-A cell whose new state is a copy of its one linear, and whose old state nobody reads.
+The program is a cell whose new state is a copy of its one linear, and whose old state is never read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LinearWeight:
         scales: float, of shape (N,); None: per tensor.
         zero_points: integers, of shape (N,); None: per tensor.
         bias: float32, of shape (N,), or None.
-        per_tensor: scale and zero point where they are.
+        per_tensor: scale and zero point of a weight quantized per tensor.
     """
 
     values: Tensor
@@ -59,7 +59,7 @@ class LinearWeight:
 
 @dataclass(frozen=True)
 class LinearCall:
-    """The arguments of the operator behind x, (rows, K); its one result is of shape (rows, N)."""
+    """The arguments of the operator after x, (rows, K); the one result has the shape (rows, N)."""
 
     weights: tuple[Tensor, ...]
     program: Tensor
@@ -67,7 +67,8 @@ class LinearCall:
     owner: int
 
     def behind_x(self) -> tuple[Any, ...]:
-        """Weights are not asked whether they were written: who writes them makes another call."""
+        """Return the arguments after x. The operator does not check whether weights were written in place: a
+        changed weight needs another ``LinearCall``."""
         version, directions = 1, 1
         sizes = list(NO_SIZES)
         return (
@@ -87,14 +88,14 @@ def linear_call(
     """Return the call that computes a linear layer.
 
     Args:
-        weight: its weight; the tensors are to stay as they are.
-        columns: the qparams of the columns of x, integers or floats.
-        dynamic: what the qparams of x are chosen with, in place of ``columns``.
+        weight: the weight of the layer; its tensors must not change.
+        columns: the qparams of the columns of x, which may be integers or floats.
+        dynamic: how to choose the qparams of x, in place of ``columns``.
         relu: whether a ReLU follows.
-        output: the 8-bit qparams of the integers the result leaves as; None: floats.
+        output: the 8-bit qparams of the result's integers; None: the result is floats.
     """
     outputs, inputs = weight.values.shape
-    # What reads x alone is computed for all steps at once, and a state at every step: so two instructions.
+    # Two instructions: the linear reads only x and is computed for all steps at once, a state at every step.
     instructions = (
         Instruction(
             Op.LINEAR,

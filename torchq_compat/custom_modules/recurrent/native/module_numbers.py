@@ -1,7 +1,7 @@
-"""What the operator is told of a module beside its weights, as numbers: the programs of its cells, and its
-boundary.
+"""The numbers that describe a module to the operator, besides its weights: programs of cells, and a boundary.
 
-Floats, in which every integer here is exact; ``recurrent_operator.cpp`` reads the same.
+They are floats, which represent every integer used here exactly; ``recurrent_operator.cpp`` reads the same
+layout.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SEGMENT_COLUMNS = 1 + QPARAMS_COLUMNS
 
 @dataclass(frozen=True)
 class CellNumbers:
-    """One direction of one layer.
+    """The numbers of one direction of one layer.
 
     Attributes:
         table, constants: see ``CellProgram``.
-        masks: of each linear, which of scales (1), zero points (2) and bias (4) it has.
-        segments: of the columns of its input, as ``as_numbers`` gives them; those of the first layer are in
-            the boundary.
-        backward: whether it runs from the last step.
+        masks: for each linear, the sum of 1 if it has scales, 2 if zero points, and 4 if a bias.
+        segments: the qparams of its input's columns, as ``as_numbers`` returns them; empty for the first
+            layer, whose columns are in the boundary.
+        backward: whether it runs from the last step to the first.
     """
 
     table: Tensor
@@ -47,13 +47,13 @@ class CellNumbers:
 
 @dataclass(frozen=True)
 class ModuleNumbers:
-    """All cells of a module. ``layers``: the directions of each."""
+    """The numbers of all cells of a module. ``layers``: the directions of each layer."""
 
     layers: tuple[tuple[CellNumbers, ...], ...]
 
     @property
     def states(self) -> int:
-        """How many states a cell has."""
+        """The number of states of a cell."""
         return int(self.layers[0][0].table[2])
 
     def tensor(self) -> Tensor:
@@ -66,7 +66,7 @@ class ModuleNumbers:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """What ``tensor`` was made of."""
+        """Return the ``ModuleNumbers`` that ``tensor()`` wrote."""
         numbers = _Numbers(tensor.tolist())
         layers, directions, states = numbers.integers(3)
         return cls(
@@ -76,12 +76,12 @@ class ModuleNumbers:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What lies around a call.
+    """The qparams of the inputs and results of a call.
 
     Attributes:
-        columns: segments of the columns of x, as ``as_numbers`` gives them.
-        states: of each given state no qparams, those of all its rows, or of each row; they are put on them.
-        results: of the output and of each last state the qparams of the integers it leaves as; None: floats.
+        columns: the qparams of the columns of x, as ``as_numbers`` returns them.
+        states: for each given state, the qparams to quantize it with: none, one for all rows, or one per row.
+        results: for the output and each last state, the qparams of its integers; None: floats.
     """
 
     columns: tuple[float, ...]
@@ -96,7 +96,7 @@ class Boundary:
 
     @classmethod
     def of(cls, numbers: Sequence[float], states: int) -> Self:
-        """What ``numbers`` were made of, for ``states`` states."""
+        """Return the boundary of ``states`` states that ``numbers()`` wrote."""
         left = _Numbers(numbers)
         columns = left.take(left.integers(1)[0] * SEGMENT_COLUMNS)
         rows = [
@@ -108,12 +108,12 @@ class Boundary:
 
 
 def floats_around(columns: Sequence[float], states: int) -> list[float]:
-    """The boundary of a call that takes and gives floats."""
+    """Return the boundary of a call whose states and results are floats."""
     return [float(len(columns) // SEGMENT_COLUMNS), *columns, *[0.0] * (1 + 2 * states)]
 
 
 def weight_mask(parts: Sequence[object | None]) -> int:
-    """Which of scales, zero points and bias are there."""
+    """Return which of scales, zero points and bias are given: 1, 2 and 4, added up."""
     return sum(1 << index for index, part in enumerate(parts) if part is not None)
 
 

@@ -1,7 +1,7 @@
 """A converted recurrent module as one torch operator, ``torchq_compat_native::recurrent``.
 
-On the CPU it is C++ (``recurrent_operator.cpp``) from the first call on; where that cannot be built, and on
-other devices, torch's operators run the same program.
+On the CPU it runs in C++ (``recurrent_operator.cpp``), which is built at the first call. If that fails, and
+on other devices, torch's operators run the same program.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SCHEMA = (
     "(Tensor x, Tensor[] states, Tensor[] weights, Tensor program, float[] boundary, int[] batch_sizes, "
     "int directions, bool batch_first, int owner=0, int version=-1, int work_per_thread=262144) -> Tensor[]"
 )
-#: Multiply-adds of a step from which another thread pays for meeting at a barrier.
+#: Multiply-adds per step for which one more thread is worth the wait at a barrier.
 WORK_PER_THREAD = 1 << 18
 OPS = torch.ops.torchq_compat_native
-#: Owners whose packed weights nobody needs any more.
+#: Owners whose packed weights are no longer needed.
 FORGOTTEN: deque[int] = deque()
-#: The ``batch_sizes`` of a call without any, where AOTInductor reads it: it hands over no empty list.
+#: The ``batch_sizes`` of an unpacked call in an exported program: AOTInductor cannot pass an empty list.
 NO_SIZES = (0,)
 
 
 def _before_the_kernel(*call: Any) -> list[Tensor]:
-    """What runs until the kernel is there, which on the CPU takes its place."""
+    """Run a call before the kernel is loaded: build it and call it on the CPU, else use torch's operators."""
     if call[0].device.type == "cpu" and kernel_build().is_loaded:
         results: list[Tensor] = OPS.recurrent.default(*call)
         return results
@@ -76,7 +76,7 @@ def _shapes(
     version: int = -1,
     work_per_thread: int = 0,
 ) -> list[Tensor]:
-    """Of calls with states, which is how programs are captured."""
+    """Return results of the right shapes for a call with states; programs are captured with states."""
     last = [torch.empty_like(state) for state in states]
     if x.dim() == 2 and not _sizes(batch_sizes):
         return last
@@ -84,16 +84,16 @@ def _shapes(
     if not batch_first or x.dim() == 2:
         return [x.new_empty(*x.shape[:-1], width), *last]
     batch, steps, _ = x.shape
-    return [x.new_empty(steps, batch, width).transpose(0, 1), *last]  # the steps of the kernel, turned
+    return [x.new_empty(steps, batch, width).transpose(0, 1), *last]  # the kernel's layout, transposed
 
 
-# After an import that failed on the way, or where a program without Python loaded the library before, torch
-# has the operator.
+# torch already has the operator after an import that failed half-way, or if a program without Python has
+# loaded the library before.
 if not hasattr(OPS, "recurrent"):
     torch.library.define(NAME, SCHEMA)
 torch.library.impl(NAME, "default")(_before_the_kernel)
 torch.library.register_fake(NAME)(_shapes)
-# Integers have no gradients; else every result would ask for some, because biases are parameters.
+# Integers have no gradients; without this every result would require grad, because biases are parameters.
 WITHOUT_GRADIENTS = torch.library.Library("torchq_compat_native", "IMPL")  # type: ignore[no-untyped-call]
 WITHOUT_GRADIENTS.impl(  # type: ignore[no-untyped-call]
     "recurrent", torch.library.fallthrough_kernel, "Autograd"
@@ -113,29 +113,29 @@ def recurrent(
     owner: int = 0,
     version: int = -1,
 ) -> list[Tensor]:
-    """All layers and directions of a converted recurrent module, or one step of a cell.
+    """Run all layers and directions of a converted recurrent module, or one step of a cell.
 
     Args:
         x: (T, B, I), or (B, T, I) with ``batch_first``; (B, I) for one step of a cell; with ``batch_sizes``
-            packed rows. float32, or 8-bit integers on the qparams in ``boundary``.
+            packed rows. float32, or 8-bit integers with the qparams in ``boundary``.
         states: (layers * directions, B, width) each, the hidden state first; (B, width) for a cell. float32,
-            or integers as ``x``. Empty: zeros.
-        weights: of each linear int8 values (N, K), and those of scales (N,), zero points (N,) and bias (N,)
-            that ``program`` says it has.
+            or integers like ``x``. Empty: zeros.
+        weights: for each linear the int8 values (N, K), then its scales (N,), zero points (N,) and bias (N,),
+            those of them that it has according to ``program``.
         program: ``ModuleNumbers.tensor()``.
         boundary: ``Boundary.numbers()``.
-        batch_sizes: rows of each step of packed sequences, none larger than the one before; none, or
+        batch_sizes: the number of rows of each step of packed sequences, which never grows; empty or
             ``NO_SIZES``: x is not packed.
-        directions: of each layer.
-        owner: whose packed weights these are; 0: nobody's, of whom only the last few are kept.
-        version: a number that grows whenever a weight is written in place; -1: look at the weights.
+        directions: the number of directions of each layer.
+        owner: the owner of the packed weights; 0: no owner, and only the last few packed weights are kept.
+        version: a number that grows whenever a weight is written in place; -1: check the weights themselves.
 
     Returns:
-        The output (T, B, directions * width), in the order of ``x``, and the last states; of a cell the last
-        states alone. float32, or integers where ``boundary`` says so.
+        The output (T, B, directions * width), in the order of ``x``, and the last states; for a cell only the
+        last states. float32, or integers if ``boundary`` has qparams for the result.
 
     Raises:
-        RuntimeError: arguments that do not fit the program.
+        RuntimeError: if the arguments do not fit the program.
     """
     around = (batch_sizes, directions, batch_first, owner, version, WORK_PER_THREAD)
     results: list[Tensor] = OPS.recurrent.default(x, states, weights, program, boundary, *around)
@@ -144,10 +144,10 @@ def recurrent(
 
 @functools.cache
 def bound_operator() -> Callable[..., list[Tensor]]:
-    """``recurrent`` for calls that come again and again: x, the states, what ``bind_call`` gave, batch_first
-    and work_per_thread. There where the kernel is loaded.
+    """Return ``recurrent`` for repeated calls, with x, the states, the number from ``bind_call``, batch_first
+    and work_per_thread as arguments. Available if the kernel is loaded.
 
-    It is what the operator's overload calls: torch looks at every argument in Python before that.
+    The function is the one the operator's overload calls after it has inspected every argument in Python.
     """
     overload = OPS.recurrent_bound.default
     WITHOUT_GRADIENTS.impl(  # type: ignore[no-untyped-call]
@@ -160,29 +160,30 @@ def bound_operator() -> Callable[..., list[Tensor]]:
 def bind_call(
     weights: Sequence[Tensor], program: Tensor, boundary: Sequence[float], owner: int, version: int
 ) -> int:
-    """Bind what ``recurrent`` takes beside x and the states, for ``bound_operator``.
+    """Bind the arguments of ``recurrent`` other than x and the states, for ``bound_operator``.
 
     Returns:
-        A number for it. It holds until the owner binds other weights, or another version of them, or is
-        forgotten.
+        A number for the bound arguments, valid until the owner binds other weights, or another version of
+        them, or is forgotten.
 
     Raises:
-        RuntimeError: weights or a boundary that do not fit the program.
+        RuntimeError: if the weights or the boundary do not fit the program.
     """
     ticket: int = OPS.bind_call.default(weights, program, boundary, owner, version)
     return ticket
 
 
 def forget(owner: int) -> None:
-    """Have what is packed for ``owner`` dropped when the next module is bound.
+    """Mark the packed weights of ``owner`` to be dropped when the next module is bound.
 
-    Not at once: garbage may be collected while a graph is traced, which would record the call.
+    They are not dropped at once: garbage may be collected while a graph is traced, which would record the
+    call.
     """
     FORGOTTEN.append(owner)
 
 
 def drop_forgotten() -> None:
-    """Drop what is packed for owners that are gone."""
+    """Drop the packed weights of owners marked by ``forget``."""
     if FORGOTTEN and not torch.compiler.is_compiling() and kernel_build().is_loaded:
         while FORGOTTEN:
             OPS.forget.default(FORGOTTEN.popleft())
@@ -198,24 +199,25 @@ def cell_loop(
     *,
     backward: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """One direction of one layer of a converted recurrent module.
+    """Run one direction of one layer of a converted recurrent module.
 
     Args:
         x: (T, B, I) float32.
         states: (B, width) float32 each, the hidden state first.
-        weights: of each linear int8 values (N, K), scales (N,) and zero points (N,) or None if per tensor,
+        weights: for each linear int8 values (N, K), scales (N,) and zero points (N,) or None if per tensor,
             and bias (N,) or None.
         table: the instructions, ``CellProgram.table``.
-        constants: their qparams, ``CellProgram.constants``.
+        constants: the qparams of the instructions, ``CellProgram.constants``.
         input_qparams: (columns, scale, zero point, quant_min, quant_max, integer of NaN) of each group of
             columns of ``x``, one after the other; a scale of 0: x has no 8-bit qparams.
-        backward: from the last step to the first.
+        backward: whether to run from the last step to the first.
 
     Returns:
-        The hidden states of all steps (T, B, width) and the last states. Without steps these are ``states``.
+        The hidden states of all steps (T, B, width) and the last states, which are ``states`` if there are no
+        steps.
 
     Raises:
-        InputError: arguments that do not fit the program.
+        InputError: if the arguments do not fit the program.
     """
     check_call(x, states, weights, table, constants, input_qparams)
     masks = tuple(weight_mask(weights[at + 1 : at + 4]) for at in range(0, len(weights), 4))

@@ -1,7 +1,7 @@
 """A converted cell's q-dq graph as a program for the cell loop: instructions over slots of float rows.
 
-Slot 0 is the input, slots 1 to S are the states, every other slot is what an instruction writes. Slicing is
-no instruction but an offset into a slot. What does not depend on a state is computed once for all
+Slot 0 is the input, slots 1 to S are the states; each other slot is the result of an instruction. Slicing is
+not an instruction but an offset into a slot. Values that do not depend on a state are computed once for all
 steps.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
     "qparams_row",
 ]
 
-#: What a conversion on this machine makes of NaN; C++ leaves it open.
+#: The integers that a conversion on this machine gives for NaN, which C++ leaves undefined.
 NAN_INTEGERS = {
     dtype: float(torch.tensor(math.nan, device="cpu").to(dtype))
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -44,8 +44,8 @@ class DynamicQParams:
 
     Attributes:
         eps: the smallest scale.
-        chosen_max: the largest integer of those that the values are spread over, from ``quant_min`` on.
-        quant_min, quant_max, dtype: the integers it saturates to.
+        chosen_max: the values are spread over the integers from ``quant_min`` to ``chosen_max``.
+        quant_min, quant_max, dtype: the range and dtype that integers saturate to.
     """
 
     eps: float
@@ -56,7 +56,7 @@ class DynamicQParams:
 
 
 class WeightNames(NamedTuple):
-    """A linear's int8 weight (N, K): attribute names in the cell. Without ``scales`` it is per tensor."""
+    """The attribute names of a linear's int8 weight (N, K) in the cell; per tensor without ``scales``."""
 
     values: str
     scales: str | None
@@ -66,7 +66,7 @@ class WeightNames(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows of ``width`` floats, in segments of ``units``; ``once``: of all steps."""
+    """Rows of ``width`` floats, in segments of ``units``; with ``once`` the rows of all steps."""
 
     width: int
     units: int
@@ -78,9 +78,9 @@ class Instruction:
     """One operation on whole rows.
 
     Attributes:
-        target: the slot it writes, of the operation's width.
+        target: the slot it writes, which has the operation's width.
         sources: (slot, first column) of each operand.
-        units: how many columns belong to one gate.
+        units: the number of columns that belong to one gate.
         weight: index of a linear's weight.
         output: the qparams its result is quantized with; None: floats.
         input: the qparams a linear reads its input with; None: floats, or the input of the cell, whose
@@ -102,7 +102,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class CellProgram:
-    """A cell as instructions. ``results``: the slot of every new state."""
+    """A cell as instructions. ``results`` are the slots of the new states."""
 
     instructions: tuple[Instruction, ...]
     slots: tuple[Slot, ...]
@@ -117,7 +117,7 @@ class CellProgram:
 
 
 def _table(program: CellProgram) -> Tensor:
-    """int64: the counts of instructions, slots and states, then a row for each; the layout of the kernel."""
+    """Return the kernel's table, int64: the numbers of instructions, slots and states, then their rows."""
     rows = [len(program.instructions), len(program.slots), len(program.results)]
     for i in program.instructions:
         (a, b) = (*i.sources, (-1, 0))[:2]
@@ -129,13 +129,13 @@ def _table(program: CellProgram) -> Tensor:
 
 
 def _constants(instructions: tuple[Instruction, ...]) -> Tensor:
-    """float64 (instructions, 12): the output's and the input's qparams, the weight's scale and zero point."""
+    """Return float64 (instructions, 12): qparams of output and input, scale and zero point of the weight."""
     rows = [[*qparams_row(i.output), *qparams_row(i.input), *i.weight_qparams] for i in instructions]
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def qparams_row(qparams: PerTensorQParams | DynamicQParams | None) -> QParamsRow:
-    """Write ``qparams`` as a row of numbers."""
+    """Return ``qparams`` as a row of numbers."""
     if qparams is None:
         return QParamsRow(0.0, 0.0, 0.0, 0.0, 0.0)
     limits = float(qparams.quant_min), float(qparams.quant_max), NAN_INTEGERS.get(qparams.dtype, 0.0)

@@ -1,9 +1,8 @@
 // torchq_compat_native::recurrent: all layers and directions of a converted recurrent module as one operator,
-// through torch's stable ABI. What it computes is in cell_loop.cpp; op.py says what the arguments are.
+// through torch's stable ABI. cell_loop.cpp has the computation; op.py describes the arguments.
 //
-// Weights come as plain tensors. Prepared cells are a cache behind the operator, keyed by who calls and by
-// storage and version of every tensor; a cached cell holds the storages, so that no other tensor gets their
-// addresses.
+// Weights are plain tensors. The operator caches prepared cells by their owner and by the storage and version
+// of every tensor; a cached cell holds the storages, so that no other tensor gets their addresses.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -11,7 +10,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -32,18 +30,18 @@ using Tensors = std::vector<Tensor>;
 // Columns of the tables; see instruction_set.py.
 constexpr int64_t kInstructionColumns = 11, kRegisterColumns = 3, kQParams = 5, kConstants = 2 * kQParams + 2;
 constexpr int64_t kLinear = 0, kOperations = 8;
-// Of two in a program the product has 64 bits.
+// The product of two integers of a program fits in 64 bits.
 constexpr double kMostInteger = 1ll << 31;
-// Prepared modules kept for each owner, and for all that name none.
+// The most prepared modules kept for one owner, and for all calls without an owner.
 constexpr size_t kKeptOfOwner = 4, kKeptOfNobody = 16;
-// Bound calls of an owner: one for each place that calls it, with other qparams around.
+// The most bound calls of an owner: one for each place that calls it with other qparams.
 constexpr size_t kBoundOfOwner = 4096;
 
 [[noreturn]] void refuse(const std::string& what) {
   throw std::runtime_error("torchq_compat_native::recurrent: " + what);
 }
 
-// `what` is computed if it is needed.
+// `what` is evaluated only if the check fails.
 #define check(holds, what)      \
   do {                          \
     if (!(holds)) refuse(what); \
@@ -53,14 +51,14 @@ void check_call_of_torch(AOTITorchError error) {
   check(error == AOTI_TORCH_SUCCESS, "an operator of torch failed");
 }
 
-// Calls an operator of torch that takes one tensor.
+// Calls an operator of torch with one tensor.
 StableIValue call(const char* name, const Tensor& tensor) {
   std::array<StableIValue, 1> stack{torch::stable::detail::from(tensor)};
   check_call_of_torch(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
   return stack[0];
 }
 
-// A tensor of this operator's own: torch's operators for it are looked up by name, which takes longer.
+// Makes a new tensor. torch's own operators for it are looked up by name, which takes longer.
 Tensor empty(const torch::headeronly::IntHeaderOnlyArrayRef& sizes, ScalarType dtype) {
   std::array<int64_t, 3> strides{};
   int64_t stride = 1;
@@ -74,26 +72,19 @@ Tensor empty(const torch::headeronly::IntHeaderOnlyArrayRef& sizes, ScalarType d
   return Tensor(made);
 }
 
-// Some of a tensor's bytes as one number, all of them where they are few. A program that is loaded where
-// another one was has its weights at the same addresses, in storages that do not own them.
+// A sample of a tensor's numbers: a program loaded in the place of another one has its weights at the same
+// addresses, in storages that do not own them.
 uint64_t sample_of(const Tensor& tensor) {
   if (!tensor.is_contiguous()) return 0;
   const ScalarType dtype = tensor.scalar_type();
   const int64_t size = dtype == ScalarType::Double || dtype == ScalarType::Long ? 8
                        : dtype == ScalarType::Float                             ? 4
                                                                                 : 1;
-  const int64_t words = tensor.numel() * size / 8, step = words > 512 ? words / 32 : 1;
-  const char* bytes = static_cast<const char*>(tensor.const_data_ptr());
-  uint64_t hash = 14695981039346656037u, word = 0;
-  for (int64_t at = 0; at < words; at += step) {
-    std::memcpy(&word, bytes + 8 * at, 8);
-    hash = (hash ^ word) * 1099511628211u;
-    hash ^= hash >> 29;
-  }
-  return hash;
+  return torchq_compat_sample(tensor.const_data_ptr(), tensor.numel() * size / 8);
 }
 
-// How a tensor is recognised: where its numbers are, how many, and how often they were written in place.
+// What identifies a tensor: the address and count of its numbers, how often they were written in place, and a
+// sample of them.
 struct Key {
   const void* data;
   int64_t count;
@@ -116,7 +107,7 @@ struct Key {
   }
 };
 
-// Numbers one after the other.
+// Reads numbers one after another.
 class Numbers {
  public:
   Numbers(const double* numbers, int64_t count, std::string name)
@@ -128,7 +119,7 @@ class Numbers {
     return numbers_ + at_ - count;
   }
   int64_t integer() { return integers(1)[0]; }
-  // So many of `columns` numbers each as follow.
+  // Reads a number of rows, and checks that so many rows of `columns` numbers each follow.
   int64_t rows(int64_t columns) {
     const int64_t count = integer();
     check(count >= 0 && count <= (count_ - at_) / columns, name_ + " ends early");
@@ -172,11 +163,11 @@ struct Columns {
   QParams qparams;
 };
 
-// A module with its cells, and what is known of its boundary.
+// A module: its cells and its boundary.
 struct Module {
   std::vector<Key> keys;  // of the program and the weights
   std::vector<double> boundary;
-  int64_t version = -1;  // what the caller said
+  int64_t version = -1;  // given by the caller
   Tensors held;          // weights as the cells read them, and the storages behind the keys
   std::vector<Cell> owned;
   std::vector<const TorchqCompatCell*> cells;
@@ -185,7 +176,7 @@ struct Module {
   std::vector<int64_t> state_widths;
   std::vector<Columns> columns;                      // of x
   std::vector<std::vector<QParams>> state_qparams;   // of given states: none, one for all rows, or one each
-  std::vector<std::vector<QParams>> result_qparams;  // of results that leave as integers: none, or one
+  std::vector<std::vector<QParams>> result_qparams;  // of results: none for floats, or one for integers
 
   bool has_weights_of(const Module& other) const {
     const auto is_same = [](const Key& one, const Key& another) {
@@ -195,7 +186,7 @@ struct Module {
                                                   other.keys.end(), is_same);
   }
 
-  // A caller that counts the versions itself spares this the asking.
+  // If the caller counts versions itself, the versions of the tensors are not checked.
   bool fits(const Tensors& weights, const Tensor& program, const std::vector<double>& around,
             int64_t told) const {
     const bool asks = told < 0;
@@ -322,7 +313,7 @@ class Reader {
                           const std::vector<int64_t>& outputs, const double* constants) {
     const int64_t count = static_cast<int64_t>(instructions.size()) / kInstructionColumns,
                   register_count = static_cast<int64_t>(registers.size()) / kRegisterColumns;
-    // x and the states are there from the beginning.
+    // x and the states are written from the beginning.
     std::vector<bool> is_written(register_count, false);
     std::fill_n(is_written.begin(), 1 + states, true);
     const auto width_of = [&](int64_t which) { return registers[which * kRegisterColumns]; };
@@ -358,7 +349,7 @@ class Reader {
     }
   }
 
-  // Values, and where bit 0, 1 or 2 of the mask is set scales, zero points and a bias.
+  // Reads the values of a weight; its scales, zero points and bias if bit 0, 1 and 2 of the mask are set.
   void read_weight(int64_t mask, std::vector<const void*>& pointers, int64_t& inputs, int64_t& outputs) {
     const Tensor& values = next();
     check(values.scalar_type() == ScalarType::Char && values.dim() == 2, "a weight must be an int8 matrix");
@@ -417,7 +408,8 @@ class Cache {
     return keep(owner, made(weights, program, boundary, version));
   }
 
-  // A number for a module that stays until its owner is forgotten, or has others than `program` or `version`.
+  // Returns a number for a module, valid until its owner is forgotten, or binds another program or version or
+  // other weights.
   int64_t bind(int64_t owner, const Tensors& weights, const Tensor& program,
                const std::vector<double>& boundary, int64_t version) {
     const std::shared_ptr<const Module> module = find(owner, weights, program, boundary, version);
@@ -462,7 +454,7 @@ class Cache {
     tickets_.erase(tickets);
   }
 
-  // Modules that are kept, in whatever way.
+  // The number of modules that are cached or bound.
   int64_t size() {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::set<const Module*> kept;
@@ -478,7 +470,7 @@ class Cache {
                                       const std::vector<double>& boundary, int64_t version) {
     auto module = std::make_shared<Module>();
     module->version = version;
-    // Before they are read: what is written meanwhile makes the keys old.
+    // Keys are made before the tensors are read, so that a write in the meantime makes the keys outdated.
     const auto hold = [&](const Tensor& tensor) {
       module->keys.push_back(Key::of(tensor));
       module->held.push_back(torch::stable::detail::to<Tensor>(call("aten::detach", tensor)));
@@ -494,7 +486,7 @@ class Cache {
     std::list<std::shared_ptr<const Module>> dropped;
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& kept = modules_[owner];
-    // What was made of other weights, or before these were written, is of no use any more.
+    // Modules made from other weights, or before these weights were written, are no longer of use.
     for (auto each = kept.begin(); each != kept.end();) {
       const auto next = std::next(each);
       if (is_outdated(**each, *module, owner != 0)) dropped.splice(dropped.end(), kept, each);
@@ -506,7 +498,7 @@ class Cache {
     return module;
   }
 
-  // Whether a tensor of `old` was written since, or an owner of one module has other weights now.
+  // Whether a tensor of `old` was written since, or the owner of `old` now has other weights.
   static bool is_outdated(const Module& old, const Module& module, bool has_owner) {
     if (has_owner && old.keys.size() != module.keys.size()) return true;
     bool is_same = old.keys.size() == module.keys.size();
@@ -519,7 +511,7 @@ class Cache {
       is_same = is_same && same_storage;
     }
     return is_same && old.boundary == module.boundary &&
-           old.version <= module.version;  // another thread made the same meanwhile
+           old.version <= module.version;  // another thread made the same module in the meantime
   }
 
   std::mutex mutex_;
@@ -529,7 +521,7 @@ class Cache {
   int64_t last_ticket_ = 0;
 };
 
-// Not destroyed: at the end of the process torch, whose tensors it holds, may be gone before.
+// Never destroyed: at the end of the process, torch, whose tensors the cache holds, may be gone already.
 Cache& cache() {
   static Cache* const the_cache = new Cache;
   return *the_cache;
@@ -541,7 +533,7 @@ std::string shown(const Tensor& tensor) {
   return text + ")";
 }
 
-// The floats of x, one row behind the other, the steps first.
+// The rows of x as contiguous floats, steps first.
 class Rows {
  public:
   Rows(const Tensor& x, const Module& module, bool batch_first) {
@@ -595,7 +587,7 @@ void check_x(const Tensor& x, const Module& module) {
   }
 }
 
-// The states a call begins with, in tensors of their own.
+// Returns the states that a call begins with, in new tensors.
 Tensors first_states(const Tensors& given, const Module& module, int64_t batch, bool is_cell) {
   const int64_t rows = module.layers * module.directions;
   check(
@@ -648,7 +640,7 @@ Tensor handed_out(const Tensor& result, const std::vector<QParams>& qparams) {
   return integers;
 }
 
-// One call of a module; `batch_sizes`: none, or those of packed rows.
+// Runs one call of a module; `batch_sizes` are those of packed rows, or empty.
 Tensors run(const Module& module, const Tensor& x, const Tensors& states,
             const std::vector<int64_t>& batch_sizes, bool batch_first, int64_t work_per_thread) {
   check_x(x, module);
@@ -706,7 +698,7 @@ Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights
                   const std::vector<double>& boundary, const std::vector<int64_t>& given_sizes,
                   int64_t directions, bool batch_first, int64_t owner, int64_t version,
                   int64_t work_per_thread) {
-  // AOTInductor hands nothing over where a list of integers is empty: one 0 says the same.
+  // AOTInductor cannot pass an empty list of integers: a single 0 stands for it.
   const bool is_empty = given_sizes.size() == 1 && given_sizes[0] == 0;
   const std::shared_ptr<const Module> module = cache().find(owner, weights, program, boundary, version);
   check(directions == module->directions, "the program has another number of directions");
@@ -735,8 +727,8 @@ constexpr const char* kSchema =
     "int directions, bool batch_first, int owner=0, int version=-1, "
     "int work_per_thread=262144) -> Tensor[]";
 
-// Python has defined the operator before, for its fallback; a program without Python has not. The header's
-// way to define it would print that it is there.
+// Python has already defined the operator, for its fallback; a program without Python has not. The header's
+// way to define it would print an error if it is defined already.
 TorchLibraryHandle define_the_operator() {
   TorchLibraryHandle library = nullptr;
   check_call_of_torch(aoti_torch_library_init_fragment("torchq_compat_native", __FILE__, __LINE__, &library));
@@ -749,7 +741,7 @@ TorchLibraryHandle define_the_operator() {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torchq_compat_native, library) {
-  // A call of `recurrent` with the same weights, again and again: what it passes each time is bound before.
+  // For repeated calls of `recurrent` with the same weights: bind_call binds the other arguments.
   library.def("bind_call(Tensor[] weights, Tensor program, float[] boundary, int owner, int version) -> int");
   library.def(
       "recurrent_bound(Tensor x, Tensor[] states, int ticket, bool batch_first, int work_per_thread) -> "

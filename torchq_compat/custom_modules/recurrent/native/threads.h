@@ -1,5 +1,5 @@
-// The threads of the cell loop: those of OpenMP, or of the standard library, which ThreadSanitizer knows
-// (it takes libgomp's barriers for none).
+// The threads of the cell loop: those of OpenMP, or of the standard library for ThreadSanitizer, which does
+// not recognise libgomp's barriers.
 
 #pragma once
 
@@ -18,8 +18,8 @@ struct Worker {
   int64_t index, count;
 };
 
-// Threads meet within a microsecond, as a step takes few; one that waits longer, because its core was taken
-// from another, lets others run.
+// Threads normally meet within a microsecond, since a step takes only a few. A thread that waits longer,
+// because another one lost its core, yields.
 class Barrier {
  public:
   void wait(int64_t threads) {
@@ -69,7 +69,7 @@ class Team {
     for (std::thread& other : others) other.join();
   }
 
-  // Waits until every thread is here.
+  // Waits until every thread has called it.
   void barrier(const Worker& worker) {
     if (worker.count > 1) barrier_.wait(worker.count);
   }
@@ -79,14 +79,14 @@ class Team {
   Barrier barrier_;
 };
 
-// How many of `wanted` threads can be had, at least one.
+// The number of threads that can be used, at most `wanted` and at least one.
 inline int64_t usable_threads(int64_t wanted) { return wanted < 1 ? 1 : wanted; }
 
 #else
 
 #ifdef _OPENMP
-// Threads of OpenMP stay in the parent of a fork, and a child would wait for them for ever: where several
-// were used before, it computes with one.
+// The threads of OpenMP do not exist in the child of a fork, which would wait for them forever. A child whose
+// parent has used several threads computes with one.
 inline std::atomic<bool> threads_were_used{false}, threads_are_lost{false};
 
 inline int64_t usable_threads(int64_t wanted) {
@@ -104,7 +104,8 @@ class Team {
  public:
   explicit Team(int64_t threads) : threads_(threads) {}
 
-  // A single thread stays out of OpenMP, whose threads are gone after a fork.
+  // Calls work(worker) in every thread. A single thread does not use OpenMP, whose threads are gone after a
+  // fork.
   template <class Work>
   void run(Work work) {
 #ifdef _OPENMP

@@ -1,9 +1,11 @@
-// The kernels of one instruction set: included once for each, with TARGET_NAME its namespace, and compiled
-// for what TARGET_AVX512, TARGET_AVX2, TARGET_AVX_VNNI, TARGET_SSE2 or TARGET_NEON_DOT says; with none of
-// them, in plain C++ on the vectors that the compiler makes of anything. With TARGET_REST only its products are
-// its own, and the rest is that of another one, included before, which has vectors as wide.
+// The kernels of one instruction set. This file is included once for each set, with TARGET_NAME as its
+// namespace, and compiled for TARGET_AVX512, TARGET_AVX2, TARGET_AVX_VNNI, TARGET_SSE2 or TARGET_NEON_DOT;
+// without any of them, in plain C++ with the compiler's generic vectors. With TARGET_REST a set has only
+// products of its own; the rest is that of the set TARGET_REST, included before, with vectors of the same
+// width.
 //
-// Each does the same operations on floats in the same order, none of them fused, so that all give equal bits.
+// All sets do the same operations on floats in the same order, none of them fused, so that all compute the
+// same bits.
 
 namespace TARGET_NAME {
 
@@ -40,7 +42,7 @@ INLINE I all(int32_t value) { return value - I{}; }
 
 INLINE I bits(F value) { return reinterpret_cast<I>(value); }
 
-// The second operand, where one of them is NaN: what the machines' own instructions do.
+// They return the second operand if one of the operands is NaN, as the machines' own instructions do.
 #if TARGET_AVX512
 INLINE F least(F a, F b) { return _mm512_min_ps(a, b); }
 INLINE F greatest(F a, F b) { return _mm512_max_ps(a, b); }
@@ -55,12 +57,13 @@ INLINE F least(F a, F b) { return a < b ? a : b; }
 INLINE F greatest(F a, F b) { return a > b ? a : b; }
 #endif
 
-// Added to a float below 2^22 in size, it leaves the nearest integer in the last bits, of two the even one.
+// Added to a float of absolute value below 2^22, it leaves the nearest integer in the last bits; ties go to
+// the even one.
 constexpr float kRounder = 12582912.0f;
 constexpr int32_t kRounderBits = 0x4b400000;
 
 INLINE F rounded(F value) { return (value + all(kRounder)) - all(kRounder); }
-// Of any size.
+// Rounds floats of any size.
 INLINE F rounded_wide(F value) {
   const F size = reinterpret_cast<F>(bits(value) & all(int32_t{0x7fffffff})), limit = all(8388608.0f);
   const F up = (value + limit) - limit, down = (value - limit) + limit;
@@ -93,8 +96,8 @@ struct Rounder {
   }
 };
 
-// e^x within 3 units in the last place: 2^n times a polynomial in r, |r| <= ln(2) / 2, that is 1.1e-7 off at
-// most. Of NaN: NaN.
+// e^x within 3 units in the last place: 2^n times a polynomial in r, |r| <= ln(2) / 2, whose error is at most
+// 1.1e-7. NaN for NaN.
 INLINE F exponential(F x) {
   x = least(all(88.0f), greatest(all(-87.0f), x));
   const F shifted = x * all(1.44269504f) + all(kRounder);
@@ -128,7 +131,7 @@ void elementwise(const float* a, const float* b, float* to, int64_t count, const
 }
 
 #if TARGET_AVX512
-// kRows: registers that hold the table.
+// kRows: the number of registers that hold the table.
 template <int64_t kRows>
 void look_up(const float* table, const float* a, float* to, int64_t count, const Quantizer& of_a) {
   F rows[kRows];
@@ -155,8 +158,8 @@ void look_up(const float* table, const float* a, float* to, int64_t count, const
 
 #endif  // TARGET_REST
 
-// What four integers of x, and a line of weights, become before they are multiplied; and the products, added
-// up for every lane. kMostRows: rows computed together, by columns.
+// How four integers of x and a line of weights are loaded, and how their products are added up in each lane.
+// kMostRows: the number of rows computed together, by the number of columns.
 #if TARGET_AVX2
 struct Bytes {
   static constexpr int32_t kInputShift = 0;
@@ -197,8 +200,8 @@ INLINE I pairs(S a, S b) {
   return reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
 #endif
 }
-// As integers of 16 bits, the first and third of four apart from the second and fourth: vpmaddubsw, which
-// multiplies 8 bits, would saturate.
+// As 16-bit integers, the first and third of four separate from the second and fourth: vpmaddubsw, which
+// multiplies 8-bit integers, would saturate.
 struct Whole {
   static constexpr int32_t kInputShift = 0;
   static constexpr int64_t kMostRows[kColumns + 1] = {0, 3, 2, 1, 1};
@@ -220,7 +223,7 @@ struct Whole {
   }
 };
 #if TARGET_AVX2
-// Of integers up to 128 two products are never more than 16 bits hold: 2 * 128 * 127 and 2 * 128 * -128.
+// For integers up to 128 the sum of two products fits in 16 bits: from 2 * 128 * -128 to 2 * 128 * 127.
 struct Narrow : Bytes {
   static INLINE I add(I sums, Four x, Weights w) {
     const __m256i of_two = _mm256_maddubs_epi16(x, w);
@@ -230,7 +233,7 @@ struct Narrow : Bytes {
 #define TARGET_NARROW 1
 #endif
 #elif TARGET_NEON_DOT
-// The instruction takes both signed or both unsigned.
+// The operands of the instruction are either both signed or both unsigned.
 struct Whole {
   static constexpr int32_t kInputShift = 128;
   static constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 2, 1, 1};
@@ -274,8 +277,8 @@ bool are_narrow(const uint8_t* x, int64_t stride, int64_t rows, int64_t count) {
 #define NARROW_PRODUCTS {}, nullptr
 #endif
 
-// Of R rows with C columns, of `columns` that the weight has beside each other. U: sums kept side by side, so
-// that one does not wait for another.
+// Computes the products of R rows and C of the `columns` columns that are side by side in the weight. U: the
+// number of independent sums, so that an addition does not wait for the one before.
 template <class M, int64_t R, int64_t C, int64_t U>
 INLINE void product_tile(const uint8_t* x, int64_t stride, const Line* w, int64_t columns, int64_t quads,
                          int32_t* out) {
@@ -433,7 +436,7 @@ void finish_floats(const float* products, int64_t rows, const ColumnNumbers& col
   }
 }
 
-// Calls function(at) for whole vectors of `count` floats at `values`, and for the rest function of a copy.
+// Calls function(at) for each whole vector of the `count` floats at `values`, and for a copy of the rest.
 template <class Function>
 INLINE void each_vector(const float* values, int64_t count, Function function) {
   int64_t k = 0;

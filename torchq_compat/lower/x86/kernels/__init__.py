@@ -1,6 +1,6 @@
-"""Which integer kernel computes what a q-dq pattern computes: one file a family, found by being there.
+"""The integer kernels for q-dq patterns: one file for each family.
 
-A module here that declares a ``Family`` is one; nothing else lists them.
+Every module in this folder that declares a ``Family`` is found; there is no other list.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ from torchq_compat.support.discovery import declared
 
 __all__ = ["FAMILIES"]
 
-#: In the order of the names of their modules.
+#: Sorted by the names of their modules.
 FAMILIES = declared(sys.modules[__name__], Family)

@@ -1,4 +1,4 @@
-"""Activations and normalizations of one quantized tensor with other qparams.
+"""Activations and normalizations of one quantized tensor whose result has other qparams.
 
 Legacy: ``nnq.Hardswish``, ``nnq.LeakyReLU``, ``nnq.ELU``, ``nnq.Sigmoid``, ``nnq.LayerNorm``, ... .
 """
@@ -41,7 +41,7 @@ def _not_quantized(site: Site, input_qparams: PerTensorQParams | None) -> Refusa
 
 
 def _rule(kernel: OpOverload, between: Callable[[Arguments], tuple[Any, ...]] = lambda _: ()) -> Rule:
-    """Return a kernel of (input, *between, scale, zero point)."""
+    """Return the rule of a kernel called as (input, *between, scale, zero point)."""
 
     def rule(site: Site) -> KernelCall | Refusal | None:
         arguments = arguments_of(site.op)
@@ -60,7 +60,7 @@ def _rule(kernel: OpOverload, between: Callable[[Arguments], tuple[Any, ...]] = 
 
 
 def _constants(site: Site, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return ``values`` with the tensors that graph nodes read; None if one is no constant."""
+    """Return ``values`` with graph nodes replaced by the tensors they read; None if one is no constant."""
     found: list[Any] = []
     for value in values:
         if not isinstance(value, torch.fx.Node):
@@ -85,7 +85,7 @@ def _elu(site: Site) -> KernelCall | Refusal | None:
 
 
 def _fixed(kernel: OpOverload, scale: float, zero_point: int) -> Rule:
-    """Return a kernel whose result has one set of qparams, FX's fixed ones."""
+    """Return the rule of a kernel whose result always has the same qparams, which are fixed in FX too."""
 
     def rule(site: Site) -> KernelCall | Refusal | None:
         source = arguments_of(site.op)["self"]

@@ -1,8 +1,8 @@
-"""Convolutions that oneDNN's kernels never return from: decided by shape, since a trial would hang as well.
+"""Convolutions on which oneDNN's kernels never return: recognized by shape, since a trial would hang as well.
 
 Found on one x86 CPU with torch 2.13, by running the packed op that FX calls too: depthwise, 16 channels,
 stride 1 and a window of 14 or more along the last dimension, in cases with 29 results or more. oneDNN may
-hold fewer channels at a time on other CPUs, so fewer channels and every length count here.
+block fewer channels at a time on other CPUs, so fewer channels and every length are included here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def may_never_return(weight: Sequence[int], settings: tuple[Any, ...]) -> bool:
     """Return whether the engine in use may hang on a convolution.
 
     Args:
-        weight: its shape, (output channels, input channels per group, \\*window).
-        settings: what it is packed with: stride, padding, dilation, groups.
+        weight: the shape of its weight, (output channels, input channels per group, \\*window).
+        settings: the settings it is packed with: stride, padding, dilation, groups.
     """
     if torch.backends.quantized.engine not in ENGINES or len(weight) < 3:
         return False

@@ -1,4 +1,4 @@
-"""Kernels that give floats: integer embeddings, and linear layers whose input is quantized on the fly.
+"""Kernels that return floats: integer embeddings, and linear layers that quantize their input dynamically.
 
 Legacy: ``nnq.Embedding``, ``nnq.EmbeddingBag``, ``nnqd.Linear``, ``nniqd.LinearReLU``.
 """
@@ -33,7 +33,7 @@ SUM = 0
 
 
 def _rows(site: Site) -> Tensor | Refusal | None:
-    """Return the weight of an embedding, quantized row by row."""
+    """Return the weight of an embedding, quantized row by row; None if it is not quantized."""
     weight = quantized_weight(site.graph_module, arguments_of(site.op)["weight"])
     if weight is None:
         return None
@@ -76,7 +76,7 @@ def _linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def _half_linear(site: Site) -> KernelCall | Refusal | None:
-    """Linear whose weight was rounded to float16."""
+    """Return the kernel of a linear whose weight was rounded to float16."""
     arguments = arguments_of(site.op)
     weight = constant_of(site.graph_module, _before_half(arguments["weight"]))
     if weight is None or _before_half(arguments["input"]) is None:
@@ -94,7 +94,7 @@ def _half_linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def _before_half(node: Any) -> Node | None:
-    """Return the value that ``node`` rounds to float16; None if it rounds nothing."""
+    """Return the value that ``node`` rounds to float16; None if ``node`` does no such rounding."""
     for dtype in (torch.float32, torch.float16):
         if not isinstance(node, Node) or node.target is not CONVERT_DTYPE or node.args[1] is not dtype:
             return None
@@ -103,7 +103,7 @@ def _before_half(node: Any) -> Node | None:
 
 
 def _dynamic_linear(site: Site) -> KernelCall | Refusal | None:
-    """Linear behind choose_qparams, quantize and dequantize."""
+    """Return the kernel of a linear after choose_qparams, quantize and dequantize."""
     arguments = arguments_of(site.op)
     dequantize = arguments["input"]
     if not isinstance(dequantize, Node) or dequantize.target is not DEQUANTIZE_DYNAMIC:
@@ -127,7 +127,7 @@ def _dynamic_linear(site: Site) -> KernelCall | Refusal | None:
     return KernelCall(kernel.default, args, site.covered, returns_floats=True)
 
 
-#: Asked before the rules of static quantization.
+#: Consulted before the rules of static quantization.
 FAMILY = Family(
     {
         ATEN.embedding.default: _embedding,

@@ -1,4 +1,4 @@
-"""A linear layer or a convolution and the op behind it in one kernel, which the engine onednn has.
+"""A linear layer or a convolution fused with the next op into one kernel of the onednn engine.
 
 Legacy: ``nniq.ConvAdd2d``, ``nniq.ConvAddReLU2d``, ``nniq.LinearLeakyReLU``, ``nniq.LinearTanh`` of
 ``get_onednn_backend_config``.
@@ -20,7 +20,7 @@ __all__ = ["follow", "followed_by"]
 
 ATEN = torch.ops.aten
 CONV2D = (ATEN.conv2d.default, ATEN.conv2d.padding)
-#: First op -> the ops behind it that a kernel computes with it.
+#: First op -> the next ops that a kernel computes along with it.
 FOLLOWERS: dict[Any, tuple[OpOverload, ...]] = {
     **dict.fromkeys(CONV2D, (ATEN.add.Tensor,)),
     ATEN.linear.default: (ATEN.leaky_relu.default, ATEN.tanh.default),
@@ -29,8 +29,7 @@ ENGINE = "onednn"
 
 
 def followed_by(op: Node) -> Node | None:
-    """Return the one reader of ``op``, where it is an op that a kernel of the engine in use computes with
-    it."""
+    """Return the one reader of ``op``, if a kernel of the engine in use computes both; else None."""
     if op.target not in FOLLOWERS or torch.backends.quantized.engine != ENGINE or len(op.users) != 1:
         return None
     reader = next(iter(op.users))
@@ -40,7 +39,7 @@ def followed_by(op: Node) -> Node | None:
 def follow(
     site: Site, source: Quantized, packed: Constant, qparams: tuple[float, int]
 ) -> KernelCall | Refusal:
-    """Return the kernel for ``site``, whose follower ``followed_by`` found."""
+    """Return the kernel for ``site``, whose follower was found by ``followed_by``."""
     assert site.follower is not None
     if site.follower.target is ATEN.add.Tensor:
         return _add(site, source, packed, qparams)
@@ -61,7 +60,7 @@ def _add(site: Site, source: Quantized, packed: Constant, qparams: tuple[float, 
         return Refusal("what is added to its result is not quantized per tensor to 8 bits")
     if _shape(others[0]) != _shape(site.op):
         return Refusal("what is added to its result has another shape")
-    # The kernel writes its result over what it adds.
+    # The kernel overwrites the addend with its result.
     copied = KernelCall(ATEN.clone.default, (Quantized(others[0]),))
     kernel = KERNELS.conv2d_add if site.relu is None else KERNELS.conv2d_add_relu
     return KernelCall(kernel.default, (source, copied, packed, *qparams), site.covered)

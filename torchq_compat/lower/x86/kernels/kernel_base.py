@@ -1,4 +1,4 @@
-"""Answers of the kernel families: a kernel call, or the reason why there is none."""
+"""The answers of kernel families: a kernel call, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["Constant", "Family", "Floats", "KernelCall", "Quantized", "Refusal",
 
 @dataclass(frozen=True)
 class Quantized:
-    """An argument: what ``node`` gives, as a quantized tensor."""
+    """An argument: the value of ``node`` as a quantized tensor."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class Floats:
-    """An argument: what ``node`` gives, in floats."""
+    """An argument: the value of ``node`` in floats."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class Constant:
-    """An argument: a value made now, packed weights mostly."""
+    """An argument: a value made at lowering, mostly packed weights."""
 
     value: Any
 
@@ -40,14 +40,14 @@ class KernelCall:
     """A kernel that computes what an op and its q-dq compute.
 
     Attributes:
-        args: its arguments; values of the graph are ``Quantized``, ``Floats`` or ``Constant``, or the results
-            of other calls.
-        covers: the nodes of the reference graph it stands for, beside the node its result stands for.
+        args: its arguments; values of the graph are ``Quantized`` or ``Floats``, values made at
+            lowering ``Constant``, results of other calls ``KernelCall``.
+        covers: the nodes of the reference graph that it computes, beside the node whose value it returns.
         returns_floats: whether the result is floats; else it is a quantized tensor with the qparams of the
             site.
-        stands_for: the node whose value a result in floats is; None: the op, or the ReLU behind it.
-        name: shown to users in place of ``kernel``, where several kernels compute the result.
-        note: shown to users behind the name.
+        stands_for: the node whose value a float result is; None for the op, or for the ReLU after it.
+        name: shown to users in place of ``kernel``, if several kernels compute the result.
+        note: shown to users after the name.
     """
 
     kernel: OpOverload
@@ -65,7 +65,7 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an op has no kernel here; ``warn``: whether the user could be misled by not knowing."""
+    """Why an op has no kernel here; ``warn`` says whether the user would be misled without a warning."""
 
     reason: str
     warn: bool = False
@@ -73,14 +73,14 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Site:
-    """An op of the reference graph that a rule is asked about.
+    """An op of the reference graph for which a rule answers.
 
     Attributes:
         op: the op.
-        relu: the ReLU behind it, if that is all that reads it.
-        follower: the op behind it that one kernel may compute with it.
-        qparams: the qparams its result is quantized with; None where it stays floats.
-        qparams_of: the qparams of a node's values, if they have any.
+        relu: the ReLU after it, if nothing else reads the op.
+        follower: the op after it that one kernel may compute along with it.
+        qparams: the qparams its result is quantized with; None if the result stays float.
+        qparams_of: returns the qparams of a node's values, or None.
     """
 
     graph_module: GraphModule
@@ -95,7 +95,7 @@ class Site:
         return tuple(node for node in (self.op, self.follower, self.relu) if node is not None)
 
 
-#: Looks at an op; None: it says nothing about it.
+#: Return the answer for a site; None to leave it to other rules.
 Rule = Callable[[Site], KernelCall | Refusal | None]
 
 
@@ -104,10 +104,10 @@ class Family:
     """The rules that one file of this folder declares.
 
     Attributes:
-        rules: aten op -> the rule that is asked about its calls.
-        goes_first: whether it is asked before the others, which are asked where its rule says nothing.
-        is_asked_always: whether it is asked also where the result stays float, to say why.
-        is_of_engine: whether its kernels are torch's, those of the quantized engine; else this package's own.
+        rules: aten op -> the rule for its calls.
+        goes_first: whether it is consulted before the other families, which follow if its rule returns None.
+        is_asked_always: whether it is also consulted if the result stays float, to give the reason.
+        is_of_engine: whether its kernels are those of torch's quantized engine; else this package's own.
     """
 
     rules: Mapping[Any, Rule]

@@ -1,4 +1,4 @@
-"""Batch and instance normalization of quantized tensors with other qparams.
+"""Batch and instance normalization of quantized tensors whose result has other qparams.
 
 Legacy: ``nnq.BatchNorm2d``, ``nniq.BNReLU2d``, ``nnq.InstanceNorm2d``, ... .
 """
@@ -25,7 +25,7 @@ from torchq_compat.support.upstream import OpOverload
 __all__ = ["FAMILY"]
 
 ATEN = torch.ops.aten
-#: rank of the input -> the kernels without and with ReLU.
+#: Rank of the input -> the kernels without and with ReLU.
 BATCH_NORMS: dict[int | None, tuple[OpOverload, OpOverload]] = {
     4: (KERNELS.batch_norm2d.default, KERNELS.batch_norm2d_relu.default),
     5: (KERNELS.batch_norm3d.default, KERNELS.batch_norm3d_relu.default),
@@ -66,7 +66,7 @@ def _call(
 
 
 def _with_affine(constants: list[Tensor | None]) -> list[Tensor | None]:
-    """Batch norm's kernels want the weight and bias that ``affine=False`` leaves out."""
+    """Add the weight and bias that ``affine=False`` leaves out; the kernels of batch norm require them."""
     weight, bias, mean, variance = constants
     assert mean is not None
     return [

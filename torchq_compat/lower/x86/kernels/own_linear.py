@@ -1,7 +1,7 @@
-"""Linear layers on the package's own product, which adds up in 32 bits on every CPU.
+"""Linear layers on this package's own matrix product, which accumulates in 32 bits on every CPU.
 
-Where the engine in use has no kernels here, or is qnnpack, or where dynamic activations take a range
-that torch's kernels may saturate at. Legacy: ``nnq.Linear``, ``nniq.LinearReLU``, ``nnqd.Linear``.
+Used if the engine in use has no kernels on this machine or is qnnpack, or if dynamic activations have a range
+at which torch's kernels may saturate. Legacy: ``nnq.Linear``, ``nniq.LinearReLU``, ``nnqd.Linear``.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from torchq_compat.support.quantized_tensors import INTEGERS_OP, OF_INTEGERS_OP
 __all__ = ["FAMILY", "own_dynamic_linear"]
 
 ATEN = torch.ops.aten
-#: More pieces would cost more than they save.
+#: More qparams along the columns would cost more than the integer product saves.
 MOST_PIECES = 4
 NAME = "torchq_compat_native.recurrent, one linear"
 
 
 @dataclass(frozen=True)
 class _Input:
-    """What a linear reads.
+    """The input of a linear.
 
     Attributes:
         values: the values of the graph.
-        argument: what the product takes for them, integers or floats.
+        argument: what the product gets for them, integers or floats.
         columns: the qparams of its columns.
     """
 
@@ -76,7 +76,7 @@ class _Input:
 
 
 def _linear(site: Site) -> KernelCall | Refusal | None:
-    """A linear where the engine has no kernel of its own that is as fast and as exact."""
+    """Return the kernel of a linear for which the engine has no kernel as fast and as exact."""
     dynamic = own_dynamic_linear(site)
     if dynamic is not None:
         return dynamic
@@ -98,8 +98,8 @@ def _linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def own_dynamic_linear(site: Site) -> KernelCall | Refusal | None:
-    """A linear behind choose_qparams, quantize and dequantize, where torch's kernel may saturate or is not
-    there."""
+    """Return the kernel of a linear after choose_qparams, quantize and dequantize, if torch's kernel may
+    saturate or does not exist."""
     arguments = arguments_of(site.op)
     dequantize = arguments["input"]
     if not isinstance(dequantize, Node) or dequantize.target is not DEQUANTIZE_DYNAMIC:
@@ -123,7 +123,7 @@ def own_dynamic_linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def _weight(site: Site, arguments: dict[str, Any]) -> LinearWeight | None:
-    """Return an int8 weight and its bias, if they are constants."""
+    """Return an int8 weight and its bias, if both are constants."""
     dequantize, bias_node = arguments["weight"], arguments["bias"]
     if not is_dequantize(dequantize) or rank_of(site.op) is None:
         return None
@@ -142,12 +142,12 @@ def _weight(site: Site, arguments: dict[str, Any]) -> LinearWeight | None:
 
 
 def _kept(tensor: Tensor | None) -> Any:
-    """Without gradients. The model's own: what writes to it has it lowered again."""
+    """Return ``tensor`` without gradients, not copied: the model is lowered again when it is written to."""
     return None if tensor is None else tensor.detach().contiguous()
 
 
 def _static_input(site: Site, dequantize: Any) -> _Input | None:
-    """Return an input with 8-bit qparams: quantized tensors where the graph has them, else floats that the
+    """Return an input with 8-bit qparams: a quantized tensor where the graph has one, else floats that the
     product quantizes."""
     if not isinstance(dequantize, Node):
         return None
@@ -195,8 +195,8 @@ def _columns(site: Site, dequantize: Node) -> ColumnQParams | None:
 
 
 def _before_quantize(dequantize: Node) -> Node:
-    """Return the floats whose q-dq ``dequantize`` ends, or ``dequantize`` itself, whose integers came as
-    such."""
+    """Return the floats before the q-dq pair that ``dequantize`` ends, or ``dequantize`` itself if its
+    integers are not from such a pair."""
     source = dequantize.args[0]
     assert isinstance(source, Node)
     is_pair = source.target in (QUANTIZE, QUANTIZE_PER_CHANNEL) and source.args[1:] == dequantize.args[1:]
@@ -210,7 +210,7 @@ def _returning_floats(site: Site, source: _Input, call: LinearCall) -> KernelCal
 
 
 def _called(site: Site, source: _Input, call: LinearCall) -> KernelCall:
-    """Call the operator with rows, and give the result the sizes of the input."""
+    """Call the operator with the input as rows, and give the result the leading sizes of the input."""
     rank = rank_of(site.op)
     if rank == 2:
         return _product(source.argument, call)

@@ -1,4 +1,4 @@
-"""Ops of ATen that work on quantized tensors as they are and round to the qparams of their input."""
+"""ATen ops that accept quantized tensors themselves and round to the qparams of their input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATEN = torch.ops.aten
 
 
 def _rule(site: Site) -> KernelCall | Refusal | None:
-    """Return the op itself, where its result is quantized with the qparams of its input."""
+    """Return the op itself as the kernel, if its result is quantized with the qparams of its input."""
     source = site.op.args[0]
     qparams = site.qparams_of(source)
     if qparams is None or site.qparams is None:
@@ -30,7 +30,7 @@ def _rule(site: Site) -> KernelCall | Refusal | None:
     return KernelCall(site.op.target, (Quantized(source), *site.op.args[1:]), site.covered)
 
 
-#: Their results are rounded to the steps of the input.
+#: The results of these ops are rounded to the quantization steps of the input.
 FAMILY = Family(
     dict.fromkeys(
         (

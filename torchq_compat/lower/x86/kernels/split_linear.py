@@ -1,7 +1,7 @@
-"""A linear layer whose input has several qparams, side by side: one kernel for each, and their sum.
+"""A linear layer whose input columns have several qparams: one kernel for each, and the sum of the results.
 
-So the halves of a bidirectional layer are read. Legacy: FX gives both halves the qparams of the first, which
-is wrong; ``quantized.linear`` takes no other input.
+The output of a bidirectional layer is read like this. Legacy: FX gives both halves the qparams of the first,
+which is wrong; ``quantized.linear`` supports only one set of input qparams.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["FAMILY"]
 
 ATEN = torch.ops.aten
 WITH_FLOAT_RESULT = KERNELS.linear_with_input_q_dq_qweight_dq_output_fp32.default
-#: More pieces would cost more than they save.
+#: More pieces would cost more than the kernels save.
 MOST_PIECES = 4
 
 
@@ -53,7 +53,7 @@ class _Piece:
 
 
 def _split_linear(site: Site) -> KernelCall | Refusal | None:
-    """Linear behind a dequantize with several qparams along its last dimension; None for any other."""
+    """Return the kernels of a linear after a per-channel dequantize along its last dimension; else None."""
     arguments = arguments_of(site.op)
     source = arguments["input"]
     if not isinstance(source, Node) or source.target is not DEQUANTIZE_PER_CHANNEL or site.qparams is None:
@@ -80,7 +80,7 @@ def _split_linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def _pieces(site: Site, dequantize: Node) -> list[_Piece] | None:
-    """Return the qparams along the last dimension; None for other dimensions and dtypes."""
+    """Return the pieces along the last dimension; None for another dimension or dtype."""
     _, scales_node, zero_points_node, axis, _, _, dtype = dequantize.args
     scales, zero_points = (constant_of(site.graph_module, each) for each in (scales_node, zero_points_node))
     rank = rank_of(site.op)
@@ -95,7 +95,7 @@ def _pieces(site: Site, dequantize: Node) -> list[_Piece] | None:
 
 
 def _pack(weight: Tensor, piece: _Piece, bias: Tensor | None) -> Any:
-    """Only fbgemm has the kernel that gives floats."""
+    """Pack the columns of ``piece`` for fbgemm, the only engine whose kernel returns floats."""
     columns = integers_of(weight)[:, piece.start : piece.stop].contiguous()
     if is_per_channel(weight):
         quantized = of_integers_per_channel(columns, *channel_qparams(weight), 0)
@@ -106,7 +106,7 @@ def _pack(weight: Tensor, piece: _Piece, bias: Tensor | None) -> Any:
 
 
 def _product(source: Node, piece: _Piece, packed: Any) -> KernelCall:
-    """Call the kernel for the columns of ``piece``; its result in floats is one summand."""
+    """Call the kernel for the columns of ``piece``; its float result is one summand."""
     columns = KernelCall(ATEN.slice.Tensor, (Floats(source), -1, piece.start, piece.stop))
     return KernelCall(WITH_FLOAT_RESULT, (columns, piece.scale, piece.zero_point, Constant(packed)))
 

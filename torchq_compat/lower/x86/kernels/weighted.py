@@ -42,7 +42,7 @@ Arguments = dict[str, Any]
 FBGEMM = Engine("fbgemm")
 NEVER_RETURNS = "oneDNN's kernel was seen never to return on such a depthwise convolution"
 NOT_CONSTANT = Refusal("its weight is no constant of int8")
-#: The settings a convolution is packed with, from its arguments.
+#: Return the settings that a convolution is packed with, from its arguments.
 Settings = Callable[[Site, Arguments], tuple[Any, ...] | Refusal]
 
 
@@ -119,7 +119,7 @@ def _cannot_take(site: Site, arguments: Arguments, ranks: Callable[[int | None],
 
 
 def _before_what(op: Node) -> str:
-    """Return the op that reads the result in floats, for people: it is fused with ``op`` in the backend
+    """Return the op that reads the result in floats, for messages: it is fused with ``op`` in the backend
     config."""
     readers = [str(user.target) for user in op.users if user.op == "call_function"]
     return f", but computed on by {readers[0]}" if len(readers) == 1 else ""
@@ -132,8 +132,8 @@ def _conv(name: str, overload: str, rank: int, read_settings: Settings) -> Rule:
 
 
 def _conv_transpose(name: str, rank: int) -> Rule:
-    """Packed for fbgemm, whatever x86 engine: what the engine x86 packs gives wrong numbers where a
-    transposed convolution has other numbers of input and output channels."""
+    """Return a rule that packs for fbgemm on every x86 engine: the engine x86 packs transposed convolutions
+    with different numbers of input and output channels wrongly."""
     settings = ("stride", "padding", "output_padding", "dilation", "groups")
     prepack_here = getattr(KERNELS, f"{name}_prepack").default
 
@@ -152,7 +152,7 @@ def _named(*settings: str) -> Settings:
 
 
 def _padding_by_name(site: Site, arguments: Arguments) -> tuple[Any, ...] | Refusal:
-    """Return ``padding="same"`` and ``"valid"`` as numbers."""
+    """Return the settings with ``padding="same"`` and ``"valid"`` as numbers."""
     weight, dilation = quantized_weight(site.graph_module, arguments["weight"]), arguments["dilation"]
     if weight is None:
         return NOT_CONSTANT

@@ -1,1 +1,1 @@
-"""Measure: float model, this package and FX on the same batches."""
+"""Measure the float model, this package and FX on the same batches."""

@@ -1,4 +1,4 @@
-"""What is compared: a float model with everything FX needs to quantize it."""
+"""A case: a float model with everything that FX needs to quantize it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Case:
     Attributes:
         model: the float model.
         calibration_data: batches, each the tuple of the model's positional arguments.
-        evaluation_data: what both sides are measured on; default: the calibration data, or the
-            example inputs where there are none.
-        fx_state: the state of a model that FX calibrated, loaded on both sides in place of calibrating.
-        is_qat: prepared with ``prepare_qat_fx``; ``model`` has the weights that training ended with, and the
-            fake-quantizes observe the calibration data.
+        evaluation_data: batches on which both sides are measured; default: the calibration data, or the
+            example inputs if there are none.
+        fx_state: the state of a model that FX calibrated, loaded on both sides instead of calibrating.
+        is_qat: whether to prepare with ``prepare_qat_fx``; ``model`` has the weights that training ended
+            with, and the fake-quantizes observe the calibration data.
     """
 
     model: nn.Module
@@ -44,14 +44,14 @@ class Case:
     is_qat: bool = False
 
     def as_trained(self) -> nn.Module:
-        """A copy of the model in training mode, as ``prepare_qat_fx`` wants it."""
+        """Return a copy of the model in training mode, for ``prepare_qat_fx``."""
         return copy.deepcopy(self.model).train()
 
     def checked(self) -> Case:
-        """The same with the example inputs as a tuple and the data as lists of tuples.
+        """Return the case with the example inputs as a tuple and the data as lists of tuples.
 
         Raises:
-            CaseError: no model, or data that are no batches.
+            CaseError: there is no model, or the data are not batches.
             InputError: see ``read_example_inputs``.
         """
         if not isinstance(self.model, nn.Module):
@@ -68,10 +68,10 @@ class Case:
 
 
 def read_case(what: str, value: Any) -> Case:
-    """Return ``value``, a dict or any object with the attributes of a Case, as a checked one.
+    """Return ``value``, a dict or any object with the attributes of a Case, as a checked Case.
 
     Raises:
-        CaseError: something is missing or unknown.
+        CaseError: an attribute is missing or unknown.
     """
     if isinstance(value, Mapping):
         given = dict(value)
@@ -95,7 +95,7 @@ def _batches(name: str, data: Any) -> list[Batch]:
 
 
 def _batch(batch: Any) -> Batch:
-    # A DataLoader hands out lists.
+    # A DataLoader yields lists.
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 

@@ -1,4 +1,4 @@
-"""The cells of a converted model as values: which part reads which, for drawing."""
+"""The cells of a converted model as plain values, for drawing: which part reads which."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
 
 __all__ = ["cell_graphs"]
 
-#: An input of a cell, in ``CellNode.formula``.
+#: The ``CellNode.formula`` of an input of a cell.
 CELL_INPUT = "input of the cell"
 
 
@@ -38,8 +38,7 @@ def _cell_nodes(cell: GraphModule) -> Iterator[CellNode]:
 
 
 def _named_source(node: Node, names: Mapping[Node, str]) -> str | None:
-    """Return the part or input whose value reaches ``node`` through quantizes, dequantizes and slices; None:
-    weights."""
+    """Return the part or input whose value reaches ``node`` through q-dq and slices; None for weights."""
     while node not in names:
         if not node.all_input_nodes:
             return None

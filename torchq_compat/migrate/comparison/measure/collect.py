@@ -1,4 +1,4 @@
-"""Collect: float model, this package and FX on the same weights and batches, measured at every place."""
+"""Run the float model, this package and FX on the same weights and batches, and measure every place."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from torchq_compat.migrate.comparison.measure.cases import Case
 from torchq_compat.migrate.comparison.measure.measures import PlaceMeasures, milliseconds, state_bytes
 from torchq_compat.migrate.comparison.measure.our_side import OurSide, Place, quantize_by_us
 from torchq_compat.migrate.comparison.measure.sides import Key, QuantizedModel, Reading
-from torchq_compat.migrate.comparison.report.output_series import output_series
 from torchq_compat.migrate.comparison.results import Capture, Costs, FxOutcome, FxRun, Kind, Point, Series
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["FxSetting", "capture"]
+__all__ = ["FxSetting", "capture", "output_series"]
 
 FxSetting = bool | Literal["auto"]
+MAX_POINTS = 400
+#: A dimension with fewer values is not treated as time.
+FEWEST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> tuple[QuantizedM
 
 
 def _measure(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> _Measured:
-    """Run all sides on every batch and add up."""
+    """Run all sides on every batch and accumulate the measurements."""
     float_model = copy.deepcopy(case.model).eval()
     places = {key: PlaceMeasures() for key in ours.places}
     outputs: list[PlaceMeasures] = []
@@ -133,7 +135,7 @@ def _run_fx(theirs: QuantizedModel | None, batch: tuple[Any, ...]) -> tuple[Any,
         return (), {}
     try:
         with warnings.catch_warnings():
-            # What FX warns about shows in what is measured.
+            # The effects of FX's warnings show in the measurements.
             warnings.simplefilter("ignore")
             return theirs.run(batch)
     except Exception as cause:
@@ -170,7 +172,7 @@ def _series(
 
 
 def _time_axis(model: nn.Module) -> int | None:
-    """Return the dimension of time in tensors of three; None for a model without recurrent modules."""
+    """Return the time dimension of three-dimensional tensors; None for a model without recurrent modules."""
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     return int(any(module.batch_first for module in recurrent)) if recurrent else None
 
@@ -188,3 +190,34 @@ def _costs(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> Costs:
     assert float_ms is not None
     assert our_ms is not None
     return Costs(float_bytes, our_bytes, fx_bytes, float_ms, our_ms, fx_ms)
+
+
+def output_series(
+    name: str, axis: int | None, exact: Tensor, ours: Tensor, fx: Tensor | None
+) -> Series | None:
+    """Return the values along time at the position where either side is farthest from float; None if there is
+    no time to draw.
+
+    Time is dimension ``axis`` of a three-dimensional tensor. Other tensors are not drawn: a line over a
+    batch, or over classes, would be meaningless.
+    """
+    if axis is None or exact.dim() != 3 or exact.shape[axis] < FEWEST_STEPS or not exact.is_floating_point():
+        return None
+    error = (ours - exact).abs() if fx is None else torch.maximum((ours - exact).abs(), (fx - exact).abs())
+    rows = error.movedim(axis, 0).reshape(error.shape[axis], -1)
+    worst = int(rows.amax(0).argmax())
+
+    def along(value: Tensor) -> tuple[float, ...]:
+        line = value.detach().movedim(axis, 0).reshape(value.shape[axis], -1)[:MAX_POINTS, worst]
+        return tuple(float(number) for number in line)
+
+    index = torch.unravel_index(torch.tensor(worst), [s for i, s in enumerate(exact.shape) if i != axis])
+    where = ", ".join(str(int(number)) for number in index)
+    return Series(
+        name,
+        "time",
+        f"At [{where}] of the other dimensions" if where else "",
+        along(exact),
+        along(ours),
+        None if fx is None else along(fx),
+    )

@@ -1,7 +1,7 @@
-"""FX's side: the one module of this package that calls the FX engine.
+"""FX's side: the only module of this package that calls the FX engine.
 
-The library never does. ``compare`` is a tool that shows what FX made of a model, so it has to ask FX; it
-imports this module when it does, and goes on without it where FX cannot run the model.
+The library never calls it. ``compare`` shows the result of FX for a model, so it has to run FX; it imports
+this module for that, and goes on without it if FX cannot run the model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ OURS = "torchq_compat."
 
 
 def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
-    """Prepare, calibrate and convert a copy of ``case.model`` with FX, to be watched at ``places``.
+    """Prepare, calibrate and convert a copy of ``case.model`` with FX, to be measured at ``places``.
 
     Classes of this package in a float-to-observed mapping become torch.ao's own; torch.ao's mapping to
-    quantized classes is added where the script gives none.
+    quantized classes is added if the script gives none.
 
     Raises:
         ImportError: this torch has no FX engine.
-        Exception: whatever FX raises.
+        Exception: any exception that FX raises.
     """
     fx = fx_engine()
     observed, quantized = _custom_configs(case)
@@ -70,7 +70,7 @@ def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
 def _deployed(
     prepared: GraphModule, quantized: ConvertCustomConfig | None, case: Case
 ) -> tuple[nn.Module | None, str]:
-    """FX's lowered model, as the script would ship it, or what FX raised."""
+    """Return FX's lowered model, as the script would ship it, or None and the error that FX raised."""
     try:
         deployed = fx_engine().convert_fx(copy.deepcopy(prepared), quantized)
         with torch.no_grad():
@@ -106,7 +106,8 @@ def _custom_configs(case: Case) -> tuple[PrepareCustomConfig | None, ConvertCust
 
 
 def _with_torch_classes(config: ConvertCustomConfig) -> ConvertCustomConfig:
-    """The same with torch.ao's own mapping where it names nothing, or classes of this package."""
+    """Return ``config`` with torch.ao's own mapping for classes that it does not map, or maps to classes of
+    this package."""
     known = _torch_classes("observed_to_quantized_custom_module_class")
     result = copy.deepcopy(config)
     for observed, quantized in known.items():

@@ -1,4 +1,4 @@
-"""Where FX's graphs hold what a place of our graphs holds, and what passes there. Reads FX's results only."""
+"""Find the places of our graphs in FX's graphs, and read the values there. Only reads FX's results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchq_compat.support.upstream import pytree
 
 __all__ = ["observe_places"]
 
-#: Export's name of an op -> what FX's graph calls it.
+#: Name of an op in an exported graph -> its name in FX's graph.
 SYNONYMS = {
     "iadd": "add",
     "imul": "mul",
@@ -55,8 +55,11 @@ Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
 def observe_places(
     prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
 ) -> tuple[Run, Callable[[Any], tuple[QParams | None, ...]]]:
-    """How to run ``reference`` (changed: taps are put in), and the qparams of a result's tensors, after the
-    run that gave it."""
+    """Return a function that runs ``reference``, and a function that returns the qparams of the tensors of a
+    result, after the run that gave it.
+
+    Taps are inserted into ``reference``.
+    """
     outputs = pytree.tree_leaves(reference.graph.output_node().args[0])
     taps: dict[Key, Tap] = {}
     for owner, nodes in _nodes(prepared, reference, places):
@@ -86,7 +89,7 @@ def observe_places(
 def _nodes(
     prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
 ) -> Iterator[tuple[GraphModule, dict[Key, Node]]]:
-    """Yield every graph with the keys it answers and the nodes that hold the values."""
+    """Yield every graph with its keys and the nodes that hold their values."""
     yield reference, {key: node for key, node in _op_nodes(prepared, reference).items() if key in places}
     for cell_path, parts in _parts_by_cell(places).items():
         cell = _submodule(reference, cell_path)
@@ -116,7 +119,8 @@ def _has_quantized_output(node: Node) -> bool:
 
 
 def _end_of_chain(node: Node, quantized: set[str]) -> Node:
-    """Down through a fused chain of functions like add + relu, inside which nothing is quantized."""
+    """Return the last node of a fused chain of functions such as add + relu, inside which nothing is
+    quantized."""
     while len(node.users) == 1:
         (user,) = node.users
         if user.name not in quantized or user.target is QUANTIZE_FUNCTION:
@@ -126,7 +130,8 @@ def _end_of_chain(node: Node, quantized: set[str]) -> Node:
 
 
 def _function_name(node: Node) -> str | None:
-    """Return the function an op node calls, empty for a module; None for what is no op of the model."""
+    """Return the function that an op node calls, empty for a module; None if the node is not an op of the
+    model."""
     if node.op == "call_module":
         return ""
     if node.op == "call_method" and node.target != "dequantize":
@@ -138,7 +143,7 @@ def _function_name(node: Node) -> str | None:
 
 
 def _value_node(node: Node) -> Node:
-    """Return the quantize behind ``node``; ``node`` itself where there is none."""
+    """Return the quantize after ``node``; ``node`` itself if there is none."""
     return next((user for user in node.users if user.target is QUANTIZE_FUNCTION), node)
 
 
@@ -164,7 +169,7 @@ def _part_nodes(cell: GraphModule, parts: list[tuple[PartKey, PartKind]]) -> Ite
 
 
 def _module_taps(reference: GraphModule, places: Mapping[Key, Place]) -> dict[Key, Tap]:
-    """Taps of cells that FX left as eager modules, and of the results of custom modules."""
+    """Return the taps of cells that FX left as eager modules, and of the results of custom modules."""
     taps: dict[Key, Tap] = {}
     results: dict[str, list[ResultKey]] = {}
     for key in places:
@@ -173,7 +178,7 @@ def _module_taps(reference: GraphModule, places: Mapping[Key, Place]) -> dict[Ke
         elif isinstance(key, PartKey) and not isinstance(_submodule(reference, key.cell), GraphModule):
             part = _submodule(reference, f"{key.cell}.{key.part}")
             if part is not None:
-                # A QFunctional is never called; what it computed passes its activation_post_process.
+                # A QFunctional is never called, but its result goes through its activation_post_process.
                 taps[key] = tap_module(getattr(part, "activation_post_process", part))
     for path, keys in results.items():
         module = _submodule(reference, path)
@@ -183,7 +188,7 @@ def _module_taps(reference: GraphModule, places: Mapping[Key, Place]) -> dict[Ke
 
 
 class _LastCalls(TorchFunctionMode):
-    """Parts that eager cells compute by calling a function, which are no modules: the last call in a pass."""
+    """The parts that eager cells compute by calling a function, not a module: the last call in a pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +201,7 @@ class _LastCalls(TorchFunctionMode):
         return result
 
     def taps(self, reference: nn.Module, places: Mapping[Key, Place]) -> dict[Key, Tap]:
-        """Return a tap for each such part, filled whenever its cell has computed."""
+        """Return a tap for each such part; it is filled each time its cell has run."""
         taps: dict[Key, Tap] = {}
         for cell_path, parts in _parts_by_cell(places).items():
             cell = _submodule(reference, cell_path)
@@ -232,7 +237,7 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _source_of_dequantize(node: Any) -> Node | None:
-    """What the dequantize ``node`` reads."""
+    """Return the node that the dequantize ``node`` reads; None if ``node`` is not a dequantize."""
     if isinstance(node, Node) and node.op == "call_method" and node.target == "dequantize":
         source = node.args[0]
         return source if isinstance(source, Node) else None

@@ -1,4 +1,4 @@
-"""Whether FX's own functions are meant, in a process where they are redirected to this package's."""
+"""A switch that restores FX's own functions in a process that redirects them to this package's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fx_is_called() -> bool:
 
 @contextmanager
 def calling_fx() -> Iterator[None]:
-    """FX's functions are FX's inside the ``with`` block, those that user classes call too."""
+    """Let FX's functions be FX's own inside the ``with`` block, also if user classes call them."""
     token = _CALLED.set(True)
     try:
         yield

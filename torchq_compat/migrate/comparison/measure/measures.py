@@ -1,4 +1,4 @@
-"""What is measured at a place, added up over batches, and what a model costs."""
+"""The measurements at a place, accumulated over batches, and the costs of a model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SideMeasures:
 
 
 class StepMeasures:
-    """Differences between the two sides in steps, added up over batches."""
+    """Differences between the two sides in steps, accumulated over batches."""
 
     def __init__(self) -> None:
         self._counts = [0, 0, 0]
@@ -87,8 +87,8 @@ class PlaceMeasures:
         self._histogram: Histogram | None = None
 
     def add(self, exact: Tensor, ours: Reading, fx: Reading | None) -> None:
-        """``exact`` is the float model's value; a side of another shape shows something else and is left
-        out."""
+        """Add one batch; ``exact`` is the float model's value. A side with another shape has another value
+        there and is left out."""
         if ours.value.shape != exact.shape or not exact.is_floating_point():
             return
         self.ours.add(exact, ours)
@@ -115,7 +115,7 @@ def _decibel(signal: float, noise: float) -> float:
 
 
 def _qparams(exact: Tensor, qparams: QParams) -> tuple[Tensor, Tensor]:
-    """Scale and zero point, shaped to broadcast over ``exact``."""
+    """Return scale and zero point, shaped to broadcast over ``exact``."""
     if isinstance(qparams, PerTensorQParams):
         scale, zero_point = torch.tensor([qparams.scale]), torch.tensor([qparams.zero_point])
         shape = [1] * exact.dim()
@@ -128,7 +128,7 @@ def _qparams(exact: Tensor, qparams: QParams) -> tuple[Tensor, Tensor]:
 
 
 def _outside(exact: Tensor, qparams: QParams) -> Tensor:
-    """Return where ``exact`` lies more than half a step beyond the range."""
+    """Return a mask of the values of ``exact`` that are more than half a step outside the range."""
     scale, zero_point = _qparams(exact, qparams)
     q = exact / scale + zero_point
     return (q < qparams.quant_min - 0.5) | (q > qparams.quant_max + 0.5)
@@ -166,9 +166,9 @@ def _histogram(exact: Tensor) -> Histogram | None:
 
 
 def state_bytes(model: nn.Module) -> int:
-    """Bytes of all tensors of the ``state_dict``, packed weights included; a tensor held twice counts
-    once."""
-    # Keeps all of them: an unpacked weight lives no longer than it is held, and its address is used again.
+    """Return the bytes of all tensors in the ``state_dict``, including packed weights; a tensor that occurs
+    twice counts once."""
+    # The dict keeps all tensors alive: the address of a freed unpacked weight would be used again.
     tensors = {(t.data_ptr(), t.numel()): t for t in _tensors(dict(model.state_dict()))}
     return sum(_bytes(tensor) for tensor in tensors.values())
 
@@ -191,7 +191,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def milliseconds(calls: list[Callable[[], Any] | None]) -> list[float | None]:
-    """Return the median time of each call in ms. The calls take turns, so that what else runs slows all
+    """Return the median time of each call in ms; the calls take turns, so that other load slows all of them
     alike."""
     times: list[list[float]] = [[] for _ in calls]
     with torch.no_grad():
@@ -201,5 +201,5 @@ def milliseconds(calls: list[Callable[[], Any] | None]) -> list[float | None]:
                     start = time.perf_counter()
                     call()
                     own.append(1000 * (time.perf_counter() - start))
-    # The first round warms up.
+    # The first round is for warm-up.
     return [statistics.median(own[1:]) if own else None for own in times]

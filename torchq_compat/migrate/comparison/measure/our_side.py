@@ -1,4 +1,4 @@
-"""This package's side: the model prepared, calibrated and converted, and what can be seen in it."""
+"""This package's side: the prepared, calibrated and converted model, and the places to read in it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
 
 @dataclass(frozen=True)
 class Place:
-    """What ``explain`` says about a key; ``part_kind`` is for parts alone."""
+    """The facts of ``explain`` about a key; ``part_kind`` is for parts only."""
 
     name: str
     kind: Kind
@@ -67,7 +67,7 @@ class OurSide:
         places: every key in graph order.
         cells: the graphs of parts, for drawing.
         left_float: modules that stay float as a whole.
-        quantized_count: how many modules and ops do not.
+        quantized_count: the number of quantized modules and ops.
     """
 
     exact: QuantizedModel
@@ -79,12 +79,12 @@ class OurSide:
 
 
 def quantize_by_us(case: Case) -> OurSide:
-    """Prepare, calibrate and convert ``case.model``, which stays as it is.
+    """Prepare, calibrate and convert ``case.model``, which is not changed.
 
     Raises:
-        TorchQCompatError: as the entry points of ``torchq_compat.quantize_fx``.
+        TorchQCompatError: the errors of ``prepare_fx`` and ``convert_fx``.
     """
-    # Fake-quantizes observe in evaluation mode too, in which batch norms stay as they were trained.
+    # Fake-quantizes observe in evaluation mode too, and batch norms keep their statistics there.
     prepare, model = (prepare_qat_fx, case.as_trained()) if case.is_qat else (prepare_fx, case.model)
     prepared = prepare(
         model,
@@ -100,7 +100,7 @@ def quantize_by_us(case: Case) -> OurSide:
             prepared(*batch)
     converted = convert_to_reference_fx(copy.deepcopy(prepared), case.convert_custom_config)
     with warnings.catch_warnings():
-        # What it warns about, the conversion above has said.
+        # The conversion above has given the same warnings.
         warnings.simplefilter("ignore")
         deployed = convert_fx(copy.deepcopy(prepared), case.convert_custom_config)
     decisions = tuple(explain(converted))
@@ -150,7 +150,8 @@ def _name(key: OpKey) -> str:
 
 
 def _op_keys(decisions: tuple[Decision, ...]) -> Iterator[tuple[OpKey, Decision]]:
-    """Yield the decisions about nodes. Where a function is called is in the path, up to the last slash."""
+    """Yield key and decision for each decision about a node. The path of a function's caller is its path up
+    to the last slash."""
     seen: Counter[tuple[str, str]] = Counter()
     for decision in decisions:
         if not decision.node:
@@ -190,8 +191,8 @@ def _of_opaque_call(
 
 
 def _names_of_observed(prepared: GraphModule) -> frozenset[str]:
-    """Return the nodes whose output is quantized as theirs. Behind another one a quantize is its
-    consumer's."""
+    """Return the names of the nodes whose output has its own qspec; a quantize after any other node belongs
+    to its consumer."""
     return frozenset(
         node.name
         for node in prepared.graph.nodes
@@ -200,13 +201,14 @@ def _names_of_observed(prepared: GraphModule) -> frozenset[str]:
 
 
 def _exact_runner(model: GraphModule, decisions: tuple[Decision, ...]) -> Run:
-    """Run the observed ``model`` and read its float values."""
+    """Return a function that runs the observed ``model`` and reads its float values."""
     nodes = _nodes(model, decisions)
     return _runner(model, {key: (graph, node, None) for key, (graph, node) in nodes.items()})
 
 
 def _quantized_runner(model: GraphModule, decisions: tuple[Decision, ...], observed: frozenset[str]) -> Run:
-    """Run the q-dq ``model`` and read the integers of what is ``observed``, of results and of parts."""
+    """Return a function that runs the q-dq ``model`` and reads the integers of the ``observed`` nodes, of
+    results and of parts."""
     values: dict[Key, tuple[GraphModule, Node, QParams | None]] = {}
     for key, (graph, node) in _nodes(model, decisions).items():
         is_own = not isinstance(key, OpKey) or node.name in observed
@@ -215,7 +217,8 @@ def _quantized_runner(model: GraphModule, decisions: tuple[Decision, ...], obser
 
 
 def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, QParams | None]]) -> Run:
-    """Run ``model`` with taps behind the nodes of ``values``, each with the qparams of what it holds."""
+    """Return a function that runs ``model`` with taps after the nodes of ``values``, each with the qparams of
+    its value."""
     taps: dict[tuple[int, Node], Tap] = {}
     for graph in {id(graph): graph for graph, _, _ in values.values()}.values():
         tapped = tap_nodes(graph, [node for owner, node, _ in values.values() if owner is graph])
@@ -237,12 +240,12 @@ def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, QP
 
 
 def _joined(passes: list[Tensor]) -> Tensor:
-    """One tensor of what passed a node: a node of a cell is passed once for every time step."""
+    """Return the tensors that passed a node as one tensor; a node of a cell has one for every time step."""
     return passes[0] if len(passes) == 1 else torch.stack(passes)
 
 
 def _integers_of(node: Node) -> tuple[Node, QParams | None]:
-    """Return the node that holds the integers of ``node`` and their qparams; ``node`` itself where it stays
+    """Return the node that holds the integers of ``node``, with their qparams; ``node`` and None if it stays
     float."""
     qparams = qparams_of_integers(node)
     if qparams is not None:

@@ -1,7 +1,7 @@
-"""What a legacy script quantizes: its models, configurations and calibration batches, as it runs.
+"""Record what a legacy script quantizes as it runs: its models, configurations and calibration batches.
 
 The script runs on this package, as under ``torchq-compat run``. Afterwards FX is given the same float models
-and batches; while it works, the redirected functions are FX's own again (``fx_switch``).
+and batches; meanwhile the redirected functions are FX's own again (``fx_switch``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchq_compat.support.upstream import pytree
 
 __all__ = ["ScriptRecorder"]
 
-#: Of a training, which may be long, the last batches are kept.
+#: The number of last batches kept from a training, which may be long.
 LAST_BATCHES = 8
 
 Function = Callable[..., Any]
@@ -38,9 +38,9 @@ Function = Callable[..., Any]
 
 @dataclass
 class Recording:
-    """One prepared model: what it was prepared with, and what it has been called with since.
+    """One prepared model: the arguments of its prepare, and the batches it has been called with since.
 
-    Copies of the model share it, so that it does not matter which of them the script calibrates.
+    Copies of the model share the recording, so the script may calibrate any of them.
     """
 
     model: nn.Module
@@ -55,10 +55,10 @@ class Recording:
 
 
 class ScriptRecorder:
-    """Notes what goes through prepare_fx and convert_fx.
+    """Records the calls of prepare_fx and convert_fx.
 
     Attributes:
-        remarks: what the report should be read with.
+        remarks: remarks to print with the report.
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class ScriptRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Redirect FX's functions, for good, and note calls of prepared models inside the ``with`` block.
+        """Redirect FX's functions permanently, and record calls of prepared models inside the ``with`` block.
 
-        The functions of this package are noted too: a script that was ported is compared as well.
+        The functions of this package are recorded too: a script that was ported can be compared as well.
         """
         replaced = _replaced_functions()
         redirect(self._wrap)
@@ -87,7 +87,7 @@ class ScriptRecorder:
         """Return a case for every model that was prepared, calibrated and converted.
 
         Raises:
-            CaseError: there is none.
+            CaseError: there is no such model.
         """
         converted = [recording for recording in self._recordings if recording.is_converted]
         if not converted:
@@ -141,7 +141,7 @@ class ScriptRecorder:
 
 
 def _take_trained(recording: Recording, trained: Mapping[str, Any]) -> str:
-    """Give the recorded model the tensors that the script trained; return what to say of it."""
+    """Load the tensors that the script trained into the recorded model, and return the remark about it."""
     model = recording.model
     own = model.state_dict()
     found = {
@@ -159,9 +159,10 @@ def _take_trained(recording: Recording, trained: Mapping[str, Any]) -> str:
 
 
 def _replaced_functions() -> list[tuple[Function, Function]]:
-    """Each function of ours, with the legacy function it replaces; before they are redirected.
+    """Return each function of ours with the legacy function it replaces; call this before the redirection.
 
-    Names do not tell them apart: a private function of FX and a public one are replaced by namesakes.
+    Names are not enough to match them: the replacements of a private and a public function of FX have the
+    same name.
     """
     found: dict[int, tuple[Function, Function]] = {}
     for moved in REDIRECTIONS:
@@ -182,7 +183,7 @@ def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _kept(values: Any) -> Any:
-    """Return ``values`` with copies of their tensors: a script may fill the same buffers again."""
+    """Return ``values`` with copies of their tensors, since a script may reuse the same buffers."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), values)
 
 

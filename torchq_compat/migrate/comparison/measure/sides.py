@@ -1,4 +1,4 @@
-"""What both sides tell about a model: the places where values can be seen, and their qparams."""
+"""The facts of both sides about a model: the places where values can be read, and their qparams."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ __all__ = ["Key", "OpKey", "PartKey", "QuantizedModel", "Reading", "ResultKey"]
 
 
 class OpKey(NamedTuple):
-    """Call number ``call`` of a module (``function`` empty) or of a function in the code of the module at
-    ``path``."""
+    """Call number ``call`` of the module at ``path`` (``function`` is empty) or of a function in its code."""
 
     path: str
     function: str
@@ -41,7 +40,7 @@ Key = OpKey | ResultKey | PartKey
 
 @dataclass(frozen=True)
 class Reading:
-    """What passed a place in one run: dequantized values, and their qparams, None where they are float."""
+    """The value at a place in one run, dequantized, and its qparams, None if it is float."""
 
     value: Tensor
     qparams: QParams | None
@@ -52,9 +51,9 @@ class QuantizedModel:
     """One side, ready to run.
 
     Attributes:
-        run: calls the model and returns its result, and what passed at every place.
-        output_qparams: for each tensor of a result its qparams; None: float.
-        deployed: what the script would ship, for size and latency; None where it could not be made.
+        run: calls the model and returns its result, and the readings at every place.
+        output_qparams: returns the qparams of each tensor of a result; None for a float tensor.
+        deployed: the model that the script would ship, for size and latency; None if it could not be made.
     """
 
     run: Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]

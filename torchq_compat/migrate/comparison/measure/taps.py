@@ -1,4 +1,4 @@
-"""Taps: what passes a node of a graph, or leaves a module, is kept."""
+"""Taps, which keep the values that pass a node of a graph, or that a module returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Tap", "tap_module", "tap_nodes"]
 
 
 class Tap(nn.Module):
-    """Hands on what it is given and keeps a copy of the tensors."""
+    """Returns its input and keeps a copy if it is a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,19 +20,19 @@ class Tap(nn.Module):
 
     def forward(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            # An op behind may write in place.
+            # A later op may write in place.
             self.values.append(value.detach().clone())
         return value
 
     def take(self) -> list[Tensor]:
-        """What came since the last time, one tensor for each pass."""
+        """Return the tensors since the last call of ``take``, one for each pass."""
         values, self.values = self.values, []
         return values
 
 
 def tap_nodes(graph_module: GraphModule, nodes: Iterable[Node]) -> Mapping[Node, Tap]:
-    """Return a tap behind each of ``nodes``, which are nodes of ``graph_module``. Changes it: hand in a
-    copy."""
+    """Insert a tap after each of ``nodes`` of ``graph_module``, and return the taps. This changes
+    ``graph_module``: pass a copy."""
     taps: dict[Node, Tap] = {}
     for node in dict.fromkeys(nodes):
         taps[node] = Tap()
@@ -47,7 +47,7 @@ def tap_nodes(graph_module: GraphModule, nodes: Iterable[Node]) -> Mapping[Node,
 
 
 def tap_module(module: nn.Module) -> Tap:
-    """Return a tap of what ``module`` returns."""
+    """Return a tap that keeps the results of ``module``."""
     tap = Tap()
 
     def keep(_: nn.Module, args: Any, result: Any) -> None:

@@ -1,4 +1,4 @@
-"""What ``torchq-compat compare`` was asked for, on its way to the process that compares."""
+"""The target of ``torchq-compat compare``, passed to the process that compares."""
 
 from __future__ import annotations
 

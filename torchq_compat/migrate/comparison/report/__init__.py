@@ -1,1 +1,1 @@
-"""Report: what was measured, as tables, as JSON and as one HTML page."""
+"""Show the measurements: as tables, as JSON and as one HTML page."""

@@ -1,5 +1,4 @@
-"""The picture of a cell: parts as boxes in the order of computation, each with its quantize and
-dequantize."""
+"""The picture of a cell: its parts as boxes in the order of computation, each with its q-dq."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ __all__ = ["draw_cell"]
 
 WIDTH, HEIGHT = 2.05, 0.9
 COLUMN, ROW = 2.6, 1.3
-#: Points; a longer text than fits is set smaller, its size times its length being WIDE.
+#: Font size in points; a text that is too long gets the size WIDE divided by its length.
 FONT, WIDE = 6.8, 200.0
 DTYPE_COLOURS = {
     "uint8": "#cfe3f5",
@@ -30,7 +29,7 @@ Places = dict[str, tuple[float, float]]
 
 
 def draw_cell(cell: CellGraph, points: Mapping[str, Point]) -> Figure:
-    """``points``: by name; those of the cell's parts carry the qparams."""
+    """Draw ``cell``; ``points`` are by name, and those of the cell's parts have the qparams."""
     places = _places(cell)
     columns = max(x for x, _ in places.values()) / COLUMN + 1
     bottom, top = _limits(cell, places)
@@ -48,7 +47,8 @@ def draw_cell(cell: CellGraph, points: Mapping[str, Point]) -> Figure:
 
 
 def _places(cell: CellGraph) -> Places:
-    """Centres: a column per depth in the computation. A part stands beside its inputs' mean where it can."""
+    """Return the centres of the parts: one column per depth in the computation, near the mean row of a part's
+    inputs."""
     depth = _depths(cell)
     columns: dict[int, list[CellNode]] = {}
     for node in cell.nodes:
@@ -64,8 +64,8 @@ def _places(cell: CellGraph) -> Places:
 
 
 def _depths(cell: CellGraph) -> dict[str, int]:
-    """Column of each part: behind its last input; an input of the cell just before the part that reads it
-    first."""
+    """Return the column of each part: after its last input; for an input of the cell, just before the first
+    part that reads it."""
     depth: dict[str, int] = {}
     for node in cell.nodes:
         depth[node.name] = 1 + max((depth[name] for name in node.inputs), default=-1)
@@ -82,7 +82,7 @@ def _wanted_row(node: CellNode, places: Places) -> float:
 
 
 def _limits(cell: CellGraph, places: Places) -> tuple[float, float]:
-    """Lowest and highest y of boxes and bent arrows."""
+    """Return the lowest and highest y of boxes and bent arrows."""
     highest = [y + HEIGHT * 0.75 for _, y in places.values()]
     for node in cell.nodes:
         for source in node.inputs:
@@ -92,7 +92,8 @@ def _limits(cell: CellGraph, places: Places) -> tuple[float, float]:
 
 
 def _bend(start: tuple[float, float], end: tuple[float, float]) -> float:
-    """A long way is bent upwards, so that it does not run behind the boxes between."""
+    """Return the bend of an arrow: a long one is bent upwards, so that it does not run behind the boxes
+    between."""
     is_short = end[0] - start[0] <= COLUMN * 1.1
     return 0.0 if is_short or abs(end[1] - start[1]) > ROW / 2 else 0.22
 

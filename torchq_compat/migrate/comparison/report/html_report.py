@@ -1,16 +1,20 @@
-"""Comparisons as one HTML page that needs nothing from anywhere: pictures are inside it."""
+"""Comparisons as one self-contained HTML page, with the pictures inside."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
+import platform
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from torchq_compat.errors import ReportError
-from torchq_compat.migrate.comparison.report.made_by import made_by
 from torchq_compat.migrate.comparison.report.page_tables import bars, page_table
 from torchq_compat.migrate.comparison.report.summary_sentence import grade, summary_sentence, worst_places
 from torchq_compat.migrate.comparison.report.terminal_report import cost_rows, findings_by_reason
@@ -21,12 +25,13 @@ __all__ = ["check_page", "page", "write_page"]
 
 #: The packages of the ``report`` extra.
 PACKAGES = ("jinja2", "matplotlib")
+VERSIONS_OF = ("torchq-compat", "torch", "torchao")
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One drawing: what it is of, and its SVG."""
+    """One drawing: its label and its SVG."""
 
     label: str
     svg: str
@@ -34,7 +39,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Plots:
-    """Pictures under one heading; ``layout``: the class of what holds them."""
+    """Pictures under one heading; ``layout`` is the CSS class of their container."""
 
     heading: str
     caption: str
@@ -43,7 +48,7 @@ class Plots:
 
 
 def check_page(path: Path) -> None:
-    """Raise a ReportError unless a page could be written to ``path``: before a long run, not after."""
+    """Raise a ReportError, before a long run, if a page could not be written to ``path``."""
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ReportError(
@@ -53,7 +58,7 @@ def check_page(path: Path) -> None:
     if path.is_dir():
         raise _no_place(str(path), "it is a directory")
     if not path.absolute().parent.is_dir():
-        raise _no_place(str(path), "its folder is not there")
+        raise _no_place(str(path), "its folder does not exist")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise _no_place(str(path), "no permission to write")
 
@@ -62,7 +67,7 @@ def write_page(comparisons: Sequence[ComparedModel], path: Path) -> None:
     """Write the page in one step.
 
     Raises:
-        ReportError: the ``report`` extra is missing, or the page has no place.
+        ReportError: the ``report`` extra is missing, or the page cannot be written.
     """
     check_page(path)
     content = page(comparisons)
@@ -73,13 +78,13 @@ def write_page(comparisons: Sequence[ComparedModel], path: Path) -> None:
 
 
 def page(comparisons: Sequence[ComparedModel]) -> str:
-    """Return the page as text."""
+    """Return the page as HTML text."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["grade"] = grade
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(sections=list(map(_section, comparisons)), facts=made_by())
+    return template.render(sections=list(map(_section, comparisons)), facts=_made_by())
 
 
 def _section(comparison: ComparedModel) -> dict[str, Any]:
@@ -128,8 +133,8 @@ def _plots(comparison: ComparedModel) -> Iterator[Plots]:
         if points:
             yield Plots(
                 f"Values against the qparams: {title}",
-                "The float model's values, and shaded what the integers cover, from dashed end to dashed "
-                "end; ticks are their steps (at most 64 drawn).",
+                "The float model's values; the integers cover the shaded range between the dashed lines, "
+                "and ticks are their steps (at most 64 are drawn).",
                 "several",
                 tuple(
                     Picture(", ".join(point.name for point in alike), plots.histogram(alike))
@@ -148,7 +153,7 @@ def _plots(comparison: ComparedModel) -> Iterator[Plots]:
 
 
 def _alike(points: Iterable[Point]) -> Iterable[list[Point]]:
-    """Return the points in groups of which one picture tells all."""
+    """Return the points in groups that one picture can show."""
     groups: dict[object, list[Point]] = {}
     for point in points:
         fx = point.fx.qparams if point.fx else None
@@ -160,3 +165,39 @@ def _no_place(path: str, problem: str) -> ReportError:
     return ReportError(
         f"the page cannot be written to {path!r}: {problem}.", hint="name a file in a folder there is."
     )
+
+
+def _made_by() -> dict[str, str]:
+    """Return label -> text, for the versions and machine of the report."""
+    return {
+        "versions": ", ".join(
+            filter(None, (*map(_version, VERSIONS_OF), f"Python {platform.python_version()}"))
+        ),
+        "date": datetime.date.today().isoformat(),
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "command": _command(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    """Return the name of the processor; Linux has it in a file, elsewhere ``platform`` is used."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _command() -> str:
+    name = Path(sys.argv[0]).name
+    if name in ("torchq-compat", "__main__.py") and len(sys.argv) > 1:
+        return shlex.join(["torchq-compat", *sys.argv[1:]])
+    return "torchq_compat.compare(...)"

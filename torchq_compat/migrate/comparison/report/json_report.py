@@ -1,4 +1,4 @@
-"""Comparisons for machines."""
+"""Comparisons as JSON."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torchq_compat.migrate.comparison.results import ComparedModel, Point
 
 __all__ = ["FORMAT_VERSION", "as_data", "report_data"]
 
-#: Counts changes of this form.
+#: Increased when this format changes.
 FORMAT_VERSION = 1
 
 
 def report_data(comparisons: Iterable[ComparedModel]) -> dict[str, Any]:
-    """What ``torchq-compat compare --json`` prints."""
+    """Return the data that ``torchq-compat compare --json`` prints."""
     return {"version": FORMAT_VERSION, "comparisons": [as_data(comparison) for comparison in comparisons]}
 
 
 def as_data(comparison: ComparedModel) -> dict[str, Any]:
-    """One comparison as plain values, without the data of plots. SQNR is a number of dB, or "inf"."""
+    """Return one comparison as plain values, without the data of plots. SQNR is a number of dB, or "inf"."""
     capture, verdict = comparison.capture, comparison.verdict
     data: dict[str, Any] = _finite(
         {
@@ -47,7 +47,7 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return ``value`` without the infinities JSON has no word for."""
+    """Return ``value`` without infinities, which JSON does not have."""
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A comparison in a cell of a notebook, and as rows of plain values."""
+"""A comparison for a notebook cell, and as rows of plain values."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from torchq_compat.migrate.comparison.report.summary_sentence import grade, summary_sentence, worst_places
 from torchq_compat.migrate.comparison.report.terminal_report import COLUMNS, NONE, point_row
 from torchq_compat.migrate.comparison.results import Capture, ComparedModel, Point, Side
-from torchq_compat.showing.report_html import html_table
+from torchq_compat.support.showing.report_html import html_table
 
 __all__ = ["PLACE_COLUMNS", "comparison_html", "place_rows"]
 
-#: What is told of one side.
+#: The columns for one side.
 OF_SIDE = ("dtype", "scale", "zero_point", "sqnr", "saturated")
 PLACE_COLUMNS = (
     *("name", "kind", "operation", "grade"),
@@ -23,7 +23,7 @@ PLACE_COLUMNS = (
 
 
 def comparison_html(comparison: ComparedModel) -> str:
-    """Return the verdict, the worst places, and all places behind a ``<details>``."""
+    """Return the verdict, the worst places, and all places in a ``<details>``."""
     capture, verdict = comparison.capture, comparison.verdict
     worst = "".join(
         f"<li><code>{escape(', '.join(place.names))}</code>: {place.point.ours.sqnr:.1f} dB, "

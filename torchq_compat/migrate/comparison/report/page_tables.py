@@ -1,4 +1,4 @@
-"""The tables and bars of the page: one column for each thing that is told, and none that tells nothing."""
+"""The tables and bars of the page; a column that would be empty is left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchq_compat.migrate.comparison.verdict import decibel_text
 
 __all__ = ["Bar", "Column", "PageTable", "bars", "page_table"]
 
-#: From here on noise is not to be seen: a bar has no length.
+#: The SQNR in dB from which noise is not shown: the bar has no length.
 INVISIBLE = 60.0
 
 
@@ -26,7 +26,7 @@ class Column:
 
 @dataclass(frozen=True)
 class PageTable:
-    """``rows``: (column, cell) pairs; the first cell holds the names of a place."""
+    """A table; ``rows`` are (column, cell) pairs, and the first cell has the names of a place."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[tuple[Column, Any], ...], ...]
@@ -48,7 +48,7 @@ class Bar:
 
 
 def bars(capture: Capture, worst: Sequence[Place]) -> list[Bar]:
-    """Return a bar for each side of each place; its length is the noise."""
+    """Return the bars: one for each side of each place; its length shows the noise."""
     marked = {place.point.name for place in worst}
     found = []
     for place in told_places((*capture.outputs, *capture.points)):
@@ -92,7 +92,7 @@ def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[Pl
             return told
         if ours.qparams.same_qparams(side.qparams):
             return "same" if read is _dtype else ""
-        # What is the same here and in FX is told once.
+        # Values that are the same here and in FX are shown once.
         return "" if read is not _dtype and told == read(ours.qparams) else told
 
     return cell
@@ -145,7 +145,7 @@ def _distance(place: Place) -> str:
     return step_text(steps.largest) if steps else ""
 
 
-#: First what a reader looks for: a narrow screen shows the first columns.
+#: The most important columns come first: a narrow screen shows only those.
 COLUMNS = (
     Column("what", _operation, is_number=False),
     Column("dB here", lambda place: _graded(place.point.ours)),

@@ -25,18 +25,18 @@ from torchq_compat.migrate.comparison.results import (
 __all__ = ["cell_chain", "histogram", "histogram_groups", "over_time"]
 
 FLOAT, OURS, FX = "#7f8b97", "#1f77b4", "#d95f02"
-#: Stands for the colour of the text around the picture.
+#: Replaced by the colour of the text around the picture.
 INK = "#010203"
 MAX_TICKS = 64
-#: Height of a tick, as a share of the axes.
+#: The height of a tick, as a share of the axes.
 TICK = 0.07
-#: Sizes of figures, inches: readable on a telephone.
+#: Sizes of figures in inches, readable on a telephone.
 SERIES, SMALL = (6.4, 3.6), (3.1, 1.9)
 MAX_NAME = 44
 
 
 def over_time(series: Series) -> str:
-    """One output channel of all sides, and below it the errors."""
+    """Plot one output channel of all sides, and below it the errors."""
     figure = Figure(figsize=SERIES, layout="constrained")
     values, errors = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     steps = range(len(series.exact))
@@ -58,7 +58,7 @@ def over_time(series: Series) -> str:
 
 
 def histogram_groups(capture: Capture) -> Iterator[tuple[str, list[Point]]]:
-    """Places that are drawn together: outputs, modules and ops first, then each cell."""
+    """Yield the places that are drawn together: outputs, modules and ops first, then each cell."""
     outer = [*capture.outputs, *(point for point in capture.points if point.kind is not Kind.PART)]
     yield "outputs, modules and ops", [point for point in outer if point.histogram]
     for cell in capture.cells:
@@ -67,7 +67,7 @@ def histogram_groups(capture: Capture) -> Iterator[tuple[str, list[Point]]]:
 
 
 def histogram(alike: Sequence[Point]) -> str:
-    """Return the float values at places that have the same ones, and the qparams of both sides."""
+    """Plot the float values at places with equal values, and the qparams of both sides."""
     figure = Figure(figsize=SMALL, layout="constrained")
     axes = figure.subplots()
     _histogram(axes, alike[0])
@@ -96,7 +96,7 @@ def _histogram(axes: Axes, point: Point) -> None:
 
 
 def _view(histogram: Histogram, qparams: Sequence[QParamsView]) -> tuple[float, float]:
-    """Return what is drawn: all values, and both ends of every range."""
+    """Return the limits of the plot: all values, and both ends of every range."""
     ends = [histogram.low, histogram.high]
     for each in qparams:
         ends += [end for pair in _ends(each) for end in pair]
@@ -112,7 +112,7 @@ def _ends(qparams: QParamsView) -> Iterator[tuple[float, float]]:
 def _mark_qparams(
     axes: Axes, qparams: QParamsView, colour: str, view: tuple[float, float], bottom: float
 ) -> None:
-    """Shade what the qparams cover, dash their ends, and draw their steps as ticks at the bottom."""
+    """Shade the range of the qparams, dash its ends, and draw its steps as ticks at the bottom."""
     pairs = zip(qparams.scales, qparams.zero_points, _ends(qparams), strict=True)
     for scale, zero_point, (first, last) in pairs:
         axes.axvspan(max(first, view[0]), min(last, view[1]), color=colour, alpha=0.10, linewidth=0)
@@ -128,7 +128,7 @@ def _mark_qparams(
 
 
 def cell_chain(cell: CellGraph, capture: Capture) -> str:
-    """Return the parts of a cell from left to right, with their q-dq."""
+    """Draw the parts of a cell from left to right, with their q-dq."""
     return _svg(draw_cell(cell, {point.name: point for point in capture.points}), cell.path)
 
 
@@ -137,11 +137,11 @@ def _shortened(name: str, length: int = MAX_NAME) -> str:
 
 
 def _svg(figure: Figure, salt: str) -> str:
-    """Return ``figure`` as an element; ``salt`` keeps its ids apart from those of the other pictures."""
+    """Return ``figure`` as an SVG element; ``salt`` makes its ids differ from those of other pictures."""
     figure.patch.set_alpha(0)
     for axes in figure.axes:
         axes.patch.set_alpha(0)
-    # What is told to be INK takes the colour of the text around it.
+    # INK is replaced by the colour of the text around the picture.
     for axes in figure.axes:
         for spine in axes.spines.values():
             spine.set_color(INK)

@@ -1,4 +1,4 @@
-"""A comparison in words and numbers: how near, how small, how fast, and what became of FX."""
+"""A comparison in words and numbers: how near to float, how small, how fast, and the outcome of FX."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchq_compat.migrate.comparison.results import (
 
 __all__ = ["GRADES", "Place", "grade", "noise_text", "summary_sentence", "told_places", "worst_places"]
 
-#: Least SQNR, dB -> what it counts as. 40 dB is noise of 1% of the signal, 20 dB of 10%.
+#: (least SQNR in dB, grade). At 40 dB the noise is 1% of the signal, at 20 dB 10%.
 GRADES = ((30.0, "good"), (20.0, "fair"), (-math.inf, "poor"))
-#: Share of values outside the range from which that explains the noise.
+#: From this share of values outside the range on, saturation explains the noise.
 MUCH_SATURATED = 0.002
-#: A place is not worse than what comes in by less than so many dB.
+#: A place whose SQNR is less than this many dB below its input's has inherited the noise.
 INHERITED = 3.0
-#: Share of a range that is little.
+#: Below this share, values use little of the range.
 LITTLE = 0.35
 
 
@@ -35,7 +35,7 @@ def grade(sqnr: float) -> str:
 
 
 def noise_text(sqnr: float) -> str:
-    """Return the noise as a share of the signal, both root mean square."""
+    """Return the noise as a share of the signal, both as root mean square."""
     if math.isinf(sqnr) and sqnr > 0:
         return "0%"
     share = 10 ** (-sqnr / 20)
@@ -43,8 +43,8 @@ def noise_text(sqnr: float) -> str:
 
 
 def summary_sentence(comparison: ComparedModel) -> str:
-    """Return, for example, ``int8 within 0.9% of float; 0.27 of the size; 3.1 times as fast. FX cannot run
-    this model because ...``"""
+    """Return a sentence such as ``int8 within 0.9% of float; 0.27 of the size; 3.1 times as fast. FX cannot
+    run this model because ...``"""
     capture, costs = comparison.capture, comparison.capture.costs
     if comparison.verdict.nothing_quantized:
         return f"Nothing is quantized. {_of_fx(capture)}"
@@ -72,7 +72,7 @@ def _bits(capture: Capture) -> str:
 def _of_fx(capture: Capture) -> str:
     fx, costs = capture.fx, capture.costs
     if fx.outcome is FxOutcome.NOT_ASKED:
-        return "FX was not asked."
+        return "FX was not run."
     if fx.outcome is FxOutcome.RAISED:
         return f"FX cannot run this model because of {_first_line(fx.error)}"
     sides = [output.fx for output in capture.outputs if output.fx is not None]
@@ -88,21 +88,22 @@ def _first_line(error: str) -> str:
 
 
 class Place:
-    """Points with the same values in all that is shown, told once."""
+    """Points with the same values everywhere, shown once."""
 
     def __init__(self, point: Point) -> None:
         self.point = point
         self.names = [point.name]
 
     def takes(self, other: Point) -> bool:
-        """Whether ``other`` is the same value, moved or handed on."""
+        """Return whether ``other`` has the same value, moved or passed on."""
         mine = self.point
         same = (other.ours, other.fx, other.histogram) == (mine.ours, mine.fx, mine.histogram)
         return same and other.kind is not Kind.PART and mine.kind is not Kind.PART
 
 
 def told_places(points: Sequence[Point]) -> list[Place]:
-    """Return the places in order, each value once: a pooling that hands integers on is no place by itself."""
+    """Return the places in order, each value once: a pooling that passes integers on is not a place of its
+    own."""
     found: list[Place] = []
     for point in points:
         if found and found[-1].takes(point):
@@ -123,7 +124,7 @@ def worst_places(capture: Capture, count: int = 3) -> list[tuple[Place, str]]:
 def _reasons(point: Point, capture: Capture) -> Iterator[str]:
     side, qparams, histogram = point.ours, point.ours.qparams, point.histogram
     if qparams is None:
-        yield "It is computed in float: what comes in carries the noise."
+        yield "It is computed in float: the noise comes from its input."
         return
     if side.saturated is not None and side.saturated > MUCH_SATURATED:
         yield (
@@ -136,11 +137,11 @@ def _reasons(point: Point, capture: Capture) -> Iterator[str]:
             yield f"Float's values fill {used:.0%} of the range that it covers: few steps are left for them."
     before = _before(point, capture)
     if before is not None and side.sqnr > before.ours.sqnr - INHERITED:
-        yield f"The noise comes in: {before.name}, before it, has {before.ours.sqnr:.1f} dB."
+        yield f"The noise comes from its input: {before.name} has {before.ours.sqnr:.1f} dB."
     elif len(qparams.scales) == 1:
         yield f"The noise is its own: one step is {qparams.scales[0]:.3g}."
     else:
-        yield f"It has {len(qparams.scales)} sets of qparams; the parts that they are of carry the noise."
+        yield f"It has {len(qparams.scales)} sets of qparams; the noise comes from the parts they belong to."
 
 
 def _width(qparams: QParamsView) -> float:
@@ -148,7 +149,8 @@ def _width(qparams: QParamsView) -> float:
 
 
 def _before(point: Point, capture: Capture) -> Point | None:
-    """Return the noisiest of the parts that a part reads, or the quantized place before."""
+    """Return the noisiest of the parts that a part reads, or the quantized place before an op; None if there
+    is none."""
     for cell in capture.cells:
         for node in cell.nodes:
             if f"{cell.path}.{node.name}" == point.name:

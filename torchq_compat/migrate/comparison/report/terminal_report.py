@@ -1,4 +1,4 @@
-"""Comparisons for people: tables on a terminal."""
+"""Comparisons as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchq_compat.migrate.comparison.causes import qparams_text
 from torchq_compat.migrate.comparison.report.summary_sentence import summary_sentence
 from torchq_compat.migrate.comparison.results import ComparedModel, Costs, Finding, Kind, Point, Side, Status
 from torchq_compat.migrate.comparison.verdict import decibel_text
-from torchq_compat.showing.rows import counted
-from torchq_compat.showing.text_table import folded_prefixes, text_table
+from torchq_compat.support.showing.rows import counted
+from torchq_compat.support.showing.text_table import folded_prefixes, text_table
 
 __all__ = [
     "as_text",
@@ -28,10 +28,10 @@ __all__ = [
 
 STYLES = {Status.WORSE: "bold red", Status.WITHOUT_FX: "bold yellow"}
 WIDTH = 200
-#: From here on both sides have columns.
+#: The width from which both sides have columns of their own.
 WIDE = 150
 COLUMNS = ("where", "what", "here", "FX", "dB here", "dB FX", "differ", "steps", "saturated", "in FX")
-#: Of places that one reason explains.
+#: The maximum number of places shown for one reason.
 MAX_ALIKE = 6
 NONE, UNSATURATED = "-", "0.00%"
 
@@ -85,12 +85,12 @@ def _points_table(points: Iterable[Point], width: int) -> Text:
 
 
 def _one_of_several(qparams: str) -> str:
-    """Several pairs do not fit a narrow column; the other forms of the report have them."""
+    """Return qparams shortened for a narrow column; the other forms of the report list all pairs."""
     return f"{qparams.split()[0]} {qparams.count('|') + 1} pairs" if "|" in qparams else qparams
 
 
 def _beside(row: tuple[str, ...]) -> str:
-    """What a narrow table says in words: saturation, and FX."""
+    """Return the note that a narrow table has in place of columns: saturation, and FX."""
     fx, decibels, share, steps, here, there = row[3], row[5], row[6], row[7], row[8], row[9]
     told = [f"FX {fx}" if fx else "", f"{decibels} dB" if decibels else ""]
     if share:
@@ -137,7 +137,7 @@ def _saturated(side: Side) -> str:
 
 
 def cost_rows(costs: Costs) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield (side, bytes of state, of float's, ms per call, of float's)."""
+    """Yield (side, bytes of state, relative to float, ms per call, relative to float)."""
     for side, size, time in (
         ("float", costs.float_bytes, costs.float_ms),
         ("here", costs.our_bytes, costs.our_ms),
@@ -158,7 +158,7 @@ def _costs_table(costs: Costs) -> Table:
 
 
 def findings_by_reason(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
-    """Return the findings in groups that one reason explains, in the order of the first of each."""
+    """Return the findings in groups with the same reason, in the order of the first of each group."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.why, finding.link), []).append(finding)

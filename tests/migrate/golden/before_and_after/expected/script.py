@@ -31,6 +31,8 @@ def static(model, mapping, loader, path):
     two = prepare_fx(model, mapping, example_inputs=(batch,))
     three = prepare_fx(model, mapping, (example, example))
     four = prepare_fx(model, mapping, None)
+    one_image = next(iter(loader))[0][:1].to("cpu")
+    cropped = prepare_fx(model, mapping, (one_image,))
     five = prepare_fx(model, mapping, (torch.zeros(2, 3),))
     six = prepare_fx(model, mapping, batch_of_unknown_form(loader))
     quantized = convert_fx(one)

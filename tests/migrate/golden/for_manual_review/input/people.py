@@ -20,3 +20,20 @@ def old(model, qconfig, extra):
     scripted = torch.jit.script(quantized)
     print(scripted.graph)
     return torch.jit.load("elsewhere.pt"), isinstance(prepared, ObservedGraphModule)
+
+
+SHAPE = [1, 3, 224, -1.0]
+
+
+def without_tensors(model, qconfig_mapping, loader, x):
+    digits = (0, 7, 9, 2, 2)
+    example_inputs = digits
+    prepare_fx(model, qconfig_mapping, example_inputs)
+    prepare_fx(model, qconfig_mapping, SHAPE)
+    prepare_fx(model, qconfig_mapping, x.size())
+    prepare_fx(model, qconfig_mapping, (x.shape, "NCHW"))
+    prepare_fx(model, qconfig_mapping, ())
+    batch = next(iter(loader))
+    prepare_qat_fx(model, qconfig_mapping, batch)
+    nothing = None
+    return prepare_fx(model, qconfig_mapping, nothing)

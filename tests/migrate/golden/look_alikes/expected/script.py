@@ -31,6 +31,10 @@ def look_alikes(model, x, y, batches):
     prepare_fx(model, mapping, (x, y))  # TQ113
     program = torch.export.export(model, (x,))  # TQ114
     prepare_fx(model, get_default_qconfig_mapping("x86"), tuple(batches[0]))  # TQ201: made elsewhere
+    prepare_fx(model, mapping, (x, 3, [y, None]))  # TQ201: numbers beside tensors
+    prepare_fx(model, mapping, (next(iter(batches))[0],))  # TQ201: without the targets
+    for shape in ((1, 3), x.shape):
+        prepare_fx(model, mapping, shape)  # TQ201: not known
     prepare_fx(model, mapping, (x,), _equalization_config=None)  # TQ202
     graph_module = torch.fx.GraphModule(model, torch.fx.Graph())  # TQ203: fx, and not quantization's
     print("quantize_fx is what this was")  # TQ204: prose

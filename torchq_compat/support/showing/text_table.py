@@ -1,4 +1,4 @@
-"""Tables of text that fit a terminal: empty columns are left out, a common prefix is said once."""
+"""Tables of text that fit a terminal: empty columns are left out, and a common prefix is shown once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["columns_with_content", "fitted_width", "folded_prefixes", "text_table"]
 
-#: Columns of the narrowest terminal that a table has to fit, and of what is no terminal.
+#: The least width of a table, and the width if the output is not a terminal.
 LEAST, ELSEWHERE = 80, 100
 GAP, BELOW = "  ", "      "
 #: A column is not made narrower than this.
 NARROWEST = 12
-#: As many rows below one path are shown below a line with that path.
+#: The number of consecutive rows below one path from which the path gets a line of its own.
 WORTH_FOLDING = 3
 
 
 def fitted_width() -> int:
-    """Return the width of the terminal, at least 80; 100 where there is none."""
+    """Return the width of the terminal, at least 80; 100 if there is no terminal."""
     return max(LEAST, shutil.get_terminal_size((ELSEWHERE, 24)).columns)
 
 
@@ -29,10 +29,10 @@ def columns_with_content(header: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 
 def folded_prefixes(paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (line to stand before it, what is shown) for each path.
+    """Return, for each path, the line to put before it and the text to show.
 
-    Where three or more paths in a row begin with the same module path, it is a line of its own, and they are
-    shown below it without.
+    If three or more consecutive paths begin with the same module path, that path gets a line of its own, and
+    the paths below that line are shown without it.
     """
     shown: list[tuple[str, str]] = []
     parents = [path.rpartition(".")[0] for path in paths]
@@ -53,16 +53,15 @@ def folded_prefixes(paths: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _is_near(path: str, parent: str) -> bool:
-    """Whether ``path`` is a name below ``parent``, or the weight or input of one."""
+    """Return whether ``path`` is a name directly below ``parent``, or the weight or input of such a name."""
     return path.startswith(f"{parent}.") and path.removeprefix(parent).count(".") <= 2
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return a table without lines that fits ``width``.
+    """Return a table without rules that fits ``width``.
 
-    The last column holds sentences: where they do not fit behind the others they follow on lines of their
-    own.
-    A row whose other cells are empty is a line by itself.
+    The last column holds sentences; if they do not fit beside the other columns, they follow on their own
+    lines. A row with only its first cell is a line of its own.
     """
     kept = columns_with_content(header[:-1], rows)
     widths = [max(len(row[index]) for row in (header, *rows) if _is_row(row)) for index in kept]
@@ -89,7 +88,7 @@ def _is_row(row: Sequence[str]) -> bool:
 
 
 def _wrapped(cell: str, width: int) -> list[str]:
-    """Return the lines of ``cell``, with its indent before the first."""
+    """Return the lines of ``cell``, each with the indent of ``cell``."""
     indent = cell[: len(cell) - len(cell.lstrip())]
     return textwrap.wrap(cell.lstrip(), width, initial_indent=indent, subsequent_indent=indent) or [""]
 

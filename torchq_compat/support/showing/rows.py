@@ -1,4 +1,4 @@
-"""The rows of ``explain``: what is decided, the weights and inputs of it, and the counts of all."""
+"""The rows of ``explain``: decisions, their weights and inputs, and the counts of all rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Role", "Row", "counted", "default_reason", "headline"]
 
 Role = Literal["op", "part", "input", "weight", "batch norm", "size", "setting", "lowering"]
 
-#: Roles of what is an op of the model.
+#: The roles of rows that are counted as ops of the model.
 OPS: tuple[Role, ...] = ("op",)
 
 
@@ -20,18 +20,19 @@ class Row:
     """One row of a report.
 
     Attributes:
-        path: module path; ``scope/node`` for a function; ``path.weight`` and ``path.input`` for what an op
-            reads as integers.
+        path: module path; ``scope/node`` for a function; ``path.weight`` and ``path.input`` for the values
+            that an op reads as integers.
         role: what the row is about.
         kind: module class, operator, or a part's formula.
-        action: ``quantized``, ``shared``, ``float``, ``dropped``, ``folded``, ``free`` or ``fixed``.
-        dtype: of the integers, without ``torch.``; empty where there are none.
-        scale: per tensor; None where it is per channel, chosen at run time or not known yet.
-        zero_point: the same.
-        channels: how many scales there are; None: one.
-        runs_as: what computes it after ``convert_fx``; empty where that is not known.
-        on_integers: whether that is an integer kernel; None where it is not known.
-        reason: why, in words that name the setting.
+        action: ``quantized``, ``shared``, ``float``, ``dropped``, ``folded``, ``free``, ``fixed``,
+            ``lowered`` or ``reference``.
+        dtype: the integer dtype, without ``torch.``; empty if there is none.
+        scale: the scale per tensor; None if it is per channel, chosen at run time or not known yet.
+        zero_point: the zero point, or None as for ``scale``.
+        channels: the number of scales; None if there is one.
+        runs_as: what the op runs as after ``convert_fx``; empty if this is not known.
+        on_integers: whether the op runs on an integer kernel; None if this is not known.
+        reason: why; it names the setting that decided.
     """
 
     path: str
@@ -57,7 +58,7 @@ def counted(count: int, what: str, plural: str = "") -> str:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Return what a person asks first: ``14 quantized, 0 float, 1 batch norm folded``."""
+    """Return the counts of ``rows``: ``14 quantized, 0 float, 1 batch norm folded``."""
     ops = Counter(row.action for row in rows if row.role in OPS)
     parts = sum(row.role == "part" for row in rows)
     folded = sum(row.role == "batch norm" for row in rows)
@@ -79,7 +80,7 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def default_reason(rows: Iterable[Row]) -> str:
-    """Return the reason that most quantized rows have, which is said once and not at each of them."""
+    """Return the reason that most quantized ops have, to be shown once; empty if no two ops share it."""
     reasons = Counter(row.reason for row in rows if row.role == "op" and row.action == "quantized")
     (reason, count), *_ = reasons.most_common(1) or [("", 0)]
     return reason if count > 1 else ""

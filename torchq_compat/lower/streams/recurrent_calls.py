@@ -1,4 +1,4 @@
-"""The recurrent calls of a converted graph: which keep their state in a stream."""
+"""The recurrent calls of a converted graph, and which of them keep their state in a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchq_compat.support.upstream import pytree
 __all__ = ["RecurrentCall", "recurrent_calls"]
 
 ATEN = torch.ops.aten
-#: Ops that take nothing but sizes, dtype and device of their first argument.
+#: Ops that read only the sizes, dtype and device of their first argument.
 OF_SHAPES = (
     ATEN.sym_size.int,
     ATEN.new_zeros.default,
@@ -39,10 +39,10 @@ class RecurrentCall:
     """One call of a recurrent module.
 
     Attributes:
-        key: how streams name it.
+        key: the name of the call in streams.
         steps: the symbol of its number of steps.
-        batch: that of its batch; None where there is none, the number where it is fixed.
-        keeps_state: whether the model itself gives it none, or always the same.
+        batch: the symbol of its batch size; the number if it is fixed; None if the input is not batched.
+        keeps_state: whether the model gives it no state, or the same state in every call.
     """
 
     node: Node
@@ -58,10 +58,10 @@ class RecurrentCall:
 
 
 def recurrent_calls(graph_module: GraphModule) -> list[RecurrentCall]:
-    """The calls of the recurrent modules in a q-dq graph.
+    """Return the calls of recurrent modules in a q-dq graph.
 
     Raises:
-        StreamingError: one that cannot run in pieces; names its path.
+        StreamingError: a call cannot run in pieces, named by its path; or no call keeps its state.
     """
     found = []
     for node in opaque_call_nodes(graph_module):
@@ -104,10 +104,10 @@ def _read(node: Node, module: RecurrentModule, path: str) -> RecurrentCall:
 
 
 def _is_kept(path: str, hidden: Any, steps: Any) -> bool:
-    """Whether a state that the model gives is the same in every call; else the caller's own.
+    """Return whether an initial state in the graph is the same in every call; False if it is the caller's.
 
     Raises:
-        StreamingError: it is computed from the sequence.
+        StreamingError: the state is computed from the sequence.
     """
     given = set(_placeholders(pytree.tree_leaves(hidden)))
     if any(_is_sequence(each, steps) for each in given):
@@ -116,7 +116,7 @@ def _is_kept(path: str, hidden: Any, steps: Any) -> bool:
 
 
 def _placeholders(waiting: list[Any]) -> Iterator[Node]:
-    """The inputs whose values ``waiting`` are computed from."""
+    """Yield the inputs that the values in ``waiting`` are computed from."""
     seen: set[Node] = set()
     while waiting:
         node = waiting.pop()

@@ -1,17 +1,17 @@
-"""A report of ``explain`` as text: first the counts, then the model from its inputs on, then the sizes."""
+"""A report of ``explain`` as text: the counts, then the model in its order, then the sizes of the inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchq_compat.showing.rows import Row, counted, default_reason, headline
-from torchq_compat.showing.text_table import folded_prefixes, text_table
+from torchq_compat.support.showing.rows import Row, counted, default_reason, headline
+from torchq_compat.support.showing.text_table import folded_prefixes, text_table
 
 __all__ = ["HEADER", "cells", "report_text", "stored_as"]
 
 HEADER = ("where", "what", "as", "scale", "zero", "note")
 SIZES = ("input", "what", "size", "note")
-#: What every part of a custom module says.
+#: The beginning of the reason of every part of a custom module.
 OF_PARTS = "part of the custom module"
 
 
@@ -26,14 +26,14 @@ def report_text(rows: Sequence[Row], width: int) -> str:
     if model:
         blocks.append(_table(HEADER, [cells(row, common) for row in model], width))
     if common:
-        blocks.append(f"Why, where nothing else is said: {common}.")
+        blocks.append(f"Reason, unless noted otherwise: {common}.")
     if sizes:
         blocks.append(_table(SIZES, [(row.path, row.kind, row.action, row.reason) for row in sizes], width))
     return "\n\n".join(blocks)
 
 
 def cells(row: Row, common: str) -> tuple[str, ...]:
-    """Return the row of the table for ``row``; ``common``: the reason that need not be repeated."""
+    """Return the cells of the table for ``row``; a reason equal to ``common`` is left out."""
     reason = "" if row.reason in (common, OF_PARTS) else row.reason.removeprefix(f"{OF_PARTS}; ")
     if row.action == "shared":
         reason = ""
@@ -46,7 +46,7 @@ def cells(row: Row, common: str) -> tuple[str, ...]:
 
 
 def stored_as(row: Row) -> str:
-    """Return the dtype, with ``shared`` where it has the qparams of its input; else what was done."""
+    """Return the dtype, and ``shared`` if the qparams are the input's; the action if there is no dtype."""
     return " ".join(filter(None, (row.dtype, row.action if row.action == "shared" or not row.dtype else "")))
 
 

@@ -1,4 +1,4 @@
-"""What ``export`` sees of a streaming model: its states as buffers."""
+"""A streaming model as ``export`` traces it: with its states as buffers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class StreamProgram(nn.Module):
     """A q-dq graph that writes its states back into buffers.
 
     Args:
-        graph: what is exported.
-        model: what it was made from, in eager mode.
-        streams: which calls keep their state.
-        args: an example, of the batch that is exported.
+        graph: the module to export.
+        model: the model that ``graph`` was made from, in eager mode.
+        streams: the calls that keep their state.
+        args: example arguments, in the batch size to export.
     """
 
     def __init__(self, graph: nn.Module, model: nn.Module, streams: Streams, args: tuple[Any, ...]) -> None:
         super().__init__()
-        # No GraphModule can hold a submodule of the name ``graph``, and the exported program is one.
+        # A GraphModule cannot have a submodule named ``graph``, and the exported program is one.
         self.computation = graph
         first = Streams(streams.kept)
         with torch.no_grad(), first.active():

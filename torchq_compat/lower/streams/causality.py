@@ -1,7 +1,7 @@
-"""Whether a model computes in pieces what it computes of the whole: found out by running both.
+"""Check that a model computes the same in pieces as for the whole sequence, by running both.
 
-Every value of the graph is looked at: along the steps the pieces have to be the whole one behind the other;
-what has no steps, a last state say, has to be after the last piece what it is after the whole.
+Every value of the graph is compared: a value with steps has to be the concatenation of its pieces; a value
+without steps, say a last state, has to be the same after the last piece as after the whole.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch.fx import GraphModule, Interpreter, Node
 from torchq_compat.capture.checked.same_results import sqnr
 from torchq_compat.custom_modules.recurrent.modules.streams import Streams
 from torchq_compat.errors import StreamingError
-from torchq_compat.streams.recurrent_calls import RecurrentCall
+from torchq_compat.lower.streams.recurrent_calls import RecurrentCall
 from torchq_compat.support.graph_nodes import module_path_of, user_line_of
 from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["check_causality"]
 
-#: Steps of the pieces of a trial: of different lengths, the last a single step.
+#: The numbers of steps in the pieces of a trial: different lengths, the last a single step.
 PIECES = (2, 3, 1)
 BATCH = 5
-#: dB that count as equal: q-dq may round another way where a float sum has another order, and dynamic ranges
-#: are those of each piece.
+#: SQNRs in dB that count as equal: q-dq may round differently where a float sum has another order, and
+#: dynamic ranges are computed for each piece.
 EQUAL, EQUAL_DYNAMIC = 30.0, 12.0
 EMBEDDINGS = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx)
 
 
 def check_causality(graph_module: GraphModule, calls: Sequence[RecurrentCall], *, is_dynamic: bool) -> None:
-    """Run a q-dq graph on random sequences and on their pieces.
+    """Run a q-dq graph on random sequences and on their pieces, and compare all values.
 
     Raises:
-        StreamingError: some value is another one in pieces; names the op.
+        StreamingError: a value differs in pieces; the error names the op.
     """
     steps = calls[0].steps
     if any(call.steps != steps for call in calls):
@@ -49,7 +49,7 @@ def check_causality(graph_module: GraphModule, calls: Sequence[RecurrentCall], *
     total = sum(PIECES)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     whole = [_random(node, {**sizes, steps: total}, tokens, generator) for node in placeholders]
-    # A state of the caller's, too, goes on from piece to piece.
+    # A state that the caller gives also continues from piece to piece.
     kept = frozenset(call.key for call in calls)
     expected = _run(graph_module, whole, Streams(kept))
     streams, pieces, start = Streams(kept), [], 0
@@ -63,7 +63,7 @@ def check_causality(graph_module: GraphModule, calls: Sequence[RecurrentCall], *
     for node, value in expected.items():
         found = [each[node] for each in pieces]
         if not _agrees(value, found, least):
-            raise _refused("it is computed across steps, or from their number", node)
+            raise _refused("it is computed from several steps, or from the number of steps", node)
 
 
 class _Recorder(Interpreter):
@@ -73,7 +73,7 @@ class _Recorder(Interpreter):
 
 
 def _run(graph_module: GraphModule, inputs: list[Any], streams: Streams) -> dict[Node, Any]:
-    """The value of every node that is no input."""
+    """Return the value of every node that is no input."""
     recorder = _Recorder(graph_module)
     with torch.no_grad(), streams.active():
         try:
@@ -105,7 +105,7 @@ def _size(size: Any, sizes: dict[Any, int]) -> int:
 
 
 def _piece(node: Node, value: Any, steps: Any, start: int, count: int) -> Any:
-    """The part of a whole input from step ``start`` on; an input without steps is handed on."""
+    """Return ``count`` steps of ``value`` from step ``start`` on; an input without steps is unchanged."""
     shape = node.meta["val"].shape if isinstance(value, Tensor) else ()
     for dimension, size in enumerate(shape):
         if isinstance(size, SymInt) and size.node.expr == steps:
@@ -114,7 +114,7 @@ def _piece(node: Node, value: Any, steps: Any, start: int, count: int) -> Any:
 
 
 def _tokens(graph_module: GraphModule) -> int:
-    """How many tokens every table of the graph has."""
+    """Return the number of tokens that every embedding table of the graph has."""
     counts = [2]
     for node in graph_module.graph.nodes:
         if node.target in EMBEDDINGS:
@@ -157,7 +157,7 @@ def _tensor_agrees(whole: Tensor, pieces: list[Tensor], least: float) -> bool:
     rows, rest = divmod(lengths[-1], PIECES[-1])
     if rest or [rows * count for count in PIECES] != lengths or whole.shape[axis] != rows * sum(PIECES):
         return False
-    # Steps and batch in one dimension, in either order.
+    # Steps and batch are flattened into one dimension, in either order.
     for by_step in (False, True):
         parts = (-1, rows) if by_step else (rows, -1)
         split = [

@@ -1,4 +1,4 @@
-"""``streaming``: the model with its recurrent states kept inside."""
+"""``streaming``: a converted model that keeps its recurrent states."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchq_compat.custom_modules.recurrent.modules.streams import Streams
 from torchq_compat.errors import StreamingError
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
-from torchq_compat.streams.causality import check_causality
-from torchq_compat.streams.recurrent_calls import recurrent_calls
+from torchq_compat.lower.streams.causality import check_causality
+from torchq_compat.lower.streams.recurrent_calls import recurrent_calls
 from torchq_compat.support.argument_checks import (
     INDEX,
     Expected,
@@ -30,7 +30,7 @@ CHOOSE_QPARAMS = "choose_qparams"
 
 
 class StreamingModel(nn.Module):
-    """A converted model whose recurrent modules begin each call where the last one ended.
+    """A converted model whose recurrent modules start each call from the last state of the previous call.
 
     Args:
         model: what ``convert_fx`` or ``convert_to_reference_fx`` returned; it is not changed.
@@ -40,37 +40,37 @@ class StreamingModel(nn.Module):
     def __init__(self, model: QuantizationGraphModule, streams: Streams) -> None:
         super().__init__()
         self.model = model
-        # No part of any state_dict: a state belongs to the sequences that are fed.
+        # Not in the state_dict: a state belongs to the sequences that were fed.
         self.streams = streams
 
-    # Dynamo cannot read a ContextVar, and would leave out the states.
+    # Dynamo cannot read a ContextVar and would drop the states.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the next chunk of every stream.
 
         Args:
-            *args: as the converted model takes them; every stream is one row of the batch.
-            **kwargs: the same.
+            *args: as for the converted model; every row of the batch is one stream.
+            **kwargs: as for the converted model.
 
         Returns:
             What the model returns for the chunk.
 
         Raises:
-            InputError: another number of streams than before.
+            InputError: the number of streams differs from the previous chunk's.
         """
         with torch.no_grad(), self.streams.active():
             return self.model(*args, **kwargs)
 
     def reset(self, indices: Sequence[int] | Tensor | None = None) -> None:
-        """Begin again.
+        """Begin streams again.
 
         Args:
-            indices: of the streams, by their place in the batch, or a mask of them; None: all, and the next
-                chunk may be of another batch.
+            indices: the positions of streams in the batch, or a mask of them; None for all streams, and the
+                next chunk may then have another batch size.
 
         Raises:
             ArgumentError: ``indices`` are no ints.
-            InputError: no such stream.
+            InputError: there is no such stream.
         """
         check_arguments("reset", {"indices": STREAMS}, {"indices": indices})
         self.streams.reset(indices)
@@ -86,22 +86,23 @@ def _are_whole(given: Any) -> bool:
 
 @checked_arguments(converted=instance_of(nn.Module, what="an nn.Module"))
 def streaming(converted: nn.Module) -> StreamingModel:
-    """The same model, fed in chunks of any length down to one step.
+    """Return the same model, fed in chunks of any length down to one step.
 
-    The states of recurrent calls to which the model gives none, or always the same, are kept inside; a state
-    that the model takes from its caller stays the caller's. Fed a sequence in chunks the model gives the bits
-    it gives for the whole, if every step is computed from those before it alone: that is tried here.
+    The states of recurrent calls to which the model gives no state, or always the same, are kept inside; a
+    state that the model accepts from its caller is left to the caller. On a sequence in chunks the model
+    computes the bits that it computes on the whole, if every step depends only on the steps before it: this
+    is tried here.
 
     Args:
         converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned; it is not changed.
 
     Returns:
-        A module called as ``converted`` is. ``reset()`` begins again, ``reset(indices)`` single streams of
-        the batch.
+        A module called like ``converted``. ``reset()`` begins all streams again, ``reset(indices)`` single
+        streams of the batch.
 
     Raises:
-        StreamingError: no converted model, no recurrent module, or one that cannot run in pieces: a
-            bidirectional module, a conv, pooling or attention over time, a mean over time; names the place.
+        StreamingError: no converted model, no recurrent module, or an op that cannot run in pieces: a
+            bidirectional module, a conv, pooling, attention or mean over time; the error names its place.
 
     Example:
         >>> import torch

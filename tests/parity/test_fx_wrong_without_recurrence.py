@@ -1,0 +1,60 @@
+"""Feed-forward models that FX converts to other values than it observed, beside what this package does."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.ao.quantization.quantize_fx as fx
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    PerChannelMinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_observer,
+    get_default_qconfig_mapping,
+)
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.helpers.oracle import sqnr
+
+
+def prepare_both(model: nn.Module, mapping: QConfigMapping, x: Tensor) -> tuple[GraphModule, GraphModule]:
+    """(by us, by FX), calibrated."""
+    ours, theirs = tc.prepare_fx(model, mapping, (x,)), fx.prepare_fx(copy.deepcopy(model), mapping, (x,))
+    for prepared in (ours, theirs):
+        prepared(x)
+    return ours, theirs
+
+
+def test_prelu_on_the_integer_kernel_of_torch() -> None:
+    """It quantizes the 1 of positive values with the weight's scale, which holds slopes: 1 saturates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.PReLU(8), nn.Conv2d(8, 4, 3)).eval()
+    x = torch.randn(16, 1, 9, 9)
+    ours, theirs = prepare_both(model, get_default_qconfig_mapping("x86"), x)
+    reference, exact = fx.convert_to_reference_fx(copy.deepcopy(theirs)), model(x)
+    assert sqnr(exact, fx.convert_fx(theirs)(x)) < 10 < 25 < sqnr(exact, reference(x)) < 60
+    assert sqnr(reference(x), tc.convert_fx(ours)(x)) > 50
+    (told,) = (each.unlike_fx for each in tc.explain(ours) if each.path == "1")
+    assert "largest slope" in told
+
+
+def test_weights_in_a_range_narrower_than_the_dtype() -> None:
+    """The scale of a symmetric observer in 4 bits is the largest value by 7.5, which rounds to 8."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 64)).eval(), torch.randn(32, 8)
+    weight = PerChannelMinMaxObserver.with_args(
+        dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-8, quant_max=7
+    )
+    mapping = QConfigMapping().set_global(QConfig(default_observer, weight))
+    ours, theirs = prepare_both(model, mapping, x)
+    here, there = (
+        tc.convert_fx(ours).get_submodule("0").weight(),
+        fx.convert_fx(theirs).get_submodule("0").weight(),
+    )
+    torch.testing.assert_close(here.q_per_channel_scales(), there.q_per_channel_scales())
+    assert int(there.int_repr().max()) == 8
+    assert int(here.int_repr().max()) == 7
+    assert torch.equal(here.int_repr(), there.int_repr().clamp(-8, 7))

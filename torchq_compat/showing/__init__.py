@@ -1,1 +1,0 @@
-"""How results are shown: the rows of a report as text for a terminal, and as HTML for a notebook."""

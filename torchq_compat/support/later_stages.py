@@ -1,0 +1,60 @@
+"""Calls into the stages that run only when ``torch.onnx.export`` or ``torch.jit`` is given a model.
+
+These stages import the models that call them, so each is imported by its name when it is first needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph
+
+__all__ = ["graph_for_onnx", "is_captured_for_onnx", "run_for_onnx", "scripted_graph", "scripted_recurrent"]
+
+ONNX_STAGE = "torchq_compat.lower.onnx.traced_forms"
+TORCHSCRIPT_STAGE = "torchq_compat.lower.torchscript"
+_IS_RUNNING = ContextVar("torchq_compat_is_running_for_onnx", default=False)
+
+
+def is_captured_for_onnx() -> bool:
+    """Return whether ``torch.onnx.export`` is capturing a model, whose operators ONNX may not have; False
+    inside ``run_for_onnx``."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export() and not _IS_RUNNING.get()
+
+
+def run_for_onnx(model: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Run ``model`` with operators that ONNX has; see ``lower/onnx/traced_forms.py``."""
+    token = _IS_RUNNING.set(True)
+    try:
+        return importlib.import_module(ONNX_STAGE).run_for_onnx(model, args)
+    finally:
+        _IS_RUNNING.reset(token)
+
+
+def graph_for_onnx(model: nn.Module) -> Graph:
+    """Return a graph that calls ``run_for_onnx``: torch.export interprets the graph of a GraphModule and does
+    not call its ``forward``."""
+    graph = Graph()
+    args = graph.placeholder("*args")
+    graph.output(graph.call_function(lambda given: run_for_onnx(model, tuple(given)), (args,)))
+    return graph
+
+
+def scripted_graph(model: nn.Module) -> Any:
+    """Return the ``ScriptedGraph`` of a captured model; see ``lower/torchscript/scripted.py``."""
+    return importlib.import_module(f"{TORCHSCRIPT_STAGE}.scripted").scripted_graph(model)
+
+
+def scripted_recurrent(module: nn.Module, contract: Any) -> nn.Module:
+    """Return the plain module for a recurrent ``module`` of an eager model.
+
+    See ``lower/torchscript/recurrent.py``.
+    """
+    made: nn.Module = importlib.import_module(f"{TORCHSCRIPT_STAGE}.recurrent").scripted_recurrent(
+        module, contract
+    )
+    return made
