@@ -23,7 +23,7 @@ from torchq_compat.custom_modules.recurrent.native.carried import LIBRARIES, TAR
 
 ROOT = Path(__file__).parents[1]
 INCLUDE = Path(torch.__file__).parent / "include"
-#: libgomp and libstdc++ are those that torch brings or needs; of libtorch_cpu the name alone is linked.
+#: libgomp and libstdc++ are those that torch ships or needs; libtorch_cpu is linked by name only.
 PLATFORM = "manylinux_2_36"
 
 
@@ -64,7 +64,7 @@ def wheel_for(machine: str, into: Path) -> None:
             shutil.move(path, Path(directory) / path.name)
         try:
             build = [sys.executable, "-m", "build", "--wheel", "--outdir", directory]
-            # What an earlier build left would be packed too.
+            # Files left by an earlier build would be packed as well.
             shutil.rmtree(ROOT / "build", ignore_errors=True)
             subprocess.run([*build, str(ROOT)], check=True)
         finally:

@@ -1,8 +1,8 @@
-"""One thread: the models are tiny, and threads that wait for each other cost more than they do.
+"""One thread: the models are tiny, and synchronizing threads costs more than the computation.
 
-Every module of tests is imported, and every test set up, from a seed of its own: what a test draws does not
-depend on which tests ran before it. `TORCHQ_SEED=2 pytest` draws other numbers for all of them; a test that
-fails then asserts more than holds.
+Every test module is imported, and every test set up, with its own seed: what a test draws does not depend on
+which tests ran before it. `TORCHQ_SEED=2 pytest` draws different numbers for all tests; a test that fails
+then asserts more than is true.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 
 import pytest
 
-# Threads that spin at a barrier take the time of those that they wait for; libgomp reads it once.
+# Threads that spin at a barrier slow down the threads they wait for; libgomp reads this variable once.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -62,7 +62,7 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say which tests are left out that .ci/run runs."""
+    """Report the tests that .ci/run runs and this run leaves out."""
     count = config.stash.get(LEFT_OUT, 0)
     if count:
         terminalreporter.write_line(f"{count} test(s) in a browser left out: pytest -m browser runs them")

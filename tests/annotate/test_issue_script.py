@@ -1,5 +1,5 @@
-"""The script of the PyTorch issue on operators with several outputs (RNN, LSTM), and the blocks of the
-tutorial on Quantizers: as ``rewrite`` makes them run on torch 2.13, and with the quantizers in prepare_fx.
+"""The script of the PyTorch issue on operators with several outputs (RNN, LSTM) and the blocks of the
+tutorial on Quantizers: as ``rewrite`` makes them run on torch 2.13, and with their quantizers in prepare_fx.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ REWRITTEN = Path(__file__).parents[1] / "migrate" / "golden" / "pt2e_sources" / 
 
 @cache
 def rewritten(name: str) -> Any:
-    """A script after ``torchq-compat rewrite --write``, imported; ``test_golden`` rewrites it."""
+    """Import the script ``name`` as ``torchq-compat rewrite --write`` leaves it; ``test_golden`` writes that
+    file."""
     spec = importlib.util.spec_from_file_location(name, REWRITTEN / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -42,7 +43,7 @@ def rewritten(name: str) -> Any:
 
 @pytest.mark.slow
 def test_the_script_of_the_issue_runs_and_still_complains(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of plain torchao it prints what it printed then: no quantize nodes after lstm.input."""
+    """With plain torchao the script prints what it printed then: no quantize nodes after lstm.input."""
     rewritten("issue").test_lstm_model()
     printed = capsys.readouterr().out
     quantize = "quantized_decomposed.quantize_per_tensor.default("
@@ -53,7 +54,7 @@ def test_the_script_of_the_issue_runs_and_still_complains(capsys: pytest.Capture
 
 
 def checked(quantizer: Any) -> Any:
-    """``quantizer`` with the one line that a plain ``prepare_pt2e`` needs."""
+    """Return ``quantizer`` with the one line that a plain ``prepare_pt2e`` needs."""
     quantizer.validate = tc.check_annotations
     return quantizer
 
@@ -92,7 +93,7 @@ def test_the_quantizer_of_the_issue(flow: Any) -> None:
 
 
 class Block(nn.Module):
-    """Additions in the six ways that a ResNet-like block may write them."""
+    """Additions in the six spellings that a ResNet-like block may have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ def by_ours(model: nn.Module, batches: list[Any]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("flow", "additions"), [(by_its_own_flow, 4), (by_ours, 6)])
 def test_the_backend_quantizer_of_the_tutorial(flow: Any, additions: int) -> None:
-    """In a graph of torch.export ``+=`` and ``x.add(y)`` have sources that the tutorial does not ask for."""
+    """In a graph of torch.export ``+=`` and ``x.add(y)`` have sources that the tutorial does not match."""
     torch.manual_seed(0)
     model = Block().eval()
     batches = [(torch.randn(2, 4, 8, 8),) for _ in range(3)]
@@ -155,11 +156,11 @@ def test_partitions_of_modules_are_found_as_before() -> None:
         found.update({key: len(each) for key, each in get_source_partitions(node.graph, wanted).items()})
 
     tc.prepare_fx(Block().eval(), ByHand(look), (torch.randn(2, 4, 8, 8),))
-    assert found == {nn.Conv2d: 2, nn.ReLU: 2, nn.Sigmoid: 1}  # by call, as in a strict export
+    assert found == {nn.Conv2d: 2, nn.ReLU: 2, nn.Sigmoid: 1}  # as called, like in a strict export
 
 
 def test_additions_of_a_class_inside_a_function_are_found() -> None:
-    """Its name leads nowhere."""
+    """The class cannot be found by its qualified name."""
 
     class Local(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one table of ops that only move data: true on quantized tensors, and followed by every stage."""
+"""The single table of ops that only move data: it holds on quantized tensors, and every stage follows it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
 from torchq_compat.annotate.passthrough_ops import PASSTHROUGH, preserves_values
 
 ATEN = torch.ops.aten
-#: Operator -> arguments behind the tensor, of 4 x 4 x 4 x 4.
+#: Operator -> further arguments, for a tensor of shape 4 x 4 x 4 x 4.
 ARGUMENTS: dict[object, tuple[Any, ...]] = {
     ATEN.channel_shuffle.default: (2,),
     ATEN.chunk.default: (2, 1),
@@ -68,14 +68,14 @@ ARGUMENTS: dict[object, tuple[Any, ...]] = {
     ATEN.unbind.int: (1,),
     ATEN.unfold.default: (1, 2, 1),
 }
-#: Operator -> what it is called with in place of the tensor.
+#: Operator -> a function from the tensor to all arguments, if the first one is not the tensor itself.
 OTHER_INPUTS = {
     ATEN.max_pool1d.default: lambda x: (x[0], 2),
     ATEN.stack.default: lambda x: ([x, x],),
     ATEN.t.default: lambda x: (x[0, 0],),
     operator.getitem: lambda x: ([x], 0),
 }
-#: Its kernel takes images of channels last only; the lowering's trials find that out.
+#: The kernel accepts only channels-last images, which the lowering's trials find out.
 UNTRIED = {ATEN.max_pool3d.default}
 
 
@@ -120,7 +120,7 @@ def test_calls_that_move_data(target: Any, args: tuple[Any, ...], moves: bool) -
 
 
 class Moving(nn.Module):
-    """Ops that one of the two tables of before had, behind a convolution or a recurrent module."""
+    """Ops that only one of the two former tables had, behind a convolution or a recurrent module."""
 
     def __init__(self, *, is_recurrent: bool) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Reshaped(nn.Module):
 
 
 def reshaped_on_both(between: Callable[[Tensor], Tensor]) -> tuple[Any, Any, nn.Module, Tensor]:
-    """((prepared, converted) of FX, the same here, model, input)."""
+    """Return (prepared, converted) by FX, (prepared, converted) by this package, the model and its input."""
     torch.manual_seed(0)
     model, x = Reshaped(between).eval(), torch.randn(4, 4, 8)
     mapping = get_default_qconfig_mapping("x86")
@@ -198,13 +198,13 @@ def test_a_reshape_shares_with_what_was_observed_before_float_ops_moved_it(
     assert quantized_by_us(ours[0]) == quantized_by_fx(theirs[0])
     assert activation_qparams(ours[1]) == fx_activation_qparams(theirs[1])
     assert len(activation_qparams(ours[1])) == 3
-    # In floats the same values may round to the next step.
+    # Without q-dq the same values may round to the neighbouring step.
     assert sqnr(theirs[1](x), ours[1](x)) > 40
     assert 25 < sqnr(model(x), ours[1](x)) < 50
 
 
 def test_a_reshape_does_not_share_with_what_other_values_were_computed_from() -> None:
-    """FX goes back through the exponential too: what is above the linear layer's range is lost."""
+    """FX searches past the exponential for an observer, and loses what exceeds the linear layer's range."""
     theirs, ours, model, x = reshaped_on_both(lambda y: torch.exp(y))
     assert quantized_by_fx(theirs[0]) - quantized_by_us(ours[0]) == {("", "reshape"): 1}
     (left,) = [d for d in op_decisions(ours[0]) if d.kind.startswith("reshape")]
@@ -226,7 +226,7 @@ def test_a_reshape_does_not_share_with_what_other_values_were_computed_from() ->
     ids=["reshape", "moved", "computed", "view", "function", "quantized"],
 )
 def test_behind_a_reshape_of_floats(between: Callable[[Tensor, nn.Module], Tensor], told: str) -> None:
-    """FX's default mappings give reshape a QConfig without an observer, and what reads it has none."""
+    """FX's default mappings give reshape a QConfig without an observer; its reader then has no observer."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -242,7 +242,7 @@ def test_behind_a_reshape_of_floats(between: Callable[[Tensor, nn.Module], Tenso
     assert decision.action == "quantized"
     assert told in decision.unlike_fx
     assert bool(decision.unlike_fx) == bool(told)
-    # What FX quantizes besides its result.
+    # If ``told``, FX quantizes another value besides the result.
     difference = sqnr(theirs[1](x), ours[1](x))
     assert difference < 45 if told else difference > 40
     assert 20 < sqnr(model(x), ours[1](x)) < 55

@@ -1,4 +1,4 @@
-"""Quantizers of the PT2E world and FX's configuration, each in the other's place."""
+"""PT2E quantizers in place of FX's configuration, and FX's configuration in place of PT2E quantizers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def converted_by_torchao(model: nn.Module, quantizer: Quantizer, batches: list[A
 
 @pytest.mark.parametrize("name", ["resnet", "transformer", "inplace_arithmetic", "linear_bn_leaky_relu"])
 def test_translated_quantizer_in_a_plain_torchao_call(name: str) -> None:
-    """The same ops and qparams as prepare_fx; bit for bit the same results."""
+    """The graph has the same ops and qparams as with prepare_fx, and the results are bit-equal."""
     torch.manual_seed(0)
     model = MODELS[name].make().eval()
     batches = [MODELS[name].batch() for _ in range(2)]
@@ -63,7 +63,7 @@ def test_translated_quantizer_in_a_plain_torchao_call(name: str) -> None:
     assert activation_qparams(theirs) == activation_qparams(ours)
     with torch.no_grad():
         assert torch.equal(theirs(*batches[0]), ours(*batches[0]))
-    # Batch norms are folded before a quantizer looks at a graph: torchao's call reports none.
+    # Batch norms are folded before a quantizer sees the graph, so a plain torchao call reports none.
     assert [(d.path, d.action) for d in quantizer.report] == [
         (d.path, d.action) for d in op_decisions(prepared) if d.action is not Action.FOLDED
     ]
@@ -206,7 +206,8 @@ def test_what_a_quantizer_cannot_be_combined_with() -> None:
 
 
 def test_translated_quantizer_in_a_composition_leaves_annotated_ops_alone() -> None:
-    """The first linear is LinearQuantizer's, -100 to 100; the rest FX's. Neighbours share at the seam."""
+    """The first linear is LinearQuantizer's (-100 to 100), the rest is FX's; neighbours share qparams at the
+    seam."""
 
     class First(LinearQuantizer):
         def annotate(self, model: GraphModule) -> GraphModule:

@@ -1,7 +1,7 @@
-"""Random graphs, random specs of the four kinds in random order: the q-dq found is the q-dq asked for, or an
-error; never less in silence.
+"""Random graphs with random specs of the four kinds in random order: the converted graph has exactly the q-dq
+that the specs ask for, or an error is raised; no spec is dropped silently.
 
-Every spec has integers of its own, by which its q-dq is known again in the converted graph.
+Every spec has its own integer range, by which its q-dq is recognized in the converted graph.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ OPS = torch.ops.quantized_decomposed
 QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
 KEY = "quantization_annotation"
 
-#: ("node",) or ("node", index) for an output, ("source", index or None, "node") for an edge.
+#: ("node",) or ("node", index) for an output; ("source", index or None, "node") for an edge.
 Name = tuple[Any, ...]
 
 
 class Program(nn.Module):
-    """A few ops in a random order, most of them with several outputs; every value is a result."""
+    """A few ops in random order, most of them with several outputs; all values are returned."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def sources(node: Node) -> list[Node]:
 
 
 def output_name(node: Node) -> Name:
-    """Of the output that ``node`` stands for."""
+    """Return the name of the output that ``node`` is."""
     if node.target is operator.getitem:
         producer, index = node.args
         return (producer.name, index)  # type: ignore[union-attr]
@@ -103,7 +103,8 @@ def computing(graph_module: GraphModule) -> list[Node]:
 
 
 def points(graph_module: GraphModule) -> dict[Name, Any]:
-    """Every point of the graph that can be quantized: an Output, a node, or an edge of these."""
+    """Return every point of the graph that can be quantized, by name: an Output, a node, or an edge from one
+    of these."""
     found: dict[Name, Any] = {}
     for node in computing(graph_module):
         if not isinstance(node.meta["val"], (Tensor, tuple, list)):
@@ -123,7 +124,7 @@ def points(graph_module: GraphModule) -> dict[Name, Any]:
 
 
 class Told(Quantizer):
-    """Writes ``specs`` on its share of the points, by hand or with annotate_outputs."""
+    """Writes ``specs`` on its share of the points, through plain annotations or with annotate_outputs."""
 
     def __init__(self, plan: Plan, share: int, shares: int) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ class Told(Quantizer):
 
 
 class Plan:
-    """Which points have which specs; decided on the first graph that is seen."""
+    """Which points have which specs, drawn when the first graph is seen."""
 
     def __init__(self, seed: int, *, is_qat: bool) -> None:
         self.choose = random.Random(seed)
@@ -215,7 +216,7 @@ class Plan:
         return next(name for name, each in self.points.items() if each == point)
 
     def root(self, name: Name) -> Name | None:
-        """The point whose spec ``name`` uses; None in a circle."""
+        """Return the point whose spec ``name`` uses; None in a circle."""
         seen: set[Name] = set()
         while isinstance(self.specs[name], SharedQuantizationSpec):
             if name in seen:
@@ -225,7 +226,7 @@ class Plan:
         return name
 
     def mark(self, name: Name) -> tuple[Any, ...]:
-        """What the q-dq of ``name`` is known by: (dtype, least integer, zero point or None)."""
+        """Return what the q-dq of ``name`` is recognized by: (dtype, quant_min, zero point or None)."""
         root = self.root(name)
         assert root is not None
         spec = self.specs[root]
@@ -240,7 +241,7 @@ class Plan:
 
 
 def marks_before(node: Node, fixed: set[Any]) -> tuple[list[Any], Node]:
-    """The marks of the q-dq pairs that ``node`` ends, last first, and what they start from."""
+    """Return the marks of the q-dq pairs that end at ``node``, last first, and the node in front of them."""
     found = []
     while node.target is DEQUANTIZE:
         quantize = node.args[0]
@@ -253,7 +254,7 @@ def marks_before(node: Node, fixed: set[Any]) -> tuple[list[Any], Node]:
 
 
 def check(plan: Plan, converted: GraphModule) -> int:
-    """Every place of ``converted`` has the q-dq that ``plan`` asks for; returns how many it asks for."""
+    """Assert that ``converted`` has the q-dq of ``plan`` at every place; return the number of specs."""
     fixed = {mark for name in plan.specs if (mark := plan.mark(name))[2] is not None}
 
     def compare(reader: Node, consumer: str | None) -> None:
@@ -265,7 +266,7 @@ def check(plan: Plan, converted: GraphModule) -> int:
         edge = (name, consumer)
         if edge in plan.specs and plan.mark(edge) not in expected:
             expected.insert(0, plan.mark(edge))
-        # One observer at both ends of an edge may leave one pair or two.
+        # An observer shared by both ends of an edge may leave one pair or two.
         assert found in (expected, expected + expected[:1] if edge in plan.specs else expected), (edge, found)
 
     for node in computing(converted):

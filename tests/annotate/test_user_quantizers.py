@@ -1,4 +1,4 @@
-"""What a user's Quantizer writes is what happens, or it is said: checks of prepare_fx and prepare_qat_fx."""
+"""prepare_fx and prepare_qat_fx carry out what a user's Quantizer annotates, or say why they do not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Halves(nn.Module):
-    """chunk, topk and arithmetic."""
+    """A model of chunk, topk and arithmetic."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, b = x.chunk(2, 1)
@@ -160,7 +160,7 @@ def test_what_cannot_be_carried_out_is_refused(
 
 
 def test_one_edge_told_twice() -> None:
-    """Two getitems of one output are one tensor; both are named."""
+    """Two getitems of one output are one tensor; the error names both."""
 
     def write(node: Node) -> None:
         with node.graph.inserting_after(node.args[0]):
@@ -197,7 +197,7 @@ def test_a_plain_prepare_checks_an_annotated_graph_with_one_call() -> None:
 
 @pytest.mark.parametrize("target", [ATEN.chunk.default, ATEN.topk.default])
 def test_observers_of_outputs_keep_the_debug_handle(target: Any) -> None:
-    """torchao's numeric comparison finds an observer by the ``from_node`` of what it observes."""
+    """torchao's numeric comparison finds an observer by the ``from_node`` of the node it observes."""
     prepared, _ = converted_by(at(target, lambda n: annotate(n, output=INT8)))
     found = [(node.meta["from_node"], node.args[0]) for node, _ in observer_nodes(prepared)]
     assert len(found) == (2 if target is ATEN.chunk.default else 1)
@@ -212,7 +212,7 @@ FAKE = legacy.FusedMovingAvgObsFakeQuantize
 
 
 class Own(legacy.MinMaxObserver):
-    """A user's own."""
+    """An observer of the user's own."""
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,8 @@ class Own(legacy.MinMaxObserver):
 )
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_observers_of_torch_ao(constructor: Any, reference: Any, by_hand: bool) -> None:
-    """The same q-dq as torchao's observer of that name; two specs with equal settings share an observer."""
+    """The q-dq is that of torchao's observer of the same name; two specs with equal settings share an
+    observer."""
 
     def of(each: Any) -> Quantizer:
         spec, same = int8_spec(each), int8_spec(each)
@@ -269,7 +270,7 @@ def test_fake_quantizes_of_torch_ao_train() -> None:
     ],
 )
 def test_fake_quantizes_of_fixed_qparams(fake_quantize: Any, observer: Any) -> None:
-    """They take nothing but the constructor of their observer."""
+    """These fake-quantizes have no constructor arguments but their observer."""
     constructor = fake_quantize.with_args(observer=observer.with_args(scale=0.125, zero_point=3))
     _, converted = converted_by(
         at(ATEN.relu.default, lambda n: annotate(n, output=int8_spec(constructor))), is_qat=True
@@ -297,7 +298,8 @@ def test_an_observer_is_no_constructor() -> None:
 
 
 def test_inputs_weights_and_results_are_said() -> None:
-    """What is annotated at no operator is quantized and stands in explain."""
+    """Annotations on placeholders, parameters and results, which belong to no operator, take effect and are
+    in explain."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4)).eval()
 
@@ -331,7 +333,7 @@ def test_an_output_that_nothing_reads_is_said() -> None:
 
 
 class Loop(nn.Module):
-    """A scan of the user's own."""
+    """A ``scan`` written by the user."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +377,7 @@ def test_bodies_of_loops_stay_float(by_mapping: bool, is_qat: bool) -> None:
 
 
 def test_a_quantizer_that_returns_nothing() -> None:
-    """torchao goes on with the graph it handed in."""
+    """torchao goes on with the graph that it passed in."""
 
     class Silent(ByHand):
         def annotate(self, model: GraphModule) -> None:
@@ -416,7 +418,7 @@ def test_observers_that_quantize_nothing_are_said() -> None:
 
 
 class Mapped(nn.LSTM):
-    """One that the custom config maps."""
+    """An LSTM that the custom config maps."""
 
 
 class Three(nn.Module):
@@ -429,7 +431,7 @@ class Three(nn.Module):
 
 
 def test_each_recurrent_module_to_whom_it_belongs() -> None:
-    """The custom config's, the Quantizer's, and one that nobody wants."""
+    """One is mapped by the custom config, one annotated by the Quantizer, one neither."""
     torch.manual_seed(0)
     model, batches = Three().eval(), [(torch.randn(5, 3, 6),) for _ in range(3)]
     mapping = PrepareCustomConfig().set_float_to_observed_mapping(Mapped, torch.ao.nn.quantizable.LSTM)
@@ -484,7 +486,7 @@ def test_whole_operators_nested_and_root(rnn: nn.Module, place: Any, shape: tupl
 
 
 def test_dropout_between_layers_follows_the_mode() -> None:
-    """Everything dropped: in training the second layer sees zeros, in evaluation it does not."""
+    """With dropout=1.0 the second layer sees zeros in training and its real input in evaluation."""
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 8, 2, dropout=1.0), torch.randn(7, 3, 6)
     prepared = tc.prepare_qat_fx(model, whole_op_lstm_quantizer(), (x,))
@@ -523,7 +525,7 @@ def test_a_bad_spec_on_a_recurrent_operator_is_an_error() -> None:
 
 
 def test_a_quantizer_that_rewrites_the_operator_has_the_module() -> None:
-    """As one that decomposes what it cannot quantize whole, before it annotates."""
+    """Like a Quantizer that decomposes what it cannot quantize as a whole before it annotates."""
 
     class Rewriting(ByHand):
         def transform_for_annotation(self, model: GraphModule) -> GraphModule:
@@ -555,7 +557,7 @@ def run_gru(*args: Any) -> Tensor:
 
 
 class Sliced(nn.Module):
-    """Slices as written: with sizes that are free, torch.export makes two of ``x[:, 1:3]``."""
+    """Slices as written by users: with free sizes torch.export makes two slices of ``x[:, 1:3]``."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         whole = x[:]
@@ -598,7 +600,7 @@ class Computing(nn.Module):
     ],
 )
 def test_one_spec_for_every_float_output(compute: Any, floats: int) -> None:
-    """Of operators that no table names: their example values tell which outputs are floats."""
+    """For operators in no table the example values tell which outputs are floats."""
 
     def write(node: Node) -> None:
         if node.op == "call_function" and isinstance(node.meta.get("val"), (tuple, list)):

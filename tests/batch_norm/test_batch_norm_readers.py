@@ -1,4 +1,4 @@
-"""Batch norms behind a convolution that something else reads too: prepared equals float, numbers are FX's."""
+"""Batch norms behind a convolution that has other readers: prepared equals float, the numbers are FX's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QAT = get_default_qat_qconfig_mapping("x86")
 
 
 class Net(nn.Module):
-    """A convolution, batch norms and what a test does with them."""
+    """Convolutions and batch norms; ``run`` says how a test uses them."""
 
     def __init__(self, run: Callable[[Any, Tensor], Any], affine: bool = True) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ RUNS = [
     pre_activation, two_batch_norms, of_a_batch_norm, block_called_twice, convolution_shared,
     one_call_without, weight_read, both_returned, weight_in_a_buffer, concatenated,
 ]  # fmt: skip
-#: FX folds the batch norm into the shared convolution, for all of its calls.
+#: FX folds the batch norm into the shared convolution, for all calls of the convolution.
 FX_IS_WRONG = (convolution_shared, one_call_without)
 
 
@@ -163,7 +163,7 @@ def test_two_convolutions_with_one_weight_fold_their_own_batch_norms() -> None:
 
 @pytest.mark.parametrize("is_qat", [False, True])
 def test_cumulative_statistics_of_a_batch_norm_that_is_not_folded(is_qat: bool) -> None:
-    """``momentum=None`` behind a relu: only a graph that trains has a counter of batches."""
+    """``momentum=None`` behind a relu: only a graph in training counts batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.ReLU(), nn.BatchNorm2d(8, momentum=None), nn.Conv2d(8, 8, 1)).train(is_qat)
     data = batches()

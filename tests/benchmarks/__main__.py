@@ -3,10 +3,10 @@
     python -m tests.benchmarks [--only a|b|c] [--quick] [--threads N [N ...]] [--output DIR] [--page [FILE]]
 
 Parts: (a) time and peak memory of prepare, calibrate and convert at several sequence lengths; (b) latency,
-size and accuracy of converted recurrent modules, at one and at two threads, and of loops in Python around
-them; (c) the same of a Linear model and a CNN. Prints tables, writes benchmarks.json and benchmarks.svg into
-DIR and, with --page, the results into FILE and both beside it. Only the ratios mean anything: contenders are
-measured in turns, on whatever machine this is.
+size and accuracy of converted recurrent modules, with one and with two threads, and of Python loops around
+them; (c) the same for a Linear model and a CNN. Prints tables, writes benchmarks.json and benchmarks.svg into
+DIR and, with --page, writes the results into FILE and both files beside it. Only the ratios mean anything:
+contenders are measured in turns, on any machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The parts that are asked for."""
+    """Measure the parts that ``options`` selects."""
     tell = Console(stderr=True, highlight=False).print
     results: dict[str, Any] = {"format": 1, "environment": environment(max(options.threads))}
     quick, parts = options.quick, options.only or "abc"
@@ -90,7 +90,7 @@ def _at(threads: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for; what cannot be done is refused before anything is measured."""
+    """Parse ``arguments``; reject what cannot be done before anything is measured."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.page is not None:

@@ -1,4 +1,4 @@
-"""What is expected of this package's speed, and whether the measurement met it."""
+"""The expectations on this package's speed, and whether the measurements met them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Bar", "bars_table", "latency_bars", "lost_table", "stage_bars"]
 Row = Mapping[str, Any]
 ONNX_RUNTIME = "ONNX Runtime, dynamic int8"
 PEERS = ("float", "dynamic quantized", "FX static", "bfloat16", ONNX_RUNTIME, "OpenVINO, int8")
-#: Of float, for loops in Python around recurrent modules.
+#: Limit for Python loops around recurrent modules, as a multiple of float's time.
 LOOP_LIMIT = 1.2
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One expectation. ``measured`` has to be at most ``limit``."""
+    """An expectation: ``measured`` has to be at most ``limit``."""
 
     what: str
     measured: float
@@ -31,7 +31,8 @@ class Bar:
 
 
 def stage_bars(rows: Sequence[Row]) -> list[Bar]:
-    """Time of prepare and convert does not depend on T, and calibration is no slower than FX's."""
+    """Return the bars of the stages: prepare and convert do not depend on T, calibration is no slower than
+    FX's."""
     ours, fx = _by_length(rows, "ours"), _by_length(rows, "FX")
     if not ours:
         return []
@@ -53,7 +54,7 @@ def stage_bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def latency_bars(recurrent: Sequence[Row], feedforward: Sequence[Row]) -> list[Bar]:
-    """The lowered model against its peers, where it could be built."""
+    """Return the bars of the lowered model against its peers, for cases where it could be built."""
     return [*_recurrent_bars(recurrent), *_feedforward_bars(feedforward)]
 
 
@@ -66,7 +67,7 @@ def bars_table(bars: Sequence[Bar]) -> Table:
 
 
 def lost_table(rows: Sequence[Row]) -> Table:
-    """Every peer that is faster than the fastest of ours, case by case."""
+    """Return every peer that is faster than the fastest of ours, case by case."""
     return Table(
         "Where a peer is faster",
         ("case", "our fastest", "peer", "ours takes, of the peer's time"),
@@ -81,7 +82,7 @@ def lost_table(rows: Sequence[Row]) -> Table:
 
 
 def _by_length(rows: Sequence[Row], flow: str) -> dict[int, Row]:
-    """The rows of ``flow`` that kept the limit."""
+    """Return the rows of ``flow`` that stayed within the time limit, by length."""
     return {row["length"]: row for row in rows if row["flow"] == flow and "limit_s" not in row}
 
 
@@ -119,7 +120,7 @@ def _against(case: str, ours: Row, peer: Row, limit: float) -> Bar:
 
 
 def _by_case(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
-    """(case, measured rows by contender)."""
+    """Yield each case with its measured rows by contender."""
     for case in dict.fromkeys(row["case"] for row in rows):
         yield (
             case,

@@ -1,10 +1,10 @@
-"""Prepare a model of the size of ResNet-18: this package against torch.export and FX's prepare together.
+"""Time to prepare a model of the size of ResNet-18: this package against torch.export plus FX's prepare.
 
     python -m tests.benchmarks.bench_resnet [--repeat N] [--json FILE] [--profile]
 
-Only the ratios mean anything: these are wall-clock seconds on whatever machine this is. Prepare has to
-export, and with every dimension free, as an FX graph is; so the time to stay below is that of such a
-``torch.export.export`` plus that of FX's ``prepare_fx``. An export with all sizes fixed is shown beside it.
+Only the ratios mean anything: these are wall-clock seconds on any machine. Prepare has to export, with every
+dimension free, as in an FX graph; so the limit is the time of ``torch.export.export`` with free dimensions
+plus that of FX's ``prepare_fx``. An export with all sizes fixed is shown beside it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def measure(repeat: int) -> dict[str, float]:
-    """Seconds of each, and the ratio ours / (export + FX) for both kinds of export."""
+    """Return the seconds of each, and the ratio ours / (export + FX) for both kinds of export."""
     model, inputs = ResNet18().eval(), (torch.randn(1, 3, 64, 64),)
     mapping = get_default_qconfig_mapping("x86")
     seconds = {

@@ -1,4 +1,4 @@
-"""What is measured: models with their inputs, and what several contenders make of them, made once."""
+"""The cases to measure: models with their inputs, and their conversions, which several contenders share."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ CALIBRATION_BATCHES = 2
 
 
 class Case:
-    """A float model, its inputs and its conversions; each conversion is made when first asked for.
+    """A float model, its inputs and its conversions; each conversion is made on first use.
 
     Attributes:
-        threads: of engines that are told when they are built.
+        threads: for engines that need the number of threads when they are built.
     """
 
     threads = 1
@@ -61,7 +61,7 @@ class Case:
 
     @cached_property
     def expected(self) -> Any:
-        """What the float model gives."""
+        """The result of the float model."""
         return self.model(*self.inputs)
 
     @cached_property
@@ -90,7 +90,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A case to come: nothing is allocated before its turn. ``hidden`` is None without recurrence."""
+    """A case to be made later: nothing is allocated before its turn. ``hidden`` is None
+    without recurrence."""
 
     name: str
     make_seeded: Callable[[], Case] = field(repr=False)
@@ -102,7 +103,7 @@ class Recipe:
 
 
 class RecurrentModel(nn.Module):
-    """An LSTM or GRU and what reads its output. The states are given, which FX asks for."""
+    """An LSTM or GRU and a head that reads its output. The states are arguments, as FX requires."""
 
     def __init__(self, lstm: nn.Module, head: nn.Module | None = None) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class RecurrentModel(nn.Module):
 
 
 def random_inputs(lstm: nn.RNNBase, length: int, batch: int) -> tuple[Tensor, ...]:
-    """Input and zero states of a RecurrentModel."""
+    """Return an input and zero states of a RecurrentModel."""
     rows = lstm.num_layers * (1 + lstm.bidirectional)
     count = 2 if isinstance(lstm, nn.LSTM) else 1
     states = (torch.zeros(rows, batch, lstm.hidden_size) for _ in range(count))
@@ -133,12 +134,12 @@ def recurrent(
     bidirectional: bool = False,
     kind: type[nn.RNNBase] = nn.LSTM,
 ) -> Recipe:
-    """An nn.LSTM, or a module of another kind, and nothing else."""
+    """Return a case of an nn.LSTM, or of a module of another ``kind``, and nothing else."""
     sizes = f"({inputs}, {hidden}, {layers}, {length}, {batch})"
 
     def make() -> Case:
         lstm = kind(inputs, hidden, layers, bidirectional=bidirectional)
-        # FX maps the LSTM alone.
+        # FX maps only the LSTM.
         config = MAP_LSTM if kind is nn.LSTM else tc.get_default_prepare_custom_config()
         return Case(name, RecurrentModel(lstm), lambda: random_inputs(lstm, length, batch), config)
 
@@ -176,7 +177,7 @@ def _cnn(width: int) -> nn.Module:
 
 
 class CellLoop(nn.Module):
-    """A loop in Python around an LSTMCell, as tutorials have it, and a head for every step."""
+    """A Python loop around an LSTMCell, as in tutorials, and a head for every step."""
 
     def __init__(self, hidden: int, steps: int) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class CellLoop(nn.Module):
 
 
 class DecoderStep(nn.Module):
-    """One step of a decoder that looks at an encoder's output."""
+    """One step of a decoder that attends to an encoder's output."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -209,7 +210,7 @@ class DecoderStep(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """An encoder, and a cell that is fed what it gave before."""
+    """An encoder, and a cell that is fed its own previous result."""
 
     def __init__(self, width: int, hidden: int, steps: int) -> None:
         super().__init__()
@@ -232,7 +233,7 @@ class Seq2Seq(nn.Module):
 
 def _loop(name: str, model: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Recipe:
     def make() -> Case:
-        # Cells are mapped by our own configuration alone: FX has no static ones.
+        # Only our own configuration maps cells: FX has no static ones.
         config = tc.get_default_prepare_custom_config()
         return Case(name, model(), lambda: tuple(torch.randn(shape) for shape in shapes), config)
 
@@ -259,7 +260,7 @@ FEEDFORWARD: tuple[Recipe, ...] = (
     _feedforward("Linear 512-1024-1024-512, batch 32", lambda: _mlp(512), 32, 512),
     _feedforward("CNN 3-32-64-128, 64x64, batch 8", lambda: _cnn(32), 8, 3, 64, 64),
 )
-#: Small calls in Python: at most 1.2 of float's time is expected.
+#: Small calls in Python: at most 1.2 times float's time is expected.
 LOOPS: tuple[Recipe, ...] = (
     _loop("LSTMCell, 20 steps, hidden 51", lambda: CellLoop(51, 20), (20, 1, 8), (1, 51), (1, 51)),
     _loop("decoder step, hidden 32", lambda: DecoderStep(32), (1, 1, 32), (1, 1, 32), (10, 1, 32)),

@@ -31,12 +31,12 @@ RECURRENT = {nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell}
 
 
 class UnavailableError(Exception):
-    """A contender cannot be built; the message says why, for the table."""
+    """Raised if a contender cannot be built; the message is its entry in the table."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model to call with the inputs of its case, and the bytes of its weights as they are saved."""
+    """A model to call with the inputs of its case, and the size of its saved weights in bytes."""
 
     run: Callable[..., Any]
     size: int
@@ -44,7 +44,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run a model; ``is_quantized`` says whether it has to differ from the float model."""
+    """One way to run a model; ``is_quantized`` says whether its results differ from the float model's."""
 
     name: str
     build: Callable[[Case], Built]
@@ -76,7 +76,8 @@ def _lowered(case: Case) -> Built:
 
 
 def _lowered_on(instruction_set: str, case: Case) -> Built:
-    """On one of the older instruction sets that this CPU has too; a cell keeps the one it was packed for."""
+    """Build the lowered model on an older instruction set that this CPU also has; cells keep the one they
+    were packed for."""
     if kernel_build().library is None:
         raise UnavailableError("the native kernel could not be built")
     library = ctypes.CDLL(str(kernel_build().library))
@@ -92,7 +93,7 @@ def _lowered_on(instruction_set: str, case: Case) -> Built:
 
 
 def _compiled(case: Case) -> Built:
-    # What another case compiled would count against dynamo's limit of recompilations.
+    # Graphs compiled for another case would count against dynamo's recompilation limit.
     torch._dynamo.reset()
     return Built(torch.compile(copy.deepcopy(case.lowered)), _saved_size(case.lowered))
 

@@ -1,4 +1,4 @@
-"""What a measurement depends on, without saying which machine it was."""
+"""What a measurement depends on, without identifying the machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 __all__ = ["environment"]
 
 PACKAGES = ("torch", "torchao", "executorch", "onnxruntime", "openvino", "nncf")
-#: The instructions that int8 and bfloat16 kernels choose by.
+#: The CPU flags by which int8 and bfloat16 kernels are chosen.
 FLAGS = ("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd")
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Versions, threads, cores and CPU flags."""
+    """Return versions, threads, cores and CPU flags."""
     return {
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.flows FLOW LENGTH REPEATS
 
-runs one flow at one sequence length in a process of its own, as peak memory is that of a process, and prints
-what it measured as one line of JSON.
+runs one flow at one sequence length in its own process, since peak memory is that of a process, and prints
+the measurements as one line of JSON.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, count_nodes
 __all__ = ["FLOWS", "STAGES", "run_flow"]
 
 STAGES = ("prepare", "calibrate", "convert")
-#: So that the first of them, which sets up the observers, is not all there is.
+#: Several batches, because the first one also sets up the observers.
 BATCHES, BATCH = 3, 4
 WIDTH = 64
-#: A run that takes longer is not repeated.
+#: In seconds: a longer run is not repeated.
 LONG_SECONDS = 30.0
 
 Inputs = tuple[Tensor, ...]
@@ -59,13 +59,13 @@ def _prepare_by_us(model: nn.Module, inputs: Inputs) -> nn.Module:
 
 
 def _unrollable(lstm: nn.LSTM) -> nn.Module:
-    """The LSTM of nn.Linear and additions that torch.export unrolls."""
+    """Return the LSTM of nn.Linear and additions that torch.export unrolls."""
     lstm.qconfig = None
     return torch.ao.nn.quantizable.LSTM.from_float(lstm)
 
 
-#: Name -> (what the LSTM is replaced by, prepare, convert). FX observes the model it is given, so each run
-#: has a model of its own.
+#: Name -> (replacement of the LSTM, prepare, convert). FX observes the model it is given, so each run has its
+#: own model.
 FLOWS: dict[str, tuple[Callable[[nn.LSTM], nn.Module], Step, Step]] = {
     "FX": (lambda lstm: lstm, _prepare_by_fx, _convert_by_fx),
     "PT2E, unrolled": (_unrollable, _prepare_unrolled, convert_pt2e),
@@ -74,7 +74,7 @@ FLOWS: dict[str, tuple[Callable[[nn.LSTM], nn.Module], Step, Step]] = {
 
 
 def run_flow(flow: str, length: int, width: int = WIDTH) -> dict[str, float]:
-    """Seconds of each stage, and the number of nodes that come out."""
+    """Return the seconds of each stage and the number of nodes of the converted graph."""
     lstm, prepare, convert = FLOWS[flow]
     torch.manual_seed(0)
     floats = nn.LSTM(width, width, 2, bidirectional=True)

@@ -1,4 +1,4 @@
-"""Latency, size and accuracy of converted models, every contender on every case."""
+"""Latency, size and accuracy of converted models: every contender on every case."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.oracle import leaves, sqnr
 
 __all__ = ["Effort", "measure_latency", "verdict"]
 
-#: In dB. Int8 noise keeps a quantized model below the first; below the second it is no use.
+#: In dB. The int8 noise of a quantized model keeps its SQNR below the first; below the second it is useless.
 TOO_GOOD, TOO_BAD = 60.0, 12.0
 
 
@@ -31,7 +31,8 @@ class Effort:
         rounds: turns of every contender.
         turn_seconds: length of a turn.
         build_limit: seconds a contender may take to be built and called for the first time.
-        threads: of torch while measuring; models are built on one, where torch.export is not disturbed.
+        threads: threads of torch while measuring; models are built with one, so that torch.export is not
+            disturbed.
     """
 
     rounds: int
@@ -46,7 +47,7 @@ def measure_latency(
     effort: Effort,
     tell: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """One row for each case and contender: what was measured, or why nothing could be."""
+    """Return one row for each case and contender: the measurements, or why there are none."""
     rows: list[dict[str, Any]] = []
     for recipe in recipes:
         tell(recipe.name)
@@ -58,7 +59,7 @@ def measure_latency(
 
 
 def verdict(db: float, *, is_quantized: bool) -> str:
-    """What an SQNR in dB says about whether the right thing was measured."""
+    """Return what an SQNR of ``db`` says about whether the right thing was measured."""
     if not is_quantized:
         return "float"
     if db > TOO_GOOD:
@@ -91,10 +92,10 @@ def _measure_case(
 
 
 def _build(case: Case, contender: Contender, effort: Effort) -> tuple[Built, dict[str, Any]]:
-    """The contender, warm, and its accuracy."""
+    """Return the contender, warm, and its accuracy."""
     try:
         with time_limit(effort.build_limit):
-            # Not in inference mode: parameters made there could not be exported.
+            # Outside inference mode: parameters made inside it could not be exported.
             with torch.inference_mode(False), torch.no_grad(), _threads(1):
                 built = contender.build(case)
             with _threads(effort.threads):

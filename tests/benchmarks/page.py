@@ -1,4 +1,4 @@
-"""The results page: tables between two markers, the prose around them written by hand."""
+"""The results page: tables between two markers, with handwritten prose around them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["BEGIN", "END", "PAGE", "PARTS", "prose_around", "render", "write_pag
 
 PAGE = Path("migration/benchmarks.md")
 BEGIN, END = "<!-- begin results -->", "<!-- end results -->"
-#: What a page needs to have been measured.
+#: The parts that must be measured before a page is written.
 PARTS = ("stages", "recurrent", "feedforward")
 
 
 def prose_around(page: Path) -> tuple[str, str]:
-    """What stands before and after the results, the markers included.
+    """Return the text before and after the results, including the markers.
 
     Raises:
-        ValueError: ``page`` has not both markers.
+        ValueError: ``page`` lacks a marker.
     """
     before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -31,10 +31,10 @@ def prose_around(page: Path) -> tuple[str, str]:
 
 
 def write_page(results: Mapping[str, Any], page: Path, plot: str) -> None:
-    """Replace what stands between the markers of ``page``.
+    """Replace the text between the markers of ``page``.
 
     Raises:
-        ValueError: a part was not measured, or ``page`` has not both markers.
+        ValueError: a part was not measured, or ``page`` lacks a marker.
     """
     missing = [part for part in PARTS if part not in results]
     if missing:
@@ -46,7 +46,7 @@ def write_page(results: Mapping[str, Any], page: Path, plot: str) -> None:
 
 
 def render(results: Mapping[str, Any], plot: str) -> str:
-    """The results as Markdown; ``plot`` is the picture's address on the page."""
+    """Return the results as Markdown; ``plot`` is the address of the picture on the page."""
     met = [bar.is_met for bar in bars_of(results)]
     sections = [f"### {table.title}\n\n{table.as_markdown()}" for table in tables_of(results)]
     return "\n\n".join(

@@ -14,12 +14,12 @@ from tests.benchmarks.cases import Case, RecurrentModel
 __all__ = ["bfloat16", "onnxruntime_dynamic", "onnxruntime_float", "openvino_float", "openvino_int8"]
 
 Built = tuple[Callable[..., Any], int]
-#: Of ONNX: where torch's gates stand in its weights.
+#: The position of each of torch's gates in ONNX's weights.
 GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
 
 
 def bfloat16(case: Case) -> Built:
-    """torch's own kernels in bfloat16, inputs cast on the way in and out."""
+    """Build torch's own kernels in bfloat16, with inputs and results cast."""
     model = copy.deepcopy(case.model).bfloat16()
 
     def run(*inputs: Tensor) -> Any:
@@ -34,7 +34,7 @@ def onnxruntime_float(case: Case) -> Built:
 
 
 def onnxruntime_dynamic(case: Case) -> Built:
-    """``DynamicQuantizeLSTM``: int8 weights, activations quantized as they come."""
+    """Build ``DynamicQuantizeLSTM``: int8 weights, activations quantized at run time."""
     return _in_onnxruntime(_quantized_by_onnxruntime(onnx_model(case)), case.threads)
 
 
@@ -43,7 +43,7 @@ def openvino_float(case: Case) -> Built:
 
 
 def openvino_int8(case: Case) -> Built:
-    """The same after NNCF's post-training quantization; look at its dB."""
+    """Build the OpenVINO model after NNCF's post-training quantization; mind its SQNR."""
     import nncf
     import openvino
 
@@ -53,7 +53,7 @@ def openvino_int8(case: Case) -> Built:
 
 
 def onnx_model(case: Case) -> Any:
-    """The module of ``case`` as ONNX's own operators: x, h (and c) to the output."""
+    """Return the module of ``case`` in ONNX's own operators: from x, h (and c) to the output."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -154,7 +154,7 @@ def _in_openvino(model: Any, case: Case) -> Built:
 
     core = openvino.Core()
     read = core.read_model(model) if isinstance(model, bytes) else model
-    # Without the hint it computes in bfloat16 where the CPU can.
+    # Without the hint OpenVINO computes in bfloat16 where the CPU can.
     settings = {"INFERENCE_NUM_THREADS": case.threads, "INFERENCE_PRECISION_HINT": "f32"}
     request = core.compile_model(read, "CPU", settings).create_infer_request()
 

@@ -18,10 +18,10 @@ from tests.benchmarks.flows import FLOWS, STAGES
 __all__ = ["save_plot"]
 
 CONTENDERS = dict.fromkeys(contender.name for contender in (*RECURRENT_CONTENDERS, *FEEDFORWARD_CONTENDERS))
-#: The same in every panel.
+#: The same markers in every panel.
 COLORS = {name: f"C{index}" for index, name in enumerate(CONTENDERS)}
 MARKERS = {name: "osD^vPX<>*"[index % 10] for index, name in enumerate(CONTENDERS)}
-#: Our model as it runs, and who else there is; what is ours for other places stands in the tables.
+#: Our lowered model and all contenders that are not ours; our models for other targets are in the tables.
 OURS = "ours, lowered"
 SHOWN = (OURS, *(name for name in CONTENDERS if not name.startswith("ours")))
 
@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 
 def save_plot(results: Mapping[str, Any], path: Path) -> None:
-    """One panel for each part of ``results`` that was measured; the ending of ``path`` says the format."""
+    """Draw one panel for each measured part of ``results``; the suffix of ``path`` sets the format."""
     drawings: list[Callable[[Axes], None]] = []
     if "stages" in results:
         drawings.append(partial(_draw_stages, rows=results["stages"]))
@@ -45,7 +45,7 @@ def save_plot(results: Mapping[str, Any], path: Path) -> None:
 
 
 def _by_threads(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """A title and the rows of each count of threads; a case says its own where there are several."""
+    """Yield a title and rows for each number of threads (which ends the case names if there are several)."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         case, _, threads = row["case"].rpartition(", ")
@@ -73,7 +73,7 @@ def _draw_stages(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_latency(axis: Axes, rows: Sequence[Row], title: str) -> None:
-    """Each peer in the time of our lowered model, a row for each case: right of 1 it is slower."""
+    """Draw the time of each peer relative to our lowered model, a row for each case; right of 1 is slower."""
     measured = {(row["case"], row["contender"]): row for row in rows if "unavailable" not in row}
     cases = [case for case in dict.fromkeys(row["case"] for row in rows) if (case, OURS) in measured]
     contenders = [name for name in SHOWN[1:] if any((case, name) in measured for case in cases)]
@@ -81,7 +81,7 @@ def _draw_latency(axis: Axes, rows: Sequence[Row], title: str) -> None:
     for index, contender in enumerate(contenders):
         pairs = [(at, measured.get((case, contender)), measured[case, OURS]) for at, case in enumerate(cases)]
         found = [(at, row, ours["median_ms"]) for at, row, ours in pairs if row is not None]
-        # Beside each other, so that none hides another.
+        # Side by side, so that no point hides another.
         places = [at + (index + 1) / (len(contenders) + 1) - 0.5 for at, _, _ in found]
         ratios = [row["median_ms"] / ours for _, row, ours in found]
         errors = [

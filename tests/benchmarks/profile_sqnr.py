@@ -26,7 +26,7 @@ PROFILES: dict[str, Callable[[], dict[str, Any]]] = {
     "int8_with_int16_cell": profiles.int8_with_int16_cell,
     "int8_products": profiles.int8_products,
 }
-#: Of activations: the whole range, and half of it.
+#: QConfigs whose activations use the whole integer range, and half of it.
 WHOLE, REDUCED = get_default_qconfig("onednn"), get_default_qconfig("x86")
 DYNAMIC = {"dynamic": default_dynamic_qconfig, "dynamic, whole_range": profiles.whole_range_dynamic()}
 ROUNDS = 15
@@ -42,7 +42,7 @@ def float_model(seed: int) -> nn.Module:
 
 
 def prepared(model: nn.Module, qconfig: Any, profile: Callable[[], dict[str, Any]]) -> Any:
-    """``model`` with observers that have seen six batches."""
+    """Return ``model`` prepared and calibrated with six batches."""
 
     class Observed(torch.ao.nn.quantizable.LSTM):
         @classmethod
@@ -57,7 +57,7 @@ def prepared(model: nn.Module, qconfig: Any, profile: Callable[[], dict[str, Any
 
 
 def measure(qconfig: Any, profile: Callable[[], dict[str, Any]], seed: int) -> tuple[float, ...]:
-    """SQNR in dB of output, h_n and c_n."""
+    """Return the SQNR in dB of output, h_n and c_n."""
     model = float_model(seed)
     converted = tc.convert_to_reference_fx(prepared(model, qconfig, profile))
     x = torch.randn(40, 8, 32)
@@ -67,7 +67,8 @@ def measure(qconfig: Any, profile: Callable[[], dict[str, Any]], seed: int) -> t
 
 
 def times() -> dict[str, float]:
-    """The time of each, lowered, over that of ``int8_parts``; interleaved, the least of several."""
+    """Return the time of each lowered model relative to ``int8_parts``: interleaved, the minimum of several
+    rounds."""
     model, x = float_model(0), torch.randn(40, 8, 32)
     lowered = {name: tc.convert_fx(prepared(model, WHOLE, each)) for name, each in PROFILES.items()}
     for name, qconfig in DYNAMIC.items():

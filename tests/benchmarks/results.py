@@ -1,4 +1,4 @@
-"""The measurements together: what is written, and read again to make the page."""
+"""The measurements together: written as JSON, and read back to make the page."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def bars_of(results: Results) -> list[Bar]:
-    """Every expectation that was measured."""
+    """Return every expectation that was measured."""
     stages = stage_bars(results["stages"]) if "stages" in results else []
     return [*stages, *latency_bars(results.get("recurrent", ()), results.get("feedforward", ()))]
 
 
 def tables_of(results: Results) -> list[Table]:
-    """Every table there are measurements for."""
+    """Return every table that has measurements."""
     tables = [stages_table(results["stages"])] if "stages" in results else []
     latency = [*results.get("recurrent", ()), *results.get("feedforward", ())]
     if latency:

@@ -18,9 +18,9 @@ __all__ = ["measure_stages"]
 def measure_stages(
     lengths: Sequence[int], *, rounds: int, repeats: int, limit: float, tell: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """One row for each flow and sequence length: medians, or the limit in seconds it did not keep.
+    """Return one row for each flow and sequence length: medians, or the limit in seconds that it exceeded.
 
-    A flow that reaches the limit, or takes long, is not run again at that length.
+    A flow that exceeds the limit, or takes long, is not run again at that length.
     """
     answers: dict[tuple[str, int], list[dict[str, Any] | None]] = {
         (flow, length): [] for length in lengths for flow in FLOWS
@@ -35,7 +35,7 @@ def measure_stages(
 
 
 def _run_in_process(flow: str, length: int, repeats: int, limit: float) -> dict[str, Any] | None:
-    """What the process printed; None: it reached the limit and was ended."""
+    """Return the measurements that the process printed; None if it was ended at the limit."""
     command = [sys.executable, "-m", "tests.benchmarks.flows", flow, str(length), str(repeats)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:

@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are ready to print; the first column is text, the rest numbers."""
+    """A table whose cells are ready to print; the first column is text, the rest numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -37,7 +37,7 @@ class Table:
 
 
 def stages_table(rows: Sequence[Row]) -> Table:
-    """Seconds and peak memory of each flow at each sequence length, and the ratio of each to FX's."""
+    """Return seconds and peak memory of each flow at each sequence length, and the ratios to FX's."""
     fx = {row["length"]: row for row in rows if row["flow"] == "FX"}
     return Table(
         "Prepare, calibrate, convert: seconds (ratio to FX)",
@@ -56,7 +56,7 @@ def _stages_row(row: Row, fx: Row) -> tuple[str, ...]:
 
 
 def latency_tables(rows: Sequence[Row]) -> list[Table]:
-    """One table for each case: milliseconds, ratios to the peers that are there, size and SQNR."""
+    """Return one table for each case: milliseconds, ratios to the available peers, size and SQNR."""
     cases = dict.fromkeys(row["case"] for row in rows)
     return [_latency_table(case, [row for row in rows if row["case"] == case]) for case in cases]
 

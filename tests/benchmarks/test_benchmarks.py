@@ -1,4 +1,5 @@
-"""The benchmark command: that it runs and says what it measured; and what of its subject needs no clock."""
+"""The benchmark command: that it runs and reports its measurements; and those facts about the flows that need
+no clock."""
 
 from __future__ import annotations
 
@@ -47,12 +48,12 @@ BRIEF = Effort(rounds=2, turn_seconds=0.0, build_limit=60.0, threads=1)
 
 
 def silent(_: str) -> None:
-    """Where progress goes."""
+    """Discard progress messages."""
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder a quick run wrote to; the page in it had old results."""
+    """Return the folder that a quick run wrote to; its page had old results."""
     folder = tmp_path_factory.mktemp("benchmarks")
     page = folder / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
@@ -113,7 +114,7 @@ def test_contenders_that_need_nothing_extra_are_measured(results: dict[str, Any]
     in_floats = [row for row in measured if "float" in row["contender"] and "bfloat" not in row["contender"]]
     assert {row["verdict"] for row in in_floats} == {"float"}
     others = [row for row in measured if row not in in_floats and "bf" not in row["contender"]]
-    # The few numbers that a loop of two steps gives are no measure of noise.
+    # The few numbers from a loop of two steps do not measure noise.
     others = [row for row in others if "LSTMCell" not in row["case"]]
     assert {row["verdict"] for row in others} == {"quantized"}
 
@@ -192,7 +193,7 @@ def test_a_page_that_cannot_be_written_stays(
 
 
 def measured_alone(build: Callable[..., Built], *, limit: float = 60.0) -> dict[str, Any]:
-    """The row of one contender that calls itself quantized."""
+    """Return the row of a single contender that claims to be quantized."""
     effort = Effort(BRIEF.rounds, BRIEF.turn_seconds, limit, BRIEF.threads)
     (row,) = measure_latency(QUICK_FEEDFORWARD, [Contender("it", build)], effort, silent)
     return row
@@ -275,7 +276,8 @@ def test_one_step_and_loops_have_expectations_of_their_own() -> None:
 
 
 def counts_prepared_at(length: int) -> dict[str, int]:
-    """Nodes and observers of the model the flows are measured on; four steps calibrate it."""
+    """Return the numbers of nodes and observers of the flows' model, prepared at ``length`` and calibrated
+    with four steps."""
     torch.manual_seed(0)
     lstm = nn.LSTM(8, 8, 2, bidirectional=True)
     model = RecurrentModel(lstm, nn.Linear(16, 4)).eval()
@@ -293,6 +295,6 @@ def counts_prepared_at(length: int) -> dict[str, int]:
 def test_what_prepare_and_convert_do_does_not_depend_on_the_length() -> None:
     short = counts_prepared_at(8)
     assert short == counts_prepared_at(2048)
-    # 14 in each of 4 cells: 7 parts with a range of their own, 5 with a fixed one, 2 weights. Then the input
-    # and both states, weight and output of the linear.
+    # 14 in each of 4 cells: 7 parts with calibrated ranges, 5 with fixed ones, 2 weights. The other 5: the
+    # input, both states, and the weight and output of the linear.
     assert short["observers"] == 4 * 14 + 5

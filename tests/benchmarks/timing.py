@@ -1,4 +1,4 @@
-"""Wall-clock time of several calls in turns, so that what disturbs the machine disturbs all of them."""
+"""Wall-clock time of several calls in turns, so that disturbances of the machine affect all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per call: median of the turns, first and third quartile; and how many turns."""
+    """Milliseconds per call: median of the turns, first and third quartile, and the number of turns."""
 
     median_ms: float
     low_ms: float
@@ -34,9 +34,10 @@ class Timing:
 
 
 def measure_in_turns(calls: Mapping[str, Call], *, rounds: int, turn_seconds: float) -> dict[str, Timing]:
-    """Time warm ``calls``: in each round each has one turn, of about ``turn_seconds`` but one call at least.
+    """Time warm ``calls``: in each round every call has one turn of about ``turn_seconds``, but at least one
+    call.
 
-    Every round starts with another one, so that none always follows the same neighbour.
+    Every round starts with a different call, so that no call always follows the same neighbour.
     """
     repeats = {name: max(1, round(turn_seconds / _seconds(call, 1))) for name, call in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -49,12 +50,12 @@ def measure_in_turns(calls: Mapping[str, Call], *, rounds: int, turn_seconds: fl
 
 
 class LimitReachedError(BaseException):
-    """No Exception, so that nothing that is measured catches it."""
+    """Not an Exception, so that no measured code catches it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise LimitReachedError in the body when it takes longer; works in the main thread alone."""
+    """Raise LimitReachedError in the body after ``seconds``; works only in the main thread."""
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise LimitReachedError

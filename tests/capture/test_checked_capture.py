@@ -1,4 +1,4 @@
-"""What is handed out computes what the float model does, at the example's sizes and others, or is refused."""
+"""The prepared model computes what the float model does, at the example's sizes and others, or is refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Branch(nn.Module):
 
 
 def as_integer(size: float) -> int:
-    """Of methods ``int`` is seen; of functions they call it is not."""
+    """``int`` is seen in methods, but not in functions that they call."""
     return int(size)
 
 
@@ -360,7 +360,7 @@ def test_model_inputs_and_generators_stay_as_they_were(is_qat: bool) -> None:
 
 @pytest.mark.parametrize("is_qat", [False, True])
 def test_no_step_draws_from_the_generators(is_qat: bool) -> None:
-    """Numbers that a script draws later are the same with and without quantization; FX's are not."""
+    """Numbers that a script draws later are the same with and without quantization, unlike with FX."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     x = torch.randn(2, 3, 6, 6)
     mapping = get_default_qat_qconfig_mapping() if is_qat else MAPPING
@@ -389,14 +389,14 @@ def test_arguments_that_are_no_tensors_are_fixed() -> None:
 
 
 class Forgetful(nn.Module):
-    """Captured wrongly by design: it behaves otherwise while torch.export looks."""
+    """Captured wrongly by design: it behaves differently while torch.export traces it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 7 if torch.compiler.is_exporting() else x * 2
 
 
 class DownToOneRow(nn.Module):
-    """What torch.export takes only with the height fixed: free it does not see that ``squeeze`` squeezes."""
+    """torch.export needs a fixed height here: with a free one it misses that ``squeeze`` squeezes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ class NotInFloat64(nn.Module):
 
 
 def test_what_kept_float64_from_deciding_is_said() -> None:
-    """A difference of 40 dB may be rounding: float64 tells, where it runs."""
+    """A difference of 40 dB may be rounding: float64 decides, where the model runs in it."""
     x = torch.randn(8, 4)
     noisy = x @ torch.ones(4, 4) * (1 + 1e-2)
     runs = Runs(NotInFloat64(), StubRegistry(), {})
@@ -507,7 +507,7 @@ def test_what_kept_float64_from_deciding_is_said() -> None:
 
 @pytest.mark.parametrize("made_of", [torch.ones, torch.zeros])
 def test_an_example_of_one_value_is_no_difference(made_of: Any) -> None:
-    """In training a batch norm divides nothing by nothing there: what float32 gives is rounding."""
+    """In training this batch norm divides zero by zero: the result in float32 is rounding."""
     model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1), nn.ReLU())
     mapping, example, x = (
         get_default_qat_qconfig_mapping("qnnpack"),
@@ -530,6 +530,6 @@ def test_rounding_excuses_no_other_computation() -> None:
         return torch.full_like(run.value, 1e-3, dtype=torch.float64 if double else torch.float32)
 
     assert "dB" in str(compare_runs(runs, run, other, 60))
-    # Values that rounding does not reach: 20 dB and less are another computation, and float64 is not asked.
+    # Values above rounding: 20 dB and less are another computation, and float64 is not tried.
     run = runs.of_float_model((torch.randn(4, 1, 9, 9),))
     assert "dB" in str(compare_runs(runs, run, lambda double: run.value * (1.5 if not double else 1.0), 60))

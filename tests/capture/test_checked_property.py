@@ -1,4 +1,4 @@
-"""A property: small models of troublesome pieces are prepared right at every size, or refused."""
+"""A property: small models of troublesome pieces are prepared correctly for every size, or refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 8
 
 
 class Piece(nn.Module):
-    """Takes and returns (batch, time, WIDTH)."""
+    """A module that maps (batch, time, WIDTH) to (batch, time, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ PIECES: list[Callable[[], Piece]] = [
 
 
 def check(seed: int) -> None:
-    """Draw a model and an example by ``seed``, and hold everything that is made of it to the float model."""
+    """Draw a model and an example from ``seed``; compare every model made from them with the float model."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     model = nn.Sequential(*[draw.choice(PIECES)() for _ in range(draw.randint(1, 3))]).eval()
@@ -165,7 +165,7 @@ def check(seed: int) -> None:
             prepared(call)
             taken.append(call)
         reference = tc.convert_to_reference_fx(prepared, tc.get_default_convert_custom_config())
-        graphs = [part for part in reference.modules() if isinstance(part, GraphModule)]  # of loops too
+        graphs = [part for part in reference.modules() if isinstance(part, GraphModule)]  # of loops as well
         assert any(quantize_nodes(graph) for graph in graphs), seed
         for call in taken:
             floats, ours = model(call), reference(call)

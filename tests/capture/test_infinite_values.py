@@ -1,4 +1,4 @@
-"""Masks of minus infinity, and of numbers that stand for it: what is added to them stays float."""
+"""Masks of minus infinity, or of large negative numbers instead: the sum with a mask stays float."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
 
 class Causal(Attention):
-    """With a mask of later positions, made here."""
+    """With a mask of later positions, made in ``forward``."""
 
     def __init__(self, infinity: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A module whose weight a parametrization computes stays float, as in FX, and that is said."""
+"""A module whose weight a parametrization computes stays float, as in FX, and a warning says so."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_nothing_is_said_where_it_was_to_stay_float() -> None:
 @pytest.mark.filterwarnings("ignore::torchq_compat.errors.QuantizationWarning")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 def test_a_recurrent_module_with_computed_weights_is_copied(norm: Any, place: Any) -> None:
-    """They hang on an autograd graph, which torch refuses to copy: in an attribute, and in a list of all."""
+    """Such weights have an autograd graph, which torch refuses to copy: as attributes and inside a list."""
     lstm = nn.LSTM(4, 5)
     for name in ("weight_ih_l0", "weight_hh_l0"):
         norm(lstm, name)

@@ -1,4 +1,4 @@
-"""Ops that train on purpose mean in every mode what they mean in the float model in evaluation."""
+"""Ops that train on purpose compute in every mode what they compute in the float model in evaluation."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_dropout_set_apart_is_explained() -> None:
 
 
 class StandardizedConv(nn.Conv2d):
-    """As NF-Nets and BiT have it."""
+    """The convolution of NF-Nets and BiT."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = self.weight.reshape(1, self.out_channels, -1)

@@ -1,5 +1,4 @@
-"""``tensor.data``, ``len(tensor)`` and ``int(size)`` in the code of a model: traced, and free in their
-sizes."""
+"""``tensor.data``, ``len(tensor)`` and ``int(size)`` in the code of a model: traced, with free sizes."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def sequences(batch: int, steps: int) -> tuple[Tensor, Tensor]:
 
 
 def sorted_by_hand(model: Any, x: Tensor, lengths: Tensor) -> Any:
-    """As written for torch 0.3: everything is taken out of its Variable."""
+    """As written for torch 0.3: every tensor is taken out of its Variable."""
     by_length, order = lengths.data.sort(0, descending=True)
     back = torch.arange(0, len(lengths)).index_select(0, order.sort(0)[1])
     packed = pack_padded_sequence(x.index_select(0, order), by_length.data.tolist(), batch_first=True)
@@ -52,14 +51,14 @@ def sorted_by_hand(model: Any, x: Tensor, lengths: Tensor) -> Any:
 
 
 def tagger(model: Any, x: Tensor, _lengths: Tensor) -> Any:
-    """Of torch's tutorials: a sentence of ``len(sentence)`` words."""
+    """From torch's tutorials: a sentence of ``len(sentence)`` words."""
     sentence = x[0]
     output, _ = model.steps_first(sentence.view(len(sentence), 1, -1))
     return model.fc(output.view(len(sentence), -1))
 
 
 def to_whole_strides(model: Any, x: Tensor, _lengths: Tensor) -> Any:
-    """Pads as Demucs does."""
+    """Pad as Demucs does."""
     length = int(math.ceil((x.size(1) - 3) / 4) * 4 + 3)
     output, _ = model.rnn(nn.functional.pad(x, (0, 0, 0, length - x.size(1))))
     return model.fc(output)[:, : int(x.size(1) * 0.5)], output[:, int(length / 2) :]
@@ -85,7 +84,7 @@ def sorted_in_a_list(model: Any, x: Tensor, lengths: Tensor) -> Any:
 
 
 def looks_at_the_class(model: Any, x: Tensor, _lengths: Tensor) -> Any:
-    """What else is done with ``int`` is not taken away from it."""
+    """Other uses of ``int`` keep working."""
     assert isinstance(int("3"), int)
     kept = list[int]()
     kept.extend(map(int, "12"))

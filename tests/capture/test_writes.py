@@ -1,4 +1,4 @@
-"""Writes in place, through any name: the graph gives what the float model gives, and writes nothing."""
+"""Writes in place through any name: the graph returns what the float model returns, and writes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchq_compat.errors import CaptureError
 
 Values = list[Tensor]
 
-#: A view of a tensor with three dimensions of at least 2.
+#: Views of a tensor with three dimensions of at least 2.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda v: v[1:],
     "slice of steps": lambda v: v[:, ::2],
@@ -37,7 +37,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "view_as": lambda v: v.view_as(v),
     "flattened": lambda v: v.flatten(1).unflatten(1, v.shape[1:]),
 }
-#: A part with fewer dimensions, to write into alone.
+#: Parts with fewer dimensions, used only as targets of writes.
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "select": lambda v: v[0],
     "negative select": lambda v: v[:, -1],
@@ -58,7 +58,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 class Program(nn.Module):
-    """Random views, parts, writes and reads of one value, told by a seed."""
+    """Random views, parts, writes and reads of one value, drawn from ``seed``."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_random_programs(seed: int) -> None:
     assert not writes_of(graph_module), before
     found = graph_module(x)
     for ours, theirs in zip(found, expected, strict=True):
-        # Sums over another memory layout round otherwise.
+        # Sums over another memory layout round differently.
         torch.testing.assert_close(ours, theirs)
 
 
@@ -118,7 +118,7 @@ def slice_of_channels(x: Tensor) -> Tensor:
 
 
 def filled_by_parts(x: Tensor) -> Tensor:
-    """How masks, paddings and outputs of loops are made."""
+    """Masks, paddings and loop outputs as models write them."""
     made = torch.zeros_like(x)
     made[:, :2] = x[:, :2]
     made[:, 2:] = x[:, 2:] * 2
@@ -186,8 +186,8 @@ class Net(nn.Module):
         return self.second(self.between(self.first(x)))
 
 
-#: Without constants: they share the fake-quantize of what they are added to, which the moving average of one
-#: step has not seen.
+#: Without constants: a constant shares the fake-quantize of the tensor it is added to, and the moving average
+#: of one step has not seen the constant.
 TRAINED = [by_another_name, masked, by_index]
 
 
@@ -233,7 +233,7 @@ def test_a_view_without_a_form_out_of_place_is_refused() -> None:
 
 
 class Cache(nn.Module):
-    """Keeps what it computed in a buffer, as decoders do."""
+    """Stores its result in a buffer, as decoders do."""
 
     def __init__(self) -> None:
         super().__init__()

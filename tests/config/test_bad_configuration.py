@@ -1,4 +1,4 @@
-"""Configurations that cannot be: an error of ours that names the setting, and what stays float says why."""
+"""Impossible configurations: an error that names the setting, or a reason for what stays float."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-# BackendConfig reads a sub-module of its package that the package does not import by itself.
+# BackendConfig uses a submodule of its package that the package itself does not import.
 import torch.ao.quantization.backend_config.utils
 from torch import nn
 from torch.ao.quantization import (
@@ -172,6 +172,6 @@ def test_rules_about_modules_that_are_not_there_are_reported() -> None:
         "module_name_regex 'decoder.*'",
         "module_name_object_type_order ('head', Linear, 0)",
     }
-    assert len(said) == 2  # a name and a type in a name have the same reason
+    assert len(said) == 2  # the name and the type order have the same reason
     assert all(repr(rule) in "".join(said) for rule in rules)
     assert {d.path for d in tc.explain(prepared) if d.action == "dropped"} == rules

@@ -1,5 +1,5 @@
 """Settings that were ignored or misread: fixed qparams, functionals, contradictory ranges, half precision in
-front of integers, complex backend patterns, names that match nothing. FX live is the oracle where it runs."""
+front of integers, complex backend patterns, names that match nothing. The oracle is live FX where it runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OWN_OBSERVER = ObservationType.OUTPUT_USE_DIFFERENT_OBSERVER_AS_INPUT
 
 
 class Net(nn.Module):
-    """Two linears, two functionals, a ReLU, put together by ``code``."""
+    """Two linears, two functionals and a ReLU, combined by ``code``."""
 
     def __init__(self, code: Forward, functional: type[nn.Module] = FloatFunctional) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def batches(*shapes: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
 
 
 def check(model: nn.Module, mapping: QConfigMapping, data: Any, least_db: float, **kwargs: Any) -> None:
-    """The same activation qparams as FX's (1e-5), as many dB to 0.5, and at least ``least_db``."""
+    """Assert FX's activation qparams (1e-5), and an SQNR within 0.5 dB of FX's and at least ``least_db``."""
     model = model.eval()
     theirs, ours = by_fx(model, mapping, data, **kwargs)[1], by_us(model, mapping, data, **kwargs)[1]
     a, b = sorted(fx_activation_qparams(theirs)), sorted(activation_qparams(ours))
@@ -118,7 +118,7 @@ def test_fixed_qparams_count_for_inputs_too(put: Any, qconfig: QConfig) -> None:
 
 
 def test_the_input_of_a_sigmoid_is_not_cut_to_its_result() -> None:
-    """FX observes it with [0, 1): the float model is the measure here."""
+    """FX observes the input with [0, 1), so the float model is the reference here."""
     torch.manual_seed(0)
     model = Net(lambda s, x, y: s.b(torch.sigmoid(x) + y)).eval()
     data = batches((4, 8), (4, 8))
@@ -128,7 +128,7 @@ def test_the_input_of_a_sigmoid_is_not_cut_to_its_result() -> None:
 
 
 def test_edges_of_one_observer_move_together() -> None:
-    """x goes through one observer to the linear and to cat, and cat moves it to that of its first input."""
+    """x goes to the linear and to cat through one observer, which cat replaces by that of its first input."""
     torch.manual_seed(0)
     model = Net(lambda s, x, y: s.b(torch.cat([s.a(x), x]) * 2 + 1))
     check(model, get_default_qconfig_mapping("qnnpack"), batches((4, 8), (4, 8)), 30)
@@ -274,7 +274,7 @@ def backend(*rows: BackendPatternConfig) -> BackendConfig:
 
 
 class Tutorial(nn.Module):
-    """The model of the tutorial on BackendConfig."""
+    """The model from the tutorial on BackendConfig."""
 
     def __init__(self) -> None:
         super().__init__()

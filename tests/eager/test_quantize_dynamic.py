@@ -67,7 +67,7 @@ def test_numbers_of_torch_ao(name: str) -> None:
         results = [leaves(each(*args)) for each in (model, ours, theirs)]
     for float_result, our_result, their_result in zip(*results, strict=True):
         assert sqnr(their_result, our_result) > 60
-        # A too good one would be float.
+        # A higher SQNR would mean that the module is float.
         low, high = (60, 90) if dtype is torch.float16 else (30, 60)
         assert low < sqnr(float_result, our_result) < high
 

@@ -1,6 +1,6 @@
 """decompose_lstm: an exported LSTM decomposed, in three shapes, under one ordinary quantizer.
 
-Oracles: the float model, and the shapes each other, bit for bit.
+Oracles: the float model; and, bit for bit, the shapes among each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ATEN, OPS = torch.ops.aten, torch.ops.quantized_decomposed
 SCAN = torch.ops.higher_order.scan
 QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
 SHAPES = ["rolled", "unrolled", "opaque"]
-#: Where more than one layer and direction make the others slow.
+#: For tests in which several layers and directions make the other shapes slow.
 ONE_FAST_SHAPE = ["rolled", *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])]
 INPUT, HIDDEN, STEPS, BATCH = 8, 16, 10, 3
 
@@ -51,7 +51,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def slow_but(count: int, *variants: dict[str, Any]) -> list[Any]:
-    """``variants`` as parameters, all but the first ``count`` of them slow."""
+    """Return ``variants`` as test parameters, all but the first ``count`` marked slow."""
     return [
         pytest.param(kwargs, marks=[pytest.mark.slow] * (index >= count), id=str(kwargs))
         for index, kwargs in enumerate(variants)
@@ -62,7 +62,7 @@ BOTH_DIRECTIONS = {"bidirectional": True}
 
 
 class OfLinears(Quantizer):
-    """What anybody would write: linear, add, mul, sigmoid and tanh, int8, an int32 bias."""
+    """A quantizer as users write it: linear, add, mul, sigmoid and tanh in int8, with an int32 bias."""
 
     def __init__(self, observer: Any = MinMaxObserver, *, per_channel: bool = False) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def targets(module: nn.Module) -> list[Any]:
 
 
 def qparams(module: nn.Module) -> set[tuple[Any, ...]]:
-    """The distinct (scale, zero point, min, max, dtype) of every per-tensor dequantize."""
+    """Return the distinct (scale, zero point, min, max, dtype) of all per-tensor dequantizes."""
     return {
         tuple(node.args[1:6])
         for graph in graph_modules(module)
@@ -227,7 +227,7 @@ def test_unbatched_without_a_state_and_called_twice(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dropout_of_a_program_captured_in_training(shape: str) -> None:
-    """Everything dropped between the layers: the second layer sees zeros, as the float model's does."""
+    """Everything is dropped between the layers: the second layer sees zeros, as in the float model."""
     kwargs = {"num_layers": 2, "dropout": 1.0}
     model = float_model(kwargs).train()
     decomposed = decompose_lstm(torch.export.export(model, batch(0, kwargs)), shape)
@@ -261,7 +261,7 @@ def test_three_shapes_have_the_same_qparams_and_bit_equal_results(kwargs: dict[s
     ids=["histogram", "per_channel"],
 )
 def test_the_same_with_other_observers(quantizer: OfLinears, kwargs: dict[str, Any]) -> None:
-    """A histogram depends on the order of what it sees: the steps come in the same order everywhere."""
+    """A histogram depends on the order of its inputs: the steps come in the same order in all shapes."""
     model, inputs = float_model(kwargs), batch(7, kwargs)
     by_shape = [converted(model, shape, kwargs, quantizer) for shape in SHAPES]
     assert qparams(by_shape[0]) == qparams(by_shape[1]) == qparams(by_shape[2])
@@ -273,8 +273,8 @@ def test_the_same_with_other_observers(quantizer: OfLinears, kwargs: dict[str, A
 
 @pytest.mark.parametrize("kwargs", slow_but(1, {}, BOTH_DIRECTIONS))
 def test_the_same_with_a_quantizer_that_looks_around(kwargs: dict[str, Any]) -> None:
-    """torchao's own for x86 annotates patterns: what it says of a node depends on the nodes beside it. It
-    quantizes inputs only, so that the results stay float, which the opaque shape warns of."""
+    """torchao's quantizer for x86 annotates patterns: its annotation of a node depends on the nodes around
+    it. It quantizes inputs only, so the results stay float, which the opaque shape warns about."""
     model, inputs = float_model(kwargs), batch(7, kwargs)
     results = []
     for shape in SHAPES:
@@ -294,7 +294,7 @@ def test_the_same_with_a_quantizer_that_looks_around(kwargs: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("kwargs", slow_but(1, {}, {"num_layers": 2}))
 def test_one_tensor_as_both_states(kwargs: dict[str, Any]) -> None:
-    """Hidden and cell state keep qparams of their own, at the boundary too."""
+    """Hidden and cell state keep their own qparams, also at the boundary."""
 
     class Tied(Model):
         def forward(self, x: Tensor, state: Tensor) -> Any:
@@ -319,7 +319,7 @@ def test_one_tensor_as_both_states(kwargs: dict[str, Any]) -> None:
 
 
 def test_as_many_observers_as_one_cell_has() -> None:
-    """Observers by identity: the unrolled graph has those of the opaque one, at any length."""
+    """Observers are compared by identity: the unrolled graph has those of the opaque graph, at any length."""
     kwargs = {"bidirectional": True}
     counts = {}
     for shape in SHAPES:
@@ -349,7 +349,7 @@ def test_weights_are_folded_to_integers(shape: str) -> None:
 @pytest.mark.parametrize("shape", ["rolled", "opaque"])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_any_length_and_batch(shape: str, prepared: bool) -> None:
-    """The program was exported with 10 steps of batch 3, which export had fixed."""
+    """The program was exported with 10 steps and a batch of 3, which export had fixed."""
     kwargs = {"num_layers": 2, "bidirectional": True, "batch_first": True}
     model = float_model(kwargs)
     module = converted(model, shape, kwargs) if prepared else None
@@ -366,7 +366,7 @@ def test_any_length_and_batch(shape: str, prepared: bool) -> None:
 
 @pytest.mark.parametrize("shape", ONE_FAST_SHAPE)
 def test_a_batch_that_was_exported_dynamic_stays_so(shape: str) -> None:
-    """Without a state: its zeros follow the batch."""
+    """The state is omitted: its zeros follow the batch."""
 
     class Stateless(Model):
         def forward(self, x: Tensor) -> Any:
@@ -420,7 +420,7 @@ def test_rolled_exported_again_with_dynamic_length_and_saved(kwargs: dict[str, A
 
 @pytest.mark.parametrize("shape", ["rolled", "unrolled"])
 def test_torchao_alone_does_for_the_rolled_shape_only(shape: str) -> None:
-    """prepare_pt2e and convert_pt2e see the body of a scan; in the unrolled shape every step has its own."""
+    """prepare_pt2e and convert_pt2e see the body of a scan; unrolled, every step has its own observers."""
     model, inputs = float_model({}), batch(7, {})
     decomposed = decompose_lstm(torch.export.export(model, batch(0, {})), shape)
     prepared = prepare_pt2e(decomposed, OfLinears())

@@ -1,6 +1,6 @@
-"""GRU and RNN of an exported program, as the LSTM: whole, and decomposed in three shapes.
+"""GRU and RNN of an exported program, treated as the LSTM is: whole, and decomposed in three shapes.
 
-Oracles: the float model, and the shapes each other, bit for bit.
+Oracles: the float model; and, bit for bit, the shapes among each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchq_compat.recurrent_parts import (
 ATEN, OPS = torch.ops.aten, torch.ops.quantized_decomposed
 SHAPES = ["rolled", "unrolled", "opaque"]
 
-#: (class, its options, the operator torch.export leaves of it)
+#: (class, its options, the operator that torch.export turns it into)
 VARIANTS: list[Any] = [
     (nn.GRU, {"batch_first": True}, ATEN.gru.input),
     (nn.RNN, {"batch_first": True}, ATEN.rnn_tanh.input),
@@ -105,7 +105,7 @@ def test_decomposed_in_three_shapes_with_the_same_bits(variant: Any) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_whole(variant: Any) -> None:
-    """q-dq at x, each state, weight, bias and output; h0, output and h_n on the same qparams."""
+    """There is q-dq at x, each state, weight, bias and output; h0, output and h_n have the same qparams."""
     cls, options, op = variant
     torch.manual_seed(0)
     model, inputs = Model(cls, options).eval(), batch(cls, options, 0)

@@ -1,4 +1,4 @@
-"""whole_op_lstm_quantizer: aten.lstm.input stays one op, with q-dq on everything around it."""
+"""whole_op_lstm_quantizer: aten.lstm.input stays one op, with q-dq on all its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lstm_node(converted: GraphModule) -> Node:
 
 
 def dq(node: Any) -> tuple[float, int, torch.dtype]:
-    """(scale, zero point, dtype) of a per-tensor dequantize."""
+    """Return (scale, zero point, dtype) of a per-tensor dequantize."""
     assert node.target is PER_TENSOR
     return node.args[1], node.args[2], node.args[5]
 
@@ -115,7 +115,7 @@ def test_bias_scales_are_those_of_the_accumulators(layers: int) -> None:
 
 
 def test_hidden_state_omitted() -> None:
-    """The zeros of h0 alone would give a scale that saturates the bias; it has the hidden state's qparams."""
+    """h0 has the hidden state's qparams: its zeros alone would give a scale that saturates the bias."""
     torch.manual_seed(0)
     model, data = Model().eval(), [(x,) for x, _ in batches()]
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_hidden_state_omitted() -> None:
 
 
 def test_one_tensor_as_both_states() -> None:
-    """torchao has one edge for it, so hidden and cell state share their qparams."""
+    """torchao has one edge for a tensor used as both states, so hidden and cell state share their qparams."""
 
     class Tied(Model):
         def forward(self, x: Tensor, state: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""All fuzzers at length: ``python -m tests.fuzz [NAME ...] [--structures 1000]``."""
+"""Full runs of all fuzzers: ``python -m tests.fuzz [NAME ...] [--structures 1000]``."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class NoQuantizer(Quantizer):
 
 
 class Kind:
-    """A name that tells, and how the value is made."""
+    """A kind of wrong argument: a name for people, and a function that makes the value."""
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self.name, self.make = name, make
@@ -205,7 +205,7 @@ def node_arguments() -> dict[str, Any]:
 
 
 Arguments = Callable[[], dict[str, Any]]
-#: Arguments that each function takes; the others stay at their default.
+#: Valid arguments of each function; parameters not listed keep their defaults.
 GOOD: dict[str, Arguments] = {
     "annotate_outputs": node_arguments,
     "decompose_lstm": lambda: {"program": exported_lstm()},
@@ -257,7 +257,7 @@ GOOD: dict[str, Arguments] = {
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """A public function or constructor, and arguments that it takes."""
+    """A public function or constructor, and valid arguments for it."""
 
     name: str
     function: Callable[..., Any]
@@ -265,7 +265,7 @@ class EntryPoint:
 
 
 def entry_points() -> list[EntryPoint]:
-    """Everything callable in ``__all__`` of the public modules, each once."""
+    """Yield every callable in ``__all__`` of the public modules, each once."""
     found: dict[int, EntryPoint] = {}
     for module_name in MODULES:
         module = import_module(module_name)
@@ -296,7 +296,7 @@ def _of_value(module: str, name: str, value: Any) -> Iterator[EntryPoint]:
     if module in NOT_OURS_TO_CHECK or name in NOT_OURS_TO_CHECK:
         return
     if isinstance(value, type) and issubclass(value, (BaseException, GraphModule)):
-        return  # what functions raise and return; nobody calls these
+        return  # raised and returned by functions, not called by users
     if module == "torchq_compat.nn.quantizable":
         yield EntryPoint(
             f"{module}.{name}.from_float", value.from_float, lambda: {"other": float_module(name)}
@@ -351,7 +351,7 @@ def accepted(entry_point: EntryPoint, parameter: inspect.Parameter, kind: Kind) 
 
 
 def cases() -> Iterator[Case]:
-    """Every door with every kind of argument, one parameter at a time, and with arguments swapped."""
+    """Yield every entry point with every kind of argument, one at a time, and with arguments swapped."""
     for entry_point in entry_points():
         assert entry_point.good is not None, f"{entry_point.name} has no arguments in GOOD"
         parameters = list(inspect.signature(entry_point.function).parameters.values())

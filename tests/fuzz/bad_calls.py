@@ -1,4 +1,4 @@
-"""Prepared, converted and lowered models called with what they were not prepared for."""
+"""Prepared, converted and lowered models called with inputs they were not prepared for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH, WIDTH, STEPS = 3, 6, 4
 
 
 class Around(nn.Module):
-    """A module behind another one, so that a failure inside has a path."""
+    """A module inside another one, so that a failure in it has a path."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Nested(nn.Module):
 
 
 class Subject(NamedTuple):
-    """A model, its example, and the rank and dtype that example has."""
+    """A model, its example, and the rank and dtype of the example."""
 
     model: Callable[[], nn.Module]
     example: Callable[[], tuple[Any, ...]]
@@ -149,8 +149,8 @@ ACCEPTED: dict[tuple[str, str], str] = {
     ("*", "float16"): "is computed in float32, as torchao's quantize and our cells do",
     ("*", "meta device"): "as torch: shapes without values",
 }
-#: A prepared recurrent or attention module computes in float32 and gives back the dtype it got, as does the
-#: operator for recurrent ones.
+#: A prepared recurrent or attention module computes in float32 and returns the dtype of its input, as does the
+#: operator of lowered recurrent modules.
 CASTS = ("LSTM", "LSTM in two layers", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell", "MultiheadAttention")
 
 

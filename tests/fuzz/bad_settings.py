@@ -1,4 +1,4 @@
-"""What is wrong inside of a setting: values of config dicts and objects, states, qparams, observers."""
+"""Wrong values inside settings: in config dicts and objects, states, qparams, observers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchq_compat.lstm_utils import get_lstm_with_individually_observed_parts
 __all__ = ["cases"]
 
 Make = Callable[[], Any]
-#: More of what a person could write: nearly right.
+#: Further values that a person might write, and that are nearly right.
 NEARLY: tuple[tuple[str, Make], ...] = (
     ("set", lambda: {1, 2}),
     ("bool", lambda: True),
@@ -52,7 +52,7 @@ NEARLY: tuple[tuple[str, Make], ...] = (
 )
 VALUES: tuple[tuple[str, Make], ...] = (*((kind.name, kind.make) for kind in KINDS), *NEARLY)
 EMPTY = "says nothing, as no key would"
-#: (key, value) of a dict that may stand there.
+#: (key, value) of a dict that may succeed -> why.
 ACCEPTED: dict[tuple[str, str], str] = {
     ("", "None"): "None: nothing by default",
     (
@@ -93,7 +93,7 @@ def _dicts(setting: str, keys: tuple[str, ...], call: Callable[[Any], Any]) -> I
 
 
 def _objects() -> Iterator[Case]:
-    """Attributes of config objects, which torch.ao's own setters do not look at."""
+    """Yield cases with wrong attributes of config objects, which torch.ao's own setters do not check."""
     custom: tuple[tuple[type, Callable[[Any], Any]], ...] = (
         (PrepareCustomConfig, lambda c: prepare(prepare_custom_config=c)),
         (ConvertCustomConfig, lambda c: tc.convert_to_reference_fx(prepared(), c)),

@@ -1,4 +1,4 @@
-"""What a wrong call comes to: an error of ours with a hint, or something a user should not get."""
+"""The outcome of a wrong call: an error of this package with a hint, or something users should not get."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """One wrong call.
+    """A wrong call.
 
     Attributes:
         name: what is called, and what is wrong with it.
-        named: texts the message has to hold.
-        accepted: why this call may succeed; empty where it may not.
+        named: texts that the message has to contain.
+        accepted: why this call may succeed; empty if it may not.
     """
 
     name: str
@@ -62,7 +62,7 @@ def attempt(case: Case) -> Result:
         if missing:
             return Result(case, Outcome.NO_HINT, f"{missing} not named in: {error}")
         return Result(case, Outcome.OURS if fits else Outcome.NO_HINT, str(error))
-    except Exception as error:  # the raw errors are what is looked for
+    except Exception as error:  # raw errors are what the fuzzer searches for
         return Result(case, Outcome.RAW, f"{type(error).__name__}: {error}"[:300])
     if case.accepted:
         return Result(case, Outcome.ACCEPTED, case.accepted)

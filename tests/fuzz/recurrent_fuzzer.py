@@ -1,8 +1,8 @@
 """Random recurrent contracts through the whole life: ``python -m tests.fuzz.recurrent_fuzzer [--count
 1000]``.
 
-Every one ends near the float model on integers. None is refused: a dynamic nn.RNN stays float and says so, as
-FX's backend has none, and any error, ours too, is a fault.
+Every contract ends near the float model on integers. None is refused: a dynamic nn.RNN, which FX's backend
+lacks, stays float with a warning, and any error, even one of this package, is a fault.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ import torchq_compat as tc
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat.errors import TorchQCompatError
 
-#: dB that 8 bits everywhere leave of a random module at worst.
+#: The SQNR in dB that 8 bits everywhere leave of a random module in the worst case.
 LEAST_DB, MOST_DB = 12.0, 75.0
-#: dB between the fake-quantized model and what it converts to, which is what it was trained as: a value
-#: between two steps may tip over.
+#: SQNR in dB of the converted model against the fake-quantized model that was trained: a value midway between
+#: two steps may fall to the other side.
 LEAST_DB_TRAINED = 25.0
-#: Fake-quantizes whose ranges cover all that was seen.
+#: Fake-quantizes whose ranges cover all values seen.
 FAKE_QUANTIZE: Any = FakeQuantize
 COVERING_QAT = QConfig(  # type: ignore[no-untyped-call]
     FAKE_QUANTIZE.with_args(observer=MinMaxObserver, dtype=torch.quint8),
@@ -50,7 +50,7 @@ COVERING_QAT = QConfig(  # type: ignore[no-untyped-call]
 
 
 class Contract(nn.Module):
-    """A random recurrent module, and how it is called."""
+    """A random recurrent module and how it is called."""
 
     def __init__(self, dice: random.Random) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ class Contract(nn.Module):
         self.dynamic = None
         if dice.random() < 0.25 and not self.is_qat:
             self.dynamic = dice.choice([default_dynamic_qconfig, per_channel_dynamic_qconfig])
-        # The default moves a range by 1% of a step's: after four calls it is as far behind as FX's, which
-        # ``test_qat_against_fx`` measures.
+        # The default moving average moves a range by 1% of a step's: after four calls it lags as far behind
+        # as FX's, which ``test_qat_against_fx`` measures.
         self.lags = self.is_qat and dice.random() < 0.5
         self.dice = dice
         self.to(self.dtype)
@@ -88,7 +88,7 @@ class Contract(nn.Module):
         return self.rnn(x) if state is None else self.rnn(x, state)
 
     def draw(self) -> tuple[Any, ...]:
-        """Arguments of a call."""
+        """Return arguments of a call."""
         steps, batch = self.dice.randint(1, 12), self.dice.randint(1, 5)
         rows = () if self.is_unbatched else (batch,)
         if self.is_cell:
@@ -112,13 +112,13 @@ class Contract(nn.Module):
         return get_default_qat_qconfig_mapping() if self.is_qat else get_default_qconfig_mapping()
 
 
-#: What comes of the one kind of contract that is left float.
+#: The outcome of the one kind of contract that is left float.
 STAYS_FLOAT = "float: stays so, and says so"
 FINE = ("passed", STAYS_FLOAT)
 
 
 def run(seed: int) -> str:
-    """What came of a contract: one of ``FINE``, or the fault."""
+    """Return the outcome of a contract: one of ``FINE``, or the fault."""
     torch.manual_seed(seed)
     contract = Contract(random.Random(seed))
     try:
@@ -136,7 +136,7 @@ def _live(contract: Contract) -> str:
     example, prepare = contract.draw(), tc.prepare_qat_fx if contract.is_qat else tc.prepare_fx
     contract.train(contract.is_qat)
     prepared = prepare(contract, contract.mapping(), example, config)
-    # A vector at a time, four calls would show the observers next to nothing.
+    # With one vector at a time, four calls would show the observers next to nothing.
     for _ in range(24 if contract.is_cell or contract.is_unbatched else 4):
         results = prepared(*contract.draw())
     if contract.is_qat:
@@ -171,7 +171,7 @@ def _live(contract: Contract) -> str:
 
 
 def _packed(contract: Contract, exact: Any, reference: Any) -> str:
-    """The converted module itself, and in the cell loop, with a PackedSequence, beside ``exact``."""
+    """Compare the converted module with ``exact`` on a PackedSequence: as it is, and in the cell loop."""
     (x,) = contract.draw()
     batch, steps = (x.shape[0], x.shape[1]) if contract.batch_first else (x.shape[1], x.shape[0])
     lengths = torch.randint(1, steps + 1, (batch,))
@@ -180,7 +180,7 @@ def _packed(contract: Contract, exact: Any, reference: Any) -> str:
     expected = [leaf for leaf in leaves(exact(packed)) if leaf.is_floating_point()]
     for module in (converted, converted.lowered()):
         found = [leaf for leaf in leaves(module(packed)) if leaf.is_floating_point()]
-        # The model that was trained may be met to the bit.
+        # The converted model may be bit-equal to the trained model.
         fault = _compared(expected, found, most=math.inf if contract.lags else MOST_DB)
         if fault:
             return f"packed: {fault}"
@@ -192,7 +192,7 @@ def _compared(
 ) -> str:
     if [(a.shape, a.dtype) for a in expected] != [(b.shape, b.dtype) for b in found]:
         return f"SHAPES {[(b.shape, b.dtype) for b in found]}"
-    # Small results one by one may lie on a step; together they are a signal.
+    # Single small results may all lie on one step; together they are a signal.
     a, b = (torch.cat([each.flatten() for each in side]) for side in (expected, found))
     if not a.any():
         return "" if not b.any() else "something where the float model has zeros"  # of a dead ReLU

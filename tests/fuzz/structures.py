@@ -45,7 +45,7 @@ MAKERS: dict[str, Callable[[list[Any]], Any]] = {
     "pair": lambda values: Pair(values[0], values[-1]),
     "registered": lambda values: Registered(values[0], values[-1]),
 }
-#: None is a tensor, "none" the value None, else (kind, shapes inside).
+#: None for a tensor, "none" for the value None, otherwise (kind, shapes inside).
 Shape = Any
 
 
@@ -66,7 +66,7 @@ def build(shape: Shape, leaf: Callable[[], Tensor]) -> Any:
 
 
 class Restructures(nn.Module):
-    """``arguments`` structures in, one of ``result`` out; every tensor goes through the linear."""
+    """A model of ``arguments`` structures to one of ``result``; every tensor goes through the linear."""
 
     def __init__(self, result: Shape) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Two(Restructures):
 
 
 def one_structure(seed: int) -> None:
-    """Prepare and convert one model; the results have the structure and, in 8 bits, the values."""
+    """Prepare and convert one model; check the structure of the results and, to 8 bits, their values."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model_class, count = rng.choice(((One, 1), (Two, 2)))
@@ -121,6 +121,6 @@ def check_same(expected: Any, found: Any, *, bits_lost: bool) -> None:
 
 
 def cases(count: int, seed: int = 0) -> Iterator[Case]:
-    """``count`` structures; each is to work, so silence is what is wanted."""
+    """Yield ``count`` cases, each of which has to succeed."""
     for number in range(seed, seed + count):
         yield Case(f"structure {number}", partial(one_structure, number), accepted="it works")

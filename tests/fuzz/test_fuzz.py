@@ -1,4 +1,4 @@
-"""The fuzzers in short; ``python -m tests.fuzz`` runs all of their cases."""
+"""Short runs of the fuzzers; ``python -m tests.fuzz`` runs all of their cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_is_good_is_taken() -> None:
         assert entry_point.good is not None
         if entry_point.name not in ("compare", "compare_case", "to_executorch"):
             with warnings.catch_warnings():
-                # Of so small a model suggest says that nothing helps.
+                # For such a small model suggest warns that nothing helps.
                 warnings.filterwarnings("ignore", "suggest: leaving out", QuantizationWarning)
                 entry_point.function(**entry_point.good())
 

@@ -1,4 +1,4 @@
-"""Models of the kinds that are in use, each with what makes the names of FX's scales hard to tell."""
+"""Models of common kinds, each with something that makes the names of FX's scales hard to assign."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TokensAndMask(nn.Module):
 
 
 class Functional(nn.Module):
-    """Functions with parameters of the model itself, one of them called as FX calls a quantized module's."""
+    """Functionals with parameters of the model, one called as FX calls a quantized module's functional."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Shared(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose weight a linear layer has too."""
+    """An embedding whose weight is also the weight of a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Tied(nn.Module):
 
 
 class Repeated(nn.Module):
-    """``contiguous()``, which torch.export drops, in front of other ops of the same code."""
+    """A model with ``contiguous()``, which torch.export drops, in front of other ops of the same code."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Repeated(nn.Module):
 
 
 class Hidden(nn.Module):
-    """Recurrent modules that stay float, inside of modules that hand on all results and that hand on one."""
+    """Float recurrent modules inside modules that return all results, and inside modules that return one."""
 
     class All(nn.Module):
         def __init__(self) -> None:

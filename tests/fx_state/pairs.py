@@ -1,4 +1,4 @@
-"""Models that FX calibrates or trains, saves, and converts; and what is made of their states here."""
+"""Models that FX calibrates or trains, saves and converts; and the models made from their states here."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Saved:
     """A model of FX.
 
     Attributes:
-        float_model: what it was made of, with other weights: all have to come from the state.
+        float_model: its float model with other weights: all weights have to come from the state.
         mapping: makes the QConfigMapping.
         reference: FX's converted reference model.
         lowered: FX's converted model, kept because its state does not own the scales of its embeddings:
             torch.ops.quantized.embedding_bag_unpack leaves them in the memory of the packed weight.
-        states: by the form of the model that gave it.
+        states: by the form of the model that they were saved from.
     """
 
     float_model: nn.Module
@@ -62,10 +62,10 @@ class Saved:
     states: Mapping[str, Mapping[str, Any]]
 
     def prepared(self) -> GraphModule:
-        """The model prepared here, uncalibrated."""
+        """Return the model prepared here, uncalibrated."""
         prepare = tc.prepare_qat_fx if self.is_qat else tc.prepare_fx
         with warnings.catch_warnings():
-            # That a size is free only as long as the model's code takes it is not what is tested here.
+            # Warnings that a size is free only under conditions of the model's code are not tested here.
             warnings.simplefilter("ignore")
             return prepare(
                 copy.deepcopy(self.float_model),
@@ -76,7 +76,7 @@ class Saved:
 
 
 def saved_by_fx(pair: str) -> Saved:
-    """The pair ``model/mapping`` of the parity corpus, through FX."""
+    """Return the pair ``model/mapping`` of the parity corpus, through FX."""
     torch.manual_seed(0)
     name, mapping = pair.split("/")
     entry, is_qat = MODELS[name], mapping in QAT_MAPPINGS
@@ -91,7 +91,7 @@ def saved_from(
     is_qat: bool = False,
     lowered: bool = True,
 ) -> Saved:
-    """``model`` through FX.
+    """Calibrate or train ``model`` by FX.
 
     Args:
         lowered: whether FX can lower it.
@@ -116,7 +116,7 @@ def saved_from(
 
 
 def differences_of(saved: Saved, form: str) -> set[str]:
-    """In what the model made of that state here differs from FX's: "qparams", "outputs", or nothing."""
+    """Return how the model made here from that state differs from FX's: "qparams", "outputs", or nothing."""
     prepared = saved.prepared()
     load_fx_state(prepared, saved.states[form])
     converted = tc.convert_to_reference_fx(prepared.eval())
@@ -131,5 +131,5 @@ def differences_of(saved: Saved, form: str) -> set[str]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all tensors of a state."""
+    """Return copies of all tensors of a state."""
     return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}

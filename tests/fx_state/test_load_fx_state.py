@@ -102,7 +102,7 @@ def test_training_goes_on_with_the_next_losses_of_fx() -> None:
 
 
 def learned_by_fx() -> tuple[GraphModule, Any]:
-    """A model whose fake-quantizes have learned their scales; one of them is negative until its next call."""
+    """Return a model with learned fake-quantize scales; one of them is negative until its next call."""
     from migration.legacy import learnable_qat as legacy
 
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_converted_training_state_makes_the_batch_norm_an_identity() -> None:
     load_fx_state(ours, reference.state_dict())
     converted = tc.convert_to_reference_fx(ours.eval())
     assert activation_qparams(converted) == fx_activation_qparams(reference)
-    # Inside the calibrated range: FX's reference model forgets the largest value of a reduced range.
+    # Inside the calibrated range: FX's reference model drops the quant_max of a reduced range.
     x = torch.randn(64, 3, 6, 6).clamp(-2, 2)
     assert sqnr(reference(x), converted(x)) > 40
 
@@ -190,7 +190,7 @@ def calibrated_here() -> GraphModule:
 
 
 def old_form(state: dict[str, Any]) -> dict[str, Any]:
-    """As torch before 1.8 saved observers, and before 1.6 fused conv-bn modules."""
+    """Return ``state`` with observers as saved before torch 1.8, and fused conv-bn modules as before 1.6."""
     v1 = {"bn.weight": "gamma", "bn.bias": "beta", "bn.running_mean": "running_mean"}
     v1 |= {"bn.running_var": "running_var", "bn.num_batches_tracked": "num_batches_tracked"}
     renamed = OrderedDict()
@@ -232,7 +232,7 @@ def test_old_forms_of_packed_linears(version: int) -> None:
 
 
 def before_1_12(prepared: GraphModule) -> dict[str, Any]:
-    """Name observers as FX did before torch 1.12: after what they observe, in the order of the graph."""
+    """Name observers as FX did before torch 1.12: after the observed nodes, in the order of the graph."""
     renamed = {
         str(node.target): f"{node.args[0]}_activation_post_process_0"
         for node in prepared.graph.nodes
@@ -274,7 +274,7 @@ class Bounded(nn.Module):
 
 
 def test_observers_of_fixed_qparams_were_fake_quantizes() -> None:
-    """Before torch 1.12, in calibration too; and a range without values was empty before 1.8."""
+    """In FX before torch 1.12, in calibration as well; and ranges without values were empty before 1.8."""
     x = (torch.randn(8, 4),)
     theirs = fx.prepare_fx(Bounded().eval(), X86, x)
     theirs(*x)
@@ -355,7 +355,7 @@ def test_a_state_inside_of_something_is_named(case: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_states_of_other_precisions(dtype: torch.dtype) -> None:
-    """Double is the same to the last bit, half nearly."""
+    """A double state gives the same bits, a half state nearly the same values."""
     state = calibrated_by_fx().state_dict()
     converted = {name: v.to(dtype) if v.is_floating_point() else v for name, v in state.items()}
     found = []
@@ -450,7 +450,7 @@ def test_load_state_dict_says_that_there_is_load_fx_state(strict: bool) -> None:
 
 
 def test_our_own_states_are_not_taken_for_those_of_fx() -> None:
-    """Without weights, or trained with observers of whole ranges, nothing but the names tells them apart."""
+    """Without weights, or trained with observers of whole ranges, the states differ only by their names."""
     ranges = torch.ao.quantization.FakeQuantize.with_args(observer=torch.ao.quantization.MinMaxObserver)
     mapping = torch.ao.quantization.QConfigMapping().set_global(torch.ao.quantization.QConfig(ranges, ranges))
     first, second = (tc.prepare_qat_fx(ConvNet().train(), mapping, X) for _ in range(2))

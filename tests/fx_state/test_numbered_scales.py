@@ -1,4 +1,4 @@
-"""Models in which FX's numbers are hard to tell, in every form of state; and how the numbers are laid out."""
+"""Models in which FX's numbers are hard to assign, in every form of state, and how they are assigned."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def rows() -> tuple[Any, ...]:
 Case = tuple[
     Callable[[], nn.Module], Callable[[], tuple[Any, ...]], Callable[[], QConfigMapping], tuple[str, ...]
 ]
-#: The forms that FX makes and that keep all there is: it lowers no functional convolution with its default
-#: arguments, and keeps one scale for all calls of a lowered module.
+#: The forms that FX makes and in which all scales are kept: it does not lower functional convolutions with
+#: default arguments, and keeps a single scale for all calls of a lowered module.
 CASES: dict[str, Case] = {
     "patches": (models.Patches, image, x86, FORMS),
     "patches dynamic": (models.Patches, image, dynamic, FORMS),
@@ -91,7 +91,7 @@ def test_equal_qparams_and_outputs(case: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_values_of_float_recurrent_modules(form: str) -> None:
-    """FX names them after the code that takes them out of the results, in whatever module that stands."""
+    """FX names them after the code that unpacks the results, in whichever module that code is."""
     torch.manual_seed(0)
     saved = saved_from(models.Hidden(), x86, [series() for _ in range(2)])
     assert differences_of(saved, form) == set()
@@ -122,7 +122,7 @@ def test_a_scale_that_fx_does_not_save_is_named() -> None:
 
 
 class Dropped(nn.Module):
-    """A lowered dropout has no scale, nor has the op in front of it."""
+    """A model whose dropout and the op in front of it have no scale once lowered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Dropped(nn.Module):
 
 
 def test_dropout() -> None:
-    """FX's lowered one hands on the qparams of its input, which here are those of the convolution."""
+    """FX's lowered dropout has the qparams of its input, which here are those of the convolution."""
     torch.manual_seed(0)
     saved = saved_from(Dropped(), x86, [image() for _ in range(2)])
     assert differences_of(saved, "prepared") == set()
@@ -155,7 +155,8 @@ def test_a_weight_that_differs_from_itself_is_refused() -> None:
 
 
 def given(text: str) -> dict[int, Number]:
-    """Each number by a letter, the same for the same qparams; a dot where the state has none."""
+    """Return FX's numbers for ``text``: a letter for each number, equal for equal qparams; a dot where the
+    state has none."""
     return {
         index: Number(letter in text[:index], index > 0 and text[index - 1] == letter)
         for index, letter in enumerate(text)
@@ -164,14 +165,14 @@ def given(text: str) -> dict[int, Number]:
 
 
 def places(text: str, may_lack: str = "") -> list[Place[int]]:
-    """One place for each letter, the same for the same observer."""
+    """Return one place for each letter, equal letters for equal observers."""
     return [
         Place(index, letter in may_lack, letter not in text[:index], index > 0 and text[index - 1] == letter)
         for index, letter in enumerate(text)
     ]
 
 
-#: Letters of our observers, of FX's scales, those that may lack theirs; and FX's numbers of each.
+#: Letters of our observers, of FX's scales, of places that may lack a scale; and FX's numbers for each place.
 LAYOUTS = {
     "the same": ("abc", "xyz", "", [{0}, {1}, {2}]),
     "an op more in FX": ("abc", "xxyz", "", [{0}, {2}, {3}]),
@@ -190,7 +191,7 @@ def test_layouts(case: str) -> None:
 
 
 def test_a_parameter_is_where_its_qparams_are() -> None:
-    """It may have been read in front of the ops whose results it meets."""
+    """FX may have read the parameter in front of the ops whose results it meets."""
     for number in range(3):
         parameter = Place(9, is_new=None, mismatch=lambda index, number=number: float(index != number))
         laid = laid_beside([*places("ab"), parameter, *places("abc")[2:]], given("wxyz"), is_whole=True)

@@ -1,4 +1,4 @@
-"""States of recurrent modules: observed by FX part by part, with parts of their own dtypes, and dynamic."""
+"""States of recurrent modules: observed part by part by FX, with parts of their own dtypes, and dynamic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchq_compat.errors import CheckpointError, QuantizationWarning
 
 
 class WithState(nn.Module):
-    """FX wants the state given."""
+    """A model that has the state as an argument, as FX requires."""
 
     def __init__(self, layers: int = 1, bidirectional: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class WithState(nn.Module):
 
 
 class Dynamic(nn.Module):
-    """An LSTM and a linear; ``whole``: and a GRU and a cell."""
+    """An LSTM and a linear; with ``whole`` also a GRU and a cell."""
 
     def __init__(self, whole: bool) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ def losses(model: nn.Module, batch: Any, steps: int) -> list[float]:
 
 
 def test_parts_of_their_own_dtypes() -> None:
-    """FX requantizes gates to 8 bits (B8) and observes their inputs by their outputs' qparams (B7): these
-    observers have no place here, and that is said. The others are equal."""
+    """FX requantizes gates to 8 bits (B8) and observes their inputs with their outputs' qparams (B7): these
+    observers have no place here, which is reported. The others are equal."""
     from migration.legacy import lstm_16bit_parts as legacy
     from torchq_compat import lstm_utils
 

@@ -1,4 +1,4 @@
-"""What torch.export.export alone makes of tables with float zero points: plain operators, the same bits."""
+"""Tables with float zero points under torch.export.export alone: plain operators, the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL
 
 
 class Tied(nn.Module):
-    """One table, looked up and multiplied by."""
+    """A model with one table, used for look-ups and as a factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_tables_of_four_bits_and_a_loaded_state() -> None:
 
 
 def test_integers_as_zero_points_stay_per_channel() -> None:
-    """Backends look for that operator behind the weight of a linear."""
+    """Backends search for that operator behind the weight of a linear."""
     model = converted(Words(), mapping(float_qparams_weight_only_qconfig), words)
     program = torch.export.export(model, (words(),))
     (weight,) = program.graph.find_nodes(op="call_function", target=DEQUANTIZE_PER_CHANNEL)

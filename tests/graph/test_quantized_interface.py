@@ -1,4 +1,4 @@
-"""Graphs that take and return integers: input_quantized_indexes and output_quantized_indexes."""
+"""Graphs with integer inputs and outputs: input_quantized_indexes and output_quantized_indexes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_integers_of_fx() -> None:
     out = converted.output_qparams()[0]
     assert isinstance(out, PerTensorQParams)
     assert (out.scale, out.zero_point) == (expected.q_scale(), expected.q_zero_point())
-    # A legacy caller's quantized tensor is taken as well.
+    # A legacy caller's quantized tensor is accepted as well.
     assert torch.equal(converted(legacy_x, y)[0], found)
 
 
@@ -117,7 +117,7 @@ def test_the_graph_does_not_quantize_what_arrives_quantized() -> None:
     ],
 )
 def test_the_tuple_of_an_lstm(model_class: type[nn.Module], indexes: list[int], integers: set[int]) -> None:
-    """FX ignores the setting for a tuple returned whole (B19), which to it is output 0."""
+    """FX ignores the setting for a tuple returned whole (B19), which counts as output 0 in FX."""
     torch.manual_seed(0)
     model, x = model_class().eval(), torch.randn(6, 2, 4)
     converted = by_us(model, [(x,)], [], indexes)
@@ -142,7 +142,7 @@ def test_a_quantized_input_goes_straight_into_an_lstm() -> None:
 
 
 def test_an_output_no_op_observes() -> None:
-    """y itself is returned: the setting observes it."""
+    """The placeholder y itself is returned: the setting adds an observer."""
     model, data = TwoInputs().eval(), batches()
     converted = by_us(model, data, [], [1])
     x, y = data[0]

@@ -1,4 +1,4 @@
-"""What an op reads as integers, in graphs of any depth."""
+"""The integers that an op reads, in graphs of any depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command of the workflows, the nox sessions and the hooks is one that there is, with its options."""
+"""The commands in the workflows, the nox sessions and the hooks exist and have the options they use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torchq_compat
 ROOT = Path(torchq_compat.__file__).parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = {name.lower(): packages for name, packages in PYPROJECT["project"]["optional-dependencies"].items()}
-#: Tools by the extra, or the line of a workflow, that brings them; the shell's own need none.
+#: Tools, by the extra or the workflow line that installs them; shell builtins need none.
 TOOLS = {"ruff": "test", "mypy": "test", "pytest": "test"}
 BROUGHT = {"build", "pyright", "twine", "wheel"}
 SHELL = {"cd", "echo", "grep", "sudo", "source"}
@@ -36,7 +36,7 @@ def workflow_lines() -> Iterator[tuple[str, str]]:
 
 
 def session_lines() -> Iterator[tuple[str, str]]:
-    """The words of each ``session.run`` and ``session.install``, and the extras of each ``install``."""
+    """Yield the words of each ``session.run`` and ``session.install``, and the extras of each ``install``."""
     for function in ast.parse((ROOT / "noxfile.py").read_text()).body:
         for call in ast.walk(function):
             if not isinstance(call, ast.Call) or function.name == "install":  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ LINES = {
 
 
 def problems(line: str) -> list[str]:
-    """What is wrong with a command line of ours; nothing for one of the shell or of pip's packages."""
+    """Return what is wrong with a command line of ours; nothing for shell commands and pip's packages."""
     line = re.sub(r"\$\{\{.*?\}\}", "0", line)
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
     lexer.whitespace_split = True

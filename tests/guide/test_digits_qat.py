@@ -17,14 +17,14 @@ SCRIPT = ROOT / "migration" / "legacy" / "digits_qat.py"
 RUN = ("-m", "torchq_compat", "run")
 QUICK = ("--epochs", "2", "--qat-epochs", "3", "--observer-epochs", "1", "--bn-epochs", "2", "--hidden", "16")
 HELD_OUT = 599
-#: Printed are three decimals; training again in another order of float operations moves an image or two.
+#: Three decimals are printed; training again in another order of float operations changes an image or two.
 ONE_IMAGE = 1 / HELD_OUT + 0.001
 HALF_A_POINT = 0.005
 SEEDS = (0, 1, 2)
 
 
 def accuracies(*command: object) -> tuple[dict[str, float], str]:
-    """What the script prints, by model, and its standard error."""
+    """Return what the script prints, by model, and its standard error."""
     result = subprocess.run(
         [sys.executable, *map(str, command)],
         capture_output=True,

@@ -19,7 +19,7 @@ from torchq_compat.migrate.guide.pages import guide_pages
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 GUIDE = guide_pages(ROOT)
-#: Each page of the guide goes on from this one.
+#: Each page of the guide continues the previous one.
 FIRST = ROOT / "migration" / "guide" / "ten-minutes.md"
 ALONE = [ROOT / "README.md", *(path for path in (ROOT / "migration").glob("*.md") if path not in GUIDE)]
 TEXTS = {path.relative_to(ROOT).as_posix(): [path] for path in sorted(ALONE)} | {"guide": GUIDE}

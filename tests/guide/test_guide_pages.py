@@ -1,4 +1,4 @@
-"""The generated pages and blocks are as the command makes them, from the one list of known differences."""
+"""The generated pages and blocks are up to date, and come from the one list of known differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The support table is complete against torch.ao, and the committed page is the generated one."""
+"""The support table covers all of torch.ao, and the committed page is the generated one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FUNCTIONS = (fx.prepare_fx, fx.convert_fx, fx.fuse_fx)
 
 
 def fx_features() -> Iterator[str]:
-    """What there is in FX, read from torch.ao."""
+    """What FX supports, read from torch.ao."""
     for config in CONFIGS:
         for name in vars(config):
             if name.startswith(("set_", "_set_", "add_")):

@@ -1,4 +1,4 @@
-"""What several tests use of ``test_cell_loop``: attribute, inputs_of, native."""
+"""Helpers shared by tests of the cell loop: qparams, inputs and native calls of converted cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchq_compat.custom_modules.recurrent.native.columns import column_qparams
 from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
 from torchq_compat.qspecs.qparams import PerTensorQParams
 
-#: The qparams ``x`` comes with, as if from a quantized layer before.
+#: The qparams of ``x``, as if from a quantized layer in front.
 X_QPARAMS = PerTensorQParams(2 / 255, 128, 0, 255, torch.uint8)
 
 
@@ -31,7 +31,7 @@ def inputs_of(
     qparams: PerTensorQParams = X_QPARAMS,
     zeros: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x (T, B, I) with ``qparams`` and states (B, width) with the qparams of the cell."""
+    """Return x (T, B, I) with ``qparams`` and states (B, width) with the qparams of the cell."""
     widths = [int(n.meta["val"].shape[1]) for n in cell.graph.nodes if n.op == "placeholder"]
     states = (uniform(0.9, batch, width) for width in widths[1:])
     all_qparams = cell.state_qparams()

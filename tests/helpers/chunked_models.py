@@ -1,4 +1,4 @@
-"""What several tests use of ``test_multi_output``: ATEN, FIXED, UINT8, X, derived, export, int8."""
+"""Specs and models shared by tests of operators with several outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIXED = FixedQParamsQuantizationSpec(torch.int8, 1 / 64, 3, -128, 127, torch.per
 
 
 class Apply(nn.Module):
-    """``function`` as a module; every tensor of its result is a result of the module."""
+    """Return ``function`` as a module; every tensor that it returns is a result of the module."""
 
     def __init__(self, function: Callable[..., Any], *submodules: nn.Module) -> None:
         super().__init__()

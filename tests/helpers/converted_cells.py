@@ -1,4 +1,4 @@
-"""What several tests use of ``test_hoisted_projection``: KINDS, cells_of, converted."""
+"""Converted models with recurrent modules, and their cells, shared by several tests."""
 
 from __future__ import annotations
 

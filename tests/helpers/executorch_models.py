@@ -1,4 +1,4 @@
-"""Models that the ExecuTorch tests lower."""
+"""Models for the ExecuTorch tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A torch without the FX engine, for child processes: only what torchao imports of it is found."""
+"""A torch without the FX engine, for child processes: only what torchao imports of the engine is found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HIDDEN", "environment_without_engine", "hide"]
 
 ROOT = Path(__file__).parents[2]
 ENGINE = "torch.ao.quantization.fx"
-#: All but what torchao 0.18 imports: custom_config, prepare and what those import.
+#: All of the engine but the modules that torchao 0.18 imports: custom_config, prepare and their imports.
 HIDDEN = (
     "torch.ao.quantization.quantize_fx",
     "torch.quantization.quantize_fx",
@@ -43,7 +43,7 @@ class _Hiding(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
         if fullname != ENGINE:
             return None
-        # The package without its own file, which imports what is hidden.
+        # The package without its own ``__init__``, which imports hidden modules.
         found = PathFinder.find_spec(fullname, path)
         assert found is not None
         bare = ModuleSpec(fullname, None, is_package=True)
@@ -52,13 +52,13 @@ class _Hiding(MetaPathFinder):
 
 
 def hide() -> None:
-    """Hide the engine from every import of this process that is still to come."""
+    """Hide the engine from all later imports of this process."""
     assert not [name for name in sys.modules if name.startswith(HIDDEN)]
     sys.meta_path.insert(0, _Hiding())
 
 
 def environment_without_engine(folder: Path) -> dict[str, str]:
-    """Return the variables of a Python process, and of its children, that find no engine; writes a file."""
+    """Return an environment in which Python processes find no engine, after writing a file to ``folder``."""
     (folder / "sitecustomize.py").write_text("from tests.helpers.hidden_engine import hide\n\nhide()\n")
     path = os.pathsep.join((str(folder), str(ROOT)))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

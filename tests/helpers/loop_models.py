@@ -16,7 +16,7 @@ Forward = Callable[..., Any]
 
 
 class LoopModel(nn.Module):
-    """Parts for the loops below."""
+    """The modules that the loops below use."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def over_columns(model: Any, x: Tensor) -> Any:
 
 
 def time_sequence(model: Any, x: Tensor) -> Tensor:
-    """Of torch's examples: two cells, one above the other, over the pieces of ``split``."""
+    """From torch's examples: two stacked cells over the chunks of ``split``."""
     h, c = torch.zeros(x.size(0), 8), torch.zeros(x.size(0), 8)
     h2, c2 = torch.zeros(x.size(0), 8), torch.zeros(x.size(0), 8)
     outputs = []
@@ -100,7 +100,7 @@ def layer_by_layer(model: Any, x: Tensor) -> Tensor:
 
 
 def single_steps(model: Any, x: Tensor) -> Any:
-    """Single steps of nn.LSTM; the first has no states."""
+    """Single steps of nn.LSTM; the first one gets no states."""
     hidden, outputs = None, []
     for t in range(x.size(1)):
         y, hidden = model.lstm(x[:, t : t + 1], hidden)
@@ -142,7 +142,7 @@ def greedy(model: Any, x: Tensor, words: Tensor) -> Tensor:
 
 
 def into_a_buffer(model: Any, x: Tensor, words: Tensor) -> Tensor:
-    """As seq2seq tutorials write it: outputs[t] = ..., the first row stays zero."""
+    """As in seq2seq tutorials: outputs[t] = ..., and the first row stays zero."""
     h = model.i2h(x[:, 0]).unsqueeze(0)
     state = (h, torch.zeros_like(h))
     words = words.t()
@@ -154,7 +154,7 @@ def into_a_buffer(model: Any, x: Tensor, words: Tensor) -> Tensor:
 
 
 def encoder_and_decoder(model: Any, x: Tensor, words: Tensor) -> Tensor:
-    """Two loops of two lengths."""
+    """Two loops of different lengths."""
     h = x.new_zeros(x.size(0), 8)
     for t in range(x.size(1)):
         h = model.cell(x[:, t], h)
@@ -208,11 +208,11 @@ def every_third_is_forced(model: Any, x: Tensor, words: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LoopCase:
-    """A model, and what it is called with.
+    """A model and its inputs.
 
     Attributes:
         takes_words: whether the length is that of a second input, of words.
-        loops: how many loops it has.
+        loops: the number of loops.
     """
 
     forward: Forward

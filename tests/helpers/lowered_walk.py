@@ -1,4 +1,4 @@
-"""What a lowered graph really does: each op by its name, on integers or in floats, found by running it."""
+"""What each op of a lowered graph really runs on, integers or floats, found by running the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torchq_compat as tc
 
 __all__ = ["check_explained", "ran"]
 
-#: Written by the lowering itself, between the ops of the user's model.
+#: Ops that the lowering itself adds between the ops of the user's model.
 HOUSEKEEPING = (
     "aten.quantize_per_tensor.default",
     "aten.dequantize.self",
@@ -61,7 +61,7 @@ def _stands_for(call: Node, reference_names: set[str]) -> str:
 
 
 def ran(lowered: Any, *args: Any) -> dict[str, str]:
-    """Op, by its name -> "integers" or "floats"."""
+    """Return "integers" or "floats" for each op, by its name."""
     walk = _Walk(lowered)
     with torch.no_grad():
         walk.run(*args)
@@ -69,7 +69,7 @@ def ran(lowered: Any, *args: Any) -> dict[str, str]:
 
 
 def _is_quantized(node: Node) -> bool:
-    """Whether the reference graph has q-dq in front of ``node`` and behind it."""
+    """Return whether the reference graph has q-dq in front of ``node`` and behind it."""
     read = [str(source.target) for source in node.all_input_nodes]
     return any("dequantize" in target for target in read) and any(
         "quantize_per_tensor" in str(user.target) for user in node.users
@@ -77,7 +77,7 @@ def _is_quantized(node: Node) -> bool:
 
 
 def check_explained(lowered: Any, *args: Any) -> dict[str, str]:
-    """Assert that ``explain`` says of every op what ran; returns what ran."""
+    """Assert that ``explain`` is right about every op that ran; return what ran."""
     found = ran(lowered, *args)
     report = tc.explain(lowered)
     by_action: dict[str, set[str]] = {}

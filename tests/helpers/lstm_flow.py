@@ -1,4 +1,4 @@
-"""What several tests use of ``test_lstm_parts``."""
+"""The documented 16-bit LSTM flow of torch.ao, shared by several tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QParams = tuple[float, int, torch.dtype]
 
 
 def backend_with_32_bits() -> BackendConfig:
-    """qnnpack's, with 32-bit sigmoid, tanh, add and mul."""
+    """Return qnnpack's backend config with 32-bit sigmoid, tanh, add and mul."""
     backend_config = get_qnnpack_backend_config()
     for config in backend_config.configs:
         if config.pattern in (nn.Sigmoid, nn.Tanh, torch.add, torch.mul):
@@ -48,7 +48,7 @@ def backend_with_32_bits() -> BackendConfig:
 
 
 def fixed(scale: float, zero_point: int, dtype: torch.dtype, *, fake_quantize: bool = False) -> Any:
-    """A constructor of torch.ao's observers, or fake-quantizes, with given qparams."""
+    """Return a constructor of torch.ao's observers, or fake-quantizes, with the given qparams."""
     observer = FixedQParamsObserver.with_args(scale=scale, zero_point=zero_point, dtype=dtype)
     return FixedQParamsFakeQuantize.with_args(observer=observer) if fake_quantize else observer
 
@@ -69,7 +69,7 @@ def documented(*, fake_quantize: bool = False) -> Constructors:
 
 
 def user_classes(utils: ModuleType, **arguments: Any) -> tuple[type[nn.Module], type[nn.Module]]:
-    """The observed and the quantized class of a script; ``utils`` is torch.ao's ``lstm_utils`` or ours."""
+    """Return a script's observed and quantized class; ``utils`` is torch.ao's ``lstm_utils`` or ours."""
     backend_config = arguments.pop("backend_config", None)
     give_examples = arguments.pop("give_examples", True)
 
@@ -99,7 +99,7 @@ def user_classes(utils: ModuleType, **arguments: Any) -> tuple[type[nn.Module], 
 
 @dataclass(frozen=True)
 class Engine:
-    """Where a script imports from."""
+    """The functions and the module that a script imports."""
 
     utils: ModuleType
     prepare: Callable[..., GraphModule]
@@ -118,7 +118,7 @@ FX = Engine(fx_lstm_utils, fx.prepare_fx, fx.convert_to_reference_fx)
 def run_flow(
     engine: Engine, model: nn.Module, batches: Sequence[tuple[Any, ...]], **arguments: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """(prepared, converted) by the script above; ``arguments`` are those of ``user_classes``."""
+    """Return (prepared, converted) by the script above; ``arguments`` are those of ``user_classes``."""
     arguments.setdefault("backend_config", backend_with_32_bits())
     backend_config = arguments["backend_config"]
     observed, quantized = user_classes(engine.utils, **arguments)
@@ -143,13 +143,13 @@ def run_flow(
 
 
 def map_to_parts(**arguments: Any) -> PrepareCustomConfig:
-    """A mapping of nn.LSTM to an observed class with these constructors, and no example inputs."""
+    """Return a mapping of nn.LSTM to an observed class with these constructors and no example inputs."""
     observed, _ = user_classes(lstm_utils, give_examples=False, **arguments)
     return PrepareCustomConfig().set_float_to_observed_mapping(nn.LSTM, observed)
 
 
 def uniform(limit: float, *shape: int) -> Tensor:
-    """Bounded, so that calibration sees the whole range."""
+    """Return bounded random values, so that calibration sees the whole range."""
     return limit * (2 * torch.rand(shape) - 1)
 
 
@@ -170,7 +170,7 @@ class MyModel(nn.Module):
 
 
 def build(num_layers: int = 1, *, gain: float = 1.0, **kwargs: Any) -> MyModel:
-    """``gain``: the size of the parameters against nn.LSTM's own."""
+    """Return a model; ``gain`` scales its parameters relative to nn.LSTM's own."""
     torch.manual_seed(0)
     model = MyModel(num_layers, **kwargs).eval()
     with torch.no_grad():
@@ -184,7 +184,7 @@ def batches_of(model: MyModel) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def quantize_behind(node: Node) -> Node:
-    """The one reader of ``node``, which has to be a quantize, read by dequantizes with the same qparams."""
+    """Return the only reader of ``node``, a quantize; assert that its dequantizes have its qparams."""
     (quantize,) = node.users
     assert quantize.target is QUANTIZE
     assert quantize.users

@@ -1,4 +1,4 @@
-"""What several tests use of ``test_native_edges``: Whole, get_default_qconfig_mapping."""
+"""Helpers shared by ``test_native_edges`` and other tests of the cell loop."""
 
 from __future__ import annotations
 

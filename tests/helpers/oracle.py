@@ -1,4 +1,4 @@
-"""What tests measure with: SQNR, quantization steps, and FX itself run live as the oracle."""
+"""The measures of the tests: SQNR, quantization steps, and live FX as the oracle."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ CONVERT_LSTM = ConvertCustomConfig().set_observed_to_quantized_mapping(
 
 
 def sqnr(reference: Tensor, value: Tensor) -> float:
-    """Signal to quantization noise ratio of ``value`` in dB; infinite when bit-equal."""
+    """Return the signal to quantization noise ratio of ``value`` in dB; infinite if bit-equal."""
     noise = (reference.double() - value.double()).pow(2).sum()
     signal = reference.double().pow(2).sum()
     return float(10 * torch.log10(signal / noise)) if noise > 0 else float("inf")
 
 
 def leaves(result: Any) -> list[Tensor]:
-    """The tensors of a nested result."""
+    """Return the tensors of a nested result."""
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
@@ -63,7 +63,7 @@ def by_us(
     prepare_config: Any = None,
     **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
-    """(prepared, converted) by this package."""
+    """Return (prepared, converted) by this package."""
     prepared = tc.prepare_fx(model, mapping, batches[0], prepare_config, **kwargs)
     calibrate(prepared, batches)
     return prepared, tc.convert_to_reference_fx(prepared)
@@ -76,7 +76,7 @@ def by_fx(
     prepare_config: Any = None,
     **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
-    """(prepared, converted) by the FX engine, on a copy: it marks and shares the model it is given."""
+    """Return (prepared, converted) by FX, on a copy: FX marks and shares the model that it is given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         prepared = fx.prepare_fx(copy.deepcopy(model), mapping, batches[0], prepare_config, **kwargs)
@@ -86,23 +86,23 @@ def by_fx(
 
 
 def quantize_nodes(graph_module: GraphModule) -> list[torch.fx.Node]:
-    """The quantize nodes of one of our converted graphs; of a lowered one, those of its reference graph."""
+    """Return the quantize nodes of our converted graph, or of the reference graph of a lowered one."""
     reference = getattr(graph_module, "reference", graph_module)
     return [n for n in reference.graph.nodes if str(n.target).startswith("quantized_decomposed.quantize_per")]
 
 
 def count_nodes(graph_module: GraphModule) -> int:
-    """Nodes of the graph and of every graph module inside."""
+    """Return the nodes of the graph and of every graph module inside it."""
     return sum(len(m.graph.nodes) for m in graph_module.modules() if isinstance(m, GraphModule))
 
 
 def op_decisions(model: nn.Module) -> list[Decision]:
-    """What ``explain`` says of modules and ops; not of the sizes of the inputs."""
+    """Return the decisions in ``explain`` on modules and ops, without those on the sizes of inputs."""
     return [d for d in tc.explain(model) if d.action not in (Action.FREE, Action.FIXED)]
 
 
 def activation_qparams(graph_module: GraphModule) -> set[tuple[float, int]]:
-    """The distinct (scale, zero point) of the activations of our converted outer graph."""
+    """Return the distinct (scale, zero point) of the activations of our converted outer graph."""
     return {
         (round(float(n.args[1]), 9), int(n.args[2]))
         for n in quantize_nodes(graph_module)
@@ -111,10 +111,10 @@ def activation_qparams(graph_module: GraphModule) -> set[tuple[float, int]]:
 
 
 def fx_activation_qparams(graph_module: GraphModule) -> set[tuple[float, int]]:
-    """The same of FX's reference graph, where qparams are buffers."""
+    """Return the same for FX's reference graph, where qparams are buffers."""
     found = set()
     for node in graph_module.graph.nodes:
-        # A functional's weight is quantized in the graph.
+        # The weight of a functional is quantized in the graph, too.
         if node.target is torch.quantize_per_tensor and node.args[0].op != "get_attr":
             scale, zero_point = (getattr(graph_module, str(arg.target)) for arg in node.args[1:3])
             found.add((round(float(scale), 9), int(zero_point)))

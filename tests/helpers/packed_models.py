@@ -20,7 +20,7 @@ PADDING = -3.0
 
 @dataclass(frozen=True)
 class PackedShape:
-    """How a model packs, and what stands between packing and unpacking."""
+    """How a model packs, and what is between packing and unpacking."""
 
     kind: str
     layers: int
@@ -49,7 +49,7 @@ def random_shapes(count: int, seed: int) -> list[PackedShape]:
 
 
 class Packs(nn.Module):
-    """A recurrent module between packing and unpacking; the result and the state at each sequence's end."""
+    """A recurrent module between packing and unpacking; returns result and states at sequence ends."""
 
     def __init__(self, shape: PackedShape, features: int = 6, hidden: int = 8) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Packs(nn.Module):
         return padded, self.fc(padded), last, found
 
     def sequences(self, batch: int, steps: int, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Padded sequences of random lengths, one of one step and two equal ones where there is room; the
-        padding holds numbers no range must see."""
+        """Return padded sequences of random lengths: one of a single step and two equal ones if ``batch``
+        allows; the padding holds numbers that no range may include."""
         given = torch.randint(1, steps + 1, (batch,)) if lengths is None else torch.tensor(lengths)
         if lengths is None and batch > 3:
             given[1], given[2] = 1, given[3]

@@ -1,5 +1,5 @@
-"""The oracle of converted recurrent models: each recurrent module a loop written in Python over the float
-weights, which fake-quantizes the same parts with the same qparams."""
+"""The oracle of converted recurrent models: each recurrent module as a Python loop over the float weights,
+which fake-quantizes the same parts with the same qparams."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 
 __all__ = ["check_against_plain_loops", "with_plain_loops"]
 
-#: dB: the least that is asked for wherever the plain loop has it, and how far below the loop a result may be.
+#: In dB: the least that is required if the plain loop reaches it, and how far below the loop a result may be.
 LEAST, BELOW_THE_LOOP = 25.0, 1.0
-#: dB that nothing has whose parts are of 8 bits.
+#: In dB: more than any module with 8-bit parts reaches.
 TOO_GOOD = 70.0
 State = tuple[Tensor, ...]
 
@@ -28,10 +28,10 @@ State = tuple[Tensor, ...]
 def check_against_plain_loops(
     exact: Any, found: Any, looped: Any, *, of_data: Callable[[Tensor], Tensor] = lambda value: value
 ) -> None:
-    """Assert of every tensor of ``found`` that it is as near to ``exact`` as what the plain loops give.
+    """Assert that every tensor of ``found`` is as near to ``exact`` as the result of the plain loops.
 
     Args:
-        of_data: what is looked at of a tensor, say without its padding.
+        of_data: selects what is compared of a tensor, say without its padding.
     """
     results = [leaves(each) for each in (exact, found, looped)]
     for index, (a, b, c) in enumerate(zip(*results, strict=True)):
@@ -45,14 +45,14 @@ def check_against_plain_loops(
 
 
 def with_plain_loops(reference: nn.Module, model: nn.Module) -> nn.Module:
-    """A copy of ``reference``, which ``model`` was converted to by an x86 mapping, with plain loops."""
+    """Return a copy of ``reference``, which an x86 mapping made from ``model``, with plain loops."""
     oracle = copy.deepcopy(reference)
     qparams = {d.path: d.details for d in tc.explain(reference) if "scale" in d.details}
     replaced = 0
     for path, module in oracle.named_modules():
         if not isinstance(module, OpaqueModule):
             continue
-        # The step of a loop that was written in Python has the paths of the model.
+        # Modules in the step of a Python loop keep their paths in the model.
         where = re.sub(r"^loop(_\d+)?\.step\.", "", path)
         found = model.get_submodule(where) if "loop" not in where else None
         if isinstance(found, (nn.RNNBase, nn.RNNCellBase)):
@@ -69,7 +69,7 @@ class _PlainLoop:
     ) -> None:
         self.module, self.path, self.qparams = module, path, qparams
         self.states = converted.state_dict()
-        # Behind a subclass, and behind what a parametrization makes of one, stands the name of torch's class.
+        # The bases of a subclass, and of the class that a parametrization makes, include torch's class.
         names = [base.__name__.removesuffix("Cell") for base in type(module).mro()]
         self.kind = next(name for name in names if name in _STEPS)
 
@@ -145,7 +145,7 @@ class _PlainLoop:
         return torch.stack(outputs), state
 
     def _weights(self, suffix: str, cell: str) -> list[Any]:
-        """W_ih, W_hh, b_ih, b_hh and, with a projection, W_hr; matrices fake-quantized by channel."""
+        """Return W_ih, W_hh, b_ih, b_hh and, if projected, W_hr; matrices are fake-quantized per channel."""
         found: list[Any] = []
         names = ["weight_ih", "weight_hh", *(["weight_hr"] if getattr(self.module, "proj_size", 0) else [])]
         for index, name in enumerate(names):
@@ -171,7 +171,7 @@ class _PlainLoop:
             )
 
         w_ih, w_hh, b_ih, b_hh, *w_hr = weights
-        # Of a float64 model what was quantized is float32.
+        # In a float64 model dequantized weights are float32.
         x, state = x.to(w_ih.dtype), tuple(each.to(w_ih.dtype) for each in state)
         i = q("igates", nn.functional.linear(x, w_ih, None if b_ih is None else b_ih.detach()))
         h = q("hgates", nn.functional.linear(state[0], w_hh, None if b_hh is None else b_hh.detach()))

@@ -37,7 +37,7 @@ def annotate(node: Node, inputs: dict[Any, Any] | None = None, output: Any = Non
 
 
 class ByHand(Quantizer):
-    """Calls ``write`` with every node; validates nothing."""
+    """Calls ``write`` on every node; validates nothing."""
 
     def __init__(self, write: Callable[[Node], object]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def of_arithmetic() -> ByHand:
 def prepared_by_torchao(
     model: nn.Module, quantizer: Quantizer, batches: list[Any], *, strict: bool = False
 ) -> GraphModule:
-    """``model`` through torch.export and torchao's own prepare, calibrated."""
+    """Prepare ``model`` by torch.export and torchao's own prepare, and calibrate it."""
     prepared: GraphModule = prepare_pt2e(
         torch.export.export(model, batches[0], strict=strict).module(), quantizer
     )

@@ -1,6 +1,7 @@
 """Random recurrent modules and ways to call them, and the check that every such point passes.
 
-The modules have states as large as a trained one's. Their 8-bit edges are what the bars of a sweep allow for.
+The states of the modules are as large as those of trained ones. The bars of a sweep allow for their 8-bit
+edges.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Kind:
 
     Attributes:
         name: for people.
-        make: the module over sequences, from the arguments of nn.LSTM.
-        make_cell: the module for one step, from input size, hidden size and ``bias``.
-        observe: the mapping to an observed class, from the constructors of its parts.
-        states: how large the values of each initial state are.
-        bias: of each gate, as training gives it; one number for a recurrence without gates.
-        sums: of gates, when there is one projection pair and when there is one per gate.
-        others: parts that are neither a projection nor a sum of gates.
+        make: makes the module over sequences, from the arguments of nn.LSTM.
+        make_cell: makes the module for one step, from input size, hidden size and ``bias``.
+        observe: makes the mapping to an observed class, from the constructors of its parts.
+        states: the size of the values of each initial state.
+        bias: of each gate, as after training; one number for a recurrence without gates.
+        sums: numbers of gate sums with one projection pair, and with one pair per gate.
+        others: the number of parts that are neither a projection nor a sum of gates.
     """
 
     name: str
@@ -57,17 +58,17 @@ class Kind:
         return self.name
 
     def parts_and_weights(self, *, split_gates: bool, projected: bool) -> int:
-        """Everything observed in one cell: pairs of projections and their weights, sums, the rest."""
+        """Return the number of observers in one cell: projection pairs, weights, sums, the rest."""
         pairs = len(self.bias) if split_gates else 1
         return 4 * pairs + self.sums[split_gates] + self.others + 2 * projected
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Constructors, and the SQNR in dB every result has to reach, by kind.
+    """Constructors of parts, and the SQNR in dB that every result has to reach, by kind.
 
     Attributes:
-        requantizes: whether the hidden state has another dtype than the projections take.
+        requantizes: whether the hidden state has another dtype than the inputs of projections.
     """
 
     make: Callable[[nn.Module], dict[str, Any]]
@@ -80,7 +81,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Point:
-    """One recurrent module and one way to call it; a single step has one layer and one direction."""
+    """A recurrent module and one way to call it; a single step has one layer and one direction."""
 
     kind: Kind
     single_step: bool
@@ -103,7 +104,7 @@ class Point:
 
     @property
     def proj_size(self) -> int:
-        """One output for every ``share`` hidden units; 0: no projection."""
+        """The number of outputs, one for every ``share`` hidden units; 0 for no projection."""
         return self.hidden_size // self.share if self.share else 0
 
     @property
@@ -143,12 +144,12 @@ class Point:
         return Model(module).eval()
 
     def _hidden_states(self, module: nn.RNNBase, x: Tensor, layer: int) -> Tensor:
-        """The last hidden states of ``layer``, of both directions."""
+        """Return the last hidden states of ``layer``, in both directions."""
         _, h_n, *_ = leaves(module(x))
         return h_n[layer * self.directions :][: self.directions]
 
     def _fill_gates(self, module: nn.Module, suffix: str, incoming: float) -> None:
-        """Gate sums of standard deviation about 0.8, and a bias that opens the gates, as training gives."""
+        """Set weights for gate sums of standard deviation 0.8, and a bias that opens gates, as if trained."""
         from_x, from_h = getattr(module, f"weight_ih{suffix}"), getattr(module, f"weight_hh{suffix}")
         spread = 1.2 if self.bias else 1.4
         from_x.copy_(uniform(spread / incoming / from_x.shape[1] ** 0.5, *from_x.shape))
@@ -158,7 +159,8 @@ class Point:
             getattr(module, f"bias_ih{suffix}").copy_(opened + uniform(0.2, *opened.shape))
 
     def _fill_projection(self, weight: Tensor) -> None:
-        """Outputs that mix ``share`` hidden units each: as large as those, and within the [-1, 1) of 2^-7."""
+        """Fill ``weight`` so that each output mixes ``share`` hidden units and is as large as they are,
+        within the [-1, 1) of a scale of 2^-7."""
         mixed = torch.arange(self.hidden_size) // self.share == torch.arange(self.proj_size)[:, None]
         signs = torch.sign(torch.rand(weight.shape) - 0.5)
         weight.copy_(mixed * signs * 1.15 / self.share + uniform(0.02, *weight.shape))
@@ -181,18 +183,18 @@ class Point:
         return (x, *states) if self.state_given else (x,)
 
     def data(self) -> list[tuple[Tensor, ...]]:
-        """Calls with ``SEQUENCES`` sequences in all, of another length and batch than were prepared."""
+        """Return calls with ``SEQUENCES`` sequences in all, of another length and batch than prepared for."""
         if self.batched:
             return [self.arguments(self.other_steps, SEQUENCES)]
         return [self.arguments(self.other_steps, 1) for _ in range(SEQUENCES)]
 
     def observer_count(self) -> int:
-        """What the parts of the cells and the edges of the module need; no sequence length in it."""
+        """Return the number of observers in cells and at the module's edges, for any length."""
         projected = bool(self.share)
         in_cells = self.kind.parts_and_weights(split_gates=self.split_gates, projected=projected)
         requantized = 0
         if self.profile.requantizes:
-            # Before hgates, the next layer's igates, a projection.
+            # In front of hgates, of the next layer's igates, and of a projection.
             requantized = self.rows * (1 + projected) + self.rows * (self.num_layers - 1) // self.num_layers
         inputs = 1 + len(self.kind.states) if self.state_given else 1
         return self.rows * in_cells + requantized + inputs
@@ -212,7 +214,7 @@ class Model(nn.Module):
 def points(
     kinds: tuple[Kind, ...], profiles: tuple[Profile, ...], *, single_step: bool = False
 ) -> st.SearchStrategy[Point]:
-    """Random points. Projections are drawn for LSTM, split gates where there are gates."""
+    """Return random points: projections only for LSTM, split gates only where there are gates."""
     sequence = not single_step
 
     def of_kind(kind: Kind) -> st.SearchStrategy[Point]:
@@ -251,13 +253,13 @@ def observers(prepared: nn.Module) -> set[nn.Module]:
 
 
 def together(results: list[Any]) -> list[Tensor]:
-    """Each result of several calls, as one vector."""
+    """Concatenate each result of several calls into one vector."""
     return [torch.cat([t.flatten() for t in column]) for column in zip(*map(leaves, results), strict=True)]
 
 
 @contextmanager
 def single_steps_are_meant(point: Point) -> Iterator[None]:
-    """What is calibrated with single steps from zeros is measured on those, too; users are warned of it."""
+    """Ignore the warning about calibration with single steps, for points that are also measured with them."""
     with warnings.catch_warnings():
         if point.other_steps == 1:
             warnings.filterwarnings("ignore", "the recurrent module at .* was calibrated with single steps")
@@ -265,7 +267,7 @@ def single_steps_are_meant(point: Point) -> Iterator[None]:
 
 
 def check(point: Point) -> list[float]:
-    """Prepared equals float, converted is as close as the profile promises, nothing depends on the length."""
+    """Check that prepared equals float, converted is as accurate as promised, the length changes nothing."""
     model = point.build()
     constructors = point.profile.make(model.recurrent)
     config = point.kind.observe(split_gates=point.split_gates, **constructors)
@@ -275,7 +277,7 @@ def check(point: Point) -> list[float]:
     data = point.data()
     with torch.no_grad():
         exact = [model(*args) for args in data]
-        # Calibrated on what is measured: what is lost is lost by quantization, not by values never seen.
+        # Calibrated on the data of the measurement: the loss comes from quantization, not from unseen values.
         observed = [prepared(*args) for args in data]
         calibrate(prepared, point.data())
         assert len(observers(prepared)) == point.observer_count()
@@ -293,7 +295,7 @@ def check(point: Point) -> list[float]:
     return found
 
 
-# A point costs a second; shrinking a failure would cost minutes and only make it less typical.
+# A point takes a second; shrinking a failure would take minutes and only make it less typical.
 sweep = settings(
     derandomize=True,
     deadline=None,

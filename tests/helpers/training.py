@@ -1,4 +1,4 @@
-"""What several tests use of ``test_qat_life``: SequenceNet, prepare."""
+"""Models for quantization-aware training, shared by several tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.oracle import MAP_LSTM
 
 
 class ConvNet(nn.Module):
-    """conv-bn-relu, conv-bn, residual add, linear; eps is not the default one."""
+    """conv-bn-relu, conv-bn, residual add, linear; eps differs from the default."""
 
     def __init__(self) -> None:
         super().__init__()

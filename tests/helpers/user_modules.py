@@ -1,4 +1,4 @@
-"""What several tests use of ``test_user_modules``."""
+"""Custom modules as users write them, and their settings, shared by several tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def settings_for(
     float_class: type, observed: type, quantized: type, quant_type: QuantType = QuantType.STATIC
 ) -> tuple[PrepareCustomConfig, ConvertCustomConfig]:
     prepare, convert = PrepareCustomConfig(), ConvertCustomConfig()
-    # The setter takes static mappings alone; FX reads the others too.
+    # The setter accepts only static mappings; FX reads the other kinds, too.
     prepare.float_to_observed_mapping[quant_type] = {float_class: observed}
     convert.observed_to_quantized_mapping[quant_type] = {observed: quantized}
     return prepare, convert
@@ -106,7 +106,7 @@ def with_weights_of(made: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def mirror(float_class: type[nn.Module], **attributes: Any) -> tuple[Any, Any]:
-    """Settings with classes that compute what ``float_class`` does; ``attributes`` of the observed one."""
+    """Return settings with classes that compute as ``float_class``; ``attributes``: the observed class's."""
 
     class Observed(float_class):  # type: ignore[valid-type, misc]
         @classmethod
@@ -126,7 +126,7 @@ def mirror(float_class: type[nn.Module], **attributes: Any) -> tuple[Any, Any]:
 
 
 class Mixer(nn.Module):
-    """Base of the modules below: a projection to mix in."""
+    """Base of the modules below: a linear layer to mix in."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """``torchq_compat.export``: one program in three shapes, with the bits of the converted model, int8 weights.
 
-The opaque shape calls the operator that a lowered module calls: its bits are those of lowered modules.
+The opaque shape calls the operator that lowered modules call, so its bits are theirs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Alone(nn.Module):
 
 
 class Chain(nn.Module):
-    """One LSTM feeds another; the tuple of the first leaves as a whole."""
+    """Two LSTMs in a chain; the tuple of the first is returned whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,13 +128,13 @@ def program_of(name: str, shape: str) -> ExportedProgram:
 
 
 def computed_by(name: str, shape: str) -> nn.Module:
-    """What has the bits of ``program_of(name, shape)``."""
+    """Return a module with the bits of ``program_of(name, shape)``."""
     return natively(reference(name)) if shape == LoopShape.OPAQUE else reference(name)
 
 
 @functools.cache
 def natively(model: ConvertedGraphModule) -> nn.Module:
-    """The q-dq graph of ``model`` with its recurrent modules in the native operator."""
+    """Return the q-dq graph of ``model`` with its recurrent modules in the native operator."""
     natively = GraphModule(model, copy.deepcopy(model.graph))
     for path, module in list(model.named_modules()):
         if isinstance(module, RecurrentModule):
@@ -167,7 +167,7 @@ def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
 @pytest.mark.parametrize("shape", FREE)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bits_of_the_reference_at_any_size(name: str, shape: str) -> None:
-    # torch guards against sizes of 1 where an op of the model reads a transposed tensor; the op takes them.
+    # torch guards against sizes of 1 where an op of the model reads a transposed tensor; the op accepts them.
     check_guards = name != "speech"
     sizes = (6, 3), (1, 1), (19, 1), (1, 5)
     model = computed_by(name, shape)
@@ -213,7 +213,7 @@ def test_states_given_and_parts_of_16_bits() -> None:
 
 
 class Nested(nn.Module):
-    """A dict, and a state that is given or not."""
+    """A dict argument, and an optional state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_nested_inputs_and_results(with_state: bool) -> None:
         assert all(map(torch.equal, leaves(found), leaves(expected)))
 
 
-# What stands in the program.
+# The contents of the program.
 
 
 def graphs_of(program: ExportedProgram) -> Iterator[Graph]:
@@ -327,7 +327,7 @@ def is_weight(node: Node) -> bool:
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "speech"])
 def test_nothing_cancels(name: str) -> None:
-    """No cast, no quantize right behind a dequantize with its qparams, no transpose of a transpose."""
+    """No casts, no quantize right behind a dequantize with equal qparams, no transpose of a transpose."""
     for node in program_of(name, "rolled").graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
         assert node.target is not torch.ops.aten.to.dtype
@@ -354,7 +354,7 @@ def test_opaque_is_one_call_for_each_module() -> None:
 
 
 def test_a_cell_as_text_says_every_part() -> None:
-    """What translates a program to another format reads it; programs saved before the native operator too."""
+    """Translators to other formats read this text; programs from before the native operator contain it."""
     shape = LoopShape.OPAQUE_DYNAMIC_LSTM
     program = tc.export(reference("dynamic"), (torch.randn(6, 3, 8),), recurrent=shape)
     target: Any = torch.ops.torchq_compat.quantized_recurrent.default
@@ -387,7 +387,7 @@ def test_weights_are_stored_as_int8(shape: str) -> None:
 
 
 def test_the_parameters_of_a_program_want_no_gradient() -> None:
-    """A scan that has one computes its steps in another way, to other bits in floats."""
+    """A scan with such parameters computes its steps in another way, which changes bits of float results."""
     assert not any(p.requires_grad for p in program_of("dynamic", "rolled").parameters())
     assert any(p.requires_grad for p in reference("dynamic").parameters())
 
@@ -443,7 +443,7 @@ def test_an_example_of_one_step_and_one_sequence_fixes_nothing() -> None:
     assert_same_bits(reference("gru"), program, (1, 1), (7, 4))
 
 
-# What can be wrong.
+# What can go wrong.
 
 
 def refused(expected: type[TorchQCompatError], *args: Any, **kwargs: Any) -> str:
@@ -522,7 +522,7 @@ def test_what_stays_float_is_said_again() -> None:
 
 
 class Relu(nn.Module):
-    """A custom module, float and observed."""
+    """A custom module, whose observed class is ObservedRelu."""
 
     @classmethod
     def from_float(cls, module: nn.Module) -> nn.Module:
@@ -537,7 +537,7 @@ class ObservedRelu(Relu):
 
 
 class SteppingRelu(nn.Module):
-    """Its code looks at the number of steps, which torch.export then takes for a constant."""
+    """A module whose code reads the number of steps, which torch.export therefore makes constant."""
 
     @classmethod
     def from_observed(cls, module: nn.Module) -> nn.Module:
@@ -566,7 +566,7 @@ def test_nothing_to_say_of_a_model_that_is_as_asked() -> None:
 
 
 class AsksForThree(nn.Module):
-    """Python looks at a size that no operator minds."""
+    """A module whose Python code compares a size that no operator restricts."""
 
     def __init__(self) -> None:
         super().__init__()

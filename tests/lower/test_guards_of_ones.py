@@ -16,7 +16,7 @@ from torchq_compat.errors import QuantizationWarning
 
 
 class BothWays(nn.Module):
-    """In the name of its output's strides torch asks that there be more than one step and one sequence."""
+    """torch guards against one step and one sequence because of the strides of the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class BothWays(nn.Module):
 
 
 class Halves(nn.Module):
-    """A single step has no two halves."""
+    """A module that takes halves of the steps, which a single step does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Halves(nn.Module):
 
 
 def exported(model: nn.Module) -> tuple[Any, nn.Module]:
-    """(the reference, its program) for an example of 3 sequences of 5 steps."""
+    """Return (the reference, its program) for an example of 3 sequences of 5 steps."""
     torch.manual_seed(0)
     example = ({"x": torch.randn(3, 6, 4)},)
     config = tc.get_default_prepare_custom_config()

@@ -1,4 +1,4 @@
-"""Three verbs for the tests of a rewrite. Code is given dedented."""
+"""Three checks for the tests of a rewrite. They dedent the given code."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torchq_compat.quantize_fx import convert_fx, fuse_fx, prepare_fx, prepare_q
 
 
 def check_noop(rewrite: Rewrite, code: str) -> None:
-    """Nothing to do and nothing to say."""
+    """Assert that there is nothing to rewrite and nothing to report."""
     code = dedent(code)
     assert rewrite_text(code, (rewrite,)) == code
     assert list(rewrite.find(ParsedSource(code))) == []
 
 
 def check_transformed(rewrite: Rewrite, before: str, after: str, origin: Origin | None = None) -> None:
-    """``before`` becomes ``after``, which has nothing left to do."""
+    """Assert that ``before`` becomes ``after``, which needs no further rewrite."""
     before, after = dedent(before), dedent(after)
     assert rewrite_text(before, (rewrite,), origin) == after
     assert rewrite_text(after, (rewrite,), origin) == after
 
 
 def check_left(rewrite: Rewrite, code: str, reason: str) -> None:
-    """One site, left as it is for ``reason``."""
+    """Assert that there is one site, which is left unchanged for ``reason``."""
     code = dedent(code)
     assert rewrite_text(code, (rewrite,)) == code
     (site,) = rewrite.find(ParsedSource(code))

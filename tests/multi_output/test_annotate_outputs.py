@@ -1,6 +1,6 @@
 """annotate_outputs: one spec per output, all four kinds, for every operator with several outputs.
 
-Oracle: torchao's own MinMaxObserver on the float model's outputs, and the quantize and dequantize of torch.
+Oracle: torchao's own MinMaxObserver on the float model's outputs, and torch's quantize and dequantize.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Annotate = Callable[[Node], None]
 
 
 class OfOneOp(Quantizer):
-    """Annotates the nodes of one operator; keeps the observers torchao made, by point."""
+    """Annotates the nodes of one operator; keeps the observers that torchao made, by point."""
 
     def __init__(self, target: Any, annotate: Annotate) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def quantized(
 
 
 def result_qparams(converted: GraphModule) -> list[tuple[float, int] | None]:
-    """(scale, zero point) of each result of a converted graph; None: no q-dq before it."""
+    """Return the (scale, zero point) of each result of a converted graph; None for a result without q-dq."""
     found: list[tuple[float, int] | None] = []
     for node in leaves_of(converted.graph.output_node().args):
         is_dq = node.target is OPS.dequantize_per_tensor.default
@@ -100,7 +100,7 @@ with torch.random.fork_rng():
     LSTM, GRU = nn.LSTM(8, 8), nn.GRU(8, 8)
 NORM = torch.arange(8.0), torch.ones(8)
 
-#: (name, target, function, number of outputs, those that cannot be quantized)
+#: (name, target, function, number of outputs, indexes of outputs that cannot be quantized)
 OPERATORS: list[tuple[str, Any, Any, int, tuple[int, ...]]] = [
     ("lstm", ATEN.lstm.input, lambda x: LSTM(x.unsqueeze(1)), 3, ()),
     ("gru", ATEN.gru.input, lambda x: GRU(x.unsqueeze(1)), 2, ()),
@@ -155,7 +155,7 @@ class OfOneOpUnchecked(OfOneOp):
 
 @pytest.mark.parametrize(("quantizer", "found"), [(OfOneOpUnchecked, 0), (OfOneOp, 2)])
 def test_torchao_alone_drops_the_spec(quantizer: Any, found: int) -> None:
-    """What this is for: the spec on the node itself disappears, unless check_sharing carries it out."""
+    """Why annotate_outputs exists: a spec on the node itself is dropped, unless check_sharing applies it."""
 
     def annotate(node: Node) -> None:
         node.meta["quantization_annotation"] = QuantizationAnnotation(output_qspec=int8(), _annotated=True)
@@ -209,7 +209,7 @@ def test_an_output_shares_with_a_later_one() -> None:
 
 @pytest.mark.parametrize("output_leads", [False, True])
 def test_an_output_and_an_input_share(output_leads: bool) -> None:
-    """Either may carry the spec. The input is wider than the output: the output has the input's qparams."""
+    """Either point may have the spec. The input's range is wider: the output has the input's qparams."""
 
     def annotate(node: Node) -> None:
         (x,) = node.all_input_nodes
@@ -265,7 +265,7 @@ def test_bias_derived_from_a_shared_output() -> None:
 def test_kinds_refer_to_another_nodes_output() -> None:
     def annotate(node: Node) -> None:
         chunk = next(n for n in node.graph.nodes if n.target is ATEN.chunk.default)
-        # The chunk's own specs are given after they are referred to.
+        # The chunk's own specs are set after they are referred to.
         annotate_outputs(node, {}, [SharedQuantizationSpec(Output(chunk, 1)), None])
         annotate_outputs(chunk, {}, [None, int8()])
 

@@ -31,7 +31,7 @@ Nodes = dict[str, Node]
 
 
 class Written(Quantizer):
-    """Annotations written by a function of the graph's nodes, by name."""
+    """A quantizer whose annotations ``write`` makes, given the graph's nodes by name."""
 
     def __init__(self, write: Callable[[Nodes], None]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Written(Quantizer):
 
 
 def groups(function: Callable[..., Any], write: Callable[[Nodes], None]) -> list[set[str]]:
-    """The points that share an observer, each as "a", or "a->b" for an edge."""
+    """Return the groups of points that share an observer, each point as "a", or "a->b" for an edge."""
     quantizer = Written(write)
     prepared = prepare_pt2e(export(function, X), quantizer)
     prepared(X)
@@ -88,7 +88,7 @@ def test_a_points_to_b() -> None:
 
 
 def test_shared_of_shared_finds_the_root() -> None:
-    """Implicit sharing of the last of a chain with its consumer needs the spec at the chain's end."""
+    """To share the last point of a chain implicitly with its consumer, the chain's end must have the spec."""
 
     def write(n: Nodes) -> None:
         chunk, relu = n["chunk"], n["relu"]
@@ -100,7 +100,7 @@ def test_shared_of_shared_finds_the_root() -> None:
 
 
 def write_on_one_chunk(write: Callable[[Nodes], None]) -> Callable[[Nodes], None]:
-    """``write`` on a graph whose second chunk is merged into the first, one operator with three outputs."""
+    """Call ``write`` on a graph with the second chunk merged into the first: one op with three outputs."""
 
     def merged(n: Nodes) -> None:
         if "chunk_1" in n:
@@ -158,7 +158,7 @@ def cat_specs(n: Nodes, cat1: Any, cat2: Any) -> None:
 
 
 def test_everything_around_two_cats_is_one_group() -> None:
-    """The outputs op1, op2, op3 are those of one operator."""
+    """op1, op2 and op3 are outputs of one operator."""
 
     def write(n: Nodes) -> None:
         op1, op3 = Output(n["chunk"], 0), Output(n["chunk"], 2)
@@ -179,7 +179,7 @@ def test_everything_around_two_cats_is_one_group() -> None:
 
 
 def test_without_the_implicit_link_the_cats_are_two_groups() -> None:
-    """The same with another dtype behind cat1: nothing connects the two."""
+    """The same graph with another dtype behind cat1: nothing connects the two groups."""
 
     def write(n: Nodes) -> None:
         op3 = Output(n["chunk"], 2)
@@ -256,7 +256,7 @@ def test_an_input_that_shares_with_its_producer_has_no_second_observer() -> None
 
 
 def test_an_existing_observer_is_reused_for_another_consumer() -> None:
-    """conv1 -> obs1 -> existing_obs -> conv2, and conv3 behind existing_obs: not a second existing_obs."""
+    """conv1 -> obs1 -> existing_obs -> conv2, and conv3 behind existing_obs: no second existing_obs."""
     conv1, conv2, conv3 = (nn.Conv1d(4, 4, 1) for _ in range(3))
     modules = (conv1, conv2, conv3)
 
@@ -329,7 +329,7 @@ def test_every_consumer_of_an_output_moves_behind_its_observer() -> None:
     assert list(observer.args[0].users) == [observer]
 
 
-# -- one instance for a group: the ranges are those of all its points together
+# -- one observer for a group: its range covers all points of the group
 
 
 def test_a_group_has_one_range() -> None:
@@ -393,7 +393,7 @@ def test_a_circle_through_a_derived_spec() -> None:
 
 
 def test_an_output_told_to_share_that_has_another_dtype() -> None:
-    """Two quantizers: the first gave the output uint8, the second wants it with the input's int8 qparams."""
+    """Two quantizers: the first set uint8 for the output, the second shares the input's int8 qparams."""
 
     def write(n: Nodes) -> None:
         chunk, x = n["chunk"], n["x"]
@@ -420,7 +420,7 @@ def test_an_edge_told_to_share_that_has_another_dtype() -> None:
 
 
 def test_getitems_of_one_output_with_different_dtypes() -> None:
-    """They are one tensor, so they share; two specs by hand contradict each other."""
+    """The getitems are one tensor, so they share; two handwritten specs for it contradict each other."""
     graph_module = export(node1_node2_node3, X)
     chunk = next(n for n in graph_module.graph.nodes if n.target is ATEN.chunk.default)
     getitem = next(iter(chunk.users))
@@ -440,7 +440,7 @@ def test_a_reference_to_what_nothing_observes() -> None:
 
 
 def test_a_reference_into_another_graph() -> None:
-    """Its nodes have the same names."""
+    """The nodes of that graph have the same names."""
     other = next(node for node in export(node1_node2_node3, X).graph.nodes if node.name == "relu")
     message = refused(lambda n: annotate_outputs(n["relu"], {Output(n["chunk"], 0): Shared(other)}, [INT8]))
     assert "takes its qparams from the output of relu of another graph" in message

@@ -1,4 +1,4 @@
-"""reroute_tuples: same results, no known structure is indexed, and a second run finds nothing."""
+"""reroute_tuples: the same results, no known structure indexed, and nothing to do in a second run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(graph: Graph) -> Any:
 
 
 def structure_getitems(graph: Graph) -> list[Node]:
-    """The getitems whose container is written in the graph: in its arguments, or built by a call."""
+    """Return the getitems whose container is written in the graph: in their arguments, or built by a call."""
     builders = (tuple, list, dict, Pair)
     return [
         node
@@ -39,8 +39,10 @@ def builders(graph: Graph) -> list[Node]:
 
 
 class GraphWriter:
-    """Writes a random graph. A value is (what stands for it in arguments, what it is): for an opaque value
-    the second is None, for a known structure a container of values."""
+    """Writes a random graph.
+
+    A value is a pair of its argument and its structure: None for an opaque value, a container of values for a
+    known structure."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.draw = draw
@@ -49,7 +51,7 @@ class GraphWriter:
         self.scalars: list[Any] = [a, b, self.graph.call_function(operator.getitem, (opaque, 0))]
         pair = self.graph.call_function(operator.getitem, (opaque, 1))
         self.scalars.append(self.graph.call_function(operator.getitem, (pair, -1)))
-        #: (argument, [elements as (argument, shape)]); a shape is None for a scalar.
+        #: (argument, [elements as (argument, shape)]); the shape of a scalar is None.
         self.structures: list[tuple[Any, Any]] = []
 
     def step(self) -> None:
@@ -171,7 +173,7 @@ def test_backtracking_where_fx_gives_another_tensor() -> None:
 
 
 def test_the_nested_result_of_an_lstm() -> None:
-    """The structure FX rebuilds behind a custom-module LSTM, consumed whole, by part and by slice."""
+    """The structure that FX rebuilds behind a custom-module LSTM, used whole, by part and by slice."""
     graph = Graph()
     lstm = graph.placeholder("lstm")
     parts = [graph.call_function(operator.getitem, (lstm, i)) for i in range(3)]

@@ -1,4 +1,4 @@
-"""The long run: ``python -m tests.native_harness [--calls 300] [--seed 0]``. Exit 1: a fault was found."""
+"""The long run: ``python -m tests.native_harness [--calls 300] [--seed 0]``. Exits with 1 on a fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.native_harness.calls import any_calls, calls_of_modules, write_calls
 
 
 def covered(features: Iterable[str]) -> list[str]:
-    """How many calls have what; of sizes, how many sizes there are."""
+    """Return lines on how many calls have each feature, and how many different sizes there are."""
     counts = Counter(features)
     sizes = {
         name: [each for each in counts if each.startswith(f"{name} ")] for name in ("hidden size", "batch")

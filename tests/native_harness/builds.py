@@ -1,4 +1,4 @@
-"""The cell loop built with ``replay``: for several instruction sets, and under the sanitizers."""
+"""The cell loop compiled together with ``replay``: for several instruction sets, and under the sanitizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchq_compat.custom_modules.recurrent.native.build import FLAGS, SOURCE
 __all__ = ["BUILDS", "EMULATED", "SANITIZED", "SHORT", "Build", "compile_replay", "run_replay"]
 
 REPLAY = Path(__file__).with_name("replay.cpp")
-#: As a library has them.
+#: The flags of a library, without those for sharing.
 COMMON = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
 STD_THREADS = "-DTORCHQ_COMPAT_STD_THREADS"
 DEBUG = ("-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
@@ -22,7 +22,7 @@ DEBUG = ("-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 
 @dataclass(frozen=True)
 class Build:
-    """One way to build; ``emulator``: what runs it on this machine."""
+    """One way to build; ``emulator`` is the command that runs the program on this machine."""
 
     flags: tuple[str, ...]
     compiler: str = "g++"
@@ -32,9 +32,9 @@ class Build:
         return all(shutil.which(each) for each in (self.compiler, *self.emulator[:1]))
 
 
-#: What compiles in seconds and finds races, in the kernels of plain C++.
+#: A build that compiles in seconds and finds races, in the kernels of plain C++.
 SHORT = Build(("-O0", "-g1", "-fsanitize=thread", STD_THREADS, "-DTORCHQ_COMPAT_PLAIN"))
-#: Each has the kernels of every instruction set, and runs those that its machine has.
+#: Each build has the kernels of every instruction set, and runs those that its machine supports.
 BUILDS = {
     "a library's": Build(()),
     "threads of the standard library": Build((STD_THREADS,)),
@@ -54,7 +54,7 @@ EMULATED = {
 
 
 def compile_replay(build: Build, into: Path, source: Path = SOURCE) -> Path:
-    """The program, in the directory ``into``."""
+    """Compile the program into the directory ``into``; return its path."""
     program = into / "replay"
     flags = [*COMMON, "-pthread", *build.flags]
     command = [build.compiler, *flags, f"-I{SOURCE.parent}", str(source), str(REPLAY), "-o", str(program)]
@@ -65,7 +65,7 @@ def compile_replay(build: Build, into: Path, source: Path = SOURCE) -> Path:
 def run_replay(
     build: Build, program: Path, calls: Path, threads: Sequence[int], *, seconds: int = 3600
 ) -> tuple[bytes, str]:
-    """The results, and what was found wrong; sanitizers end the program at the first finding."""
+    """Return the results, and what was found wrong; sanitizers end the program at the first finding."""
     results = program.with_name("results")
     command = [*build.emulator, str(program), str(calls), str(results), *map(str, threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(threads)), "OMP_DYNAMIC": "false"}

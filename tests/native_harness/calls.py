@@ -1,4 +1,4 @@
-"""Calls of the cell loop: of random programs, and of converted modules; written to a file for ``replay``."""
+"""Calls of the cell loop, by random programs and by converted modules, written to a file for ``replay``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DTYPES = {8: (torch.uint8, torch.int8), 16: (torch.int16, torch.int32), 32: (tor
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of ``cell_loop``; with ``batch_sizes`` x is (rows, I). ``features``: what it covers."""
+    """The arguments of ``cell_loop``; x is (rows, I) with ``batch_sizes``. ``features``: cases covered."""
 
     x: Tensor
     states: list[Tensor]
@@ -62,7 +62,7 @@ class Call:
     features: frozenset[str] = frozenset()
 
     def packed(self, dice: random.Random) -> Call:
-        """As packed rows of sequences that end one after the other."""
+        """Return the call on packed rows, with sequences that end one after the other."""
         steps, batch, width = self.x.shape
         if 0 in (steps, batch):
             return self
@@ -84,7 +84,7 @@ class Call:
 
 
 class _Cell:
-    """A random cell of one of ``kinds``, every part with random qparams."""
+    """A random cell of one of ``kinds``, whose parts all have random qparams."""
 
     def __init__(
         self, dice: random.Random, hidden: int, inputs: int, kinds: Sequence[str] = KINDS_OF_TORCH
@@ -155,7 +155,7 @@ class _Cell:
         return self.reader._instruct(op, sources, sources[0].width, output=qparams)
 
     def state(self, width: int) -> _Value:
-        # The integers of a state are not in the program before its new value is known.
+        # The program does not have a state's integers before its new value is known.
         value = self.reader.new_slot(width, once=False)
         return value
 
@@ -198,7 +198,7 @@ class _Cell:
         self.program = self.reader.program((h,), (hidden,))
 
     def _any(self) -> None:
-        """Instructions in any order, of any operands: what no module of torch is, but a user's might be."""
+        """Add instructions in any order, on any operands, as only a user's module might have."""
         dice = self.dice
         x = self.reader.new_slot(self.inputs, once=True)
         widths = [
@@ -249,7 +249,7 @@ def random_call(
     batch: int | None = None,
     kinds: Sequence[str] = KINDS_OF_TORCH,
 ) -> Call:
-    """A random cell with random inputs; states, and an input, may have no qparams, values may be NaN."""
+    """Return a random cell with random inputs; states and an input may lack qparams, values may be NaN."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
     width = dice.randint(1, largest_hidden)
@@ -300,7 +300,8 @@ def random_call(
 def any_calls(
     count: int, seed: int = 0, *, largest_hidden: int = 65, largest_batch: int = 130
 ) -> Iterator[Call]:
-    """Of all hidden sizes and batches in turn, of torch's cells and of any program; every third packed."""
+    """Yield calls of all hidden sizes and batches in turn, of torch's cells and of random programs; every
+    third is packed."""
     for index in range(count):
         call = random_call(
             seed + index,
@@ -313,7 +314,7 @@ def any_calls(
 
 
 def results_of(call: Call) -> bytes:
-    """What ``replay`` writes for ``call``, computed by the operator of this process."""
+    """Return what ``replay`` writes for ``call``, computed by the operator of this process."""
     masks = tuple(weight_mask(call.weights[at + 1 : at + 4]) for at in range(0, len(call.weights), 4))
     cells = tuple(
         CellNumbers(call.table, call.constants, masks, backward=backward)
@@ -335,7 +336,7 @@ def results_of(call: Call) -> bytes:
 
 
 def calls_of_modules() -> Iterator[Call]:
-    """Of every kind of converted cell."""
+    """Yield calls of every kind of converted cell."""
     for name in KINDS:
         for cell in cells_of(converted(name)):
             program: CellProgram | None = cell.program()
@@ -349,7 +350,7 @@ def calls_of_modules() -> Iterator[Call]:
 
 
 def write_calls(calls: list[Call], path: Path) -> None:
-    """As ``replay`` reads them."""
+    """Write ``calls`` in the format that ``replay`` reads."""
     with path.open("wb") as file:
         file.write(struct.pack("<q", len(calls)))
         for call in calls:

@@ -1,4 +1,4 @@
-"""The graph around a custom-module LSTM, and that nothing of it depends on the sequence length."""
+"""The graph around a custom-module LSTM, none of which depends on the sequence length."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(steps: int = 5, size: int = 3, rows: int = 1) -> tuple[Tensor, Tensor,
 def quantized(
     model: nn.Module, mapping: QConfigMapping = MAPPING, rows: int = 1
 ) -> tuple[GraphModule, GraphModule]:
-    """(prepared, converted)."""
+    """Return (prepared, converted)."""
     torch.manual_seed(0)
     return by_us(model.eval(), mapping, [batch(rows=rows) for _ in range(2)], MAP_LSTM)
 
@@ -51,7 +51,7 @@ def placeholders(graph_module: GraphModule) -> dict[str, Node]:
 
 
 def calls(graph_module: GraphModule) -> list[Node]:
-    """The LSTM calls of a converted graph, in order."""
+    """Return the LSTM calls of a converted graph, in order."""
     return [node for node in graph_module.graph.nodes if node.op == "call_module"]
 
 
@@ -60,7 +60,7 @@ def linears(graph_module: GraphModule) -> list[Node]:
 
 
 def results(call: Node) -> dict[int, Node]:
-    """index -> getitem of the used results of an LSTM call."""
+    """Return the getitems of the used results of an LSTM call, by index."""
     assert all(user.target is operator.getitem for user in call.users)
     return {int(user.args[1]): user for user in call.users}  # type: ignore[arg-type]
 
@@ -116,7 +116,7 @@ class BehindLinear(OneLSTM):
 
 
 def test_an_input_that_is_quantized_already_is_not_observed_again() -> None:
-    """The output observer of the Linear is the one the LSTM's input comes from."""
+    """The output observer of the Linear observes the LSTM's input."""
     prepared, converted = quantized(BehindLinear())
     activations = [
         str(node.args[0]) for node, _ in observer_nodes(prepared) if "weight" not in str(node.args[0])
@@ -158,7 +158,7 @@ class TwoConsumers(OneLSTM):
 
 @pytest.mark.parametrize("kept_float", [(), ("a",), ("a", "b")])
 def test_one_dequantize_and_no_second_quantize_in_front_of_consumers(kept_float: tuple[str, ...]) -> None:
-    """The same whether a consumer is quantized in the same dtype or its qconfig is None."""
+    """Whether a consumer is quantized in the same dtype or its qconfig is None makes no difference."""
     mapping = QConfigMapping().set_global(QCONFIG)
     for name in kept_float:
         mapping.set_module_name(name, None)
@@ -201,7 +201,7 @@ def test_an_unused_output_leaves_no_node(pick: Callable[..., Tensor], index: int
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_every_used_output_leaves_through_one_dequantize(bidirectional: bool) -> None:
-    """Layers and directions have qparams of their own, so h_n and c_n of several are per-channel."""
+    """Layers and directions have their own qparams, so h_n and c_n with several rows are per-channel."""
     rows = 4 if bidirectional else 1
     _, converted = quantized(OneLSTM(rows // 2 or 1, bidirectional=bidirectional), rows=rows)
     (call,) = calls(converted)
@@ -230,7 +230,7 @@ def test_an_lstm_hands_its_integers_to_the_next() -> None:
     first, second = calls(converted)
     assert [arg.target for arg in second.args] == [operator.getitem] * 3
     assert list(second.args) == [results(first)[index] for index in range(3)]
-    # Only the result of the second is dequantized.
+    # Only the result of the second LSTM is dequantized.
     assert sum(node.target is DEQUANTIZE for node in converted.graph.nodes) == 1
     assert len(quantize_nodes(converted)) == 3
 
@@ -243,7 +243,7 @@ class TwoRanges(OneLSTM):
 
 
 def test_two_calls_have_each_their_own_input_qparams() -> None:
-    """FX keeps one observer for all calls of a custom module."""
+    """FX keeps a single observer for all calls of a custom module."""
     _, converted = quantized(TwoRanges())
     first, second = calls(converted)
     assert first.target == second.target == "lstm"
@@ -263,7 +263,7 @@ class LeftFloat(nn.Module):
 
 
 def test_a_float_lstm_takes_and_gives_floats() -> None:
-    """qconfig None: it stays nn.LSTM, and its consumers have ordinary input observers."""
+    """With qconfig None it stays nn.LSTM, and its consumers have ordinary input observers."""
     mapping = QConfigMapping().set_global(QCONFIG).set_module_name("lstm", None)
     _, converted = quantized(LeftFloat(), mapping)
     (call,) = calls(converted)
@@ -315,7 +315,7 @@ def test_the_weights_of_a_cell_are_int8_and_nothing_else_is_left() -> None:
 
 
 def counts(steps: int) -> dict[str, int]:
-    """Everything that must not grow with the sequence length."""
+    """Return the counts that must not grow with the sequence length."""
     torch.manual_seed(0)
     model = OneLSTM(2, bidirectional=True).eval()
     prepared = tc.prepare_fx(model, MAPPING, batch(steps, rows=4), MAP_LSTM)

@@ -100,7 +100,7 @@ def test_what_a_model_reads_of_its_lstm(model_class: type[nn.Module]) -> None:
         for a, b, c in zip(exact, observed, found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
             assert 25 < sqnr(a, c) < 60 or a.dim() == 0
-    # The float LSTM is gone, and all that is left of it is what the model reads.
+    # The float LSTM is gone; only the tensors that the model reads remain.
     kept = {name for name, _ in converted.named_buffers() if name.startswith("lstm_")}
     assert kept == KEPT.get(model_class, set())
     assert not any(isinstance(m, nn.LSTM) for m in converted.modules())
@@ -112,7 +112,7 @@ KEPT = {FirstParameter: {"lstm_weight_ih_l0_like"}, Values: {"lstm_weight_hh_l1"
 
 
 def test_a_float_lstm_keeps_the_parameters_that_are_read() -> None:
-    """One parameter, read and used inside: no copies."""
+    """A parameter that is both read by the model and used by the LSTM is not copied."""
     model = Values().eval()
     x = torch.randn(3, 16, 4)
     prepared = tc.prepare_fx(model, MAPPING_BUT_LSTM, (x,), MAP_LSTM)

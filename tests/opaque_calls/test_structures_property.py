@@ -1,6 +1,6 @@
-"""Random nested structures into and out of custom modules, and random ways to get at them in the model.
+"""Random nested structures into and out of custom modules, and random ways to access them in the model.
 
-A structure is built by code the model runs, so that what is drawn is what a user could have written.
+Structures are built by code that the model runs, so each of them could come from a user.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SHAPES = st.recursive(
 
 
 def build(shape: Shape, tensors: list[Tensor]) -> Any:
-    """A structure of ``shape`` around ``tensors``, which are repeated as needed."""
+    """Return a structure of ``shape`` around ``tensors``, which are repeated as needed."""
     if shape is None:
         tensors.append(tensors.pop(0))
         return tensors[-1]
@@ -70,7 +70,7 @@ def build(shape: Shape, tensors: list[Tensor]) -> Any:
 
 
 def opened(structure: Any) -> list[Tensor]:
-    """All tensors of a structure, found as a person would."""
+    """Return all tensors of a structure, found without pytree."""
     if isinstance(structure, Tensor):
         return [structure]
     if dataclasses.is_dataclass(structure):
@@ -83,7 +83,7 @@ def opened(structure: Any) -> list[Tensor]:
 
 
 class Restructures(nn.Module):
-    """Any structure in, one of ``shape`` out."""
+    """A module that accepts any structure and returns one of ``shape``."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class QuantizedRestructures(Restructures):
         return with_weights_of(cls(module.shape), module)
 
 
-#: What is done with a result: get at some of it, pass it on, throw it away.
+#: What is done with a result: access a part of it, pass it on, discard it.
 ACCESSES = (
     "first",
     "last",
@@ -126,7 +126,7 @@ ACCESSES = (
 
 
 class Program(nn.Module):
-    """Calls custom modules one after the other and does ``accesses`` with what comes back."""
+    """Calls custom modules in a chain and applies ``accesses`` to their results."""
 
     def __init__(self, shapes: list[Shape], accesses: list[str], given: Shape) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Program(nn.Module):
         return kept, {"last": opened(value)[0]}
 
     def get(self, access: str, result: Any, kept: list[Any]) -> Any:
-        """What the next module gets; ``kept`` is returned in the end."""
+        """Return the input of the next module; ``kept`` is returned at the end."""
         tensors = opened(result)
         if access == "first":
             return tensors[0]
@@ -197,7 +197,7 @@ def check(program: tuple[list[Shape], list[str], Shape, int]) -> None:
     data = [(uniform(1.0, size, WIDTH), uniform(1.0, size, WIDTH)) for size in (5, 32, 17)]
     prepared = tc.prepare_fx(model, MAPPING, data[0], CONFIGS[0])
     calibrate(prepared, data)
-    # Of a module whose results nobody reads nothing is left to be mapped, and that is told.
+    # A module whose results are all unused is removed, so its mapping matches nothing, which is reported.
     nothing_left = set(accesses) == {"discard"}
     converted = tc.convert_fx(prepared, None if nothing_left else CONFIGS[1])
     with torch.no_grad():

@@ -66,7 +66,7 @@ def test_models(forward: Callable[..., Any]) -> None:
     calibrate(prepared, [sequences(5, 9) for _ in range(3)])
     converted = tc.convert_to_reference_fx(prepared)
     program = tc.export(converted, sequences(4, 7)).module()
-    # The last has padding behind its longest sequence.
+    # The last example has padding behind its longest sequence.
     for given in (sequences(6, 9), sequences(2, 12), (torch.randn(2, 9, 6), torch.tensor([5, 3]))):
         for wanted, found in zip(leaves(converted(*given)), leaves(program(*given)), strict=True):
             assert torch.equal(wanted, found)

@@ -1,4 +1,4 @@
-"""Packing as people write it, lengths as data, and what is refused."""
+"""Packing in the ways people write it, lengths as data, and refusals."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_pack_is_no_argument() -> None:
 
 
 def whole_steps(model: Any, x: Tensor, lengths: Tensor) -> Any:
-    """Asks how many steps there are, as the input's own mask has."""
+    """Compare the number of steps with the input's, as code with a mask of the input's size does."""
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     output = unpacked(model.rnn(packed)[0])
     assert output.size(1) == x.size(1)
@@ -206,13 +206,13 @@ def test_a_model_that_asks_for_the_number_of_steps() -> None:
 
 
 def over_features(model: Any, x: Tensor, lengths: Tensor) -> Any:
-    """How many features there are hangs on the input, as behind a convolution over a spectrum."""
+    """The number of features depends on the input, as behind a convolution over a spectrum."""
     rows = x.reshape(x.size(0), x.size(1), -1)
     return unpacked(model.rnn(pack_padded_sequence(rows, lengths, batch_first=True))[0])
 
 
 def test_a_size_that_only_the_kernel_of_torch_takes_is_no_size() -> None:
-    """With sequences of one length it looks at no width, and reads what lies beside its input."""
+    """For sequences of equal length torch's kernel does not check the width, and reads beyond its input."""
     torch.manual_seed(0)
     model = Tagger(over_features).eval()
     x, lengths = torch.randn(4, 7, 6, 1), torch.tensor([7, 5, 5, 2])

@@ -1,4 +1,4 @@
-"""Packed sequences inside of a model: equal to float wherever float defines something, padding untouched."""
+"""Packed sequences inside a model: equal to float wherever float is defined, with untouched padding."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_training() -> None:
         if name.startswith("rnn."):
             kind, gates = name.removeprefix("rnn.").split("_")[:2]
             own = f"rnn.layers.0.layer_fw.cell.{gates[0]}gates.{kind}"
-        # Ranges that hold what a step has cut nothing off: the gradients are the float model's.
+        # Ranges that include a step's values clip nothing: the gradients are the float model's.
         cosine = torch.cosine_similarity(parameter.grad.flatten(), trained[own].grad.flatten(), 0)
         assert cosine > 0.99, (name, float(cosine))
     optimizer, losses = torch.optim.Adam(prepared.parameters(), 2e-2), []
@@ -108,7 +108,7 @@ def test_training() -> None:
         optimizer.step()
         losses.append(float(loss))
     assert losses[-1] < 0.6 * losses[0]
-    # Else the observers move on, in evaluation too.
+    # Otherwise the observers move on, even in evaluation.
     prepared.eval().apply(disable_observer)
     reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
     weights = [name for name, value in reference.state_dict().items() if value.dtype is torch.int8]
@@ -119,8 +119,8 @@ def test_training() -> None:
 
 
 def of_the_last_step() -> QConfigMapping:
-    """Fake-quantizes whose range is that of the values at hand. Those of the default mapping follow by a
-    hundredth, so that values of the first steps are cut off and the loss falls by half as much."""
+    """Return fake-quantizes whose range is that of the current values. Those of the default mapping follow by
+    a hundredth, so values of the first steps are clipped and the loss falls by half as much."""
     activation = FusedMovingAvgObsFakeQuantize.with_args(
         observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255, averaging_constant=1.0
     )

@@ -1,4 +1,4 @@
-"""``python -m tests.parity``: run FX and write down its results."""
+"""``python -m tests.parity``: run FX and store its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case through this package, and all in which it differs from FX's result; and that result, live."""
+"""One case by this package, and all its differences from FX's result; and FX's result, run live."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QParams = tuple[float, int]
 
 
 def differences(case: Case, theirs: FxResult | None) -> set[str]:
-    """In what we differ from FX's result: "refusal", "ops", "qparams", "outputs", or nothing."""
+    """Return how our result differs from FX's: "refusal", "ops", "qparams", "outputs", or nothing."""
     sides = _sides(case, tc, TorchQCompatError)
     if theirs is None or sides is None:
         return {"refusal"} if (theirs is None) != (sides is None) else set()
@@ -55,7 +55,7 @@ def differences(case: Case, theirs: FxResult | None) -> set[str]:
 
 
 def fx_result(case: Case) -> FxResult | None:
-    """What FX makes of ``case``, run live; None where it refuses.
+    """Return the result of FX for ``case``, run live; None if FX refuses it.
 
     Raises:
         ImportError: this torch has no FX engine.
@@ -71,7 +71,7 @@ def fx_result(case: Case) -> FxResult | None:
 
 
 def converted_outputs(converted: GraphModule, batch: tuple[Tensor, ...]) -> tuple[FxOutput, ...]:
-    """What a model that FX converted to its reference form returns for ``batch``."""
+    """Return the output of FX's converted reference model for ``batch``."""
     with torch.no_grad():
         results = leaves(converted(*batch))
     steps = _output_steps(converted, results)
@@ -79,7 +79,7 @@ def converted_outputs(converted: GraphModule, batch: tuple[Tensor, ...]) -> tupl
 
 
 def differences_of_fx(case: Case, live: FxResult | None, before: FxResult | None) -> set[str]:
-    """In what two results of FX for the same case differ: a run, and what was stored."""
+    """Return how two results of FX for the same case differ: that of a live run, and the stored one."""
     if live is None or before is None:
         return set() if live is before else {"refusal"}
     found = {"ops"} if live.ops != before.ops else set()
@@ -94,7 +94,7 @@ def differences_of_fx(case: Case, live: FxResult | None, before: FxResult | None
 def _sides(
     case: Case, engine: Any, refusals: type[Exception]
 ) -> tuple[GraphModule, GraphModule, tuple[Tensor, ...]] | None:
-    """(prepared, converted, a batch) by ``engine``; None where it refuses. All get the same model."""
+    """Return (prepared, converted, a batch) by ``engine``; None if it refuses. All get the same model."""
     torch.manual_seed(0)
     entry = MODELS[case.model]
     is_qat = case.mapping in QAT_MAPPINGS
@@ -111,7 +111,7 @@ def _sides(
 def _run(
     engine: Any, model: nn.Module, batches: list[Any], mapping: Any, backend: Any, is_qat: bool
 ) -> tuple[GraphModule, GraphModule]:
-    """(prepared, converted to its reference form) by ``engine``: FX's module, or ours."""
+    """Return (prepared, converted to its reference form) by ``engine``: FX's module, or this package."""
     prepare = engine.prepare_qat_fx if is_qat else engine.prepare_fx
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -125,7 +125,7 @@ def _run(
 
 
 def with_statistics(model: nn.Module) -> nn.Module:
-    """Batch norms as after training, so that folding them is no identity."""
+    """Set batch norms as after training, so that folding them changes weights."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -136,12 +136,12 @@ def with_statistics(model: nn.Module) -> nn.Module:
 
 
 def _tolerance(case: Case) -> float:
-    """Of scales: training sums in another order."""
+    """Return the relative tolerance of scales: in training sums are in another order."""
     return 1e-4 if case.mapping in QAT_MAPPINGS else 1e-6
 
 
 def same_qparams(theirs: Iterable[QParams], ours: Iterable[QParams], tolerance: float) -> bool:
-    """Equal zero points; scales to ``tolerance``."""
+    """Return whether zero points are equal, and scales equal within ``tolerance``."""
     a, b = sorted(theirs), sorted(ours)
     return len(a) == len(b) and all(
         abs(p[0] - q[0]) <= tolerance * p[0] + 1e-9 and p[1] == q[1] for p, q in zip(a, b, strict=True)
@@ -156,7 +156,7 @@ def same_outputs(theirs: Sequence[FxOutput], ours: Sequence[Tensor]) -> bool:
 
 
 def _output_steps(converted: GraphModule, results: list[Tensor]) -> Iterator[float]:
-    """One quantization step of each result: of the quantize behind it, or 1/255 of a float's range."""
+    """Yield one quantization step for each result: of the quantize behind it, or 1/255 of a float's range."""
     (output,) = [node for node in converted.graph.nodes if node.op == "output"]
     nodes: list[Node] = []
     torch.fx.node.map_arg(output.args[0], lambda node: nodes.append(node))

@@ -158,7 +158,7 @@ MAPPINGS: dict[str, Callable[[], Any]] = {
     "mixed_static_dynamic": lambda: get_default_qconfig_mapping("x86").set_object_type(
         nn.Linear, default_dynamic_qconfig
     ),
-    # Dict forms, as old scripts write them.
+    # Dict forms, as in old scripts.
     "dict_global": lambda: {"": X86},
     "dict_levels": lambda: {
         "": X86,
@@ -200,7 +200,7 @@ def native_entries() -> dict[Any, BackendPatternConfig]:
 
 
 def only_linear_and_conv() -> BackendConfig:
-    """A user's own: two modules and one fused pair, static only; add shares the observer of its input."""
+    """A user's config: two modules and one fused pair, static only; add shares the observer of its input."""
     native = native_entries()
     backend = BackendConfig("only linear and conv")
     for pattern in (nn.Linear, nn.Conv2d, (nn.Conv2d, nn.ReLU), torch.ao.nn.intrinsic.ConvReLU2d):
@@ -212,7 +212,7 @@ def only_linear_and_conv() -> BackendConfig:
 
 
 def without_argument_roles() -> BackendConfig:
-    """A user's own, which does not say where F.linear and F.conv2d have their weight and bias."""
+    """A user's config that lacks the argument positions of weight and bias for F.linear and F.conv2d."""
     backend = BackendConfig("without argument roles")
     for function in (F.linear, F.conv2d):
         backend.set_backend_pattern_config(BackendPatternConfig(function).set_dtype_configs([STATIC]))
@@ -220,14 +220,14 @@ def without_argument_roles() -> BackendConfig:
 
 
 def not_observed() -> BackendConfig:
-    """A user's own, whose linear is quantized without observers at its input and output."""
+    """A user's config whose linear is quantized without observers at its input and output."""
     linear = native_entries()[nn.Linear].set_dtype_configs([STATIC])
     linear.set_observation_type(ObservationType.INPUT_OUTPUT_NOT_OBSERVED)
     return BackendConfig("not observed").set_backend_pattern_config(linear)
 
 
 def constrained(**limits: Any) -> Callable[[], BackendConfig]:
-    """The native backend, whose quint8 activations have to keep to ``limits``."""
+    """The native config with ``limits`` on quint8 activations."""
 
     def constrain(config: DTypeConfig) -> DTypeConfig:
         if config.input_dtype is not torch.quint8 or config.is_dynamic:

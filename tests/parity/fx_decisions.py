@@ -1,7 +1,7 @@
-"""What FX decided about each op of a model, and what we did, in the same words.
+"""The decisions of FX and of this package on each op of a model, in the same form.
 
-An op is named by where it stands: a module by its path, a function by the path of the module whose code calls
-it and the function's name. A fused chain is named by its first op.
+An op is named by its place: a module by its path, a function by the path of the module that calls it and its
+name. A fused chain is named by its first op.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torchq_compat.migrate.comparison.measure.fx_places import SYNONYMS
 
 __all__ = ["quantized_by_fx", "quantized_by_us"]
 
-#: FX sees the access of a size or of a list's element as an op. They compute nothing; torch.export drops
-#: ``contiguous`` of what is contiguous.
+#: FX counts accesses to sizes and to elements of lists as ops. They compute nothing; torch.export drops
+#: ``contiguous`` on contiguous tensors.
 NO_OPS = {"getitem", "getattr", "size", "dim", "shape", "contiguous"}
 
 
 def quantized_by_us(prepared: GraphModule) -> Counter[tuple[str, str]]:
-    """(path, function name or "" for a module) of the ops that ``explain`` calls quantized or shared."""
+    """Return (path, function name or "" for a module) of ops that ``explain`` calls quantized or shared."""
     found: Counter[tuple[str, str]] = Counter()
     for decision in tc.explain(prepared):
         if decision.node and decision.action in ("quantized", "shared"):
@@ -37,7 +37,7 @@ def quantized_by_us(prepared: GraphModule) -> Counter[tuple[str, str]]:
 
 
 def quantized_by_fx(prepared: GraphModule) -> Counter[tuple[str, str]]:
-    """The same of a model that FX prepared, read from its graph."""
+    """Return the same for a model that FX prepared, read from its graph."""
     modules = dict(prepared.named_modules(remove_duplicate=False))
     scopes = prepared.meta["_observed_graph_module_attrs"].node_name_to_scope
     observers = {
@@ -69,7 +69,7 @@ def _is_quantized(node: Node, observers: set[Node]) -> bool:
 
 
 def _root_of_chain(node: Node, observers: set[Node]) -> Node:
-    """Up through the ops of a fused function chain like add + relu, whose inside has no observer."""
+    """Follow a fused function chain like add + relu, which has no observers inside, up to its first op."""
     (first, *_) = node.all_input_nodes or [None]
     info = first.meta.get("target_dtype_info") if first is not None else None
     inside = (

@@ -1,4 +1,4 @@
-"""LSTMs observed part by part as torch.ao documents it: what FX makes of them, and what we do, as numbers."""
+"""LSTMs observed part by part as torch.ao documents it: the results of FX and of this package, as numbers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.helpers.oracle import leaves, sqnr
 
 __all__ = ["FLOWS", "PROJECTIONS", "Flow", "fx_flow", "our_flow"]
 
-#: What the documented flow leaves to the QConfig, and is calibrated.
+#: The parts that the documented flow leaves to the QConfig, so they are calibrated.
 PROJECTIONS = ("igates", "hgates")
-#: Those FX gets through.
+#: The structures that FX can convert.
 STRUCTURES: dict[str, dict[str, Any]] = {
     "one": {},
     "two_layers": {"num_layers": 2},
     "no_bias": {"bias": False},
 }
-#: Steps and batch at which accuracy is measured; calibrated with fewer of both.
+#: Steps and batch at which accuracy is measured; calibration uses fewer of both.
 MEASURED = (9, 64)
 
 
@@ -50,14 +50,14 @@ FLOWS = tuple(Flow(structure, split) for structure in STRUCTURES for split in (F
 
 
 def fx_flow(flow: Flow) -> dict[str, Any]:
-    """FX's SQNR of each output, and the qparams of each projection where the gates are in one."""
+    """Return FX's SQNR of each output, and the qparams of each projection for cells with joint gates."""
     sqnrs, prepared, _ = _run(FX, flow)
     found = {path: _observed(prepared.get_submodule(path)) for path in _cells(prepared, flow)}
     return {"sqnr": sqnrs, "projections": found}
 
 
 def our_flow(flow: Flow) -> dict[str, Any]:
-    """The same of this package."""
+    """Return the same for this package."""
     sqnrs, _, converted = _run(OURS, flow)
     found = {
         path: {part: list(part_qparams(converted.get_submodule(path))[part][:2]) for part in PROJECTIONS}
@@ -83,7 +83,7 @@ def _cells(model: nn.Module, flow: Flow) -> Iterator[str]:
 
 
 def _observed(cell: nn.Module) -> dict[str, list[float]]:
-    """(scale, zero point) of the observer behind each projection of a cell that FX prepared."""
+    """Return the (scale, zero point) of the observer behind each projection of a cell that FX prepared."""
     assert isinstance(cell, GraphModule)
     found = {}
     for part in PROJECTIONS:

@@ -1,10 +1,10 @@
-"""What FX makes of a case, as numbers: live, or as stored in this folder.
+"""The results of FX for a case, as numbers: live, or as stored in this folder.
 
     python -m tests.parity
 
 runs FX on every case and writes ``fx_results.json`` (the corpus) and ``fx_parts.json`` (LSTMs observed part
-by part) again; ``python -m tests.zoo`` writes those of the zoo, ``migration/zoo.json``. The stored ones are
-compared in every run, also where torch has no FX engine any more.
+by part) again; ``python -m tests.zoo`` writes those of the zoo, ``migration/zoo.json``. The stored results
+are compared in every run, also if torch has no FX engine any more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ __all__ = [
 
 CORPUS = Path(__file__).with_name("fx_results.json")
 PARTS = Path(__file__).with_name("fx_parts.json")
-#: Stored elements of an output, evenly spread; all of one that is listed to differ, in few of them perhaps.
+#: Stored elements of an output, evenly spread; ALL for an output that is listed to differ, perhaps in few
+#: elements.
 SAMPLES = 32
 ALL = 10**6
 DIGITS = 7
@@ -43,7 +44,7 @@ Op = tuple[str, str]
 
 @dataclass(frozen=True)
 class FxOutput:
-    """One tensor FX's converted model returned.
+    """A tensor that FX's converted model returned.
 
     Attributes:
         step: its quantization step.
@@ -63,12 +64,12 @@ class FxOutput:
         return cls(step, tuple(tensor.shape), float(tensor.double().mean()), values)
 
     def sampled(self, samples: int) -> FxOutput:
-        """The part of it that is stored: at least ``samples`` of its elements, or all."""
+        """Return the part that is stored: at least ``samples`` elements, or all."""
         stride = max(1, len(self.values) // samples)
         return FxOutput(self.step, self.shape, self.mean, self.values[::stride], stride)
 
     def share_within_one_step(self, tensor: Tensor) -> float:
-        """The share of the elements known here that ``tensor`` has, too; 0 for another shape or mean."""
+        """Return the share of stored elements within a step of ``tensor``'s; 0 for another shape or mean."""
         other = FxOutput.of(tensor, self.step)
         if other.shape != self.shape or abs(other.mean - self.mean) > 0.5 * self.step:
             return 0.0
@@ -78,10 +79,10 @@ class FxOutput:
 
 @dataclass(frozen=True)
 class FxResult:
-    """What FX made of a model.
+    """The result of FX for a model.
 
     Attributes:
-        ops: (path, function name or "" for a module) of what it quantizes.
+        ops: (path, function name or "" for a module) of the quantized ops.
         qparams: distinct (scale, zero point) of activations, sorted.
     """
 
@@ -91,7 +92,7 @@ class FxResult:
 
 
 def as_data(result: FxResult | None, samples: int = SAMPLES) -> Any:
-    """Plain values to store; None where FX refuses."""
+    """Return plain values to store; None if FX refuses."""
     if result is None:
         return None
     return {
@@ -111,7 +112,7 @@ def as_data(result: FxResult | None, samples: int = SAMPLES) -> Any:
 
 
 def from_data(data: Mapping[str, Any] | None) -> FxResult | None:
-    """The inverse of ``as_data``."""
+    """Invert ``as_data``."""
     if data is None:
         return None
     ops = Counter((path, name) for path, _, name in (op.rpartition(":") for op in data["ops"]))
@@ -129,7 +130,7 @@ def stored(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, results: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-    """One line for each result, so that a change is one line of a diff."""
+    """Return text with one line for each result, so that a change is one line of a diff."""
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in results.items())
     head = f'"made_by": "python -m tests.parity", "versions": {json.dumps(dict(versions))}'
     file.write_text(f'{{\n {head},\n "results": {{\n{lines}\n }}\n}}\n')

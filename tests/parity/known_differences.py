@@ -8,7 +8,7 @@ from pathlib import Path
 __all__ = ["KNOWN_DIFFERENCES"]
 
 FILE = Path(__file__).parents[2] / "migration" / "known_differences.toml"
-#: Case id -> in what it differs.
+#: Case id -> the kinds of difference.
 KNOWN_DIFFERENCES: dict[str, set[str]] = {
     entry["id"]: set(entry["in"]) for entry in tomllib.loads(FILE.read_text())["difference"]
 }

@@ -1,5 +1,5 @@
-"""The models of the parity corpus, each with the shape of its inputs: small, and of the kinds that legacy
-FX scripts quantize."""
+"""The models of the parity corpus, each with the shapes of its inputs: small, and of the kinds that legacy FX
+scripts quantize."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """torchvision's in small: stem, two basic blocks, pooled head."""
+    """torchvision's ResNet, reduced: stem, two basic blocks, pooled head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class InvertedResidual(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """MobileNetV3's: pooled gate with hardsigmoid, hardswish behind."""
+    """MobileNetV3's block: a pooled gate with hardsigmoid, and hardswish behind it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class SqueezeExcite(nn.Module):
 
 
 class Inception(nn.Module):
-    """Branches that are concatenated, as GoogLeNet's."""
+    """Branches that are concatenated, as in GoogLeNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class EmbeddingClassifier(nn.Module):
 
 
 class ConvFront(nn.Module):
-    """What stands before the recurrent layers of a CRNN, and its head."""
+    """The convolutions in front of the recurrent layers of a CRNN, and its head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Functional(nn.Module):
 
 
 class Arithmetic(nn.Module):
-    """Every spelling of add and mul that FX tells apart."""
+    """Every spelling of add and mul that FX distinguishes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Shapes(nn.Module):
 
 
 class Activations(nn.Module):
-    """Fixed qparams, and activations with an observer of their own."""
+    """Activations with fixed qparams, and activations with their own observer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class TwoInputs(nn.Module):
 
 
 class Detector(nn.Module):
-    """The shape of a d2go model: backbone, proposal head, ROI head, of which some parts are quantized."""
+    """The structure of a d2go model: backbone, proposal head, ROI head, some of which are quantized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,14 +337,14 @@ def linear() -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """How to make a model, and batches for it."""
+    """How to make a model and batches for it."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, ...]]
 
 
-#: Odd sizes where an op averages: the mean of an even number of integers lies half way between two of them
-#: often, and the quantize operators of FX and PT2E round that differently.
+#: Odd sizes for averages: the mean of an even number of integers is often half way between two integers,
+#: which the quantize operators of FX and PT2E round differently.
 def floats(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: tuple(torch.randn(shape) for shape in shapes)
 

@@ -1,4 +1,4 @@
-"""What legacy scripts do around prepare and convert: parts prepared apart, attributes kept."""
+"""What legacy scripts do around prepare and convert: parts prepared separately, attributes preserved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def detector() -> nn.Module:
 
 
 def quantize_parts(engine: Any, model: nn.Module, batch: tuple[Tensor, ...]) -> nn.Module:
-    """As d2go's default: each part that can be quantized is prepared and converted in its place."""
+    """Prepare and convert each quantizable part in its place, as d2go's default does."""
     mapping = get_default_qconfig_mapping("qnnpack")
     features = model.backbone(*batch)
     examples = {"backbone": batch, "roi_heads": (torch.nn.functional.adaptive_max_pool2d(features, 4),)}
@@ -97,7 +97,7 @@ def test_attributes_nobody_asked_to_preserve_are_reported() -> None:
 
 
 def test_in_place_arithmetic_is_seen_by_later_readers() -> None:
-    """FX traces ``y += x`` out of place, and another name does not see it; here the float model counts."""
+    """FX traces ``y += x`` out of place, so other names miss it; here the float model is the reference."""
 
     class InPlace(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Every case of the corpus as FX has it, but for the differences that are listed with their reason.
+"""Every case of the corpus gives FX's result, except for the differences that are listed with their reason.
 
 FX's results are stored (``fx_results``); a few are compared with a live run each time, all in the slow run.
 """
@@ -31,8 +31,9 @@ LIVE = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_as_fx_has_it(case: Case) -> None:
-    """The same ops quantized, as ``explain`` tells it; equal activation qparams; outputs within one step in
-    99.9% of the elements; refused where FX refuses. A listed case differs exactly as the list says."""
+    """The same ops are quantized, according to ``explain``; activation qparams are equal; outputs are within
+    one step in 99.9% of the elements; a case that FX refuses is refused. A listed case differs exactly as the
+    list says."""
     assert differences(case, STORED[case.id]) == KNOWN_DIFFERENCES.get(case.id, set())
 
 
@@ -42,7 +43,7 @@ def test_as_fx_has_it(case: Case) -> None:
     ids=lambda case: case.id,
 )
 def test_as_live_fx_has_it(case: Case) -> None:
-    """The stored result is that of a run, and every element of the outputs is compared."""
+    """The stored result is that of a live run; every element of the outputs is compared."""
     live = fx_result(case)
     assert differences_of_fx(case, live, STORED[case.id]) == set()
     assert differences(case, live) == KNOWN_DIFFERENCES.get(case.id, set())

@@ -1,4 +1,4 @@
-"""LSTM models that FX quantizes wrongly or not at all: what FX does, asserted beside what this package does.
+"""LSTM models that FX quantizes wrongly or not at all: FX's behaviour, asserted beside this package's.
 
 B1 to B23 are rows of the table "Where upstream is wrong". Every number of FX is from a live run.
 """
@@ -20,14 +20,14 @@ import torchq_compat as tc
 from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, calibrate, leaves, sqnr
 
 INPUTS, HIDDEN = 8, 16
-#: Exact minima and maxima: what is lost is lost by the graph, not by a histogram's clipping.
+#: Exact minima and maxima: errors come from the graph, not from a histogram's clipping.
 MAPPING = QConfigMapping().set_global(QConfig(MinMaxObserver, default_weight_observer))
 
 Batch = tuple[Tensor, ...]
 
 
 def batch(steps: int, size: int, *, rows: int = 1, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, B, I) of standard deviation ``spread``, h and c (L*D, B, H)."""
+    """Return x (T, B, I) of standard deviation ``spread``, h and c (L*D, B, H)."""
     x = spread * torch.randn(steps, size, INPUTS)
     return x, 0.3 * torch.randn(rows, size, HIDDEN), 0.3 * torch.randn(rows, size, HIDDEN)
 
@@ -37,12 +37,12 @@ def calibration(**kwargs: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def quality(exact: Any, result: Any) -> list[float]:
-    """SQNR in dB of every tensor of a nested result."""
+    """Return the SQNR in dB of every tensor of a nested result."""
     return [sqnr(a, b) for a, b in zip(leaves(exact), leaves(result), strict=True)]
 
 
 def assert_right(model: nn.Module, batches: list[Any], args: Batch) -> None:
-    """Ours is quantized, and close to float in every result, at sizes that were not prepared."""
+    """Assert that our model is quantized and close to float in every result, at unprepared sizes."""
     _, ours = by_us(model, MAPPING, batches, MAP_LSTM)
     with torch.no_grad():
         found = quality(model(*args), ours(*args))
@@ -113,7 +113,7 @@ def test_b1_two_subscripts_of_two_layers() -> None:
 
 @pytest.mark.parametrize(("make", "rows"), [(SameStateTwice, 1), (SameStateTwice, 2), (BothStates, 2)])
 def test_b1_states_added(make: Callable[..., nn.Module], rows: int) -> None:
-    """FX silently adds something else."""
+    """FX silently adds another value."""
     model = build(lambda: make(rows))
     batches = calibration(rows=rows)
     _, theirs = by_fx(model, MAPPING, batches, MAP_LSTM)
@@ -122,7 +122,7 @@ def test_b1_states_added(make: Callable[..., nn.Module], rows: int) -> None:
     assert_right(model, batches, args)
 
 
-# B2: one LSTM, more than one call.
+# B2: one LSTM, several calls.
 
 
 class CalledTwice(OneLSTM):
@@ -152,7 +152,7 @@ def test_b2_called_twice(make: Callable[[], nn.Module]) -> None:
     assert_right(model, batches, batch(9, 3))
 
 
-# B3: every way to pass the state but a tuple of two tensors.
+# B3: every way to pass the state except as a tuple of two tensors.
 
 
 class Omitted(OneLSTM):
@@ -223,7 +223,7 @@ def test_b3_call_forms(
     assert_right(model, batches, batch(9, 3)[:arguments])
 
 
-# B4: FX looks for the observer of an LSTM's output and, behind the LSTM, finds that of its input.
+# B4: FX looks for the observer of an LSTM's output, but behind the LSTM it finds that of the input.
 
 
 class FollowedBy(OneLSTM):
@@ -243,7 +243,7 @@ OPS_THAT_SHARE: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.flatten": lambda y: torch.flatten(y, 1),
     "cat": lambda y: torch.cat([y, 0.5 * y], -1),
 }
-#: Not in FX's backend config, so FX gets them right.
+#: Not in FX's backend config, so FX handles them correctly.
 OPS_THAT_DO_NOT: dict[str, Callable[[Tensor], Tensor]] = {
     "Tensor.flatten": lambda y: y.flatten(1),
     "nn.Flatten": nn.Flatten(1),
@@ -295,7 +295,7 @@ class CatBehindLinear(OneLSTM):
 
 
 def test_b4_drags_what_it_is_joined_with_along() -> None:
-    """cat makes FX put x's observer on the Linear as well."""
+    """cat makes FX use x's observer for the Linear as well."""
     model = build(CatBehindLinear)
     scale_parameters(model, {"side.weight": 0.02})
     batches = calibration(spread=12.0)
@@ -305,7 +305,7 @@ def test_b4_drags_what_it_is_joined_with_along() -> None:
     assert_right(model, batches, args)
 
 
-# B5: torch.cat and torch.stack of quantized tensors take the first one's qparams.
+# B5: torch.cat and torch.stack of quantized tensors use the first one's qparams.
 
 
 class AllResults(OneLSTM):
@@ -315,7 +315,7 @@ class AllResults(OneLSTM):
 
 
 def test_b5_both_directions() -> None:
-    """FX saturates the backward output at the forward one's maximum; h_n and c_n too."""
+    """FX saturates the backward output at the forward one's maximum, also in h_n and c_n."""
     model = build(lambda: AllResults(bidirectional=True))
     scale_parameters(model, {"_l0": 0.3, "_l0_reverse": 2.0})
     batches = calibration(rows=2)
@@ -331,7 +331,7 @@ def test_b5_both_directions() -> None:
 
 
 def test_b5_layers() -> None:
-    """The output is right in FX, h_n and c_n are quantized like the first layer's."""
+    """In FX the output is right, but h_n and c_n are quantized with the first layer's qparams."""
     model = build(lambda: AllResults(2))
     scale_parameters(model, {"_l0": 0.1, "_l1": 4.0})
     batches = calibration(rows=2)
@@ -358,7 +358,7 @@ def test_b5_bidirectional_in_every_layout(num_layers: int, batch_first: bool) ->
     assert_right(model, [arguments(6, 8) for _ in range(3)], arguments(9, 3))
 
 
-# B23: whose modules are they?
+# B23: FX marks the float model and shares modules with it.
 
 
 class WithLinear(OneLSTM):

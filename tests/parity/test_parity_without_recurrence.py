@@ -114,7 +114,7 @@ def test_equal_qparams_and_outputs_within_one_step(make: Callable[[], nn.Module]
     _, ours = by_us(model, mapping, data)
     _, theirs = by_fx(model, mapping, data)
     assert activation_qparams(ours) == fx_activation_qparams(theirs)
-    # Another batch and length than were prepared.
+    # Another batch size and length than prepared for.
     x = torch.randn(3, 11, 16)
     with torch.no_grad():
         for mine, fx_result, exact in zip(leaves(ours(x)), leaves(theirs(x)), leaves(model(x)), strict=True):
@@ -123,8 +123,8 @@ def test_equal_qparams_and_outputs_within_one_step(make: Callable[[], nn.Module]
 
 
 def assert_within_one_step(mine: Tensor, theirs: Tensor) -> None:
-    """One step of the qparams both results have. torch.quantize_per_tensor and its decomposed form round a
-    few values in a million differently, so that is the floor."""
+    """Assert a difference of at most one step of the common qparams, which is the floor:
+    torch.quantize_per_tensor and its decomposed form round a few values in a million differently."""
     levels = torch.unique(torch.cat([mine.flatten(), theirs.flatten()]))
     step = float((levels[1:] - levels[:-1]).median())
     difference = (mine - theirs).abs()

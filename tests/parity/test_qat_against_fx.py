@@ -1,4 +1,4 @@
-"""QAT beside FX live, from the same weights, on the same batches: losses, qparams, and what is converted."""
+"""QAT beside live FX, from the same weights, on the same batches: losses, qparams, converted models."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CLASSES = 4
 def prepare_both(
     model: nn.Module, mapping: QConfigMapping, example: Batch
 ) -> tuple[GraphModule, GraphModule]:
-    """(by us, by FX), of equal weights."""
+    """Return (by us, by FX), prepared from equal weights."""
     ours = tc.prepare_qat_fx(model, mapping, example)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -74,7 +74,7 @@ def prepare_both(
 
 
 def padded_in_numbers(model: nn.Module) -> nn.Module:
-    """A copy without padding by name, with which FX's fused modules raise."""
+    """Return a copy without padding by name, with which FX's fused modules raise."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if getattr(module, "padding", None) == "same":
@@ -83,7 +83,7 @@ def padded_in_numbers(model: nn.Module) -> nn.Module:
 
 
 def train(prepared: nn.Module, batches: Sequence[Batch]) -> list[float]:
-    """Losses of one step of SGD per batch; the targets depend on the step's number alone."""
+    """Return the losses of one step of SGD per batch; the targets depend only on the step's number."""
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step, batch in enumerate(batches):
@@ -113,7 +113,8 @@ def assert_same_qparams(converted: GraphModule, reference: GraphModule) -> None:
 
 
 def assert_converts_to_what_was_trained(prepared: GraphModule, batch: Batch) -> GraphModule:
-    """Disables the observers, as scripts do before they convert; FX observes weights once more otherwise."""
+    """Assert that the model converts to what was trained, with observers disabled, as scripts do; otherwise
+    FX observes weights once more."""
     prepared.apply(disable_observer).eval()
     converted = tc.convert_to_reference_fx(prepared)
     plain = copy.deepcopy(prepared).apply(disable_fake_quant)
@@ -124,7 +125,7 @@ def assert_converts_to_what_was_trained(prepared: GraphModule, batch: Batch) -> 
 
 
 class Normalized(nn.Module):
-    """An op, its batch norm with constants that are not the default ones, and a linear classifier."""
+    """An op, its batch norm with non-default constants, and a linear classifier."""
 
     def __init__(self, op: nn.Module, norm: nn.Module, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ PAIRS: dict[str, tuple[Callable[[bool], nn.Module], type[nn.Module], tuple[int, 
 
 
 def freeze_in_fx(module: nn.Module) -> None:
-    """freeze_bn_stats of torch.ao knows the fused convolutions; the fused linear has the method alone."""
+    """Freeze statistics by torch.ao's freeze_bn_stats, or by the method of a fused linear, which it omits."""
     if isinstance(module, torch.ao.nn.intrinsic.qat.LinearBn1d):
         module.freeze_bn_stats()
     else:
@@ -169,7 +170,7 @@ def freeze_in_fx(module: nn.Module) -> None:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_an_op_and_its_batch_norm(pair: str, bias: bool, backend: str) -> None:
-    """Trained on the folded weight, as FX does; after six steps with frozen statistics."""
+    """Trained on the folded weight, as in FX, and after six steps with frozen statistics."""
     make, norm, shape = PAIRS[pair]
     torch.manual_seed(0)
     model = Normalized(make(bias), norm(8, eps=1e-2, momentum=0.3), shape)
@@ -209,7 +210,7 @@ def test_a_batch_norm_that_averages_over_all_batches(pair: str) -> None:
 
 @pytest.mark.parametrize(("groups", "left"), [(1, 0), (2, 1)])
 def test_a_transposed_convolution_and_its_batch_norm(groups: int, left: int) -> None:
-    """FX raises. In groups its weight has no axis for all output channels, so the batch norm stays apart."""
+    """FX raises. A grouped weight has no axis for all output channels, so the batch norm is not folded."""
     torch.manual_seed(0)
     op = nn.ConvTranspose2d(4, 8, 3, stride=2, groups=groups)
     model = nn.Sequential(op, nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 81, CLASSES))
@@ -225,7 +226,7 @@ def test_a_transposed_convolution_and_its_batch_norm(groups: int, left: int) -> 
 
 
 class Reader(nn.Module):
-    """An LSTM whose quantized output goes straight into a convolution and its batch norm."""
+    """An LSTM whose quantized output is the input of a convolution with a batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,13 +247,13 @@ def test_a_batch_norm_behind_what_an_lstm_quantized() -> None:
     assert losses[0] != losses[-1]
     converted = assert_converts_to_what_was_trained(prepared, batches[0])
     (conv,) = (n for n in converted.graph.nodes if n.target is torch.ops.aten.conv1d.default)
-    # The convolution reads the LSTM's own integers: nothing is quantized again between them.
+    # The convolution reads the LSTM's own integers: there is no second quantize between them.
     assert not any(node in quantize_nodes(converted) for node in between(converted, "lstm", conv))
     assert not any(n.target is torch.ops.aten.batch_norm.default for n in converted.graph.nodes)
 
 
 def between(converted: GraphModule, path: str, last: Node) -> list[Node]:
-    """The nodes on the way of the activation from the call of ``path`` to ``last``."""
+    """Return the nodes that the activation passes from the call of ``path`` to ``last``."""
     nodes = [last]
     while nodes[-1].target != path:
         nodes.append(nodes[-1].all_input_nodes[0])
@@ -260,7 +261,7 @@ def between(converted: GraphModule, path: str, last: Node) -> list[Node]:
 
 
 def test_a_batch_norm_across_another_dimension_is_not_folded_into_the_linear() -> None:
-    """Linear works on the last dimension, batch norm on the second. FX folds the one into the other."""
+    """Linear works on the last dimension, batch norm on the second; FX folds one into the other."""
 
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -283,7 +284,7 @@ def test_a_batch_norm_across_another_dimension_is_not_folded_into_the_linear() -
 
 
 class Tail(nn.Module):
-    """The last output of an LSTM, with its state given, the one form FX takes."""
+    """The last output of an LSTM, with its state given, the only form FX accepts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,8 +298,8 @@ class Tail(nn.Module):
 
 @pytest.mark.parametrize("backend", ["qnnpack", "x86"])
 def test_an_lstm_but_for_what_fx_does_not_train(backend: str) -> None:
-    """FX trains tanh of the cell state in float and converts it to 8 bits. Without that fake-quantize the
-    losses are FX's; with it the trained model is the one that converts."""
+    """FX trains tanh of the cell state in float and converts it to 8 bits. Without a fake-quantize for it the
+    losses are FX's; with one the model converts to what was trained."""
     torch.manual_seed(0)
     batches = [(torch.randn(6, 16, 8), *torch.randn(2, 1, 16, 12)) for _ in range(10)]
     mapping, model = get_default_qat_qconfig_mapping(backend), Tail()
@@ -390,7 +391,7 @@ def _weight_fake_quantize(prepared: GraphModule, weight: str) -> str:
     ids=["8 bits", "4 bits"],
 )
 def test_embeddings_after_training(qconfig: QConfig, expected: int) -> None:
-    """Four bits had the range of eight."""
+    """Four-bit weights once had the range of eight bits."""
     torch.manual_seed(0)
     model, batches = nn.Sequential(nn.Embedding(20, 8)).eval(), [(torch.arange(20),)]
     mapping = QConfigMapping().set_global(qconfig)
@@ -442,7 +443,7 @@ KINDS = {
 
 
 def conv_net() -> nn.Module:
-    """Eight channels everywhere, which is what a learnable per-channel fake-quantize has to be told."""
+    """Return a model with eight channels everywhere, which learnable per-channel fake-quantizes are told."""
     torch.manual_seed(0)
     model = Normalized(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), (8, 3, 7, 7))
     model.fc = nn.Linear(200, 8)
@@ -451,7 +452,7 @@ def conv_net() -> nn.Module:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_fake_quantize(kind: str) -> None:
-    """On activations and weights, conv-bn-relu-linear as the model."""
+    """On activations and weights, with conv-bn-relu-linear as the model."""
     model, batches = conv_net(), [(torch.randn(8, 3, 7, 7),) for _ in range(10)]
     mapping = QConfigMapping().set_global(QConfig(*KINDS[kind]))
     ours, theirs = prepare_both(model, mapping, batches[0])
@@ -462,12 +463,12 @@ def test_every_fake_quantize(kind: str) -> None:
     converted = assert_converts_to_what_was_trained(ours, (x,))
     reference = fx_reference(theirs.apply(disable_observer))
     assert_same_qparams(converted, reference)
-    if "reduced range" not in kind:  # there FX converts to another range than it trained
+    if "reduced range" not in kind:  # there FX converts with another range than it trained
         assert sqnr(reference(x), converted(x)) > 60
 
 
 def test_dynamic_fake_quantize() -> None:
-    """Trained on the range of each batch; converted, it chooses qparams for each input."""
+    """Trained on the range of each batch; the converted model chooses qparams for each input."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES))
     batches = [(torch.randn(16, 6),) for _ in range(10)]
@@ -493,7 +494,7 @@ def test_dynamic_quantization_after_training() -> None:
 
 
 def test_fixed_qparams_on_weights() -> None:
-    """FX's QAT modules raise: they hand such a fake-quantize a factory_kwargs it does not take."""
+    """FX's QAT modules raise: they pass such a fake-quantize a factory_kwargs that it does not accept."""
     observer = FixedQParamsObserver.with_args(
         scale=2**-7, zero_point=0, dtype=torch.qint8, quant_min=-128, quant_max=127
     )
@@ -519,7 +520,7 @@ def learn_scales(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("estimated", [5, 0], ids=["after five steps of estimates", "from the start"])
 def test_learnt_scales(estimated: int) -> None:
-    """After ``enable_param_learning`` the scales are parameters, and they are what converts."""
+    """After ``enable_param_learning`` the scales are parameters, and conversion uses them."""
     model, batches = conv_net(), [(torch.randn(8, 3, 7, 7),) for _ in range(10)]
     activation, weight = ACTIVATIONS["learnable"], WEIGHTS["learnable, per channel"]
     start = {"scale": 0.05, "zero_point": 0.0}
@@ -544,7 +545,7 @@ def test_learnt_scales(estimated: int) -> None:
 
 
 class WeightStandardized(nn.Conv2d):
-    """The convolution of NF-Nets: its weight is normalized at every call, its gain quantized before."""
+    """The convolution of NF-Nets: its weight is normalized at every call, its gain is quantized before."""
 
     def __init__(self) -> None:
         super().__init__(4, 8, 3)
@@ -557,8 +558,8 @@ class WeightStandardized(nn.Conv2d):
 
 
 def test_a_weight_standardized_convolution_converts_to_what_was_trained() -> None:
-    """The observer of the gain is shared with the scaled gain, so its moving average sinks below 1. Training
-    clamps there; FX converts to twice the range (reduce_range), which training never used."""
+    """The gain shares its observer with the scaled gain, so its moving average sinks below 1. Training clamps
+    there; FX converts to twice the range (reduce_range), which training never used."""
     torch.manual_seed(0)
     model, batches = WeightStandardized().train(), [(torch.randn(4, 4, 6, 6),) for _ in range(16)]
     ours, theirs = prepare_both(model, get_default_qat_qconfig_mapping("x86"), batches[0])

@@ -1,4 +1,4 @@
-"""Qparams of weights beside FX live: what convert looks at that calibration or training did not."""
+"""Qparams of weights beside live FX: weights that convert observes and calibration or training did not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def mapping_of(weight: Any) -> QConfigMapping:
 
 
 def scales(prepared: nn.Module, side: Any) -> dict[str, Tensor]:
-    """Of the weights of the converted model."""
+    """Return the scales of the weights of the converted model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         converted = side.convert_fx(copy.deepcopy(prepared).eval())
@@ -69,7 +69,7 @@ def scales(prepared: nn.Module, side: Any) -> dict[str, Tensor]:
 
 
 def on_both_sides(weight: Any, *, is_qat: bool, steps: int) -> tuple[nn.Module, nn.Module]:
-    """Calibrated or trained (by us, by FX) from equal weights."""
+    """Return models calibrated or trained (by us, by FX) from equal weights."""
     torch.manual_seed(0)
     model = Net().train(is_qat)
     batches = [torch.randn(16, 3, 8, 8) for _ in range(max(steps, 1))]
@@ -97,17 +97,17 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", [*UNFUSED, *FUSED])
 def test_calibrated_with_fake_quantizes(name: str) -> None:
-    """Nothing was trained with the qparams of a fused kernel, so they are the observer's, as FX has them."""
+    """Nothing was trained with the qparams of a fused kernel, so they are the observer's, as in FX."""
     ours, theirs = on_both_sides((UNFUSED | FUSED)[name], is_qat=False, steps=2)
     assert_equal(scales(ours, tc), scales(theirs, fx))
     widest = ours.get_parameter("fc.weight").detach().abs().max()
-    if name != "minimum and maximum":  # The others are symmetric.
+    if name != "minimum and maximum":  # The other observers are symmetric.
         assert float(scales(ours, tc)["fc"].max()) == pytest.approx(float(widest) / 127.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [*UNFUSED, *FUSED])
 def test_converted_without_training(name: str) -> None:
-    """A fake-quantize that never ran looks at the weight at convert: a scale of 1 would make all of it 0."""
+    """A fake-quantize that never ran observes the weight at convert: a scale of 1 would make it all 0."""
     ours, theirs = on_both_sides((UNFUSED | FUSED)[name], is_qat=True, steps=0)
     found = scales(ours, tc)
     assert_equal(found, scales(theirs, fx))
@@ -128,7 +128,7 @@ def test_observers_that_are_on_look_at_the_trained_weight(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_fused_kernel_converts_with_the_scale_it_trained_with(name: str) -> None:
-    """``max(-min / 128, max / 127)``, where FX has ``max(-min, max) / 127.5``."""
+    """Return ``max(-min / 128, max / 127)``, where FX has ``max(-min, max) / 127.5``."""
     ours, theirs = on_both_sides(FUSED[name], is_qat=True, steps=4)
     for place in PLACES:
         ratio = scales(ours, tc)[place] / scales(theirs, fx)[place]

@@ -1,4 +1,4 @@
-"""Bad input: an error of this package that names the thing, a hint, and a float model that is as it was."""
+"""Bad input: an error of this package that names the cause, a hint, and an unchanged float model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BranchOnValue(Model):
 
 
 class LoopInside(Model):
-    """The line is in a module of the model, two calls down."""
+    """The line is in a submodule of the model, two calls down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def attributes(model: nn.Module) -> dict[str, set[str]]:
 def refused(
     model: nn.Module, error: type[TorchQCompatError], *named: str, builtin: type[Exception] | None = None
 ) -> Iterator[None]:
-    """What is inside raises ``error``, naming everything in ``named``, and ``model`` is as it was."""
+    """Assert that the body raises ``error`` with everything in ``named``, and leaves ``model`` unchanged."""
     state, before, training = copy.deepcopy(model.state_dict()), attributes(model), model.training
     hooks = {path: (len(m._forward_hooks), len(m._forward_pre_hooks)) for path, m in model.named_modules()}
     with pytest.raises(error) as caught:
@@ -122,7 +122,7 @@ def refused(
 
 @pytest.mark.parametrize("prepare", PREPARES)
 def test_example_inputs_missing(prepare: Callable[..., Any]) -> None:
-    """FX let it be None for a while and warned."""
+    """For a while FX accepted None and warned."""
     model = Model()
     with refused(model, InputError, "example_inputs is missing", builtin=ValueError):
         prepare(model, MAPPING)
@@ -350,7 +350,7 @@ def test_a_quantized_class_without_from_observed(convert: Callable[..., Any], fo
     ],
 )
 def test_an_unknown_key_of_prepare(prepare: Callable[..., Any], argument: str, known: str) -> None:
-    """FX ignores it, so a typing mistake quantizes nothing."""
+    """FX ignores it, so a misspelling quantizes nothing."""
     model = Model()
     arguments = {"qconfig_mapping": MAPPING, argument: {"modul_name": []}}
     with refused(model, ConfigError, argument, "unknown key 'modul_name'", repr(known), builtin=ValueError):
@@ -368,7 +368,7 @@ def test_an_unknown_key_of_convert(convert: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("convert", CONVERTS)
 def test_a_qconfig_mapping_in_the_second_place_of_convert(convert: Callable[..., Any]) -> None:
-    """FX's convert reads nothing of a dict there, and fails at an object."""
+    """FX's convert ignores a dict there, and fails on an object."""
     model = nn.Sequential(nn.Linear(4, 4)).eval()
     example = torch.randn(2, 4)
     prepared = tc.prepare_fx(model, MAPPING, (example,))
@@ -420,12 +420,12 @@ def test_a_mapping_that_cannot_be_read(mapping: Any) -> None:
         tc.prepare_fx(model, mapping, good_inputs(), MAP_LSTM)
 
 
-# Afterwards
+# After failures
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_is_left_behind_by_failures() -> None:
-    """The next call gives what it would have given without them."""
+    """The next call returns what it would have returned without them."""
     model = Model().eval()
     expected = quantized_output(model)
     for fail in (
@@ -456,8 +456,8 @@ def test_an_error_prints_problem_and_hint() -> None:
 
 
 def test_an_empty_batch_of_a_dynamic_linear_names_it() -> None:
-    """There is nothing to choose qparams from; the nodes that choose them stand in no module. The packed
-    kernels take it, as the float model does."""
+    """There are no values to choose qparams from, and the nodes that choose them belong to no module. The
+    packed kernels accept an empty batch, as the float model does."""
     model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval()
     mapping = QConfigMapping().set_global(default_dynamic_qconfig)
     prepared = tc.prepare_fx(model, mapping, (torch.randn(3, 4),))
@@ -477,7 +477,7 @@ class WithState(nn.Module):
 
 @pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU, nn.GRUCell])
 def test_a_prepared_model_refuses_states_of_another_float_dtype(recurrent: type[nn.Module]) -> None:
-    """As the float model does; it computed with them."""
+    """The float model refuses them too; the prepared model used to compute with them."""
     rows = () if recurrent is nn.GRUCell else (1,)
     state: Any = torch.zeros(*rows, 3, 4)
     wider: Any = state.double()

@@ -100,7 +100,7 @@ def test_identity_hands_on_any_structure(run: Callable[..., Any]) -> None:
 
 
 class Named(nn.Module):
-    """Shared observers, a recurrent module, a reshape between."""
+    """Shared observers, a recurrent module, and a reshape between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_an_observed_class_that_is_not_called_is_told_of(model: nn.Module, obser
 
 
 class Louder(nn.Module):
-    """An observed class that computes something else than the float one."""
+    """An observed class that computes something other than the float class."""
 
     @classmethod
     def from_float(cls, module: nn.Module) -> nn.Module:
@@ -233,7 +233,7 @@ def calibrated(prepared: GraphModule) -> GraphModule:
 
 
 def test_another_backend_config_at_convert_is_told_of() -> None:
-    """FX's lowering goes by it."""
+    """FX's lowering uses the backend config of convert."""
     backend = get_tensorrt_backend_config()
     prepared = calibrated(tc.prepare_fx(nn.Sequential(nn.Linear(8, 8)).eval(), MAPPING, (X,)))
     with pytest.warns(UserWarning, match="backend_config 'tensorrt' is not that of prepare_fx"):

@@ -1,4 +1,4 @@
-"""Example inputs and keywords in the forms that FX took without a look."""
+"""Example inputs and keywords in the forms that FX accepted without a check."""
 
 from __future__ import annotations
 

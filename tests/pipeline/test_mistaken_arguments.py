@@ -1,4 +1,4 @@
-"""What people give in place of the right argument: our error says what it is and what to write."""
+"""Wrong objects in place of an argument: the error says what the object is and what to write."""
 
 from __future__ import annotations
 

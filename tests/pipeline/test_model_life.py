@@ -31,7 +31,7 @@ MAPPING = QConfigMapping().set_global(QConfig(MinMaxObserver, default_weight_obs
 
 
 class Tagger(nn.Module):
-    """Batch first, state omitted, a classifier behind it: what most scripts have."""
+    """Batch first, state omitted, with a classifier, as in most scripts."""
 
     def __init__(self, *, dropout: float = 0.0, **lstm: Any) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ def _seed() -> None:
 
 @pytest.fixture
 def tagger() -> tuple[nn.Module, GraphModule, GraphModule]:
-    """(float, prepared, converted)."""
+    """Return (float, prepared, converted)."""
     model = Tagger(bidirectional=True)
     return model, *quantized(model, batches())
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` through a file, as a script would keep it."""
+    """Return ``state`` saved to a file and loaded, as in a script."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -93,7 +93,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 def test_any_batch_and_length_whatever_the_example_was(
     example: tuple[int, int], size: int, steps: int
 ) -> None:
-    """An exported graph fixes sizes 0 and 1, and joins equal ones, unless it is told not to."""
+    """torch.export fixes sizes 0 and 1, and treats equal sizes as one, unless told otherwise."""
     model = Tagger().eval()
     prepared = tc.prepare_fx(model, MAPPING, (torch.randn(*example, INPUTS),), MAP_LSTM)
     calibrate(prepared, batches())
@@ -137,7 +137,7 @@ def test_prepared_computes_what_the_float_model_computes(lstm: dict[str, Any], b
 
 @pytest.mark.parametrize("example_steps", [1, 6])
 def test_unbatched_input(example_steps: int) -> None:
-    """FX gives (T, T, H) for (T, H)."""
+    """FX returns (T, T, H) for (T, H)."""
 
     class Unbatched(nn.Module):
         def __init__(self) -> None:
@@ -162,7 +162,7 @@ def test_unbatched_input(example_steps: int) -> None:
 
 
 def spread(model: nn.Module, x: Tensor) -> float:
-    """How far two runs on the same input lie apart."""
+    """Return how far apart two runs on the same input are."""
     return float((model(x) - model(x)).abs().max())
 
 
@@ -171,7 +171,7 @@ def spread(model: nn.Module, x: Tensor) -> float:
     "dropout", [{"dropout": 0.5}, {"dropout": 0.0, "lstm_dropout": 0.5}], ids=["module", "between layers"]
 )
 def test_dropout_follows_train_and_eval(stage: str, dropout: dict[str, float]) -> None:
-    """Between the layers FX drops it, with a warning."""
+    """FX drops the dropout between the layers, with a warning."""
     model = Tagger(num_layers=2, dropout=dropout["dropout"])
     model.lstm.dropout = dropout.get("lstm_dropout", 0.0)
     graph_module = quantized(model, batches())[stage == "converted"]
@@ -303,7 +303,7 @@ def test_a_copy_keeps_call_forms_train_and_explain(
 @pytest.mark.parametrize("backend", ["x86", "qnnpack", "minmax"])
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_prepared_state_loads_into_a_second_prepared_model(backend: str, calibrated: bool) -> None:
-    """What is loaded replaces what the second one observed; x86 has per-channel weight observers."""
+    """The loaded state replaces what the second model observed; x86 has per-channel weight observers."""
     mapping = MAPPING if backend == "minmax" else get_default_qconfig_mapping(backend)
     prepared, converted = quantized(Tagger(), batches(size=4, steps=3), mapping)
     torch.manual_seed(1)
@@ -314,13 +314,13 @@ def test_prepared_state_loads_into_a_second_prepared_model(backend: str, calibra
     missing, unexpected = second.load_state_dict(saved(prepared.state_dict()))
     assert (missing, unexpected) == ([], [])
     assert_equal_bits(tc.convert_fx(second)(x), converted(x))
-    # From here on both observe x as well.
+    # From here on both models observe x as well.
     assert_equal_bits(second(x), prepared(x))
     assert_equal_bits(tc.convert_fx(second)(x), tc.convert_fx(prepared)(x))
 
 
 class StateGiven(nn.Module):
-    """The only form FX takes."""
+    """A model with the state as an argument, the only form FX accepts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,8 +333,8 @@ class StateGiven(nn.Module):
 
 @pytest.mark.parametrize("quantize", [by_fx, by_us], ids=["FX", "ours"])
 def test_converted_state_loads_into_a_second_converted_model(quantize: Callable[..., Any]) -> None:
-    """How FX models were deployed: prepare and convert the same code again, then load what was saved. In FX
-    the scales are buffers, so they come with the state."""
+    """How FX models were deployed: the same code prepares and converts again, then loads the saved state. In
+    FX the scales are buffers, so the state contains them."""
     data = [(steps(), *states()) for _ in range(3)]
     _, converted = quantize(StateGiven().eval(), MAPPING, data, MAP_LSTM)
     torch.manual_seed(1)
@@ -461,7 +461,7 @@ def test_called_by_name() -> None:
 
 
 def test_arguments_left_at_their_default() -> None:
-    """The example leaves them out, so do the calls; the same value given explicitly changes nothing."""
+    """The example omits them, and so do the calls; passing the default value changes nothing."""
     model = Defaults()
     x = steps()
     for graph_module in quantized(model, [(steps(),) for _ in range(3)]):
@@ -485,7 +485,7 @@ def test_arguments_taken_by_a_star() -> None:
 
 
 def test_one_tensor_given_twice_in_the_example() -> None:
-    """torch.export takes it for one input. Here h0 and c0 are."""
+    """torch.export treats equal tensors as one input; here these are h0 and c0."""
     model, zeros = StateGiven().eval(), torch.zeros(1, 4, HIDDEN)
     args = steps(), *states()
     prepared = tc.prepare_fx(model, MAPPING, (steps(), zeros, zeros), MAP_LSTM)
@@ -515,7 +515,7 @@ def test_a_missing_argument_is_refused() -> None:
 def test_calibration_in_every_grad_mode(
     context: Callable[[], AbstractContextManager[None]], backend: str
 ) -> None:
-    """The second half runs under no_grad: observers must not be left with inference tensors."""
+    """The second half runs under no_grad: observers must not keep inference tensors."""
     mapping = MAPPING if backend == "minmax" else get_default_qconfig_mapping(backend)
     model, data = Tagger().eval(), batches(size=4, steps=3)
     _, expected = quantized(model, data, mapping)

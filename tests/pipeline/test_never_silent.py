@@ -1,4 +1,4 @@
-"""What stays float, or means nothing, is said: with a warning at the user's line and in ``explain``."""
+"""What stays float, or has no effect, is reported: by a warning at the user's line and in ``explain``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAPPING = QConfigMapping().set_global(QCONFIG)
 
 
 class OwnLSTM(nn.LSTM):
-    """FX's mapping is by exact class, so a mapping of nn.LSTM is not about this one."""
+    """FX maps by exact class, so a mapping of nn.LSTM does not include this class."""
 
 
 class Model(nn.Module):
@@ -58,7 +58,7 @@ def example(recurrent: type[nn.Module] = nn.LSTM) -> tuple[Tensor]:
 def prepare_and_listen(
     recurrent: type[nn.Module], mapping: QConfigMapping, config: PrepareCustomConfig | None = None
 ) -> tuple[GraphModule, list[warnings.WarningMessage]]:
-    """The prepared model and what this package warned about."""
+    """Return the prepared model and the warnings of this package."""
     return listen(lambda: tc.prepare_fx(Model(recurrent).eval(), mapping, example(recurrent), config))
 
 
@@ -87,7 +87,7 @@ UNMAPPED = [
 
 @pytest.mark.parametrize(("recurrent", "hint"), UNMAPPED)
 def test_a_recurrent_module_nothing_maps(recurrent: type[nn.Module], hint: str) -> None:
-    """FX leaves it float without a word."""
+    """FX leaves it float silently."""
     prepared, (record,) = prepare_and_listen(recurrent, MAPPING)
     assert record.filename == __file__
     message = str(record.message)
@@ -142,7 +142,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_what_the_mapping_names() ->
 
 
 def test_a_mapped_lstm_whose_qconfig_is_weight_only() -> None:
-    """FX leaves it float without a word."""
+    """FX leaves it float silently."""
     mapping = QConfigMapping().set_global(QCONFIG)
     mapping.set_object_type(nn.LSTM, float_qparams_weight_only_qconfig)
     prepared, (record,) = prepare_and_listen(nn.LSTM, mapping, MAP_LSTM)
@@ -154,7 +154,7 @@ def test_a_mapped_lstm_whose_qconfig_is_weight_only() -> None:
 
 
 def test_a_mapped_lstm_whose_qconfig_is_dynamic() -> None:
-    """As FX does, it is quantized dynamically."""
+    """It is quantized dynamically, as in FX."""
     mapping = QConfigMapping().set_global(QCONFIG).set_object_type(nn.LSTM, default_dynamic_qconfig)
     prepared, records = prepare_and_listen(nn.LSTM, mapping, MAP_LSTM)
     assert not records
@@ -239,7 +239,7 @@ def test_converting_what_was_calibrated_says_nothing() -> None:
 
 
 def test_the_warning_comes_again_for_every_model_and_call() -> None:
-    """Python shows a warning of one line once; that must not hide the second model's."""
+    """Python shows a warning of one line only once, which must not hide that of the second model."""
     prepared = tc.prepare_fx(Model(nn.LSTM).eval(), MAPPING, example(), MAP_LSTM)
     for _ in range(2):
         assert len(listen(lambda: tc.convert_fx(prepared))[1]) == 1

@@ -1,4 +1,4 @@
-"""QAT from an example of one sample, whose last batch norm has one value of each channel."""
+"""QAT with a single sample as the example, where the last batch norm gets one value per channel."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def train(
     first: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
-    """Losses of ``steps`` steps of SGD on batches that depend on the step's number alone."""
+    """Return the losses of ``steps`` steps of SGD on batches that depend only on the step's number."""
     optimizer = optimizer or torch.optim.SGD(prepared.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(first, first + steps):
@@ -111,7 +111,7 @@ def test_legacy_switches_reach_every_fake_quantize() -> None:
     ):
         prepared.apply(switch)
         assert {int(getattr(m, buffer)[0]) for m in found} == {expected}
-    for module in found:  # called one by one as well
+    for module in found:  # calls on single modules work as well
         disable_observer(module)
     assert {int(m.observer_enabled[0]) for m in found} == {0}
 
@@ -133,7 +133,7 @@ def test_batch_norm_statistics_freeze_and_move_again() -> None:
 
 
 def test_eval_keeps_the_eps_of_batch_norm() -> None:
-    """torchao's own switch replaces eps 1e-2 by the default 1e-5."""
+    """torchao's own switch replaces an eps of 1e-2 by the default 1e-5."""
     torch.manual_seed(0)
     model = ConvNet().train()
     prepared = tc.prepare_qat_fx(model, QConfigMapping(), (torch.randn(SHAPES[ConvNet]),))
@@ -204,7 +204,7 @@ def test_a_float_checkpoint_loads_by_its_own_keys() -> None:
 
 
 def test_a_float_model_in_the_other_mode() -> None:
-    """FX lets the LSTM's training flag decide between observers and fake-quantizes."""
+    """In FX the LSTM's training flag decides between observers and fake-quantizes."""
     model = SequenceNet().train()
     example, mapping = (torch.randn(8, 4, 7),), get_default_qat_qconfig_mapping("qnnpack")
     prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), example, MAP_LSTM)
@@ -293,7 +293,7 @@ def test_a_model_that_was_never_run_says_so_at_convert() -> None:
 
 
 def test_a_state_that_is_not_whole_loads_when_asked() -> None:
-    """``strict`` means what it means to nn.Module, the errors are ours."""
+    """``strict`` means the same as in nn.Module; the errors are this package's."""
     prepared, other = prepare(ConvNet), prepare(ConvNet, seed=7)
     train(other, ConvNet, 2)
     state = dict(other.state_dict())

@@ -1,4 +1,4 @@
-"""``convert_fx(qconfig_mapping=...)``: quantization switched off after calibration, as FX does it."""
+"""``convert_fx(qconfig_mapping=...)``: quantization switched off after calibration, as in FX."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_as_fx(switch_off: Callable[[QConfigMapping], QConfigMapping]) -> None:
     reference = fx.convert_to_reference_fx(theirs, qconfig_mapping=switch_off(base()))
     assert activation_qparams(mine) == fx_activation_qparams(reference)
     with torch.no_grad():
-        # A step is about 0.006 here; what is float is equal to rounding.
+        # A step is about 0.006 here; float ops are equal up to rounding.
         assert float((mine(X) - reference(X)).abs().max()) < 0.001
     switched_off = quantized_paths(ours) - quantized_paths(mine)
     assert bool(switched_off) == (switch_off is not OFF["nothing"])

@@ -49,7 +49,7 @@ def quantizer_graph(dtype: torch.dtype) -> torch.fx.GraphModule:
 def test_numbers_are_those_of_the_operator_in_fx_reference_graphs(
     dtype: torch.dtype, legacy: torch.dtype, engine: str
 ) -> None:
-    """Scales that differ in the last bit move few values by a step, and none further."""
+    """Scales that differ in the last bit move few values by a step, and none by more."""
     generator = torch.Generator().manual_seed(0)
     quantize = quantizer_graph(dtype)
     moved = values = 0
@@ -97,7 +97,7 @@ def test_dynamic_in_a_dtype_the_platform_cannot_choose_qparams_for_stays_float()
 
 
 class ComputedWeight(nn.Module):
-    """A weight that is no parameter but computed in forward."""
+    """A module whose weight is no parameter but computed in forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""torch.ao's observers and a user's own, as the torchao ones that PT2E understands."""
+"""torch.ao's observers and users' own, as torchao observers that PT2E understands."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_equal_qparams_bit_for_bit(legacy_constructor: Any) -> None:
     assert {torch.quint8: torch.uint8, torch.qint8: torch.int8}[theirs.dtype] is ours.dtype
 
 
-#: Batches that take every way through an observer: growing, inside, equal ends, one value, infinite, empty,
-#: of every magnitude.
+#: Batches that cover every branch of an observer: growing, inside the range, equal ends, one value, infinite,
+#: empty, of every magnitude.
 STREAM = (
     *(torch.linspace(-1, 2, 30) * factor for factor in (0.5, 1.0, 0.9, 0.3, 1.0)),
     torch.full((4,), 0.25),
@@ -137,7 +137,7 @@ def test_a_histogram_is_cut_where_torch_ao_cuts_it(
 
 
 def test_a_fused_fake_quantize_has_the_qparams_it_trains_with() -> None:
-    """Its observer, which torch.ao converts with, has others: symmetric scales up to 0.4% apart."""
+    """Its observer, which torch.ao converts with, has other qparams: symmetric scales up to 0.4% apart."""
     constructor = legacy.get_default_qat_qconfig("x86").weight
     torch.manual_seed(0)
     theirs, ours = constructor(), ObserverConstructor(constructor)()
@@ -147,7 +147,7 @@ def test_a_fused_fake_quantize_has_the_qparams_it_trains_with() -> None:
     ours(weight.clone())
     scale, zero_point = ours.calculate_qparams()
     observed, _ = theirs.calculate_qparams()
-    # A channel of one sign trains with a zero point of its own, which is not symmetric.
+    # A channel with values of one sign trains with a zero point of its own, which is not symmetric.
     symmetric = theirs.zero_point == 0
     assert 0 < int(symmetric.sum()) < 6
     assert torch.equal(zero_point, torch.zeros(6))
@@ -158,7 +158,7 @@ def test_a_fused_fake_quantize_has_the_qparams_it_trains_with() -> None:
 
 
 class PercentileObserver(legacy.MinMaxObserver):
-    """A user's own: cuts outliers off."""
+    """An observer of the user's own that discards outliers."""
 
     def forward(self, x_orig: Tensor) -> Tensor:
         low, high = torch.quantile(x_orig.detach(), torch.tensor([0.02, 0.98]))
@@ -167,7 +167,7 @@ class PercentileObserver(legacy.MinMaxObserver):
 
 
 class ScaledFakeQuantize(legacy.FakeQuantize):
-    """A user's own: counts its calls."""
+    """An observer of the user's own that counts its calls."""
 
     calls = 0
 
@@ -210,7 +210,7 @@ def test_a_users_own_fake_quantize_trains_and_converts() -> None:
 
 
 def test_fixed_qparams_of_32_bits_keep_the_range_of_the_dtype() -> None:
-    """FixedQParamsObserver carries 0..255 for every dtype; PT2E would clamp with it."""
+    """A FixedQParamsObserver has the range 0..255 for every dtype, which PT2E would clamp to."""
     made = ObserverConstructor(
         legacy.FixedQParamsObserver.with_args(scale=2**-11, zero_point=2**15, dtype=torch.qint32)
     )()
@@ -264,7 +264,7 @@ def test_default_custom_configs_quantize_an_lstm() -> None:
 
 @pytest.mark.parametrize("engine", ["x86", "qnnpack"])
 def test_fake_quantizes_in_calibration_leave_the_weights_float_as_fx_does(engine: str) -> None:
-    """prepare_fx with a mapping for training: FX fake-quantizes activations, and no weight of a layer."""
+    """prepare_fx with a mapping for training: FX fake-quantizes activations, but no weights of layers."""
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False),
         nn.BatchNorm2d(8),
@@ -282,7 +282,7 @@ def test_fake_quantizes_in_calibration_leave_the_weights_float_as_fx_does(engine
     assert [zero_point for _, zero_point in ours] == [zero_point for _, zero_point in theirs]
     assert [scale for scale, _ in ours] == pytest.approx([scale for scale, _ in theirs], rel=1e-4)
     assert len(ours) == 5
-    # With rounded weights ranges would differ by half a percent; those that train have them.
+    # With rounded weights ranges would differ by half a percent; models in training have rounded weights.
     fakes = [m for m in prepared.modules() if isinstance(m, FakeQuantizeBase)]
     assert sorted(int(m.fake_quant_enabled) for m in fakes) == [0] * 3 + [1] * 5
     trained = tc.prepare_qat_fx(model.train(), mapping, batches[0])

@@ -1,4 +1,4 @@
-"""Dynamic activations over all of eight bits: one setting, the same numbers on every engine."""
+"""Dynamic activations over the whole range of eight bits: one setting, the same numbers on every engine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_bit_more_on_x86_and_equal_numbers_on_every_engine(
             found = converted(model, whole_range_dynamic(), x)
             assert isinstance(found, LoweredGraphModule)
             assert chosen_ranges(found.reference) == {(0, 255)}
-            # The same integers, and float sums in another order.
+            # The integers are the same; float sums are in another order.
             assert sqnr(found.reference(x), found(x)) > 55
             results[each] = found(x)
         engine("x86")

@@ -1,4 +1,4 @@
-"""A disk that is full or read-only: what was there is whole, and nothing is left beside it."""
+"""A disk that is full or read-only: the old file is whole, and no other file is left beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLD, NEW = {"a": torch.ones(4)}, {"a": torch.zeros(40_000)}
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """No file may grow beyond 64 KiB."""
+    """Limit files to 64 KiB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
@@ -36,7 +36,7 @@ def small_disk() -> Iterator[None]:
 def test_a_checkpoint_on_a_full_disk(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     save_checkpoint(OLD, path)
-    # torch's own writer raises RuntimeError where the disk is full.
+    # torch's own writer raises RuntimeError if the disk is full.
     with pytest.raises((OSError, RuntimeError)):
         save_checkpoint(NEW, path)
     assert torch.equal(load_checkpoint(path)["a"], OLD["a"])
@@ -69,7 +69,7 @@ def test_a_read_only_file_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "page.html"
     write_whole(path, "old")
     path.chmod(0o444)
-    # For root every file can be written.
+    # root can write every file.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(PermissionError, match="Permission denied"):
         write_whole(path, "new")
@@ -107,7 +107,7 @@ def test_a_full_device_is_said(tmp_path: Path) -> None:
 
 
 def test_killed_while_it_writes(tmp_path: Path) -> None:
-    """Nothing can clean up behind a kill; but the old file is whole."""
+    """Nothing can clean up after a kill, but the old file is whole."""
     path = tmp_path / "page.html"
     write_whole(path, "old")
     code = (

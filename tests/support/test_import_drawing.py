@@ -1,4 +1,4 @@
-"""A drawing of the package's imports: no circles, and few rooms at the top."""
+"""A drawing of the package's imports: no cycles, and few folders at the top."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def module_name(path: Path) -> str:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports of a module that run, those in functions too; not those for type checkers only."""
+    """Return the imports that a module executes, also in functions, without those for type checkers only."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
@@ -32,7 +32,7 @@ def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def drawing() -> dict[str, set[str]]:
-    """Module -> the modules of the package that it imports."""
+    """Return module -> the modules of the package that it imports."""
     files = {module_name(path): path for path in ROOT.rglob("*.py")}
     drawn: dict[str, set[str]] = {}
     for name, path in files.items():
@@ -66,7 +66,7 @@ def test_no_circles_between_rooms() -> None:
 
 
 def test_no_circles_inside_rooms() -> None:
-    """The folders and modules of each folder, drawn as wholes."""
+    """The folders and modules inside each folder, each taken as a whole, import each other without cycles."""
     drawn = drawing()
     folders = {name.rpartition(".")[0] for name in drawn} - {"", PACKAGE}
     assert len(folders) > 30

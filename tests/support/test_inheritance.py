@@ -1,4 +1,4 @@
-"""What a class of ours inherits can be read in one sitting: five classes of ours at most."""
+"""The ancestry of each class is short enough to read: at most five classes of this package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST = 5
 
 
 def our_classes() -> list[type]:
-    """All classes that modules of the package define."""
+    """Return all classes that modules of the package define."""
     found: set[type] = set()
     for module in pkgutil.walk_packages(torchq_compat.__path__, "torchq_compat."):
         if module.name != "torchq_compat.__main__":

@@ -1,4 +1,4 @@
-"""The public names, all of them: one that comes or goes is a decision, and a line of the changelog."""
+"""All public names: adding or removing one is a decision, and a line of the changelog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized tensors of torch are used through one module, and what is done with them there."""
+"""torch's quantized tensors, and everything that uses them, go through a single module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUNCTIONS = {
 
 
 def uses(tree: ast.AST) -> list[str]:
-    """Names of what only quantized tensors have, or what makes them."""
+    """Names that only quantized tensors have, or that make them."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:

@@ -1,4 +1,4 @@
-"""One module imports torch.ao.quantization and torch.ao.nn; the rest works where torch has no FX engine."""
+"""Only one module imports torch.ao.quantization and torch.ao.nn; the rest works without an FX engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMESPACES = (
     "torch.nn.quantizable",
     "torch.nn.intrinsic",
 )
-#: In the default run: quantize_fx and the LSTM functions are both stand-ins.
+#: The script of the default run, which uses stand-ins for both quantize_fx and the LSTM functions.
 QUICK = "lstm_16bit_parts.py"
 LIBRARY = """\
 import sys

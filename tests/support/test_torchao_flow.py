@@ -1,4 +1,4 @@
-"""What is handed to torchao's prepare is what a later torchao takes as well."""
+"""Graphs passed to torchao's prepare are accepted by later torchao versions too."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_block_is_left_in_a_graph(is_qat: bool, monkeypatch: pytest.MonkeyPat
     assert any(node.target in REFUSED for node in exported.graph.nodes)
     mapping = (get_default_qat_qconfig_mapping if is_qat else get_default_qconfig_mapping)("qnnpack")
     prepare = tc.prepare_qat_fx if is_qat else tc.prepare_fx
-    # In evaluation nobody sees gradients; in training they flow through what was under no_grad, as in FX.
+    # In evaluation nobody needs gradients; in training they flow through the ops under no_grad, as in FX.
     told = pytest.warns(tc.QuantizationWarning, match="no_grad") if is_qat else nullcontext()
     with told:
         prepared = prepare(model, mapping, (x,), tc.get_default_prepare_custom_config())

@@ -1,4 +1,4 @@
-"""The private names of torch and torchao we lean on: one test for each, of what is relied on."""
+"""The private names of torch and torchao that this package uses: one test for each, of what is relied on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_fixed_qparams_ops() -> None:
 
 
 def test_torchaos_prepare_asks_for_the_scopes_of_nodes() -> None:
-    """Which is how a model of ours knows that it is asked by that prepare."""
+    """By this call a model of this package recognizes torchao's prepare."""
     code = upstream.get_node_name_to_scope.__code__
     for prepare in (prepare_pt2e, prepare_qat_pt2e):
         assert code.co_name in inspect.unwrap(prepare).__code__.co_names

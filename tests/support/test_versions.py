@@ -1,4 +1,4 @@
-"""A pair of torch and torchao that nobody tested is named, once; pyproject.toml has the tested ones."""
+"""An untested pair of torch and torchao is reported once; pyproject.toml has the tested pairs."""
 
 from __future__ import annotations
 

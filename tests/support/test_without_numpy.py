@@ -1,4 +1,4 @@
-"""torch runs without NumPy, which it does not require; so do we."""
+"""torch runs without NumPy, which it does not require; so does this package."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The types as a user's checker sees them."""
+"""The types as a user's type checker sees them."""

@@ -2,8 +2,8 @@
 
     python -m tests.zoo [--only NAME ...] [--jobs N] [--limit SECONDS] [--results FILE] [--page [FILE]]
 
-Writes the numbers as JSON and, with --page, the table as Markdown. Ends with 1 when a model falls short of
-its bar without a reason (tests/zoo/verdict.py, explained.py). Needs the extra ``zoo``.
+Writes the numbers as JSON and, with --page, the table as Markdown. Exits with 1 if a model misses its bar
+without a reason (tests/zoo/verdict.py, explained.py). Needs the extra ``zoo``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kept_rows(options: argparse.Namespace) -> dict[str, Any]:
-    """With --only or --show, the rows of the last run; others start anew."""
+    """Return the rows of the last run with --only or --show, otherwise none."""
     if not (options.only or options.show) or not options.results.exists():
         return {}
     return {
@@ -57,7 +57,7 @@ def _kept_rows(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """What was measured; with ``-dirty`` where the tree is another."""
+    """Return the commit that was measured, with ``-dirty`` if the tree differs from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     root = Path(__file__).parents[2]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,4 +1,4 @@
-"""Audio models with recurrent modules between convolutions, from their public definitions, small."""
+"""Audio models with recurrent modules between convolutions: small, after their public definitions."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class WaveUNet(nn.Module):
         self.lstm = BLSTM(n_in, bidirectional)
 
     def valid_length(self, length: int) -> int:
-        """The least length from which every convolution takes whole strides."""
+        """Return the least length from ``length`` on that all convolutions cover in whole strides."""
         for _ in range(self.depth):
             length = math.ceil((length - self.kernel) / self.stride) + 1
             length = max(length, 1)

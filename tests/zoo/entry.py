@@ -13,18 +13,18 @@ from torch import Tensor, nn
 __all__ = ["Entry", "Inputs", "of_log_probabilities", "of_probabilities", "whole"]
 
 Inputs = tuple[Any, ...]
-#: By how much a batch is larger from which norms take their statistics.
+#: Factor by which batches are larger that norms take their statistics from.
 LARGER = 8
 
 
 def whole(result: Any) -> Any:
-    """All of it."""
+    """Return the whole result."""
     return result
 
 
 def of_log_probabilities(result: Any) -> Any:
-    """Logits of log-probabilities, as far as they are known: up to a number for each row, here their mean.
-    The rows' log-sum is a large number of its own, beside which an SQNR says little."""
+    """Return the logits of log-probabilities, which are known up to a number for each row: here their mean is
+    0. The rows' log-sum is a large number, which would dominate an SQNR."""
 
     def logits(value: Tensor) -> Tensor:
         return value - value.mean(-1, keepdim=True)
@@ -34,7 +34,7 @@ def of_log_probabilities(result: Any) -> Any:
 
 
 def of_probabilities(result: Any) -> Any:
-    """The same of probabilities."""
+    """Return the same for probabilities."""
     first, *rest = pytree.tree_leaves(result)
     return of_log_probabilities([torch.log(first), *rest])
 
@@ -44,13 +44,13 @@ class Entry:
     """A model of the zoo.
 
     Attributes:
-        source: where its public definition stands.
+        source: the place of its public definition.
         make: builds it with random weights.
-        inputs: its arguments, random, for the sizes given as keywords.
+        inputs: makes random arguments for the sizes given as keywords.
         sizes: the sizes it is prepared at.
-        others: sizes it is called with besides, as changes of ``sizes``.
-        is_recurrent: whether its recurrent modules are mapped, as a script with an LSTM does.
-        measured: what of a result is measured: of a model that ends in a log-softmax its logits.
+        others: further sizes it is called with, as changes of ``sizes``.
+        is_recurrent: whether its recurrent modules are mapped, as in a script with an LSTM.
+        measured: selects what is measured of a result: the logits, for a model that ends in a log-softmax.
     """
 
     name: str
@@ -66,5 +66,5 @@ class Entry:
         return self.inputs(**{**self.sizes, **changes})
 
     def large_batch(self) -> Inputs:
-        """Inputs from which statistics of every channel can be taken."""
+        """Return inputs large enough for statistics of every channel."""
         return self.batch(**({"batch": LARGER * self.sizes["batch"]} if "batch" in self.sizes else {}))

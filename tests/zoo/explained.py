@@ -1,4 +1,4 @@
-"""Where a model of the zoo falls short of a bar, and why it has to be so."""
+"""Where a model of the zoo misses a bar, and why this cannot be avoided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image and video models of torchvision and timm, as their packages build them, on small images."""
+"""Image and video models of torchvision and timm, as built by their packages, on small images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.zoo.entry import Entry, Inputs
 
 __all__ = ["image_models"]
 
-#: Name -> keywords of the builder, the side of the image, whether another side is tried.
+#: Name -> (keywords of the builder, side length of the image, whether another length is tried).
 TORCHVISION: dict[str, tuple[dict[str, Any], int, bool]] = {
     "resnet18": ({}, 64, True),
     "mobilenet_v2": ({}, 64, True),

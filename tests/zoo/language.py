@@ -1,4 +1,4 @@
-"""Transformers of Hugging Face with tiny configurations: one tensor out, as a script's wrapper has it."""
+"""Transformers of Hugging Face with tiny configurations: one tensor out, as with a script's wrapper."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 100
 
 
 class FirstResult(nn.Module):
-    """The model's first result for the arguments named."""
+    """A model that returns the first result of ``model`` for the named arguments."""
 
     def __init__(self, model: nn.Module, *names: str) -> None:
         super().__init__()

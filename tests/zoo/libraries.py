@@ -1,6 +1,6 @@
-"""torchvision without its C++ operators, which do not load beside the CPU build of torch.
+"""torchvision without its C++ operators, which do not load with the CPU build of torch.
 
-Its models only need Python; of its own operators it wants schemas when it is imported.
+Its models need only Python; its import requires the schemas of its own operators.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["prepare_imports"]
 
 
 def prepare_imports() -> None:
-    """Make ``import torchvision`` work, and let nothing be downloaded."""
+    """Make ``import torchvision`` work, and prevent downloads."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     name = "torchvision._meta_registrations"
     if "torchvision" not in sys.modules:

@@ -1,4 +1,4 @@
-"""One model through FX live and through this package: what is quantized, and how near it is to float."""
+"""One model through live FX and through this package: what is quantized, and how near it is to float."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ __all__ = ["OWN_SIZE", "measure", "name_of_sizes"]
 
 MAPPING = "x86"
 BATCHES = 3
-#: Batches of a size whose noise and signal are pooled: of a few numbers alone the SQNR varies by 20 dB.
+#: Number of batches of a size whose noise and signal are pooled: the SQNR of a few numbers varies by 20 dB.
 POOLED = 6
-#: The name of the sizes a model is prepared at, among those that plain loops run at.
+#: The name that plain loops use for the sizes a model is prepared at.
 OWN_SIZE = "as prepared"
 WRONG_SHAPE = -1000.0  # dB
-#: A float64 zero of noise, so that the numbers stay JSON.
+#: The SQNR in dB if there is no noise in float64, so that the numbers stay JSON.
 EQUAL = 999.0
 QPARAMS_TOLERANCE = 1e-5
 
 
 def measure(entry: Entry) -> dict[str, Any]:
-    """The row of ``entry``: plain values, ready for JSON."""
+    """Return the row of ``entry``: plain values, ready for JSON."""
     torch.manual_seed(0)
     batches = [entry.batch() for _ in range(BATCHES)]
     model = settle(entry.make(), [entry.large_batch() for _ in range(BATCHES)])
-    # An unseen batch beside a calibrated one.
+    # A calibrated batch and an unseen one.
     tested = [batches[0], entry.batch()]
     others = {name_of_sizes(sizes): _batches(entry, sizes) for sizes in entry.others}
     unseen = _batches(entry, {})
@@ -108,7 +108,7 @@ def name_of_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def _warm_up() -> None:
-    """What is imported and compiled once is in nobody's time."""
+    """Import and compile what is needed once, so that it counts in no measured time."""
     model, given = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval(), (torch.randn(3, 2),)
     with _quiet():
         for engine in (fx, tc):
@@ -118,7 +118,7 @@ def _warm_up() -> None:
 
 
 def _fx_side(entry: Entry, model: nn.Module, batches: Sequence[Inputs]) -> dict[str, Any]:
-    """Times, refusal and graphs of FX."""
+    """Return times, refusal and graphs of FX."""
     side: dict[str, Any] = {"sides": {}}
     has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
     custom = (MAP_LSTM, CONVERT_LSTM) if has_lstm else (None, None)
@@ -130,7 +130,7 @@ def _fx_side(entry: Entry, model: nn.Module, batches: Sequence[Inputs]) -> dict[
                 )
             )
             side["prepare_s"] = seconds
-            # Calibrating is part of the trial: models whose sizes a proxy fixed fail here.
+            # Calibration is part of the trial: models whose sizes a proxy fixed fail here.
             calibrate(prepared, batches)
             reference = fx.convert_to_reference_fx(copy.deepcopy(prepared), custom[1])
             to_lower = copy.deepcopy(prepared)
@@ -150,7 +150,7 @@ def _fx_side(entry: Entry, model: nn.Module, batches: Sequence[Inputs]) -> dict[
 def _our_side(
     entry: Entry, model: nn.Module, batches: Sequence[Inputs], theirs: Mapping[str, GraphModule]
 ) -> dict[str, Any]:
-    """Times, refusal, warnings and graphs of this package."""
+    """Return times, refusal, warnings and graphs of this package."""
     side: dict[str, Any] = {"sides": {}, "warnings": []}
     config = tc.get_default_prepare_custom_config() if entry.is_recurrent else None
     stage = "prepare"
@@ -169,7 +169,7 @@ def _our_side(
                 "reference": getattr(lowered, "reference", lowered),
                 "lowered": lowered,
             }
-            # Now, since each run is observed.
+            # Measured now, because each run is observed.
             side["prepared_sqnr"] = _sqnr(entry, model, prepared, batches[:1])
         except TorchQCompatError as refusal:
             side["refused"] = str(refusal)
@@ -181,7 +181,7 @@ def _our_side(
 
 
 def _differences(theirs: Mapping[str, GraphModule], ours: Mapping[str, GraphModule]) -> dict[str, Any]:
-    """Ops and activation qparams of both sides, and in what they differ."""
+    """Return ops and activation qparams of both sides, and their differences."""
     found: dict[str, Any] = {}
     if ours:
         here = _without_copies(quantized_by_us(ours["prepared"]))
@@ -199,12 +199,12 @@ def _differences(theirs: Mapping[str, GraphModule], ours: Mapping[str, GraphModu
 
 
 def _without_copies(ops: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
-    """Without ``contiguous``, which FX's side does not count either: torch.export drops some of them."""
+    """Return ``ops`` without ``contiguous``, also absent from FX's side: torch.export drops some of them."""
     return Counter({key: count for key, count in ops.items() if key[1] != "contiguous"})
 
 
 def _count_equal(theirs: list[tuple[float, int]], ours: list[tuple[float, int]]) -> int:
-    """How many of FX's qparams are among ours, each taken once."""
+    """Return how many of FX's qparams are among ours, using each of ours once."""
     left, equal = list(ours), 0
     for scale, zero_point in theirs:
         for other in left:
@@ -216,7 +216,7 @@ def _count_equal(theirs: list[tuple[float, int]], ours: list[tuple[float, int]])
 
 
 def _contradictions(lowered: GraphModule) -> list[str]:
-    """Nodes that ``explain`` calls float and lowered at once."""
+    """Return the nodes that ``explain`` calls both float and lowered."""
     actions: dict[tuple[str, str], set[str]] = {}
     for decision in tc.explain(lowered):
         if decision.node:
@@ -227,8 +227,8 @@ def _contradictions(lowered: GraphModule) -> list[str]:
 def _sqnr(
     entry: Entry, model: nn.Module, runner: nn.Module, given: Sequence[Inputs], *, pooled: bool = False
 ) -> dict[str, Any]:
-    """The worst of all results of all batches in dB, or who refused. ``pooled`` takes a result of all
-    batches as one, as far as their sizes allow."""
+    """Return the lowest SQNR in dB of all results of all batches, or which model refused. With ``pooled`` the
+    batches of a result count as one, if their sizes allow it."""
     pairs: list[list[tuple[Tensor, Tensor]]] = []
     for inputs in given:
         try:
@@ -260,7 +260,7 @@ def _distance(expected: Tensor, found: Tensor) -> float:
 
 
 def _run(runner: nn.Module, inputs: Inputs) -> Any:
-    # A model may write into its arguments; and a random op has to give everyone the same.
+    # A model may write to its arguments, and a random op has to return the same to all.
     torch.manual_seed(1)
     with torch.no_grad(), _quiet():
         return runner(*copy.deepcopy(inputs))

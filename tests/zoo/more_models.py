@@ -1,4 +1,4 @@
-"""Models of other kinds, of our own choice, written from their public definitions, small."""
+"""Models of other kinds, chosen for this zoo: small, after their public definitions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Recurrent models that pack their sequences, written from their public definitions, small.
+"""Recurrent models that pack their sequences: small, after their public definitions.
 
-Results are what a script measures: where the model ends in a log-softmax, its logits.
+Results are those that a script measures: the logits, if the model ends in a log-softmax.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TacotronEncoder(nn.Module):
 
 
 class SortingTagger(nn.Module):
-    """A BiLSTM tagger as written before ``enforce_sorted``: it sorts by length itself, and undoes it."""
+    """A BiLSTM tagger as written before ``enforce_sorted``: it sorts by length itself, and back."""
 
     def __init__(self, width: int = 24, hidden: int = 16, tags: int = 7) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class AttentionClassifier(nn.Module):
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """A model and what it is called with at ``batch`` and ``length``, beside falling lengths."""
+    """A model and its inputs at ``batch`` and ``length``, together with falling lengths."""
 
     name: str
     source: str

@@ -1,4 +1,4 @@
-"""The page of the zoo: a table, and what needs more words than a cell has."""
+"""The page of the zoo: a table, and sections for what does not fit into its cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's row from a process of its own: a crash, an abort or a time limit is a row too."""
+"""A model's row from a process of its own: a crash, an abort or a time limit is a row, too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["row_of"]
 
 
 def row_of(name: str, limit: float) -> dict[str, Any]:
-    """The row of the model ``name``; ``died`` says why there is none. Ends after ``limit`` seconds."""
+    """Return the row of the model ``name``, with ``died`` if there is none; ends after ``limit`` seconds."""
     command = [sys.executable, "-m", "tests.zoo.child", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:

@@ -1,4 +1,4 @@
-"""Recurrent models, written from their public definitions as their scripts have them, small."""
+"""Recurrent models as in their scripts: small, after their public definitions."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ class MelResidualBlock(nn.Module):
 
 
 class WaveRNN(nn.Module):
-    """fatchord/WaveRNN: a residual network over the spectrum, upsampled; two GRUs with what it gave."""
+    """fatchord/WaveRNN: a residual network over the spectrum, upsampled; two GRUs that read its output."""
 
     def __init__(self, mels: int = 10, width: int = 16, hidden: int = 32, scale: int = 4) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Random weights as a trained model's: norms that have seen data, branches that are not switched off.
+"""Random weights with the statistics of a trained model: norms that have seen data, active branches.
 
 A deep stack of random convolutions, each normed to mean 0 before its ReLU, amplifies every perturbation from
-layer to layer: float against float with rounded inputs is then some dB already, and the SQNR of a quantized
-model says nothing. Trained norms shift, so that more of what follows is linear; these do, too.
+layer to layer: float against float with rounded inputs is then only some dB, and the SQNR of a quantized
+model says nothing. Trained norms shift, so that more of what follows is linear; so do these.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from tests.zoo.entry import Inputs
 
 __all__ = ["settle"]
 
-#: Weight and bias of a batch norm that is as built.
+#: Ranges for the weight and bias of a batch norm that still has its initial values.
 SCALES, SHIFTS = (0.5, 1.0), (0.5, 1.5)
 
-#: The first values of residual branches and layer scales, which training moves away from.
+#: Initial values of residual branches and layer scales, which training moves away from.
 NEGLIGIBLE = 1e-3
 
 
 def settle(model: nn.Module, batches: Sequence[Inputs]) -> nn.Module:
-    """Give ``model`` the statistics of ``batches``; changed in place and set to evaluation."""
+    """Give ``model`` the statistics of ``batches``, in place, and set it to evaluation."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.dim() == 1 and _is_scale(module, parameter):
@@ -45,7 +45,7 @@ def settle(model: nn.Module, batches: Sequence[Inputs]) -> nn.Module:
 
 
 def _is_scale(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """A norm's weight, or a layer scale, that starts as good as zero."""
+    """Return whether ``parameter`` is a norm's weight or a layer scale that is nearly zero initially."""
     is_constant = bool((parameter == parameter[0]).all())
     return getattr(module, "bias", None) is not parameter and is_constant and abs(parameter[0]) < NEGLIGIBLE
 

@@ -1,4 +1,4 @@
-"""Public models that pack their sequences: quantized, at lengths and batches they were not prepared at."""
+"""Public models that pack their sequences: quantized, at lengths and batches they were not prepared for."""
 
 from __future__ import annotations
 

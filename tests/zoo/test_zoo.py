@@ -1,4 +1,4 @@
-"""The zoo of public models: two small ones here, all of them with ``-m slow``, and the judgement itself."""
+"""The zoo of public models: two small ones here, all of them with ``-m slow``, and the verdicts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def dlrm() -> dict[str, Any]:
 
 
 def runnable() -> list[str]:
-    """Those whose library is there; the extra ``zoo`` brings all."""
+    """Return the models whose library is installed; the extra ``zoo`` installs all."""
     return [name for name, entry in ZOO.items() if entry.source.split(".")[0] not in MISSING]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", runnable())
 def test_model_of_the_zoo(name: str) -> None:
-    """As FX, or near float, or refused with a hint, or with its reason; at other sizes too."""
+    """The model matches FX, is near float, is refused with a hint, or has its reason; at other sizes too."""
     row = row_of(name, 600.0)
     assert is_good(row), verdict(row)
 
@@ -47,7 +47,7 @@ def test_embedding_bags_as_fx(dlrm: dict[str, Any]) -> None:
 
 
 def test_fx_is_as_the_committed_results_have_it(dlrm: dict[str, Any]) -> None:
-    """They are what is compared where torch has no FX; here FX and our results both."""
+    """Where torch has no FX the stored results are compared; here both FX and our results are."""
     rows = {row["model"]: row for row in json.loads((GUIDE / "zoo.json").read_text())["rows"]}
     stored = rows["dlrm"]
     for form in ("reference", "lowered"):
@@ -114,7 +114,7 @@ def test_page_is_of_the_committed_results() -> None:
 
 
 def test_no_explanation_is_left_over() -> None:
-    """Each is of a shortfall that the committed results have."""
+    """Each explanation belongs to a shortfall in the committed results."""
     rows = {row["model"]: row for row in json.loads((GUIDE / "zoo.json").read_text())["rows"]}
     left_over = {
         (name, kind)

@@ -1,4 +1,4 @@
-"""What a row means: as FX, near float, refused with a hint, or in what it falls short."""
+"""The meaning of a row: as FX, near float, refused with a hint, or how it falls short."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["beside_plain_loops", "is_good", "problems", "size_word", "verdict"]
 
 Row = Mapping[str, Any]
 
-#: Prepared against float, in dB: rounding alone; and where a batch norm was folded.
+#: Least SQNR in dB of prepared against float: rounding only, and with a folded batch norm.
 PREPARED, PREPARED_FOLDED = 80.0, 60.0
-#: From here on FX is a measure, and a model without that measure is called near float.
+#: From this SQNR on FX is a measure; a model without such a measure is called near float.
 MEANINGFUL = 15.0
 BELOW_FX = 1.0
-#: At another size, which was not calibrated, against the own size: both over several unseen batches.
+#: At another, uncalibrated size, relative to the own size: both over several unseen batches.
 BELOW_AT_OTHER_SIZE = 6.0
 LOWERED_BELOW_REFERENCE = 2.0
-#: Below plain loops; and the least wherever these have it.
+#: Relative to plain loops, and the least wherever plain loops reach it.
 BELOW_LOOPS, LEAST = 1.0, 25.0
 
 
 def verdict(row: Row) -> str:
-    """A few words; those of a failure begin with FAIL."""
+    """Return a few words; those of a failure begin with FAIL."""
     found = dict(problems(row))
     reasons = EXPLAINED.get(row["model"], {})
     failures = [text for kind, text in found.items() if kind not in reasons]
@@ -41,7 +41,7 @@ def is_good(row: Row) -> bool:
 
 
 def problems(row: Row) -> Iterator[tuple[str, str]]:
-    """(kind, what falls short), each kind once at most."""
+    """Yield (kind, what falls short), each kind at most once."""
     if "died" in row:
         yield "died", row["died"]
         return
@@ -111,7 +111,7 @@ def _of_sizes(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def beside_plain_loops(row: Row) -> dict[str, tuple[float, float]]:
-    """Of every size at which both run, the dB of the reference and of plain loops."""
+    """Return the dB of the reference and of plain loops, for every size at which both run."""
     pairs = {}
     for name, loops in row.get("plain_loops", {}).items():
         found = row["own_size"] if name == OWN_SIZE else row["other_sizes"][name]
@@ -134,7 +134,7 @@ RIGHT = ("right", "refused", "float fails")
 
 
 def size_word(row: Row, name: str) -> str:
-    """What happens at the size ``name``."""
+    """Return the outcome at the size ``name``."""
     given = row["other_sizes"][name]
     if not given or "float_fails" in given.get("prepared", {}):
         return "float fails"
@@ -147,7 +147,7 @@ def size_word(row: Row, name: str) -> str:
     prepared, reference, lowered = (given[form]["dB"] for form in ("prepared", "reference", "lowered"))
     if prepared < _prepared_bar(row):
         return f"wrong, prepared {prepared:.0f} dB"
-    # Rows of before have the own size's two batches only.
+    # Rows of earlier runs have only the two batches of the own size.
     own = row.get("own_size", row["ours"]["sqnr"])
     measure = min(_number(own["reference"]), given.get("fx_reference", {}).get("dB", 999.0))
     if reference < measure - BELOW_AT_OTHER_SIZE:
@@ -164,7 +164,7 @@ def _measured_words(row: Row) -> str:
 
 
 def _has_measure(row: Row) -> bool:
-    """Whether FX ran and quantized what is recurrent."""
+    """Return whether FX ran and quantized the recurrent modules."""
     theirs = row["fx"]
     return "refused" not in theirs and not theirs["float_recurrent"]
 
@@ -174,7 +174,7 @@ def _prepared_bar(row: Row) -> float:
 
 
 def _number(measured: Mapping[str, Any]) -> float:
-    """What was measured in dB; far below all bars where the model did not run."""
+    """Return the measured dB; far below all bars if the model did not run."""
     return float(measured.get("dB", -999.0))
 
 

@@ -1,4 +1,4 @@
-"""Loops over time written in Python: one copy of the nodes, any length; or the length is fixed, and said."""
+"""Loops over time in Python: one copy of the nodes for any length, or a fixed length and a warning."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_its_state_is_saved_and_loaded() -> None:
     args = case.inputs(5)
     first, second = (tc.convert_to_reference_fx(each) for each in (prepared, other))
     assert torch.equal(first(*args)[0], second(*args)[0])
-    # One set of observers, and one of int8 weights.
+    # One set of observers, and one set of int8 weights.
     weights = [name for name, value in first.state_dict().items() if value.dtype is torch.int8]
     assert len(weights) == 3
     assert all(name.startswith("loop.step.") for name in weights)
@@ -170,7 +170,7 @@ def test_it_computes_what_its_step_does_in_a_plain_loop() -> None:
     found = reference(x)
     assert torch.equal(found[0], torch.stack(outputs, 1))
     assert torch.equal(found[1], h)
-    # What is inside is reachable by the paths of the user's model.
+    # Modules inside the loop are reachable by the paths of the user's model.
     assert reference.get_submodule("cell") is reference.loop.step.cell
 
 
@@ -192,7 +192,7 @@ def test_it_is_trained() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
-    # Else the observers move on, in evaluation too.
+    # Otherwise the observers move on, even in evaluation.
     prepared.eval().apply(disable_observer)
     converted = tc.convert_fx(prepared)
     assert sqnr(prepared(*args)[0].detach(), converted(*args)[0]) > 45

@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention as a custom module, in every call style; the FX engine crashes on all of them."""
+"""nn.MultiheadAttention as a custom module, in every call style; the FX engine crashes on all of these."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Mask = Callable[..., Tensor]
 LOW = float("-inf")
 
 
-# Masks: (target length, source length, batch) -> a mask that leaves the first key to everyone.
+# Masks: (target length, source length, batch) -> a mask in which every query may attend to the first key.
 
 
 def hidden(*shape: int) -> Tensor:
@@ -95,8 +95,8 @@ class Style:
     """How a MultiheadAttention is made and called.
 
     Attributes:
-        call: the call, from the module and the model's arguments.
-        arguments: of the constructor.
+        call: the call, given the module and the model's arguments.
+        arguments: arguments of the constructor.
         masks: further arguments of the model.
         self_attention: query, key and value are one tensor.
     """
@@ -111,7 +111,7 @@ class Style:
         torch.manual_seed(0)
         attention = nn.MultiheadAttention(E, HEADS, **self.arguments)
         for name, parameter in attention.named_parameters():
-            # torch starts biases at zero, and scores so small that the weights are all alike.
+            # torch initializes biases to zero, and scores so small that all attention weights are equal.
             parameter.data.copy_(uniform(0.3 if "bias" in name else 0.5, *parameter.shape))
         return Model(attention, self.call).eval()
 
@@ -127,7 +127,7 @@ class Style:
         return (inputs[0], *masks) if self.self_attention else (*inputs, *masks)
 
     def data(self) -> list[tuple[Tensor, ...]]:
-        """Of other lengths and batches than ``example``."""
+        """Return batches whose lengths and batch sizes differ from those of ``example``."""
         return [self.batch(4 + i, 9 - i, 3 + i % 2) for i in range(6)]
 
     def example(self) -> tuple[Tensor, ...]:
@@ -214,7 +214,7 @@ STYLES: dict[str, Style] = {
         masked_and_padded, {"batch_first": True}, (one_batch_3d, one_padding), batched=False
     ),
 }
-#: The others combine what these have.
+#: The other styles combine what these have.
 QUICK = (
     "self",
     "self_no_weights_whole",
@@ -276,7 +276,7 @@ FX_RUNS = [
 
 @pytest.mark.parametrize("name", FX_RUNS)
 def test_fx_crashes(name: str) -> None:
-    """The same model and configuration in the FX engine."""
+    """FX crashes on the same model and configuration."""
     style = STYLES[name]
     model = (OfOne if style.self_attention else OfThree)(style.build().attention, style.call).eval()
     with warnings.catch_warnings():
@@ -286,7 +286,7 @@ def test_fx_crashes(name: str) -> None:
             calibrate(prepared, style.data())
 
 
-# The observers of torch.ao's own quantizable attention, run eagerly.
+# The observers of torch.ao's quantizable attention, which runs eagerly.
 
 LEGACY_PARTS = {
     "linear_Q": "project_in",
@@ -310,7 +310,7 @@ def test_the_qparams_are_those_of_the_eager_engine(name: str) -> None:
     theirs.attention = nnqa.MultiheadAttention.from_float(theirs.attention)
     observe_eagerly(theirs.attention)
     calibrate(theirs, data)
-    # Legacy averages the weights behind their observer, which is tighter in front of what is returned.
+    # Legacy averages the weights after their observer, so the returned average has a smaller range.
     returned = MinMaxObserver()
     for args in data:
         returned(model(*args)[1])
@@ -324,7 +324,7 @@ def test_the_qparams_are_those_of_the_eager_engine(name: str) -> None:
 
 
 def test_legacy_attention_mixes_up_a_batch_that_comes_first() -> None:
-    """torch.ao's eager module, not yet observed: bit-equal with steps first, noise with the batch first."""
+    """torch.ao's eager module before observation is bit-equal with steps first and noise with batch first."""
     found = []
     for name in ("cross", "batch_first"):
         model, args = STYLES[name].build(), STYLES[name].example()
@@ -342,7 +342,7 @@ def expected_of(observer: Any) -> tuple[Any, int, torch.dtype]:
 
 
 def observe_eagerly(attention: nn.Module) -> None:
-    """What torch.ao.quantization.prepare puts behind the children of a quantizable module."""
+    """Add the observers that torch.ao's eager prepare puts behind the children of a quantizable module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.ao.quantization.prepare(
@@ -380,7 +380,7 @@ def test_inside_a_transformer_decoder_layer() -> None:
 
 
 def test_weights_that_are_never_returned_are_not_missed() -> None:
-    """Their observer sees nothing; where they are returned that is warned about."""
+    """Their observer sees nothing, which is warned about only where the weights are returned."""
     for name, missed in (("self_no_weights", False), ("cross", True)):
         style = STYLES[name]
         prepared = tc.prepare_fx(style.build(), MAPPING, style.example(), MAP)
@@ -412,7 +412,7 @@ def test_quantization_aware_training() -> None:
     y = (x.sum((0, 2)) > 0).long()
     mapping = get_default_qat_qconfig_mapping("qnnpack").set_module_name("fc", None)
     prepared = tc.prepare_qat_fx(Classifier().train(), mapping, (x,), MAP)
-    # Four projections with their weights, and both observed values of the attention itself.
+    # Four projections with their weights, and the two observed values of the attention itself.
     fake_quantizes = {m for m in prepared.attention.modules() if isinstance(m, FakeQuantizeBase)}
     assert len(fake_quantizes) == 10
     optimizer = torch.optim.Adam(prepared.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""Modules built as observed ones: ``nn.quantizable.LSTM(..., split_gates=True)``, as with torch.ao's."""
+"""Models built with observed modules, ``nn.quantizable.LSTM(..., split_gates=True)``, as with torch.ao's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_built_then_prepared(cls: Any, options: dict[str, Any], gates: int, spli
     for value, result in zip(expected, leaves(converted(x)), strict=True):
         assert 25 < sqnr(value, result) < 50
     assert tc.explain(converted).find("rnn")[0].reason == "the model was built with it, qconfig from global"
-    torch.testing.assert_close(leaves(model(x)), expected, rtol=0, atol=1e-6)  # the user's is as it was
+    torch.testing.assert_close(leaves(model(x)), expected, rtol=0, atol=1e-6)  # the user's model is unchanged
 
 
 def test_state_goes_to_another_one() -> None:

@@ -1,4 +1,4 @@
-"""torch.compile of converted models with recurrent modules: no graph break, no flag, any length."""
+"""torch.compile of converted models with recurrent modules: no graph breaks, no flags, any length."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stacked(nn.Module):
 
 
 class Recorder:
-    """A backend that keeps the graphs it is given and runs them as they are."""
+    """A backend that stores the graphs it receives and runs them unchanged."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
@@ -78,7 +78,7 @@ def test_one_graph_with_a_call_for_each_module(convert: Any, prepared: torch.fx.
             for expected, found in zip(leaves(model(x)), leaves(compiled(x)), strict=True):
                 assert sqnr(expected, found) > 40
     assert backend.calls(RECURRENT) == 3
-    # The second length made the sizes dynamic, and the third needed no other graph.
+    # The second length made the sizes dynamic; the third needed no new graph.
     assert len(backend.graphs) == 2
 
 

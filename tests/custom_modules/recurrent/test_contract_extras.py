@@ -33,7 +33,7 @@ class Whole(nn.Module):
 
 
 def wide(module: nn.Module) -> nn.Module:
-    """Weights that make states use their range."""
+    """Return ``module`` with weights large enough that its states use their range."""
     for parameter in module.parameters():
         parameter.data *= 2.5
     return module

@@ -1,4 +1,4 @@
-"""Recurrent modules of a dynamic QConfig: the numbers of ``torch.ao.nn.quantized.dynamic``, at any length."""
+"""Recurrent modules with a dynamic QConfig: the numbers of torch.ao's dynamic modules, at any length."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ENGINES = ("x86", "qnnpack")
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """x86's kernels use half of the range of dynamic activations, qnnpack's all of it."""
+    """x86's kernels use half of the range of dynamic activations, qnnpack's the whole range."""
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = request.param
     yield request.param
@@ -91,7 +91,7 @@ def by_us(model: Model, mapping: QConfigMapping, x: Tensor) -> GraphModule:
 )
 @pytest.mark.parametrize("name", [*SEQUENCES, *CELLS])
 def test_numbers_of_torch_ao(name: str, qconfig: str, engine: str) -> None:
-    """qnnpack has no float16 kernels to compare with."""
+    """float16 is not compared on qnnpack, which has no such kernels."""
     model = build({**SEQUENCES, **CELLS}[name])
     mapping = QConfigMapping().set_global(QCONFIGS[qconfig])
     theirs, ours = (run(model, mapping, example(model)) for run in (by_fx, by_us))
@@ -128,7 +128,7 @@ def test_integer_weights_and_no_observers() -> None:
     prepared = tc.prepare_fx(model, QConfigMapping().set_global(default_dynamic_qconfig), (example(model),))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        converted = tc.convert_fx(prepared)  # nothing to calibrate, so nothing to complain of
+        converted = tc.convert_fx(prepared)  # nothing to calibrate, so no warning
     stored = [value for value in converted.state_dict().values() if value.dtype is torch.int8]
     assert sum(value.numel() for value in stored) == sum(p.numel() for p in model.parameters() if p.dim() > 1)
 
@@ -142,7 +142,7 @@ def test_nodes_do_not_depend_on_the_length() -> None:
 
 
 def test_the_static_mapping_is_not_asked() -> None:
-    """FX, too, quantizes a mapped LSTM dynamically where its QConfig is dynamic."""
+    """FX, too, quantizes a mapped LSTM dynamically if its QConfig is dynamic."""
     model = build(SEQUENCES["lstm"])
     mapping = QConfigMapping().set_global(default_dynamic_qconfig)
     x = example(model)

@@ -31,7 +31,7 @@ from torchq_compat.recurrent_parts import get_individually_observed_parts
 
 
 def map_to_parts_of(float_class: type[nn.Module], **arguments: Any) -> PrepareCustomConfig:
-    """A mapping of ``float_class`` to a user's observed class that asks for these parts."""
+    """Return a config that maps ``float_class`` to a user's observed class with these parts."""
     base: Any = getattr(quantizable, float_class.__name__)
 
     class UserObserved(base):  # type: ignore[misc]
@@ -43,7 +43,7 @@ def map_to_parts_of(float_class: type[nn.Module], **arguments: Any) -> PrepareCu
 
 
 def map_either(float_class: type[nn.Module], cell_class: type[nn.Module], **arguments: Any) -> Any:
-    """Both mappings: of the module over sequences and of its cell."""
+    """Return a config with both mappings: of the module over sequences and of its cell."""
     config = map_to_parts_of(float_class, **arguments)
     static = map_to_parts_of(cell_class, **arguments).float_to_observed_mapping
     for quant_type, mapping in static.items():
@@ -53,7 +53,7 @@ def map_either(float_class: type[nn.Module], cell_class: type[nn.Module], **argu
 
 
 def int16_everywhere(module: nn.Module) -> dict[str, Any]:
-    """The 16-bit profile without the 8 bits it leaves inside the cell. States are within [-8, 8)."""
+    """Return the 16-bit profile with 16 bits for the parts it keeps at 8, and states within [-8, 8)."""
     return {
         **profiles.int16_parts(module),
         "igates_obs_ctr": fixed(2**-11, 0, torch.qint32),
@@ -99,7 +99,7 @@ PROFILES = (
     Profile(profiles.int8_with_int16_cell, bars(35, 38, 38)),
     Profile(int16_everywhere, bars(37, 39, 39), requantizes=True),
 )
-#: The others take the same way through the code.
+#: The other combinations run the same code.
 QUICK = ("GRU-int8_parts", "RNN-int16_parts", "RNN with ReLU-int8_with_int16_cell")
 FACTORS = [
     pytest.param(k, p, id=f"{k}-{p}", marks=() if f"{k}-{p}" in QUICK else pytest.mark.slow)
@@ -135,7 +135,7 @@ def test_contract_at_length(kind: Kind, profile: Profile, single_step: bool) -> 
 
 
 def test_the_hidden_state_of_a_relu_rnn_is_not_cut_off_at_one() -> None:
-    """The 16-bit profile keeps states within [-1, 1), which those of a ReLU are not."""
+    """The 16-bit profile keeps states within [-1, 1), which the states of a ReLU RNN exceed."""
     torch.manual_seed(0)
     model = Model(nn.RNN(8, 12, nonlinearity="relu")).eval()
     for parameter in model.parameters():
@@ -154,13 +154,13 @@ def test_the_hidden_state_of_a_relu_rnn_is_not_cut_off_at_one() -> None:
     assert found[1] < 15
 
 
-# What calibrating torch's formula by hand gives.
+# The result of calibrating torch's formula by hand.
 
 Parts = dict[str, list[Tensor]]
 
 
 def gru_by_hand(weights: list[Tensor], x: Tensor, h: Tensor) -> Parts:
-    """All intermediate values of torch.nn.GRU's formula over the steps of ``x`` (T, B, I)."""
+    """Return all intermediate values of torch.nn.GRU's formula over the steps of ``x`` (T, B, I)."""
     w_ih, w_hh, b_ih, b_hh = weights
     seen: Parts = defaultdict(list)
     for step in x:
@@ -228,7 +228,7 @@ def min_max_qparams(values: list[Tensor]) -> tuple[float, int, torch.dtype]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
 def test_the_qparams_are_those_of_torchs_formula(kind: Kind) -> None:
-    """Two layers, so that the second one's input is the first one's float output."""
+    """Two layers, so that the second layer's input is the first layer's float output."""
     torch.manual_seed(0)
     module = kind.make(8, 12, 2)
     model = Model(module).eval()

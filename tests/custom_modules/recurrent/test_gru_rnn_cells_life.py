@@ -1,4 +1,4 @@
-"""GRU, RNN and the cells over a model's life: explained, copied, saved; and what one can get wrong."""
+"""GRU, RNN and the cells over a model's life: explained, copied, saved; and typical mistakes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def stages(request: pytest.FixtureRequest) -> tuple[str, Quantized]:
 
 @functools.cache
 def others(name: str) -> tuple[GraphModule, GraphModule]:
-    """Of other weights and other data."""
+    """Return (prepared, converted) with other weights and other data."""
     torch.manual_seed(1)
     model = Tagger(MAKERS[name]()).eval()
     return by_us(model, MAPPING, [(3 * x,) for (x,) in [batch(name)]], MAP_ALL)
@@ -173,8 +173,8 @@ class Renamed(nn.GRU):
 def test_a_subclass_with_a_forward_of_its_own_is_warned_about(
     subclass: type[nn.GRU], is_warned: bool, is_refused: bool
 ) -> None:
-    """Mapping it says that a GRU is meant; torch.ao's from_float of an LSTM subclass drops its forward
-    silently. Where that changes the results, there are none."""
+    """A mapping of the subclass declares it to be a GRU; torch.ao's from_float silently drops the forward of
+    an LSTM subclass. Where dropping it changes the results, prepare refuses."""
     config = PrepareCustomConfig().set_float_to_observed_mapping(subclass, quantizable.GRU)
     (x,) = batch("GRU")
     model = Tagger(subclass(8, 12)).eval()

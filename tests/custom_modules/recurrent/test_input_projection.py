@@ -1,4 +1,4 @@
-"""Converted cells in two: the projection of all inputs at once, and the step. The numbers stay."""
+"""Converted cells in two parts, the projection of all inputs at once and the step: the same numbers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LINEAR = torch.ops.aten.linear.default
 
 
 def cell_inputs(cell: GraphModule) -> tuple[Tensor, ...]:
-    """x of seven steps (7, 3, I) and states (3, width)."""
+    """Return x with seven steps (7, 3, I) and states (3, width)."""
     widths = [int(n.meta["val"].shape[1]) for n in cell.graph.nodes if n.op == "placeholder"]
     return uniform(1.0, 7, 3, widths[0]), *(uniform(0.5, 3, width) for width in widths[1:])
 
 
 def assert_same_integers(cell: GraphModule, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """One step at most, and that seldom: a linear may sum up in another order when it has more rows."""
+    """Assert at most one step of difference, and rarely: more rows may change a linear's summation order."""
     for qparams, mine, theirs in zip(converted_qparams(cell), found, expected, strict=True):
         assert qparams is not None
         steps = (qparams.quantize(mine).int() - qparams.quantize(theirs).int()).abs()
@@ -59,7 +59,7 @@ def test_nothing_of_the_input_is_left_to_the_step(name: str) -> None:
         assert linears(cell.projection_graph()) == len(of_input) in (1, 3, 4)
         assert linears(cell.step_graph()) == linears(cell.graph) - len(of_input) > 0
         assert not any(node.name.startswith("igates") for node in cell.step_graph().nodes if node.users)
-        # What is not in one of them is in the other, weights that both read apart.
+        # Nodes missing from one graph are in the other; weights that both read are in both.
         both = {n.name for graph in (cell.projection_graph(), cell.step_graph()) for n in graph.nodes}
         assert {node.name for node in cell.graph.nodes} <= both
 

@@ -1,4 +1,4 @@
-"""The profile whose products are of integers and whose gates and states are floats."""
+"""The profile with integer products and float gates and states."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ QUICK = ("projected lstm", "gru")
 
 
 def converted(name: str, engine: str, profile: Callable[..., Any]) -> tuple[Model, Any, Any]:
-    """The float model, the converted one, and data it was not calibrated with."""
+    """Return the float model, the converted one, and data it was not calibrated with."""
     make, options = KINDS[name]
     model = model_of(make)
     recurrent: Any = model.recurrent
@@ -106,10 +106,10 @@ def test_integers_in_products_alone(name: str) -> None:
     assert {d.action for d in tc.explain(lowered).decisions if d.path == "recurrent/lowering"} == {"lowered"}
     exact, expected, found = (leaves(each(*data))[1:] for each in (model, lowered.reference, lowered))
     for float_value, reference, value in zip(exact, expected, found, strict=True):
-        # Sums in another order, which may move an integer by one.
+        # Sums in another order, which may move an integer by one step.
         assert sqnr(reference, value) > 55
         assert 30 < sqnr(float_value, value) < 50
-    # Nothing has been put on a grid: a result has as many values as numbers.
+    # The results are on no grid: nearly all of their numbers are distinct.
     output = found[0]
     assert output.unique().numel() > 0.9 * (output != 0).sum()
     state = lowered.state_dict()
@@ -204,7 +204,7 @@ def test_a_backend_config_has_no_say_about_floats() -> None:
 
 @pytest.mark.slow
 def test_one_part_alone_may_stay_float() -> None:
-    """Of any profile: the cell state in floats, everything else in eight bits."""
+    """In any profile: the cell state in floats, everything else in eight bits."""
 
     def profile(module: nn.Module) -> dict[str, Any]:
         return {name: value for name, value in int8_products(module).items() if name == "cell_state_obs_ctr"}
@@ -216,7 +216,7 @@ def test_one_part_alone_may_stay_float() -> None:
         assert sqnr(reference, value) > 45
         assert 24 < sqnr(float_value, value) < 45
     assert found[3].unique().numel() > 60  # c_n
-    assert found[2].unique().numel() < 72  # h_n lies on the steps of eight bits
+    assert found[2].unique().numel() < 72  # h_n lies on a grid of eight bits
 
 
 def test_single_steps_alone_show_no_hidden_state() -> None:

@@ -1,4 +1,4 @@
-"""LSTM models next to FX where FX is right: accuracy, and the qparams of every corresponding observer."""
+"""LSTM models beside FX where FX is right: the accuracy, and the qparams of every corresponding observer."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_no_less_accurate_than_fx_at_sizes_never_prepared(both: Both, steps: int
         results = [leaves(run(*args)) for run in (both.model, both.ours, both.theirs)]
     for exact, mine, fx_result in zip(*results, strict=True):
         assert sqnr(exact, mine) >= sqnr(exact, fx_result) - 0.5
-        # x86's reduced range has half the levels of qnnpack, which costs 6 dB.
+        # With x86's reduced range there are half the levels of qnnpack, which costs 6 dB.
         assert (16 if both.variant.backend == "x86" else 24) < sqnr(exact, mine) < 60
 
 
@@ -135,7 +135,7 @@ def test_qparams_of_sigmoid_and_tanh_are_fixed_as_in_fx(both: Both, part: str) -
     report = explain(both.ours)
     for layer in range(both.variant.num_layers):
         path = f"lstm.layers.{layer}.layer_fw.cell.{part}"
-        # FX has no observer there: the quantized kernel brings the qparams.
+        # FX has no observer there: the quantized kernel defines the qparams.
         gate = both.theirs.get_submodule(path)
         activated = gate(torch.quantize_per_tensor(torch.randn(2, 3), 0.05, 128, torch.quint8))
         expected = (activated.q_scale(), activated.q_zero_point())
@@ -145,7 +145,7 @@ def test_qparams_of_sigmoid_and_tanh_are_fixed_as_in_fx(both: Both, part: str) -
 
 
 def test_folded_weights_of_the_cells_equal(both: Both) -> None:
-    """FX keeps them packed in torch.ao.nn.quantized.Linear; per channel where the qconfig says so."""
+    """FX packs them in torch.ao.nn.quantized.Linear, per channel if the qconfig says so."""
     for layer in range(both.variant.num_layers):
         path = f"lstm.layers.{layer}.layer_fw.cell"
         cell = both.ours.get_submodule(path)
@@ -165,7 +165,7 @@ def test_one_layer_gives_the_integers_fx_gives(both: Both) -> None:
     for a, b in list(zip(mine, fx_result, strict=True))[: 3 if both.variant.num_layers == 1 else 1]:
         step = float(b.unique().diff().median())
         difference = (a - b).abs()
-        # The quantize ops of both differ in a few values in a million, and a state hands that on.
+        # The quantize ops of the two differ in a few values in a million, and a state carries that on.
         assert float(difference.max()) <= 1.01 * step
         assert float((difference > 0.01 * step).float().mean()) < 0.01
 
@@ -180,7 +180,7 @@ def test_outside_the_calibrated_range_it_saturates_where_fx_does(both: Both) -> 
 
 
 class Tagger(nn.Module):
-    """Embedding to LSTM to classifier, the state as an argument: FX takes no other form."""
+    """Embedding, LSTM and classifier, with the state as an argument, the only form FX accepts."""
 
     def __init__(self) -> None:
         super().__init__()

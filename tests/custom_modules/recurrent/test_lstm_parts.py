@@ -1,4 +1,4 @@
-"""The documented 16-bit LSTM flow of torch.ao, from the classes a user wrote for FX, part by part.
+"""The documented 16-bit LSTM flow of torch.ao, part by part, with the classes that users wrote for FX.
 
 The same classes run through both engines: only the module ``lstm_utils`` comes from differs.
 """
@@ -62,7 +62,8 @@ GATES = ("input", "forget", "cell", "output")
 # The flow as torch.ao documents it.
 
 
-#: What that is part by part; tanh(c) has no constructor there and follows the QConfig: FX's 8-bit tanh.
+#: The qparams of that flow part by part; tanh(c) has no constructor there and follows the QConfig: FX's 8-bit
+#: tanh.
 DOCUMENTED_PARTS: dict[str, QParams] = {
     "gates": (2**-11, 2**15, torch.int32),
     **dict.fromkeys(SIGMOIDS, (2**-16, 0, torch.int32)),
@@ -74,7 +75,7 @@ DOCUMENTED_PARTS: dict[str, QParams] = {
 
 
 def cells_of(model: nn.Module, path: str = "my_lstm") -> Iterator[tuple[str, GraphModule]]:
-    """The cells of the LSTM at ``path``, by their paths."""
+    """Yield the cells of the LSTM at ``path`` with their paths."""
     for name, module in model.named_modules():
         if re.fullmatch(rf"{path}\.layers\.\d+\.layer_(fw|bw)\.cell", name):
             assert isinstance(module, GraphModule)
@@ -118,12 +119,12 @@ def test_every_part_has_exactly_the_qparams_given(structure: dict[str, Any]) -> 
             assert dtype is torch.uint8
             assert 0.002 < scale < 0.05
             assert 90 < zero_point < 166
-        # One quantize per part and nothing else: neither a second pair nor one on the way in.
+        # One quantize per part and no others: no second pair, and none at the inputs.
         assert sum(node.target is QUANTIZE for node in cell.graph.nodes) == len(PARTS)
 
 
 def assert_as_fx(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """No output less accurate than FX's, and projections calibrated to the same qparams."""
+    """Assert that no output is less accurate than FX's and that projections have FX's calibrated qparams."""
     for mine, of_fx in zip(ours["sqnr"], theirs["sqnr"], strict=True):
         assert of_fx > 30
         assert of_fx - 0.5 <= mine < 60
@@ -145,7 +146,7 @@ def test_as_fx_was(flow: Flow) -> None:
     ids=lambda flow: flow.id,
 )
 def test_fx_is_as_it_was(flow: Flow) -> None:
-    """A live run gives what is stored: ``python -m tests.parity``."""
+    """A live run gives the stored results: ``python -m tests.parity``."""
     live, before = fx_flow(flow), stored(FX_PARTS)[flow.id]
     assert live["sqnr"] == pytest.approx(before["sqnr"], abs=0.1)
     assert live["projections"].keys() == before["projections"].keys()
@@ -161,7 +162,7 @@ def test_accuracy_in_every_structure(structure: dict[str, Any]) -> None:
     assert_between(quality(model, converted, model.batch(9, 64)), 31)
 
 
-# FX's own decomposed form, which is where a PT2E user would begin.
+# FX's own decomposed form, which a PT2E user would start from.
 
 
 def float_cell(model: MyModel) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -171,7 +172,7 @@ def float_cell(model: MyModel) -> Callable[[Tensor, Tensor, Tensor], tuple[Tenso
 
 
 def test_the_decomposed_cell_of_fx_gives_zeros_and_ours_does_not() -> None:
-    """A FixedQParamsObserver of any dtype carries 0..255, and the decomposed quantize clamps to it: the
+    """A FixedQParamsObserver of any dtype has the range 0..255, and the decomposed quantize clamps to it: the
     gates' zero point of 2^15 alone makes every gate sum -15.9."""
     model = build(gain=2.0)
     batches = batches_of(model)
@@ -310,13 +311,13 @@ def test_every_convert_mapping_gives_the_converted_lstm(
     )
 
 
-# As many q-dq pairs as dtypes need.
+# As many q-dq pairs as the dtypes require.
 
 TRANSPARENT = (torch.ops.aten.chunk.default, operator.getitem)
 
 
 def reader_chain(node: Node) -> list[Any]:
-    """The targets behind ``node`` up to the next op of the cell, following the first reader."""
+    """Return the targets behind ``node`` up to the next op of the cell, following the first reader."""
     chain: list[Any] = []
     while node.users:
         node = next(iter(node.users))
@@ -339,7 +340,7 @@ def test_hidden_state_of_another_dtype_is_quantized_again_before_the_projection(
         assert reader_chain(dict(part_nodes(cell))["ogate_cy"]) == [torch.int16, "output"]
         inputs = {node.target: node for node in cell.graph.nodes if node.op == "placeholder"}
         assert reader_chain(inputs["hx"]) == [torch.uint8, torch.ops.aten.linear.default]
-        # The first layer's x is already uint8; the second's is the first one's hidden state.
+        # The first layer's x is already uint8; the second layer's x is the first one's hidden state.
         expected = [torch.uint8] if index else []
         assert reader_chain(inputs["x"]) == [*expected, torch.ops.aten.linear.default]
         assert sum(node.target is QUANTIZE for node in cell.graph.nodes) == len(PARTS) + 1 + index
@@ -379,7 +380,7 @@ def test_gate_inputs_apart_from_gate_sums(split_gates: bool) -> None:
         quantize = dequantize.args[0]
         assert quantize.target is QUANTIZE
         assert qparams_of(quantize) == expected
-    # Behind the sums, too, as given: two pairs between two neighbouring ops.
+    # Behind the sums, too, the qparams are as given: two pairs between two neighbouring ops.
     sums = [node for name, node in nodes.items() if name.split(".")[0] == "gates"]
     assert len(sums) == (4 if split_gates else 1)
     assert {qparams_of(quantize_behind(node)) for node in sums} == {(2**-11, 2**15, torch.int32)}
@@ -398,7 +399,7 @@ def test_no_gate_input_is_quantized_where_no_constructor_asks_for_it() -> None:
         assert source.target is operator.getitem
 
 
-#: Range of every group, in floats.
+#: The range of every group, in floats.
 RANGES = {
     "linear_output_obs_ctr": (-8.0, 8.0),
     "sigmoid_obs_ctr": (0.0, 1.0),
@@ -418,7 +419,7 @@ GROUPS = {
 
 
 def covering(low: float, high: float, dtype: torch.dtype, bits: int) -> tuple[float, int]:
-    """(scale, zero point) that spread [low, high) over 2^bits values of ``dtype``."""
+    """Return the (scale, zero point) that spread [low, high) over the 2^bits values of ``dtype``."""
     scale = (high - low) / 2**bits
     lowest = -(2 ** (bits - 1)) if torch.iinfo(dtype).min < 0 else 0
     return scale, lowest - round(low / scale)
@@ -451,7 +452,7 @@ def test_every_integer_dtype(legacy: torch.dtype, dtype: torch.dtype, bits: int,
 
 
 class Shapes(Interpreter):
-    """Runs a graph and keeps the shape of every tensor in it, parameters and constants too."""
+    """Runs a graph and collects the shape of every tensor in it, including parameters and constants."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module)
@@ -497,7 +498,7 @@ def test_split_gates(structure: dict[str, Any]) -> None:
 
 
 def test_split_gates_have_observers_of_their_own() -> None:
-    """Gates of very different size: one set of qparams for all four costs what four sets do not."""
+    """One set of qparams for four gates of very different size costs accuracy that four sets do not."""
     model = build(bias=False)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -526,7 +527,7 @@ INT16_CELL = {
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile, the parts it fixes, the dtype of those it leaves to calibration, and its accuracy."""
+    """A profile, the parts it fixes, the dtypes of those it leaves to calibration, and its accuracy."""
 
     make: Callable[..., Constructors]
     fixed_parts: dict[str, QParams]

@@ -1,4 +1,4 @@
-"""Outputs of a recurrent module taken apart in every way a model does it."""
+"""Outputs of a recurrent module taken apart in every way that a model may do it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TakesApart(nn.Module):
 
 
 def names_of(kind: type[nn.RNNBase], seed: int) -> list[str]:
-    """Some of the ways, in random order."""
+    """Return some of the ways, in random order."""
     ways = [f"output, {name}" for name in of_output(torch.zeros(4, 2, 2 * HIDDEN))]
     for index in range(2 if kind is nn.LSTM else 1):
         ways += [f"state {index}, {name}" for name in of_state(torch.zeros(4, 2, HIDDEN), 2)]

@@ -1,4 +1,4 @@
-"""What a user can get wrong about the parts of an LSTM: an error of ours with the part's name and a hint."""
+"""Mistakes of users with the parts of an LSTM: an error of this package with the part's name and a hint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lstm() -> nn.LSTM:
     ],
 )
 def test_a_dtype_the_backend_does_not_allow_names_the_part(constructor: str, part: str, op: str) -> None:
-    """FX ignored a sigmoid's unsupported dtype silently (B11)."""
+    """FX silently ignored a sigmoid's unsupported dtype (B11)."""
     with pytest.raises(ConfigError, match=rf"part '{part}' is observed as int32.*for {op}\.") as caught:
         get_lstm_with_individually_observed_parts(
             lstm(), None, get_qnnpack_backend_config(), **{constructor: WIDE}

@@ -1,4 +1,4 @@
-"""Individually observed parts where FX is wrong or fails: FX run live, its number or failure beside ours."""
+"""Individually observed parts where FX is wrong or fails: live FX, its number or failure beside ours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIXTEEN_BITS = {
 
 
 class Model(nn.Module):
-    """An LSTM with weights that use the whole range of the gates."""
+    """Return an LSTM with weights that make the gates use their whole range."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def mapped(observed: type[nn.Module]) -> PrepareCustomConfig:
 
 
 def converted_by_fx(model: nn.Module, data: list[tuple[Tensor, ...]], **constructors: Any) -> Any:
-    """FX's own flow with the class a user writes for it."""
+    """Convert ``model`` by FX's own flow with the class that a user writes for it."""
     import torch.ao.quantization.quantize_fx as fx
 
     class Quantized(torch.ao.nn.quantized.LSTM):
@@ -232,7 +232,7 @@ class Whole(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")
 def test_b20_unbatched_input() -> None:
-    """The quantizable LSTM of FX takes the features for a batch: (5, 4, 4) for (5, 4)."""
+    """FX's quantizable LSTM mistakes the features for the batch: (5, 4, 4) instead of (5, 4)."""
     float_lstm = nn.LSTM(4, 4)
     float_lstm.qconfig = get_default_qconfig_mapping("qnnpack").global_qconfig
     x = torch.randn(5, 4)
@@ -261,14 +261,14 @@ def test_b20_projection() -> None:
 
 
 def test_b21_initial_state_qparams_are_used() -> None:
-    """FX's cell has the attributes and no code that reads them."""
+    """FX's cell has the attributes, but no code reads them."""
     model = Whole(nn.LSTM(4, 4)).eval()
     prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), (torch.randn(5, 2, 4),), MAP_LSTM)
     calibrate(prepared, [(torch.randn(9, 4, 4),)])
     x = torch.randn(1, 2, 4)
     plain = tc.convert_fx(prepared)(x)[1][1]
     cell = prepared.lstm.layers[0].layer_fw.cell
-    # 300 does not fit 8 bits: zero becomes (255 - 300) * 0.01, which only qparams that are read can do.
+    # 300 does not fit in 8 bits: zero becomes (255 - 300) * 0.01, but only if the qparams are read.
     cell.initial_cell_state_qparams = (0.01, 300)
     shifted = tc.convert_fx(copy.deepcopy(prepared))
     assert shifted.lstm.layers[0].layer_fw.cell.initial_cell_state_qparams == (0.01, 300)

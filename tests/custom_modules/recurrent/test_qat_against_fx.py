@@ -2,7 +2,7 @@
 the float model.
 
 The ranges of the default fake-quantize are moving averages of the extremes of single steps. After few steps
-of few sequences they are narrow, and what they cut off is what is lost: in FX as here.
+of few sequences they are narrow, and the loss of accuracy is what they clip: in FX as well.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def batch(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     ("rows", "calls", "at_least", "at_most"), [(1, 40, 4.0, 9.0), (16, 4, 8.0, 14.0), (16, 40, 15.0, 25.0)]
 )
 def test_as_far_from_the_float_model_as_fx(rows: int, calls: int, at_least: float, at_most: float) -> None:
-    """With qnnpack, whose ranges take all 8 bits. On x86 FX's kernels hand out integers above the 7 bits that
-    were trained, and cut off less: 2 to 5 dB that the fake-quantized model does not have."""
+    """With qnnpack, whose ranges use all 8 bits. On x86 FX's kernels return integers above the 7 bits that
+    were trained, and so clip less: 2 to 5 dB more than the fake-quantized model has."""
     torch.manual_seed(0)
     model = Encoder()
     calibration, found = [batch(rows) for _ in range(calls)], []

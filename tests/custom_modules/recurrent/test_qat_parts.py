@@ -1,4 +1,4 @@
-"""Quantization-aware training of recurrent parts: fake-quants, gradients, and what is converted."""
+"""Quantization-aware training of recurrent parts: fake-quantizes, gradients, and the converted model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Classifier(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """``fake_quantizes``: how many there are in a cell, parts and weights."""
+    """A recurrent class; ``fake_quantizes`` is their number in a cell, for parts and weights."""
 
     float_class: type[nn.RNNBase]
     fake_quantizes: int
@@ -87,7 +87,8 @@ def test_training_reaches_every_weight_and_is_what_converts(
     torch.manual_seed(0)
     x = torch.randn(7, 64, 8)
     y = (x.sum((0, 2)) > 0).long()
-    # Float logits: a moving average that lags behind growing logits clips them all, and their gradients.
+    # Float logits: a moving average that lags behind growing logits clips them all, and with them their
+    # gradients.
     mapping = get_default_qat_qconfig_mapping(backend).set_module_name("fc", None)
     prepared = tc.prepare_qat_fx(Classifier(kind.make()).train(), mapping, (x,), config)
     for direction in ("layer_fw", "layer_bw"):
@@ -117,7 +118,7 @@ def test_training_reaches_every_weight_and_is_what_converts(
 
 @pytest.mark.slow
 def test_explain_reports_what_a_fused_fake_quantize_cuts_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused fake-quantize does not call its observer; a sample of its calls is counted."""
+    """A fused fake-quantize does not call its observer; clipping is counted in a sample of its calls."""
     path, shares = "recurrent.layers.0.layer_fw.cell.fgate_cx_igate_cgate", []
     for every in (fused_fake_quantize.COUNTED_EVERY, 1):
         monkeypatch.setattr(fused_fake_quantize, "COUNTED_EVERY", every)

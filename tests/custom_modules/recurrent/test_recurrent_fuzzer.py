@@ -1,4 +1,4 @@
-"""The fuzzer of recurrent contracts, in short; at length: ``python -m tests.fuzz.recurrent_fuzzer``."""
+"""A short run of the fuzzer of recurrent contracts; in full: ``python -m tests.fuzz.recurrent_fuzzer``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibrated with single steps alone, a hidden projection is never seen: a warning at convert."""
+"""Calibration with single steps only: a hidden projection is never seen, which convert warns about."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_part_far_worse_than_the_others_is_named_with_its_profile() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LSTM(6, 64)).eval()
     with torch.no_grad():
-        # One unit that counts up: its cell state takes the range that all others share.
+        # One unit that counts up: its cell state determines the range that all units share.
         model[0].bias_ih_l0[64] = model[0].bias_ih_l0[0] = 200.0
         model[0].bias_ih_l0[128] = 200.0
     prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (torch.randn(4, 3, 6),), map_all())

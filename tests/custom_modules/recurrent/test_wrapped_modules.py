@@ -23,7 +23,7 @@ MAPPING = get_default_qconfig_mapping("x86")
 
 
 class Named(nn.LSTM):
-    """A subclass that computes what its base does."""
+    """A subclass that computes the same as its base."""
 
     def __init__(self) -> None:
         super().__init__(6, 8, batch_first=True)
@@ -36,7 +36,7 @@ class OfItsOwn(nn.LSTM):
 
 
 class Dropping(nn.Module):
-    """Weight drop, as AWD-LSTM has it."""
+    """Weight drop, as in AWD-LSTM."""
 
     def __init__(self) -> None:
         super().__init__()

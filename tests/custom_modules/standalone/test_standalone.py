@@ -1,4 +1,4 @@
-"""Standalone modules and modules FX must not trace into, beside FX."""
+"""Standalone modules and non-traceable modules, beside FX."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Speech(nn.Module):
 
 @pytest.mark.parametrize("interface", [([], []), ([0], [0, 1])], ids=["float", "quantized"])
 def test_a_custom_lstm_inside(interface: Any) -> None:
-    """B14: FX fails."""
+    """FX fails (B14)."""
     torch.manual_seed(0)
     model, x = Speech().eval(), torch.randn(6, 3, 4)
     inside = inner(*interface).set_float_to_observed_mapping(nn.LSTM, torch.ao.nn.quantizable.LSTM)
@@ -191,7 +191,7 @@ def test_training() -> None:
 
 
 class Branching(nn.Module):
-    """What torch.export cannot capture: a branch on data, around an LSTM."""
+    """A module that torch.export cannot capture: a branch on data, around an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_non_traceable_modules_stay_one_float_call(inner_class: type[nn.Module],
 
 
 def test_a_module_of_torch_nn_is_a_leaf_anyway() -> None:
-    """So FX quantizes a Linear that is named non-traceable."""
+    """A Linear named non-traceable is therefore quantized, in FX as well."""
     model = nn.Sequential(nn.Linear(4, 4)).eval()
     config = PrepareCustomConfig().set_non_traceable_module_classes([nn.Linear])
     prepared = tc.prepare_fx(model, MAPPING, (torch.randn(2, 4),), config)
@@ -257,14 +257,14 @@ def test_a_module_of_torch_nn_is_a_leaf_anyway() -> None:
 
 
 class Positive(nn.Module):
-    """The size of its result is a matter of the data."""
+    """The size of the result depends on the data."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[x > 0]
 
 
 class Halved(nn.Module):
-    """A size of its result is no size of its input, and it branches on data."""
+    """A size of the result is no size of the input, and the module branches on data."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if float(x.sum()) > 1e9 else x[: len(x) // 2]

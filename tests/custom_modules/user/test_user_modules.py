@@ -1,4 +1,4 @@
-"""A user's own custom modules: what FX did for the classic one, and every other form of call and result."""
+"""A user's own custom modules: what FX did for the classic one, and all other forms of calls and results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from torchq_compat.errors import CustomModuleError, QuantizationWarning
 def by_theirs(
     model: nn.Module, data: Sequence[tuple[Any, ...]], configs: tuple[Any, Any], mapping: Any = MAPPING
 ) -> tuple[GraphModule, GraphModule]:
-    """By FX, to quantized modules."""
+    """Prepare and convert by FX, to quantized modules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         prepared = fx.prepare_fx(copy.deepcopy(model), mapping, data[0], configs[0])
@@ -120,7 +120,7 @@ def test_custom_modules_in_sequentials_hand_on_their_integers() -> None:
     _, theirs = by_theirs(model, data, CLASSIC)
     calls = [n for n in converted.reference.graph.nodes if n.op == "call_module"]
     assert [c.target for c in calls] == ["body.1", "body.2.0"]
-    # One quantize from module to module.
+    # A single quantize between the two modules.
     (quantize,) = calls[1].args
     assert quantize in quantize_nodes(converted)
     assert quantize.args[0].args[0] is calls[0]
@@ -138,7 +138,7 @@ class Twice(nn.Module):
 
 
 def test_used_twice_on_different_ranges() -> None:
-    """FX gives the second call's observer the first one's place. A legacy class has one set of output
+    """FX uses the second call's observer in place of the first's. A legacy class has one set of output
     qparams, which has to cover both calls."""
     model = Twice().eval()
     data = [(uniform(10.0, 16, 3), uniform(2.0, 16, 3)) for _ in range(8)]
@@ -160,7 +160,7 @@ class FloatCustom(StaticCustom):
 
 
 def test_used_twice_each_call_with_its_own_qparams() -> None:
-    """A class that takes floats has no output qparams: a call a hundred times smaller loses nothing."""
+    """A class with ``takes_floats`` has no output qparams: a call with small values is as accurate."""
     model = Twice().eval()
     data = [(uniform(10.0, 16, 3), uniform(0.1, 16, 3)) for _ in range(8)]
     configs = settings_for(Custom, ObservedCustom, FloatCustom)
@@ -168,7 +168,7 @@ def test_used_twice_each_call_with_its_own_qparams() -> None:
     assert all(30 < sqnr(a, b) < 60 for a, b in zip(model(*data[0]), ours(*data[0]), strict=True))
 
 
-# Dynamic and weight-only: the class gets its qconfig, the boundary stays in floats.
+# Dynamic and weight-only: the class gets its qconfig, the boundary stays float.
 
 
 class WeightOnlyCustom(StaticCustom):
@@ -192,7 +192,7 @@ OTHER_TYPES = {
 
 @pytest.mark.parametrize("key", OTHER_TYPES)
 def test_mappings_of_other_quantization_types(key: str) -> None:
-    """FX refuses them in its setter, and ignores them where they get in otherwise."""
+    """FX's setter refuses them, and FX ignores them if they are set in another way."""
     quant_type, qconfig, quantized = OTHER_TYPES[key]
     with pytest.raises(ValueError, match="only supported for static"):
         PrepareCustomConfig().set_float_to_observed_mapping(Custom, ObservedCustom, quant_type)
@@ -218,7 +218,7 @@ def with_qconfig(module: nn.Module, qconfig: Any) -> nn.Module:
     return module
 
 
-# Modules in ten lines: with dict input and dataclass output.
+# Small modules with dict inputs and dataclass outputs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,7 +416,7 @@ FORMS = {
 
 
 def assert_same_structure(exact: Any, found: Any) -> None:
-    """Types and everything that is no tensor."""
+    """Assert equal types and equal values of all leaves that are no tensors, and equal shapes of tensors."""
 
     def shown(value: Any) -> Any:
         return tuple(value.shape) if isinstance(value, Tensor) else value
@@ -504,7 +504,7 @@ def test_the_observed_class_says_what_is_quantized(
 
 
 def dtype_in_front(node: Any) -> Any:
-    """The dtype of the quantize in front of ``node``, a result of the graph."""
+    """Return the dtype of the quantize in front of ``node``, a result of the graph."""
     (source,) = node.all_input_nodes[:1]
     return source.args[5] if str(source.target).startswith("quantized_decomposed.quantize_per") else None
 
@@ -518,7 +518,7 @@ def test_unused_outputs_leave_no_node() -> None:
     model = Drops(OfTwo()).eval()
     data = [(uniform(1.0, 16, 4), uniform(1.0, 16, 4)) for _ in range(4)]
     _, converted = by_ours(model, data, mirror(OfTwo))
-    assert len(quantize_nodes(converted)) == 4  # x of the linear, x, y, and the result that is used
+    assert len(quantize_nodes(converted)) == 4  # x of the linear, x, y, and the one result that is used
     assert 25 < sqnr(model(*data[0]), converted(*data[0])) < 60
 
 
@@ -526,7 +526,7 @@ def test_unused_outputs_leave_no_node() -> None:
 
 
 class Outer(nn.Module):
-    """Holds a custom module, which its observed class observes on its own."""
+    """A module that contains a custom module, which the observed class observes itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -678,7 +678,7 @@ def test_without_an_entry_for_its_class_a_module_stays_observed() -> None:
     assert 25 < sqnr(model(*data[0]), converted(*data[0])) < 60
 
 
-# Shapes that depend on data: a handler says what they are
+# Shapes that depend on data: a handler states them
 
 
 class Chosen(Mixer):
@@ -712,7 +712,7 @@ def test_data_dependent_code_is_tried_on_data() -> None:
 
 
 class Picky(Chosen):
-    """Fails on the zeros and ones it would be tried on."""
+    """A module that fails on zeros and ones, the inputs it would be tried on."""
 
     def forward(self, x: Tensor) -> Tensor:
         if float(x.std()) < 0.1:

@@ -1,5 +1,5 @@
-"""What a user's custom module can get wrong: an error of ours with the module's path and a hint, or right
-results; and the user's model as it was."""
+"""Mistakes in a user's custom module: an error of this package with the module's path and a hint, or correct
+results; and the user's model is unchanged."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def refuse_prepare(model: nn.Module, prepare_config: Any, problem: str, hint: st
 
 
 class Pairs(Mixer):
-    """What the observed classes below stand in for."""
+    """The float class of the observed classes below."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         return self.linear(x) * scale, x
@@ -175,7 +175,7 @@ def test_a_from_float_that_makes_no_module(make: Any, problem: str) -> None:
 
 @pytest.mark.parametrize(("make", "problem"), MAKERS)
 def test_a_from_observed_that_makes_no_module(make: Any, problem: str) -> None:
-    """What was prepared is as it was, and converts with the right class."""
+    """The prepared model is unchanged, and converts with the right class."""
     quantized = type("Bad", (StaticCustom,), {"from_observed": classmethod(make)})
     _, config = settings_for(Custom, ObservedCustom, quantized)
     model, data = Around().eval(), rows()
@@ -230,7 +230,7 @@ class OfOne(Mixer):
 
 
 def convert_with(forward: Any, **attributes: Any) -> tuple[nn.Module, Any]:
-    """A converted model with a quantized class of this ``forward``, and the float model."""
+    """Return a model converted to a quantized class with this ``forward``, and the float model."""
     namespace = {
         "takes_floats": True,
         "forward": forward,
@@ -296,7 +296,7 @@ def test_settings_that_do_not_fit(attributes: dict[str, Any], problem: str, hint
     refuse_prepare(Wrapped(Free()).eval(), mirror(Free, **attributes)[0], problem, hint)
 
 
-# What a module does to its inputs
+# Modules that write to their inputs
 
 
 class Mutates(Mixer):
@@ -323,7 +323,7 @@ def test_a_module_that_changes_its_input(float_class: type[nn.Module]) -> None:
 
 
 class Aliases(Mixer):
-    """Its results: the input itself, a view of it, one tensor twice."""
+    """Its results: the input itself, a view of it, and one tensor twice."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.linear(x)
@@ -350,7 +350,7 @@ def test_outputs_that_alias_inputs() -> None:
 
 
 class Box:
-    """A container nobody registered."""
+    """A container that is not registered with pytree."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -390,7 +390,7 @@ def test_a_container_nobody_registered(model: type[Wrapped], float_class: type[n
 
 
 class Crate(Box):
-    """One that is registered."""
+    """A container that is registered."""
 
 
 pytree.register_pytree_node(Crate, lambda crate: ([crate.value], None), lambda values, _: Crate(*values))
@@ -444,7 +444,7 @@ def test_shapes_that_depend_on_data() -> None:
     )
 
 
-# What the model itself takes and returns is torch.export's affair
+# Arguments and results of the model itself are torch.export's concern
 
 
 @dataclasses.dataclass

@@ -32,7 +32,7 @@ class Tagger(nn.Module):
 
 
 def example(steps: int, batch: int) -> Tensor:
-    """The numbers of ``run_package.cpp``, which floats hold exactly."""
+    """Return the inputs of ``run_package.cpp``, numbers that floats hold exactly."""
     numbers = torch.arange(steps * batch * 6, dtype=torch.float32)
     return (numbers * 7).remainder(33).div(16).sub(1).view(steps, batch, 6)
 
@@ -63,6 +63,7 @@ def test_a_package_runs_in_a_program_of_cpp_at_other_sizes(tmp_path: Path) -> No
         found = torch.frombuffer(bytearray(output.read_bytes()), dtype=torch.float32).view(steps, batch, 3)
         x = example(steps, batch)
         assert torch.equal(found, torch._inductor.aoti_load_package(package)(x))
-        # Inductor sums up floats in another order: a value between two integers may fall to the other side.
+        # Inductor sums floats in another order: a value midway between two integers may round to the other
+        # one.
         assert sqnr(program.module()(x), found) > 40
         assert 15 < sqnr(float_model(x), found) < 60

@@ -1,4 +1,4 @@
-"""Converted models on ExecuTorch's portable kernels: the bits of the reference, at every size in bounds."""
+"""Converted models on ExecuTorch's portable kernels: the reference's bits at every size in bounds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_recurrent_modules_at_every_length_and_batch(name: str) -> None:
     x = torch.randn(3, 2, 8)
     before = leaves(model(x))
     program = to_executorch(model, (torch.randn(12, 4, 8),))
-    # Short after long and long after short: buffers keep what the call before left in them.
+    # Short after long and long after short: buffers keep values of the previous call.
     sizes = (3, 2), (12, 4), (1, 1), (7, 4), (12, 1)
     assert same_bits(model, program, *(torch.randn(*size, 8) for size in sizes))
     result = program(x)
@@ -90,7 +90,7 @@ DYNAMIC = {"int8": default_dynamic_qconfig, "float16": float16_dynamic_qconfig}
 
 @pytest.mark.parametrize("name", slow_but(("int8",), DYNAMIC))
 def test_dynamic_qparams_up_to_the_rounding_of_floats(name: str) -> None:
-    """ExecuTorch computes a scale in float64 where torch does in float32, and sums in another order."""
+    """ExecuTorch computes a scale in float64 where torch uses float32, and sums in another order."""
     model = tagger(nn.LSTM(8, 12), QConfigMapping().set_global(DYNAMIC[name]))
     program = to_executorch(model, (torch.randn(12, 4, 8),))
     for x in (torch.randn(12, 4, 8), torch.randn(5, 1, 8)):
@@ -108,7 +108,7 @@ def test_neither_file_nor_loop_grow_with_the_length() -> None:
     assert same_bits(model, long, x, x[:5])
     inside = operators_in_loops(short.pte)
     assert inside == operators_in_loops(long.pte)
-    # One dequantize for each part: weights became floats before the loop.
+    # One dequantize for each part: weights are dequantized in front of the loop.
     assert inside.count("quantized_decomposed::dequantize_per_tensor") == 11
     assert inside.count("aten::linear") == 1
     assert "aten::permute_copy" not in inside
@@ -156,7 +156,7 @@ def test_a_failed_write_leaves_the_file_that_was_there(
 
 
 def operators_in_loops(pte: bytes) -> list[str]:
-    """Names of what is called between a jump back and its target."""
+    """Return the names of the operators called between a backward jump and its target."""
     from executorch.exir import _serialize
     from executorch.exir.schema import JumpFalseCall, KernelCall
 

@@ -1,4 +1,4 @@
-"""What to_executorch and its programs refuse, in words."""
+"""What to_executorch and its programs refuse, with a message."""
 
 from __future__ import annotations
 

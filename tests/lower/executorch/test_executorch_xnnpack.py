@@ -1,4 +1,4 @@
-"""XNNPACK in ExecuTorch: what it takes, what it must not take, and within one quantization step."""
+"""XNNPACK in ExecuTorch: what is delegated, what must not be, and results within one quantization step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_projection_of_all_steps_is_taken_and_the_loop_is_not() -> None:
     model = tagger(nn.LSTM(8, 12))
     program = to_executorch(model, (torch.randn(12, 4, 8),), backend="xnnpack")
     assert program.report is not None
-    assert program.report.delegated["aten.linear"] == 2  # the head is the other
+    assert program.report.delegated["aten.linear"] == 2  # the head is the other one
     left = {name: reason for name, reason in program.report.left if "sigmoid" in name or "addmm" in name}
     assert left.keys() == {"aten.sigmoid", "aten.addmm"}
     assert all("body of a loop" in reason for reason in left.values())
@@ -88,7 +88,7 @@ def uint8_quantizes(program: ExportedProgram) -> int:
 
 
 def test_uint8_qparams_become_int8_qparams_without_a_changed_bit() -> None:
-    """XNNPACK takes uint8 patterns and reads the integers as int8."""
+    """XNNPACK accepts uint8 patterns and reads their integers as int8."""
     model = converted(image_classifier(), PER_TENSOR, images)
     program = export(model, (images(4),))
     x = images(4)
@@ -139,7 +139,7 @@ def linear_on_half_of_uint8() -> GraphModule:
     ids=["16 bits", "half of uint8"],
 )
 def test_other_qparams_are_left_to_the_portable_kernels(make: Callable[[], GraphModule], reason: str) -> None:
-    """XNNPACK's own checks look at the pattern and not at the qparams."""
+    """XNNPACK's own checks inspect the pattern, but not the qparams."""
     model = make()
     with pytest.warns(QuantizationWarning, match="xnnpack takes no operator"):
         program = to_executorch(model, (torch.randn(16, 8),), backend="xnnpack")

@@ -34,7 +34,7 @@ class Tagger(nn.Module):
     ],
 )
 def test_the_layers_around_are_quantized_at_any_size(recurrent: type[nn.Module]) -> None:
-    """Given the exported module itself, the quantizer raises an IndexError for nn.GRU."""
+    """For the exported module itself the quantizer raises an IndexError with nn.GRU."""
     torch.manual_seed(0)
     model = Tagger(recurrent).eval()
     is_cell = issubclass(recurrent, nn.RNNCellBase)

@@ -1,4 +1,4 @@
-"""Recurrent modules as one kernel of ExecuTorch's runtime; and what torch.export.export makes runs in it."""
+"""Recurrent modules as one kernel of ExecuTorch's runtime, which also runs plain torch.export programs."""
 
 from __future__ import annotations
 
@@ -126,6 +126,6 @@ assert all(map(torch.equal, found, leaves(model.reference(x)))), "other bits"
 @pytest.mark.parametrize("model", ["lstm", "embedding"])
 @pytest.mark.parametrize("captured", ["reference", "lowered"])
 def test_what_torch_export_makes_does_not_stop_the_process(model: str, captured: str) -> None:
-    """The quantize of two directions is per channel, whose kernel wants scales of float64; the dequantize of
-    a table has float zero points, which its kernel does not take."""
+    """The quantize of two directions is per channel, and its kernel requires float64 scales; the dequantize
+    of a table has float zero points, which its kernel does not accept."""
     subprocess.run([sys.executable, "-c", PLAIN, model, captured], check=True, cwd=ROOT)

@@ -1,5 +1,5 @@
-"""ONNX files in ONNX Runtime: the reference's bits with its optimizer off, close to it with default options,
-at another length and batch than those exported; int8 weights."""
+"""ONNX files in ONNX Runtime: the reference's bits with its optimizer off, close to them with default
+options, at another length and batch than exported; int8 weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ INFINITE = float("inf")
 
 
 class Outputs(nn.Module):
-    """A recurrent module and its whole result."""
+    """A recurrent module that returns its whole result."""
 
     def __init__(self, recurrent: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class CRNN(nn.Module):
 
 
 class Speech(nn.Module):
-    """As DeepSpeech: normalized convolutions, and recurrent modules whose directions are added up."""
+    """As in DeepSpeech: normalized convolutions, and recurrent modules whose directions are summed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Heads of one block, written out, and its feed-forward part."""
+    """Attention heads of one block, written out, and its feed-forward part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Attention(nn.Module):
 
 
 def with_16_bits() -> type[nn.Module]:
-    """Gate sums, gates and cell state with 16 bits in int32, as torch.ao documents it."""
+    """Gate sums, gates and cell state with 16 bits in int32, as torch.ao documents them."""
 
     def fixed(scale: float, zero_point: int) -> Any:
         return FixedQParamsObserver.with_args(scale=scale, zero_point=zero_point, dtype=torch.qint32)
@@ -181,10 +181,10 @@ EQUAL_SHARE = 0.75
 
 
 def check(model: GraphModule, example: Tensor, other: Tensor, **settings: Any) -> Any:
-    """Bits with the optimizer off, 40 dB with it, at other sizes; the ONNX model.
+    """Assert equal bits with the optimizer off and 40 dB with it, at other sizes; return the ONNX model.
 
-    Convolutions of floats add up in another order: a value near the middle of two integers may become the
-    other one, and with it what is computed of that row.
+    Float convolutions sum in another order: a value midway between two integers may round to the other one,
+    which changes the rest of its row.
     """
     share = EQUAL_SHARE if any("conv" in str(node.target) for node in model.graph.nodes) else 1.0
     made = tc.to_onnx(model, (example,), **settings)
@@ -217,7 +217,7 @@ def test_a_loop_of_integers_of_any_size() -> None:
 
 @pytest.mark.slow
 def test_two_bidirectional_layers() -> None:
-    """ONNX Runtime would make MatMulNBits of a MatMul of floats by dequantized integers: 34 to 43 dB."""
+    """ONNX Runtime would turn a MatMul of floats and dequantized integers into MatMulNBits: 34 to 43 dB."""
     check_loops(check(*two_bidirectional_layers()), 4)
 
 
@@ -231,7 +231,7 @@ def check_loops(made: Any, count: int) -> None:
 
 
 def test_embeddings_and_linears() -> None:
-    """Of a table of integers rows are dequantized; torch.onnx alone would round its zero points (33 dB)."""
+    """Rows are dequantized from a table of integers; torch.onnx alone would round its zero points (33 dB)."""
     model = converted(nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 6)), EMBEDDINGS, TOKENS)
     made = check(model, TOKENS, MORE_TOKENS)
     sizes = {each.dims[0]: each.data_type for each in made.proto.graph.initializer if len(each.dims) == 2}
@@ -283,7 +283,7 @@ def test_dynamic_loop() -> None:
 
 @pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dynamic_quantize_lstm(layers: int) -> None:
-    """ONNX Runtime's operator, whose distance from the float model is that of our dynamic module."""
+    """ONNX Runtime's operator is as far from the float model as our dynamic module."""
     torch.manual_seed(0)
     model = Outputs(nn.LSTM(8, 32, layers, bidirectional=True)).eval()
     dynamic = converted(copy.deepcopy(model), DYNAMIC, SEQUENCE)
@@ -315,8 +315,8 @@ def lowered_lstm() -> GraphModule:
 
 
 def by_default_exporter(model: nn.Module, x: Tensor, other: Tensor | None = None, **settings: Any) -> Any:
-    """Run what torch.onnx.export writes of ``model`` by itself, on ``other`` or ``x``, without and with the
-    optimizer of ONNX Runtime; the operators too."""
+    """Run what torch.onnx.export alone makes of ``model``, on ``other`` or ``x``, without and with ONNX
+    Runtime's optimizer; return the results and the operators."""
     proto = torch.onnx.export(model, (x,), verbose=False, **settings).model_proto
     file = OnnxModel(proto, 18, ())
     results = [run(file, x if other is None else other, level) for level in BOTH_LEVELS]
@@ -327,7 +327,7 @@ BOTH_LEVELS = LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL
 
 
 def check_default_exporter(model: nn.Module, x: Tensor, other: Tensor | None = None, **settings: Any) -> None:
-    """Bits with the optimizer off, 40 dB with it."""
+    """Assert equal bits with the optimizer off and 40 dB with it."""
     (exact, optimized), _ = by_default_exporter(model, x, other, **settings)
     reference = getattr(model, "reference", model)
     with torch.no_grad():
@@ -337,7 +337,7 @@ def check_default_exporter(model: nn.Module, x: Tensor, other: Tensor | None = N
 
 
 def test_the_default_exporter_works() -> None:
-    """Of a lowered model it sees the reference, on operators that it writes right."""
+    """From a lowered model the exporter gets the reference, in operators that it exports correctly."""
     check_default_exporter(tc.convert_fx(prepared_linear()), torch.randn(3, 8))
 
 
@@ -350,7 +350,7 @@ def test_the_default_exporter_of_a_model_around_it() -> None:
 
 
 def test_the_default_exporter_saturates_where_the_model_does() -> None:
-    """QuantizeLinear saturates at the range of its dtype, 7 bits of it are half of that."""
+    """QuantizeLinear saturates at the range of its dtype, and 7 bits are half of that range."""
     seven_bits = QuantizationSpec(torch.int8, MinMaxObserver, -64, 63, torch.per_tensor_affine)
 
     def write(node: Node) -> None:

@@ -1,4 +1,5 @@
-"""Streaming: random pieces of random sequences give the bits of one call; what cannot is refused by path."""
+"""Streaming: random chunks of random sequences give the bits of one call; errors name the path of a module
+that cannot be streamed."""
 
 from __future__ import annotations
 
@@ -139,14 +140,14 @@ def test_the_states_of_the_caller_stay_the_callers() -> None:
     whole, last = converted(x, h)
     first, state = stream(x[:3], h)
     second, state = stream(x[3:], state)
-    # What the caller hands back is quantized once more, with the qparams of the model's input.
+    # The state that the caller passes back is quantized once more, with the qparams of the model's input.
     assert 20 < sqnr(whole, torch.cat([first, second])) < 60
     assert 25 < sqnr(last, state) < 60
 
 
 def test_an_exported_stream() -> None:
     _, reference, _ = prepared_and_converted(zeros_of_its_own)
-    # Of another batch than the model was prepared with; one of its chunks has one step.
+    # The batch differs from the one the model was prepared with; one chunk has a single step.
     x = torch.randn(5, 9, 6)
     program = tc.export(tc.streaming(reference), (x[:, :4],)).module()
     joined = torch.cat([program(piece)[0] for piece in (x[:, :2], x[:, 2:3], x[:, 3:])], 1)

@@ -102,7 +102,7 @@ def test_classifier(stage: str, how: Callable[..., Any]) -> None:
     with torch.no_grad():
         assert low < sqnr(model(x), again(x)) <= high
     if stage == "lowered":
-        # torch.export cannot look at packed weights, and must not find any after a trace.
+        # torch.export cannot trace packed weights, and must find none after a trace.
         assert len(torch.export.export(quantized, (x,)).state_dict) == len(quantized.state_dict()) - 1
 
 
@@ -143,7 +143,7 @@ def test_nested_arguments_and_results() -> None:
     torch.manual_seed(0)
     batch = {"a": torch.randn(4, 8), "b": torch.randn(4, 8)}
     pair = (torch.randn(4, 4), torch.randn(4, 8))
-    # How many parts split gives is fixed.
+    # The number of parts that split returns is fixed.
     with pytest.warns(QuantizationWarning, match=r"'b'\]\" is free: as long as .* == 2"):
         prepared = tc.prepare_fx(Nested().eval(), MAPPING, (batch, pair))
     prepared(batch, pair)
@@ -173,7 +173,7 @@ def test_a_fixed_size_is_checked() -> None:
 
 
 class Rows(nn.Module):
-    """A loop over rows of any number, with a state and a result of every step."""
+    """A loop over any number of rows, with a state and a result for every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_inside_another_module() -> None:
 
 
 class Between(nn.Module):
-    """A recurrent module that takes a quantized layer's integers and hands integers to another."""
+    """A recurrent module that reads a quantized layer's integers and passes integers to another one."""
 
     def __init__(self, recurrent: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What runs of a lowered graph are the lines of its code, with operators called without their Python."""
+"""A lowered graph runs as the lines of its code, which call operators without their Python wrappers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lowered() -> Any:
 
 
 def compiled(model: Any) -> Any:
-    """The function that runs, behind the one that sends torch.export elsewhere."""
+    """Return the function that runs, which is wrapped by one that redirects torch.export."""
     forward = type(model).forward
     return next(cell.cell_contents for cell in forward.__closure__ if inspect.isfunction(cell.cell_contents))
 
@@ -49,7 +49,7 @@ def test_graph_and_code_are_as_before_and_every_operator_is_called_directly() ->
     names = compiled(model).__code__.co_names
     assert "ops" not in names
     assert sum(name.startswith("_torchq_compat_operator_") for name in names) >= 4
-    assert "_torchq_compat_operator_0" not in names  # It is the argument's name.
+    assert "_torchq_compat_operator_0" not in names  # the name of an argument
     x = torch.rand(3, 3, 8, 8)
     assert torch.equal(model(x), torch.fx.Interpreter(model, graph=model.graph).run(x))
 

@@ -1,4 +1,4 @@
-"""Dynamic and float16 linears at the edges: models of half precision, batches without rows."""
+"""Dynamic and float16 linears at the edges: half-precision models, batches without rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONVERTS = [tc.convert_to_reference_fx, tc.convert_fx]
 
 
 def float_model() -> nn.Module:
-    """Weights that bfloat16 and float16 hold without rounding."""
+    """Fill in weights that bfloat16 and float16 hold without rounding."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
     return model.to(torch.bfloat16).to(torch.float16).float()
@@ -55,7 +55,7 @@ def test_float16_in_models_of_half_precision_keeps_their_dtype(dtype: torch.dtyp
 
 @torch.no_grad()
 def test_a_dynamic_linear_without_rows() -> None:
-    """The q-dq graph chooses qparams from the values, and there are none; the kernel needs none."""
+    """The q-dq graph chooses qparams from the values, and there are none; the kernel does without."""
     empty = torch.zeros(0, 16)
     assert converted(torch.float32, default_dynamic_qconfig, tc.convert_fx)(empty).shape == (0, 8)
     reference = converted(torch.float32, default_dynamic_qconfig, tc.convert_to_reference_fx)

@@ -1,4 +1,4 @@
-"""convert_fx on engines other than those of x86: qnnpack's kernels, this package's own, or neither."""
+"""convert_fx for engines other than x86's: qnnpack's kernels, this package's own, or neither."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine() -> Iterator[Callable[[str], None]]:
 
 
 class Mobile(nn.Module):
-    """What a mobile tutorial quantizes: convolutions, depthwise too, a sum, pools, a head."""
+    """The model of a mobile tutorial: convolutions, also depthwise, a sum, pools, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Mobile(nn.Module):
 
 
 class Speech(nn.Module):
-    """Recurrent modules and linears alone, of two and three dimensions, one behind another's halves."""
+    """Only recurrent modules and linears, in two and three dimensions, one behind another's halves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,8 @@ def test_qnnpack_runs_what_fx_runs_on_qnnpack(engine: Callable[[str], None]) -> 
     for size in (2, 5):
         x = torch.randn(size, 3, 16, 16)
         found = lowered(x)
-        # A rounding that falls to the other side moves an integer by one, and each a little of the next.
+        # A value rounded the other way moves an integer by one, and each of these moves the next layer a
+        # little.
         assert sqnr(lowered.reference(x), found) > 30
         assert sqnr(theirs(x), found) > 28
         assert 20 < sqnr(model(x), found) < 50
@@ -144,7 +145,7 @@ def test_linears_and_recurrent_modules_run_on_the_own_product(engine: Callable[[
 
 @torch.no_grad()
 def test_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No quantized tensor in the graph: floats on their steps, and the products on integers."""
+    """The graph has no quantized tensors: floats on the quantization grid, and products on integers."""
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     torch.manual_seed(0)
     with pytest.warns(QuantizationWarning, match="recurrent modules and linear layers on integers.*riscv64"):
@@ -195,7 +196,7 @@ def test_dynamic_linears_of_qnnpack_are_the_own_ones(engine: Callable[[str], Non
 @pytest.mark.parametrize("mapping", ["static", "dynamic"])
 @torch.no_grad()
 def test_torchscript_knows_torchs_operators_alone(mapping: str, engine: Callable[[str], None]) -> None:
-    """What a mobile tutorial does next; the file is loaded where this package is not."""
+    """The next step of a mobile tutorial; the file is loaded where this package is not installed."""
     engine("qnnpack")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()

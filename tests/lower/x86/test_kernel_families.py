@@ -1,4 +1,4 @@
-"""A family of kernels is one file, found by being there; two families do not answer for the same calls."""
+"""A family of kernels is one file, found by its presence; no two families answer for the same calls."""
 
 from __future__ import annotations
 

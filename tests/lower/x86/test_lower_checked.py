@@ -1,4 +1,4 @@
-"""What convert_fx lowers: each kernel tried against its q-dq op, and what explain says is what runs."""
+"""What convert_fx lowers: each kernel is tried against its q-dq op, and explain reports what runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torchq_compat.support.metadata import OBSERVED_RANGE
 
 ENGINES = ("x86", "fbgemm", "onednn")
 ATEN = torch.ops.aten
-#: Eight bits of activations, which fbgemm's depthwise convolution adds up in 16: it saturates.
+#: Activations of eight bits, whose products fbgemm's depthwise convolution sums in 16: it saturates.
 EIGHT_BITS = QConfigMapping().set_global(
     QConfig(MinMaxObserver.with_args(dtype=torch.quint8), default_weight_observer)
 )
@@ -61,7 +61,7 @@ def engine() -> Iterator[Callable[[str], None]]:
 
 
 class Residual(nn.Module):
-    """conv + add, with a ReLU or not, and a head of linear layers."""
+    """conv + add, with or without a ReLU, and a head of linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Residual(nn.Module):
 
 
 class Mobile(nn.Module):
-    """Hardswish between convolutions, in floats in front of what is not quantized, and squeeze-excitation."""
+    """Hardswish between convolutions, float in front of an op that stays float, and squeeze-excitation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_what_explain_says_is_what_runs(
             calibrate(prepared, data)
             lowered = tc.convert_fx(prepared)
         found = check_explained(lowered, *data[0])
-        # Convolutions have no dynamic kernel, in FX neither.
+        # Convolutions have no dynamic kernel, as in FX.
         assert ("integers" in found.values()) == (label != "dynamic" or "linear" in found), label
         assert sqnr(lowered.reference(*data[0]), lowered(*data[0])) > 25, label
 
@@ -179,7 +179,7 @@ def test_onednn_fuses_what_fx_fuses(engine: Callable[[str], None]) -> None:
 
 
 def conv1d_that_is(off_by: int, packings: tuple[str, ...]) -> Callable[[Site], KernelCall | Refusal | None]:
-    """The rule of conv1d, whose kernel is off by some steps where it is packed for ``packings``."""
+    """Return the rule of conv1d with a kernel that is off by some steps if packed for one of ``packings``."""
     rule = plan.RULES[ATEN.conv1d.default]
 
     def faulty(site: Site) -> KernelCall | Refusal | None:
@@ -187,7 +187,7 @@ def conv1d_that_is(off_by: int, packings: tuple[str, ...]) -> Callable[[Site], K
         if not isinstance(call, KernelCall) or torch.backends.quantized.engine not in packings:
             return call
         *args, zero_point = call.args
-        # With qparams that are moved: the same integers mean other numbers.
+        # With shifted qparams the same integers mean different numbers.
         return KernelCall(call.kernel, (*args, zero_point + off_by), call.covers)
 
     return faulty
@@ -295,7 +295,7 @@ def test_shapes_that_may_never_return(
 
 
 def test_saturating_sums_of_fbgemm_are_found(engine: Callable[[str], None]) -> None:
-    """fbgemm's depthwise convolution adds products of 8 and 8 bits up in 16. FX's model is wrong there."""
+    """fbgemm's depthwise convolution sums products of 8 and 8 bits in 16 bits. FX's model is wrong there."""
     engine("fbgemm")
     torch.manual_seed(0)
     conv = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False)
@@ -315,7 +315,7 @@ def test_saturating_sums_of_fbgemm_are_found(engine: Callable[[str], None]) -> N
 
 
 def test_a_reduced_range_keeps_the_kernel(engine: Callable[[str], None]) -> None:
-    """7 bits, the default for fbgemm, leave the 16-bit sums room: the kernel is FX's, and right."""
+    """7 bits, the default for fbgemm, leave room in the 16-bit sums: the kernel is FX's, and correct."""
     engine("fbgemm")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16)).eval()
@@ -350,8 +350,8 @@ def test_equal_trials_run_once() -> None:
 
 
 def test_places_that_share_an_observer_keep_the_range_that_was_observed() -> None:
-    """A chain of a mobile net: the activation has the qparams of the convolution before it, and the depthwise
-    convolution behind it is right in the half of the range that was observed alone."""
+    """A chain from a mobile net: the activation has the qparams of the convolution in front, and the
+    depthwise convolution behind it is correct only in the half of the range that was observed."""
     torch.manual_seed(0)
     wide = nn.Conv2d(32, 32, 3, padding=1, groups=32)
     wide.weight.data = wide.weight.data.abs() + 0.2

@@ -1,4 +1,4 @@
-"""What convert_fx returns on x86 through the life of a model: states, copies, modes, captures, engines."""
+"""The result of convert_fx on x86 through a model's life: states, copies, modes, captures, engines."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_integers_cross_the_boundary_of_an_opaque_call(both_ways: bool) -> None:
 
 
 def test_a_kind_lowers_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handler's module is called in the place of the opaque module, which keeps path and state."""
+    """The handler's module is called in place of the opaque module, which keeps path and state."""
     torch.manual_seed(0)
     prepared = tc.prepare_fx(Tagger(both_ways=False).eval(), MAPPING, (torch.randn(7, 3, 5),), MAP_LSTM)
     calibrate(prepared, [(torch.randn(7, 3, 5),)])

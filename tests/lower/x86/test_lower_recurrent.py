@@ -1,4 +1,4 @@
-"""convert_fx of models with recurrent modules: on integers, and otherwise as the reference graph is."""
+"""convert_fx of models with recurrent modules: these run on integers, the rest as in the reference graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchq_compat.support.decisions import Action
 
 
 class Encoder(nn.Module):
-    """One LSTM feeds another, which is called twice; everything is returned whole."""
+    """An LSTM feeds another one, which is called twice; all results are returned whole."""
 
     def __init__(self) -> None:
         super().__init__()

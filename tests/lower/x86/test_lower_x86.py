@@ -1,4 +1,4 @@
-"""convert_fx on x86: every kernel against the reference graph, whatever batch and size, for every engine."""
+"""convert_fx on x86: every kernel against the reference graph, for any batch and size, for every engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HALF = QConfigMapping().set_global(float16_dynamic_qconfig)
 
 
 class Calls(nn.Module):
-    """Calls ``function(module, x)``."""
+    """A module that calls ``function(module, x)``."""
 
     def __init__(self, function: Callable[..., Tensor], module: nn.Module | None = None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Calls(nn.Module):
 
 
 def behind(layer: Callable[[], nn.Module], *modules: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Modules behind a layer whose result is quantized."""
+    """Return a maker of ``modules`` behind a layer whose result is quantized."""
     return lambda: nn.Sequential(layer(), *(module() for module in modules))
 
 
@@ -72,8 +72,8 @@ def conv() -> nn.Module:
 
 
 class Case(NamedTuple):
-    """A model, what it is called with (any batch), and the ops of its lowered graph between the quantize of
-    its input and the dequantize of its result."""
+    """A model, its inputs (any batch), and the ops of its lowered graph between the quantize of its input and
+    the dequantize of its result."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[..., Tensor]
@@ -165,7 +165,7 @@ STATIC = {
         images,
         (CONV2D, "aten.relu6.default", "aten.mean.dim", "aten.flatten.using_ints"),
     ),
-    # Convolutions give channels-last activations, which have no view of other sizes.
+    # Convolutions return channels-last activations, which cannot be viewed with other sizes.
     "view by size": Case(
         lambda: Calls(lambda m, x: m(x).view(x.size(0), -1), conv()), images, (CONV2D, "aten.reshape.default")
     ),
@@ -187,7 +187,7 @@ def converted_by_us(model: nn.Module, data: list[Any], mapping: Any = DEFAULT) -
 
 
 def computing(lowered: Any) -> list[str]:
-    """The targets of the lowered graph without sizes."""
+    """Return the targets of the lowered graph, without those that compute sizes."""
     targets = [str(n.target) for n in lowered.graph.nodes if n.op == "call_function"]
     return [target for target in targets if not target.startswith("aten.sym_")]
 
@@ -242,7 +242,7 @@ def of_embeddings(qconfig: Any) -> QConfigMapping:
 BYTES, NIBBLES = map(
     of_embeddings, (float_qparams_weight_only_qconfig, float_qparams_weight_only_qconfig_4bit)
 )
-#: Kernels that give floats: (model, its input, mapping, kernel, dB against the float model).
+#: Kernels that return floats: (model, its input, mapping, kernel, dB against the float model).
 FLOATING = {
     "embedding": (lambda: nn.Embedding(10, 6), tokens, BYTES, "quantized.embedding_byte.default", 40),
     "embedding, 4 bits": (
@@ -273,7 +273,7 @@ FLOATING = {
 
 @pytest.mark.parametrize("name", FLOATING)
 def test_kernels_that_give_floats(name: str) -> None:
-    """The integers are those of the reference graph; what is left is the order of float additions."""
+    """The integers equal those of the reference graph; the rest is the order of float additions."""
     torch.manual_seed(0)
     build, inputs, mapping, kernel, quality = FLOATING[name]
     model = nn.Sequential(build()).eval()
@@ -293,7 +293,7 @@ def test_an_index_beyond_the_table_is_an_error() -> None:
             lowered(torch.tensor([[index]]))
 
 
-#: What stays in floats between its q-dq: (model, inputs, mapping, op, why).
+#: Ops that stay float between their q-dq: (model, inputs, mapping, op, why).
 LEFT = {
     "a number": (
         lambda: Calls(lambda m, x: m(x) + 1.5, linear()),
@@ -341,7 +341,7 @@ def test_explain_names_the_kernels() -> None:
 
 
 def test_trained_ranges_saturate_as_in_training() -> None:
-    """A reduced range is trained to, and the kernels know the dtype's own only."""
+    """Training uses a reduced range, and the kernels know only that of the dtype."""
     torch.manual_seed(0)
     prepared = tc.prepare_qat_fx(
         nn.Sequential(linear(), nn.ReLU(), linear()), get_default_qat_qconfig_mapping("x86"), (rows(),)
@@ -356,7 +356,7 @@ def test_trained_ranges_saturate_as_in_training() -> None:
 
 
 def test_a_kernel_that_would_keep_its_input_qparams_does_not_where_they_differ() -> None:
-    """FX's lowering drops the quantize behind a max pool, and its qparams."""
+    """FX's lowering drops the quantize behind a max pool, and with it the qparams."""
     torch.manual_seed(0)
     model = Calls(lambda m, x: torch.cat([F.max_pool2d(m(x), 2), 3 * x[:, :, :3, :4]], 1), conv()).eval()
     lowered = converted_by_us(model, [(images(),)])

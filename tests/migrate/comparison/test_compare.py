@@ -36,7 +36,7 @@ from torchq_compat.migrate.comparison.results import FxOutcome, Kind, Point, Sta
 from torchq_compat.nn import quantizable
 
 INPUTS, HIDDEN = 8, 16
-#: Exact minima and maxima: what is lost is lost by the graph, not by a histogram's clipping.
+#: Exact minima and maxima: errors come from the graph, not from a histogram's clipping.
 EXACT = QConfigMapping().set_global(QConfig(MinMaxObserver, default_weight_observer))
 GUIDE = "migration/README.md#"
 
@@ -57,7 +57,7 @@ class Plain(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Two directions of very different size: the backward one is up to ten times as wide."""
+    """Two directions of very different size: the backward one has values up to ten times as large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,13 +134,13 @@ def test_numbers_agree_with_the_oracle() -> None:
         if p.fx is not None and p.fx.qparams is not None
     }
     x_scale = {q for q in fx_activation_qparams(theirs) if q not in found}
-    assert len(x_scale) == 1  # the input's own, which is no place of the model
+    assert len(x_scale) == 1  # the input's own qparams, which belong to no place of the model
     assert found | x_scale == fx_activation_qparams(theirs)
     assert [p.name for p in comparison.capture.points] == ["body.0", "head", "add", "sigmoid"]
     assert [p.name for p in comparison.capture.points if not same_qparams(p)] == ["sigmoid"]
     sigmoid = point(comparison, "sigmoid")
     assert sigmoid.fx is not None
-    assert (sigmoid.ours.qparams, sigmoid.fx.qparams) == (None, None)  # its qparams have to be fixed
+    assert (sigmoid.ours.qparams, sigmoid.fx.qparams) == (None, None)  # sigmoid requires fixed ones
     assert comparison.verdict.status is Status.SAME
 
 
@@ -153,7 +153,7 @@ def test_values_inside_are_those_of_the_float_model() -> None:
     body = point(comparison, "body.0")
     assert body.ours.qparams is not None
     assert body.ours.qparams.scales[0] == pytest.approx(scale, rel=1e-5)
-    # x and the weights are quantized too, so the place itself is a little worse than its own qparams.
+    # x and the weights are quantized too, so the SQNR at the place is a little below that of its own qparams.
     assert sqnr(exact, quantized) - 12 < body.ours.sqnr < sqnr(exact, quantized)
     assert body.histogram is not None
     assert sum(body.histogram.counts) == exact.numel()
@@ -197,7 +197,7 @@ def test_both_cells_part_by_part(uneven: tuple[nn.Module, list[tuple[Tensor, ...
         assert qparams is not None
         assert qparams.scales == (parts[name].details["scale"],)
         assert 15 < part.ours.sqnr < 60
-        # The cells are the same, bit for bit: only what is made of their outputs differs.
+        # The cells are bit-equal: only the concatenation of their outputs differs.
         assert part.fx is not None
         assert part.fx.qparams is not None
         assert part.fx.qparams.same_qparams(qparams)
@@ -213,7 +213,7 @@ def test_both_cells_part_by_part(uneven: tuple[nn.Module, list[tuple[Tensor, ...
 
 
 def test_individually_observed_parts_in_both_engines() -> None:
-    """FX's cell is a traced graph then, whose functions have no names; one is tanh of the cell state."""
+    """FX's cell is then a traced graph, whose functions have no names; one is tanh of the cell state."""
 
     class Observed(torch.ao.nn.quantizable.LSTM):
         @classmethod
@@ -227,7 +227,7 @@ def test_individually_observed_parts_in_both_engines() -> None:
             return utils()._get_reference_quantized_lstm_module(other)
 
     def utils() -> ModuleType:
-        """A script has one of them, and ``compare`` redirects it."""
+        """Return the helpers; a script imports only one of these modules, and ``compare`` redirects it."""
         return fx_lstm_utils if fx_is_called() else lstm_utils
 
     class Model(nn.Module):
@@ -359,8 +359,8 @@ def test_fused_chains_and_nested_results() -> None:
 
 
 def test_a_fake_quantize_of_a_reduced_range() -> None:
-    """Calibrated and not trained, both have the range of the dtype. The scales differ a little: FX calibrates
-    with float weights, whatever the qconfig says."""
+    """If calibrated and not trained, both have the range of the dtype. The scales differ a little: FX
+    calibrates with float weights, regardless of the qconfig."""
     batches = plain_batches()
     mapping = get_default_qat_qconfig_mapping("fbgemm")
     with pytest.warns(QuantizationWarning, match="has fake-quantizes, which are for training"):
@@ -397,7 +397,7 @@ def test_bad_data() -> None:
         tc.compare(model, EXACT, batches[0], batches[0][0])
     with pytest.raises(CaseError, match="the model is a str"):
         tc.compare("model", EXACT, batches[0], batches)  # type: ignore[arg-type]
-    # A DataLoader hands out lists or single tensors.
+    # A DataLoader yields lists or single tensors.
     assert tc.compare(model, EXACT, batches[0], [list(batches[0]), batches[1][0]], fx=False)
 
 

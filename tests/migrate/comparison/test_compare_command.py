@@ -1,4 +1,4 @@
-"""``torchq-compat compare``: scripts and functions, what is printed where, and what can go wrong."""
+"""``torchq-compat compare``: scripts and functions, output on both streams, and failures."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ value = 3
 
 
 def compare(folder: Path, *args: str, **files: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in ``folder``, with ``files`` (name without suffix -> source) in it."""
+    """Run the command in ``folder``, which contains ``files`` (name without suffix -> source)."""
     for name, source in files.items():
         (folder / f"{name}.py").write_text(source)
     return subprocess.run(
@@ -150,7 +150,7 @@ def compare(folder: Path, *args: str, **files: str) -> subprocess.CompletedProce
 
 
 def assert_error(result: subprocess.CompletedProcess[str], message: str) -> None:
-    """One line on standard error, with a hint, and nothing on standard output."""
+    """Assert one line on standard error, with a hint, and nothing on standard output."""
     last = result.stderr.splitlines()[-1]
     assert last.startswith("torchq-compat: error: ")
     assert message in last
@@ -168,7 +168,7 @@ def comparisons(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]
 
 @pytest.mark.slow
 def test_a_script_gives_what_the_function_gives(tmp_path: Path) -> None:
-    """The batches are those the script fed, through a buffer it filled again, to a copy of the model."""
+    """The batches are those that the script fed to a copy of the model, through a buffer it overwrites."""
     result = compare(tmp_path, "--json", "quantize.py", quantize=MODEL + QUANTIZE)
     assert result.returncode == 0
     assert "calibrated" in result.stderr
@@ -197,7 +197,7 @@ def test_a_ported_script_is_compared_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_model_of_a_script_on_one_page(tmp_path: Path) -> None:
-    """A second one, whose class calls FX's own helpers: they are FX's again while FX works."""
+    """A second model's class calls FX's helpers, which are FX's own again while FX runs."""
     source = MODEL + QUANTIZE + PARTS + "sys.exit(0)\n"
     result = compare(tmp_path, "--html", "page.html", "two.py", "argument", two=source)
     assert result.returncode == 0, result.stderr
@@ -244,7 +244,7 @@ def test_nothing_quantized_needs_attention(tmp_path: Path) -> None:
     ],
 )
 def test_bad_functions(tmp_path: Path, target: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, where torch is imported already."""
+    """In this process, where torch is already imported."""
     (tmp_path / "cases.py").write_text(MODEL + FUNCTION)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
@@ -317,7 +317,7 @@ def test_bad_scripts(tmp_path: Path, source: str, message: str) -> None:
     result = compare(tmp_path, "--html", "page.html", "script.py", script=source)
     assert_error(result, message)
     assert not (tmp_path / "page.html").exists()
-    if "late" in source:  # the traceback begins where the script does
+    if "late" in source:  # the traceback begins at the script
         assert result.stderr.splitlines()[0] == "Traceback (most recent call last):"
         assert "script.py" in result.stderr.splitlines()[1]
 
@@ -340,7 +340,7 @@ def test_a_trained_model_is_compared_with_the_weights_it_was_trained_to(tmp_path
 
 
 def test_the_recorder_has_the_trained_weights_and_the_last_batches() -> None:
-    """In this process, where torch is imported already."""
+    """In this process, where torch is already imported."""
     recording = Recording(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), {}, True, deque([(1,)], maxlen=8))
     trained = {"0.weight": torch.eye(2), "0.bias": torch.ones(3), "1.layers.0.cell.weight": torch.eye(2)}
     remark = _take_trained(recording, trained)
@@ -367,7 +367,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def ended(folder: Path) -> bool:
-    """Whether the process the script started is gone, or nobody's zombie."""
+    """Return whether the process that the script started is gone, or a zombie that nobody reaps."""
     state = Path("/proc") / (folder / "pid").read_text() / "stat"
     try:
         return state.read_text().split()[2] == "Z"
@@ -395,7 +395,7 @@ def test_a_terminated_command_stops_the_script(tmp_path: Path) -> None:
     wait_until(lambda: ended(tmp_path), 10)
 
 
-#: The page of no models, whose write does not end.
+#: A command whose write of a page without models does not end.
 SLOW_PAGE = """
 import os, sys, time
 def slow(descriptor):
@@ -434,7 +434,7 @@ def test_a_signal_while_the_page_is_written_leaves_the_old_page(tmp_path: Path) 
     ],
 )
 def test_usage(args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said at once, before anything runs."""
+    """Usage errors are reported at once, before anything runs."""
     assert main(["compare", *(arg.format(folder=tmp_path) for arg in args)]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
@@ -478,7 +478,7 @@ def test_the_tool_starts_without_torch_and_matplotlib() -> None:
 
 
 def test_only_one_module_calls_the_fx_engine() -> None:
-    """The library never does; ``compare`` has to, and imports that module when it does."""
+    """The library never calls it; ``compare`` has to, and imports that module only then."""
     engine = ("torch.ao.quantization.quantize_fx", "torch.ao.quantization.fx.prepare")
     sources = {path.name: path.read_text() for path in (ROOT / "torchq_compat").rglob("*.py")}
     importing = {
@@ -488,7 +488,7 @@ def test_only_one_module_calls_the_fx_engine() -> None:
         if line.lstrip().startswith(("import ", "from ")) and any(module in line for module in engine)
     }
     assert importing == set()
-    # support.torch_ao imports it for who asks.
+    # support.torch_ao imports it for its callers.
     assert {name for name, source in sources.items() if "fx_engine()" in source} == {
         "torch_ao.py",
         "fx_engine.py",
@@ -505,7 +505,7 @@ def test_only_one_module_calls_the_fx_engine() -> None:
 
 
 def test_the_model_may_be_on_any_module_path() -> None:
-    """Names with digits, as in nn.Sequential, are places too."""
+    """Names with digits, as in nn.Sequential, are also places."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.ReLU())).eval()
     data = [torch.randn(4, 8)]
     comparison = tc.compare(model, get_default_qconfig_mapping("x86"), (data[0],), data)

@@ -1,4 +1,4 @@
-"""The HTML page of compare: whole by itself, written in one step, and, in a browser, as it should be.
+"""The HTML page of compare: self-contained, written atomically, and rendered correctly by a browser.
 
 The browser test opens it in headless Chromium: ``pytest -m browser``, which ``.ci/run`` does.
 """
@@ -37,7 +37,7 @@ from torchq_compat.migrate.comparison.report.terminal_report import as_text
 from torchq_compat.migrate.comparison.results import ComparedModel, Finding, FxOutcome, Kind, Point
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-#: Headless, with nothing that would reach out by itself.
+#: Headless, without anything that connects to the network by itself.
 OPTIONS = (
     "--headless",
     "--no-sandbox",
@@ -51,7 +51,7 @@ OPTIONS = (
     "--virtual-time-budget=10000",
     "--window-size=1280,6000",
 )
-#: Added to a copy of the page: what the browser made of it, as text it leaves in the DOM.
+#: Added to a copy of the page: writes what the browser rendered as text into the DOM.
 PROBE = """
 <script>
 const errors = [];
@@ -72,7 +72,7 @@ window.addEventListener("load", () => {
 
 
 class Tagger(nn.Module):
-    """With markup where a name could carry it into the page."""
+    """A model whose names contain markup, which must not get into the page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def text(comparison: Comparison) -> str:
 
 
 class Collector(HTMLParser):
-    """Every tag with its attributes."""
+    """Return every tag with its attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_the_page_is_whole_by_itself(text: str) -> None:
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
     assert "@import" not in text
     assert text.count("<svg ") == text.count("</svg>") > 10
-    # Ids are of one picture each: a clip of another one would cut it.
+    # Ids are unique to a picture: the clip path of another picture would cut it.
     ids = [attributes["id"] for tag, attributes in tags if tag == "clippath" and attributes.get("id")]
     assert len(set(ids)) == len(ids) > 10
 
@@ -261,7 +261,7 @@ def test_names_are_escaped(text: str) -> None:
 def test_a_page_is_replaced_whole_or_left(
     comparison: Comparison, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the same comparison gives the same page."""
+    """Also, the same comparison gives the same page."""
     path = tmp_path / "report.html"
     path.write_text("old")
     comparison.write_html(path)
@@ -313,7 +313,7 @@ def test_in_a_browser(comparison: Comparison, text: str, tmp_path: Path) -> None
     _browse(browser, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
     pixels = matplotlib.image.imread(tmp_path / "page.png")
     assert pixels.shape[:2] == (6000, 1280)
-    # The verdict's green, the blue of our bars and the orange of FX's are there to be seen.
+    # The verdict's green, the blue of our bars and the orange of FX's are all visible.
     for colour in ((0x2E, 0x7D, 0x32), (0x1F, 0x77, 0xB4), (0xD9, 0x5F, 0x02)):
         distance = abs(pixels[..., :3] * 255 - torch.tensor(colour).numpy()).max(-1)
         assert (distance < 3).sum() > 500

@@ -1,4 +1,4 @@
-"""The stages of compare by themselves: what is measured, how it is judged, what a rule says."""
+"""The stages of compare, each by itself: what is measured, how it is judged, what a rule says."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sqnr_steps_and_saturation_by_hand() -> None:
     here, there, steps, histogram = measured(exact, ours, fx).sides()
     signal, noise = float((exact**2).sum()), float(((exact - ours) ** 2).sum())
     assert here.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-5)
-    # Beyond 1.5 + 0.25 and -2.0 - 0.25.
+    # Values beyond 1.5 + 0.25 and -2.0 - 0.25.
     assert here.saturated == pytest.approx(2 / 6)
     assert here.qparams == VIEW
     assert there is not None
@@ -82,7 +82,7 @@ def test_qparams_for_each_channel() -> None:
     )
     exact = torch.tensor([[2.0, 0.0, 2.0], [0.0, 0.0, -2.0]])
     here, *_ = measured(exact, exact.clone(), None, qparams).sides()
-    assert here.saturated == pytest.approx(1 / 6)  # 2.0 with the first qparams, which end at 1.5
+    assert here.saturated == pytest.approx(1 / 6)  # 2.0 with the first qparams, whose range ends at 1.5
     assert here.qparams == QParamsView("int8", (0.5, 2.0), (0, 1), -4, 3)
     assert here.sqnr == math.inf
 
@@ -138,7 +138,7 @@ def test_the_series_is_where_the_error_is_largest() -> None:
     assert output_series("output 0", 0, torch.zeros(()), torch.zeros(()), None) is None
 
 
-# The verdict, on values made up for it.
+# The verdict, on made-up values.
 
 
 def place(name: str, here: float, there: float | None, **kwargs: Any) -> Point:

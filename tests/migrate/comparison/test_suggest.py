@@ -1,4 +1,4 @@
-"""suggest: the modules that cost most."""
+"""suggest: the modules that cost the most accuracy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchq_compat.migrate.comparison.suggesting import QCONFIG_16, _best_togeth
 
 
 class Outlier(nn.Module):
-    """One channel between ``bad`` and ``last`` takes the whole range, and counts for nothing."""
+    """One channel between ``bad`` and ``last`` takes up the whole range, and has no effect on the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_16_bits_that_the_backend_does_not_list_are_told() -> None:
 
 
 def test_one_module_that_only_prepare_can_leave_out_is_passed_over() -> None:
-    """Modules are tried together first: that is one conversion, and one each where it fails."""
+    """Modules are tried together first: one conversion, and one for each module if that fails."""
     calls = []
 
     class Counting(_Trial):
@@ -126,7 +126,7 @@ def test_one_module_that_only_prepare_can_leave_out_is_passed_over() -> None:
 
 
 def test_where_the_worst_together_help_nothing_others_are_tried() -> None:
-    """Leaving a module float can make it worse, where its output was rounded well with what follows."""
+    """Leaving a module float can lower the accuracy, if its rounding errors cancel later ones."""
     gains = {"a": -1.0, "b": -1.0, "c": 2.0, "d": 0.5, "e": 1.0, "f": 3.0}
 
     class Told(_Trial):

@@ -94,7 +94,7 @@ def test_the_object_says_what_from_dict_would_read(call, dict_form, form, config
 
 
 def _as_text(config: object) -> str:
-    """Entries of standalone modules compare by identity of the objects in them."""
+    """Return ``config`` as text, because entries of standalone modules compare their objects by identity."""
     return repr(config)
 
 

@@ -1,4 +1,4 @@
-"""A rewrite, or a finding for manual review, is one new file: found, run, listed and in the guide."""
+"""A new rewrite or finding for manual review takes one file: it is found, run, listed and in the guide."""
 
 from __future__ import annotations
 

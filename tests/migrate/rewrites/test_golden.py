@@ -1,6 +1,6 @@
 """Golden files: ``golden/<case>/input`` is scanned to ``findings.json`` and rewritten to ``expected``.
 
-``python -m tests.migrate.rewrites.test_golden`` writes them anew, for a person to read the difference.
+``python -m tests.migrate.rewrites.test_golden`` writes them anew, so that a person can read the difference.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ quantization.quantize_fx.prepare_fx, quantization.QConfig
 
 @pytest.mark.parametrize("old", [*NAMESPACES, "torch.nn.intrinsic.qat", "torch.nn.quantized.dynamic"])
 def test_the_table_against_torch(old: str) -> None:
-    """Everything public there is the same object under torch.ao."""
+    """Every public name there is the same object under torch.ao."""
     module = importlib.import_module(old)
     checked = 0
     for name in dir(module):

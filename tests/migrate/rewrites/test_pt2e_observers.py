@@ -17,7 +17,7 @@ PT2E = "from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e\n"
         "from torch.ao.quantization.observer import MinMaxObserver\n",
         IMPORTS + "from torch.ao.quantization.observer import MinMaxObserver\n",
         PT2E + "from torch.ao.quantization.backend_config import DTypeConfig\n",
-        # prepare_fx takes either.
+        # prepare_fx accepts both.
         IMPORTS
         + "from torchao.quantization.pt2e.quantizer import QuantizationSpec\n"
         + "from torch.ao.quantization.observer import MinMaxObserver\n",

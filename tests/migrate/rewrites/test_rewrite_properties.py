@@ -1,7 +1,7 @@
-"""Whatever the code: rewriting keeps it valid, twice is once, and without FX names nothing changes.
+"""For any code: rewriting keeps it valid, is idempotent, and changes nothing without FX names.
 
-Programs are put together from the statements of the standard library, whose functions and classes are code
-that nobody wrote for these tests; with FX, legacy statements are put between them.
+Programs are composed of statements of the standard library, whose functions and classes nobody wrote for
+these tests; in programs with FX, legacy statements are put between them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LEGACY = (
 
 @functools.cache
 def library_statements() -> tuple[str, ...]:
-    """Top-level statements of the standard library, as they are written."""
+    """Return top-level statements of the standard library, as written."""
     statements = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))[::4]:
         text = path.read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def test_the_result_parses_and_rewriting_it_changes_nothing(program: str) -> Non
     ast.parse(once)
     assert rewrite_text(once) == once
     assert not any(site.edits for site in find_sites(ParsedSource(once)))
-    # Comments are not lost, and lines keep their ends.
+    # Comments are kept, and so are line endings.
     assert comments(once) == comments(program)
     assert ("\r\n" in once) == ("\r\n" in program) or "\n" not in program
 
@@ -116,7 +116,7 @@ def test_what_scan_announces_rewrite_does(program: str) -> None:
     assert (rewrite_text(program) != program) == announced
 
 
-#: Of one module: names that move to torchq_compat, to torch.ao or nowhere.
+#: Names of one module that move to torchq_compat, to torch.ao or nowhere.
 NAMES_OF_ONE_MODULE = {
     "torch.quantization": (
         "quantize_fx",
@@ -141,7 +141,7 @@ PAIRS = [
 
 
 def test_one_statement_that_imports_names_of_two_fates_is_settled_at_once() -> None:
-    """By brute force: every pair, with a use of each that does not let it go."""
+    """By brute force: every pair, each name with a use that keeps its import."""
     split = 0
     for module, first, second in PAIRS:
         local = [name.rpartition(" as ")[2] for name in (first, second)]
@@ -153,7 +153,7 @@ def test_one_statement_that_imports_names_of_two_fates_is_settled_at_once() -> N
         assert rewrite_text(once) == once, program
         left = Counter((site.code, site.what) for site in find_sites(ParsedSource(once)) if not site.edits)
         before = find_sites(ParsedSource(program))
-        # What is announced for manual review is what is left for it.
+        # The sites announced for manual review are those that remain for it.
         assert not Counter((site.code, site.what) for site in before if not site.edits) - left, program
         split += statement not in once
     assert split > len(PAIRS) // 2

@@ -1,4 +1,4 @@
-"""Scripts whose example inputs do not run, which FX never looks at: under ``run`` the first call is one."""
+"""Scripts whose example inputs do not run, which FX never checks: ``run`` uses the first call instead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATIC = get_default_qconfig_mapping("x86")
 
 
 class Digits(nn.Module):
-    """Takes five digits; FX has nothing against five numbers as its example."""
+    """A model that needs five digits; FX does not object to five numbers as its example."""
 
     def __init__(self) -> None:
         super().__init__()

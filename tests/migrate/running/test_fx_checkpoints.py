@@ -1,4 +1,4 @@
-"""A legacy script that loads what FX saved runs as it is: into a prepared and into a converted model."""
+"""A legacy script that loads FX checkpoints runs unchanged: into prepared and into converted models."""
 
 from __future__ import annotations
 

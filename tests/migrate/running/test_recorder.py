@@ -1,4 +1,4 @@
-"""The summary at the end of ``torchq-compat run``: what it counts."""
+"""The summary at the end of ``torchq-compat run``: its counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pooled(nn.Module):
 
 
 def test_what_moves_values_is_not_counted_as_quantized() -> None:
-    """A dropout in evaluation is in FX's BackendConfig, and yet nobody would say that it was quantized."""
+    """A dropout in evaluation is in FX's BackendConfig, but nobody would call it quantized."""
     x = torch.randn(2, 3, 8, 8)
     recorder = Recorder()
     prepared = recorder.wrap(tc.prepare_fx)(Pooled().eval(), get_default_qconfig_mapping("x86"), (x,))

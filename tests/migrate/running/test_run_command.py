@@ -1,6 +1,6 @@
-"""``torchq-compat run``: the script is itself, its FX names are ours, and the summary is on standard error.
+"""``torchq-compat run``: the script runs as itself, its FX names are ours, the summary is on standard error.
 
-``python SCRIPT`` is the oracle for everything a script can see of how it was started.
+``python SCRIPT`` is the oracle for everything that a script can see of how it was started.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchq_compat.migrate.running.recorder import MAX_LINES, Recorder
 ROOT = Path(torchq_compat.__file__).parents[1]
 CHAR_LM = ROOT / "migration" / "legacy" / "char_lm.py"
 RUN = ("-m", "torchq_compat", "run")
-#: One thread: the numbers of two runs have to be comparable, and other tests may be running.
+#: One thread: the numbers of two runs have to be comparable, and other tests may run at the same time.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 MODEL = """
@@ -117,7 +117,7 @@ def test_every_import_style_is_redirected(script: Script) -> None:
 
 @pytest.mark.slow
 def test_batch_norm_switches_work_module_by_module(script: Script) -> None:
-    """Elsewhere ``model.apply`` knows them; a loop over the modules would do nothing."""
+    """Without ``run`` only ``model.apply`` handles these; a loop over the modules would have no effect."""
     path = script(
         """
         import torch
@@ -173,7 +173,7 @@ def test_a_script_sees_what_python_shows_it(script: Script, tmp_path: Path) -> N
         """
     )
     (tmp_path / "beside.py").write_text("VALUE = 5\n")
-    # What torch imports must not come from where the tool is started.
+    # torch's imports must not come from the folder in which the tool is started.
     (tmp_path / "cwd").mkdir()
     (tmp_path / "cwd" / "typing_extensions.py").write_text("raise ImportError('shadowed')\n")
     args = ["../legacy.py", "--steps", "3", "-h", "--", "-x", ""]
@@ -339,7 +339,7 @@ def test_the_package_does_not_redirect_by_itself() -> None:
 
 
 def prepare_fx(model: nn.Module) -> nn.Module:
-    """Stands for the entry point of the same name; what it returns is a float model to ``explain``."""
+    """Replaces the entry point of the same name; ``explain`` sees its result as a float model."""
     return model
 
 
@@ -378,7 +378,7 @@ def test_recording_keeps_no_model_alive() -> None:
 
 @pytest.mark.slow
 def test_char_lm_gives_the_bits_per_character_of_fx() -> None:
-    """The legacy script, unmodified, in a short run; the float model is the same in both."""
+    """The legacy script, unmodified, in a short run; the float model is the same in both runs."""
     args = (CHAR_LM, "--steps", "40", "--hidden", "48", "--eval-chars", "20000", "--seed", "3")
     by_fx, by_us = python(*args), python(*RUN, *args)
     assert by_us.returncode == by_fx.returncode == 0, by_us.stderr

@@ -1,4 +1,4 @@
-"""``torchq-compat run`` with options: which conversion, what is explained, what is refused."""
+"""``torchq-compat run`` with options: the kind of conversion, explanations, refusals."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def test_strict_refuses_a_module_left_float(tmp_path: Path) -> None:
     found = re.search(told, result.stderr)
     assert found, result.stderr
     assert "  Model, prepared: " in result.stderr
-    assert "    float: " not in result.stderr  # The error says it.
-    # The line of the call, not of the call of the function that it is in.
+    assert "    float: " not in result.stderr  # The error says so.
+    # The line of the call itself, not of the call of the function around it.
     assert "return prepare_fx(" in (tmp_path / found[1]).read_text().splitlines()[int(found[2]) - 1]
 
 

@@ -1,4 +1,4 @@
-"""``migration/ported`` is what ``rewrite`` makes of ``migration/legacy``, and runs with the same results.
+"""``migration/ported`` is the output of ``rewrite`` on ``migration/legacy``, and runs with the same results.
 
 The legacy script on FX is the oracle. Every script prints the outputs of the float and of the quantized
 model, or the scores of each.
@@ -26,7 +26,7 @@ ROOT = Path(torchq_compat.__file__).parents[1]
 LEGACY, PORTED = ROOT / "migration" / "legacy", ROOT / "migration" / "ported"
 NAMES = sorted(path.name for path in LEGACY.glob("*.py"))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-#: Scripts that train and print scores, in a short run; FX beside them: test_run_command, test_digits_qat.
+#: Scripts that train and print scores, in a short run; test_run_command and test_digits_qat compare with FX.
 SCORES = {
     "char_lm.py": ("--steps", "30", "--hidden", "16", "--eval-chars", "4000", "--batch", "8"),
     "digits_qat.py": ("--epochs", "1", "--qat-epochs", "2", "--observer-epochs", "1", "--hidden", "8"),
@@ -35,11 +35,11 @@ SCORES = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What the two engines have in common.
+    """Bounds on the results of both engines.
 
     Attributes:
-        difference: between their outputs, at most. A quantized output lies on FX's steps: one of them.
-        sqnr: against the float model, in dB, from and to, for both.
+        difference: between their outputs, at most; quantized outputs may differ by one step of FX's.
+        sqnr: the least and the largest SQNR in dB against the float model, for both.
     """
 
     difference: float
@@ -51,7 +51,7 @@ EQUAL = 1.5e-6
 OUTPUTS = {
     "cnn_torchscript.py": Expected(EQUAL, (34, 42)),
     "dict_configs.py": Expected(EQUAL, (32, 40)),
-    # FX requantizes every gate to 8 bits before it multiplies; see test_parts_where_fx_is_wrong.
+    # FX requantizes every gate to 8 bits before multiplying; see test_parts_where_fx_is_wrong.
     "lstm_16bit_parts.py": Expected(2**-7 + EQUAL, (28, 34)),
     "standalone_modules.py": Expected(EQUAL, (28, 36)),
     "user_custom_module.py": Expected(EQUAL, (27, 35)),
@@ -62,7 +62,7 @@ OUTPUTS = {
     "static_tutorial.py": Expected(EQUAL, (25, 60)),
     "torchscript_helpers.py": Expected(EQUAL, (25, 60)),
 }
-#: Each pair takes two processes: in every run these three, of different shapes, and all in the slow one.
+#: Each pair takes two processes: every run has these, of different kinds; the slow run has all pairs.
 DEFAULT = ("lstm_16bit_parts.py", "quantize_dynamic_lm.py")
 
 
@@ -108,7 +108,7 @@ def test_ported_is_what_rewrite_makes_of_legacy(name: str) -> None:
 def test_nothing_is_left_in_the_ported_scripts() -> None:
     legacy, ported = scan_paths([LEGACY]), scan_paths([PORTED])
     assert {finding.path.name for finding in legacy.findings} == set(NAMES)
-    # Weights that are read inside a converted model: views answer, and say where the values are.
+    # Weights read inside a converted model: views answer, and say where the values are.
     of_views = [("static_tutorial.py", "TQ208")] * 2
     by_hand = [finding for finding in legacy.findings if finding.by == "manual review"]
     assert [(finding.path.name, finding.construct.code) for finding in by_hand] == of_views

@@ -1,4 +1,4 @@
-"""Files that are no files, notebooks that are none, full output: it is said, and the rest goes on."""
+"""Broken files, broken notebooks, full output: the command reports them and goes on with the rest."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_metadata_that_say_nothing_are_no_reason_to_leave_a_notebook_out(
     ],
 )
 def test_a_file_that_is_no_python(tmp_path: Path, content: bytes, problem: str) -> None:
-    """In a process of its own: a parser that runs out of stack would end it."""
+    """In a process of its own: a parser that overflows the stack would end this one."""
     (tmp_path / "a.py").write_bytes(content)
     (tmp_path / "b.py").write_text(GOOD)
     done = command("scan", str(tmp_path), "--json", stdout=subprocess.PIPE)
@@ -205,12 +205,12 @@ def test_scanning_takes_time_in_proportion_to_what_is_found(tmp_path: Path) -> N
             takes.append(time.process_time() - begin)
             assert len(found) == 3 * copies  # two calls, and a dict that is written several times
         seconds[copies] = min(takes)
-    # Four times the text; sixteen times the work where it is quadratic.
+    # Four times the text; quadratic work would take sixteen times as long.
     assert seconds[160] < 10 * seconds[40]
 
 
 def test_names_without_uses_mean_what_they_meant() -> None:
-    """LibCST's own scopes are the oracle: the same assignments for every node."""
+    """The oracle is LibCST's own scopes: the same assignments for every node."""
     from libcst.metadata import MetadataWrapper, ScopeProvider
 
     text = GOOD + (
@@ -219,7 +219,7 @@ def test_names_without_uses_mean_what_they_meant() -> None:
     source = ParsedSource(text)
     wrapper = MetadataWrapper(source.module, unsafe_skip_copy=True)
     theirs, ours = wrapper.resolve(ScopeProvider), wrapper.resolve(ScopesWithoutUses)
-    # Each parses the text of a type into nodes of its own.
+    # Each provider parses type annotations in strings into nodes of its own.
     shared = theirs.keys() & ours.keys()
     assert len(shared) > 70
     for node in shared:

@@ -1,4 +1,4 @@
-"""``torchq-compat explain`` and ``--version``: the guide's words, offline, and without torch."""
+"""``torchq-compat explain`` and ``--version``: the guide's text, offline, and without torch."""
 
 from __future__ import annotations
 

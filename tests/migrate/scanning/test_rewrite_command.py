@@ -1,4 +1,4 @@
-"""``torchq-compat rewrite`` from outside: what it prints, what it writes, and that it never loses a file."""
+"""``torchq-compat rewrite`` as a command: what it prints, what it writes, and that it never loses a file."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_file_that_changed_meanwhile_is_not_overwritten(
 def test_a_read_only_file_is_not_overwritten(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    # Whoever runs the tests may be allowed to write everything.
+    # The user who runs the tests may be allowed to write everything.
     monkeypatch.setattr(source_files.os, "access", lambda path, mode: False)
     assert rewrite(script, "--write") == 2
     assert script.read_text() == BEFORE

@@ -13,7 +13,7 @@ from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
-#: Written after the SARIF 2.1.0 specification, sections 3.13 to 3.59. Nothing else may be in the log.
+#: After the SARIF 2.1.0 specification, sections 3.13 to 3.59; the log may contain nothing else.
 MESSAGE = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string", "minLength": 1}}}
 LOCATION = {
     "type": "object",

@@ -1,4 +1,4 @@
-"""``torchq-compat scan`` from outside: what it prints, its exit codes, and input that is not right."""
+"""``torchq-compat scan`` as a command: what it prints, its exit codes, and invalid input."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_guide_has_every_anchor() -> None:
     guide = (ROOT / "migration" / "README.md").read_text()
     headings = re.findall(r"^#+ (.*)$", guide, re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    anchors |= set(re.findall(r'<a id="([^"]+)">', guide))  # of what stands on a page behind it
+    anchors |= set(re.findall(r'<a id="([^"]+)">', guide))  # explicit anchors on the pages behind the guide
     for construct in CONSTRUCTS.values():
         assert construct.anchor in anchors
 
@@ -132,7 +132,7 @@ def test_a_bad_file_is_reported_and_the_rest_goes_on(
 
 
 def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whoever runs the tests may be allowed to read everything.
+    # The user who runs the tests may be allowed to read everything.
     def refuse(self: Path) -> bytes:
         if self.name == "secret.py":
             raise PermissionError(13, "Permission denied")
@@ -149,7 +149,7 @@ def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_links(tmp_path: Path) -> None:
-    """A folder that links to itself, links that lead to each other, and an innocent one."""
+    """A folder that links to itself, links that point at each other, and an ordinary link."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "a.py").write_text(FX)
@@ -179,7 +179,7 @@ def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
 
 
 def test_cyclic_imports(tmp_path: Path) -> None:
-    """``quantize_fx`` goes in circles and means nothing; ``prepare_fx`` comes out at its import."""
+    """``quantize_fx`` is imported in a circle and has no meaning; ``prepare_fx`` resolves to its import."""
     (tmp_path / "a.py").write_text("from b import prepare_fx, quantize_fx\nfrom b import *\n")
     (tmp_path / "b.py").write_text("from a import prepare_fx, quantize_fx\nfrom a import *\nimport b\n" + FX)
     found = [(f.path.name, f.place.line, f.site.what) for f in scan_paths([tmp_path]).findings]
@@ -188,7 +188,7 @@ def test_cyclic_imports(tmp_path: Path) -> None:
 
 
 def test_a_name_of_the_trees_own_is_followed(tmp_path: Path) -> None:
-    """Neither file that uses it spells a legacy name."""
+    """Neither file that uses the name spells a legacy name."""
     (tmp_path / "home.py").write_text(FX.replace("prepare_fx", "prepare_fx as ready"))
     (tmp_path / "middle.py").write_text("from home import ready as set_go\n")
     (tmp_path / "user.py").write_text("from middle import set_go\nset_go(m, {'': q}, x)\n")
@@ -198,7 +198,7 @@ def test_a_name_of_the_trees_own_is_followed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_time_of_a_scan_grows_with_its_files(tmp_path: Path) -> None:
-    """Of the size of real ones; one in ten has to do with FX, and uses a name of another."""
+    """Files of realistic size; one in ten uses FX, through a name of another file."""
     filler = "".join(f"def f{i}(x):\n    return [x + {i} for x in range(x)]\n\n" for i in range(50))
     times = []
     for count in (20, 80):
@@ -208,13 +208,13 @@ def test_the_time_of_a_scan_grows_with_its_files(tmp_path: Path) -> None:
             (folder / f"m{number}.py").write_text(filler + (FX if number % 10 == 0 else ""))
         takes = []
         for _ in range(3):
-            # Of the processor: other tests may be running.
+            # Processor time, because other tests may run at the same time.
             start = time.process_time()
             result = scan_paths([folder])
             takes.append(time.process_time() - start)
             assert (result.files, len(result.findings)) == (count, count // 10)
         times.append(min(takes))
-    # Four times the files; sixteen times the time would be each file against each.
+    # Four times the files; comparing each file with each would take sixteen times as long.
     assert times[1] < 8 * times[0], times
 
 

@@ -17,7 +17,7 @@ CODE = "from torch.ao.quantization.quantize_fx import prepare_fx\n"
 
 
 def on_a_terminal(*args: str, **environment: str) -> str:
-    """What ``torchq-compat`` shows on a terminal of its own."""
+    """Return what ``torchq-compat`` shows on a terminal of its own."""
     ours, theirs = pty.openpty()
     base = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "120"}
     base.pop("NO_COLOR", None)
@@ -35,7 +35,7 @@ def on_a_terminal(*args: str, **environment: str) -> str:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # Linux says so that the other end is closed
+    except OSError:  # Linux reports the closed other end in this way
         return b""
 
 

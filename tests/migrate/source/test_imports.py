@@ -1,4 +1,4 @@
-"""Where imports go that rewritten code needs."""
+"""Where the imports that rewritten code needs are inserted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEW = "from torch.ao.quantization import QConfigMapping\n"
 
 
 def with_import(code: str, *marks: str) -> str:
-    """``code`` after QConfigMapping was asked for at each mark."""
+    """Return ``code`` after an import of QConfigMapping was requested at each mark."""
     source = ParsedSource(dedent(code))
     requests = [
         ImportRequest("torch.ao.quantization", "QConfigMapping", source.text.index(mark)) for mark in marks

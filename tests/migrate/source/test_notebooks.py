@@ -1,4 +1,4 @@
-"""Notebooks: cells joined to one text, lines of IPython kept, the file's layout kept."""
+"""Notebooks: cells joined into one text; lines of IPython and the file's layout kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that nobody here wrote: all of torch and torchao as input to scan and rewrite; nothing is written."""
+"""Code written elsewhere: all of torch and torchao as input to scan and rewrite; nothing is written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder_of(package: str) -> Path:
 
 
 TORCH, TORCHAO = folder_of("torch"), folder_of("torchao")
-#: FX itself and what uses it, and a folder that has nothing to do with it.
+#: FX itself and its users, and a folder without FX.
 SLICE = (
     "ao/quantization/fx/lstm_utils.py",
     "ao/quantization/quantize_fx.py",
@@ -33,7 +33,7 @@ SLICE = (
 
 
 def check(scan: Scan, root: Path, must_change: Iterable[str]) -> None:
-    """Every result parses and is final, and the files that change are these and those announced."""
+    """Assert that results parse and are final, and that exactly ``must_change`` changes, as announced."""
     changed = set()
     for document, origin in scan.documents:
         text = rewrite_text(document.text, origin=origin)
@@ -62,7 +62,7 @@ def test_torchao() -> None:
 
 
 def test_files_without_fx_are_left_alone() -> None:
-    """Without the quick look at the text: every one is parsed and goes through all rewrites."""
+    """Without the quick check of the text: every file is parsed and goes through all rewrites."""
     paths = sorted((TORCH / "nn" / "modules").glob("*.py"))[::4]
     assert paths
     for path in paths:
@@ -74,7 +74,7 @@ def test_files_without_fx_are_left_alone() -> None:
 def test_the_whole_tree() -> None:
     scan = scan_paths([TORCH])
     assert scan.files > 2000
-    # What this Python cannot parse, written for a later one.
+    # Files written for a later Python, which this one cannot parse.
     assert all("py3" in problem.path.name for problem in scan.problems)
     check(
         scan,

@@ -1,1 +1,1 @@
-"""How reports are shown."""
+"""Tests of how reports are shown."""

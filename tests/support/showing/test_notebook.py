@@ -1,4 +1,4 @@
-"""A notebook runs, cell by cell: what a cell returns shows itself as HTML, once, and nothing is printed."""
+"""A notebook runs cell by cell: a report shows itself as HTML, once, and nothing is printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTEBOOK = Path(tc.__file__).parents[1] / "migration" / "notebook.ipynb"
 
 
 def displayed(source: str, namespace: dict[str, Any]) -> str:
-    """Run a cell as Jupyter does, and return the HTML of its last expression; empty if it has none."""
+    """Run a cell as Jupyter does; return the HTML of its last expression, empty if it has none."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "cell", "exec"), namespace)
@@ -32,7 +32,7 @@ def test_every_cell_runs_and_shows_itself_once(capsys: pytest.CaptureFixture[str
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     namespace: dict[str, Any] = {"__name__": "__main__"}
     shown = [displayed(sources[0], namespace)]
-    capsys.readouterr()  # what torch and torchao say when they are imported
+    capsys.readouterr()  # the output of torch and torchao when they are imported
     shown += [displayed(source, namespace) for source in sources[1:]]
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")

@@ -1,4 +1,4 @@
-"""The report of ``explain`` as a person reads it: the first line, the rows, at two widths, in a notebook."""
+"""The report of ``explain`` as a person sees it: the first line, the rows, at two widths, in a notebook."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_text_fits(reports: dict[str, Report], width: int) -> None:
     ]
     (erf,) = [index for index, line in enumerate(lines) if line.startswith("erf")]
     assert "has no pattern for it" in (lines[erf] if width == 200 else lines[erf + 1])
-    assert text.count("qconfig from global") == 2  # once for all, once of the custom module
+    assert text.count("qconfig from global") == 2  # once for all rows, once for the custom module
 
 
 def test_an_empty_column_is_left_out(reports: dict[str, Report]) -> None:

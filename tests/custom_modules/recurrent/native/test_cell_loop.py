@@ -1,4 +1,4 @@
-"""The cell loop: converted cells over time on integers, in one call. The q-dq graph is the oracle."""
+"""The cell loop: converted cells over time, on integers, in one call. The oracle is the q-dq graph."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _threads_as_before() -> Iterator[None]:
 
 
 def steps_between(cell: ConvertedCellGraphModule, found: Any, expected: Any) -> tuple[float, float]:
-    """(the largest difference, the share of values that differ) in quantization steps of the results."""
+    """Return the largest difference in quantization steps, and the share of values that differ."""
     all_qparams = cell.state_qparams()
     worst, different, count = 0.0, 0, 0
     for a, b, qparams in zip(leaves(found), leaves(expected), (all_qparams[0], *all_qparams), strict=True):
@@ -87,7 +87,7 @@ def test_one_step_is_within_a_step_of_the_graph(name: str, batch: int) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_long_sequence_follows_the_graph(name: str, backward: bool) -> None:
-    """A value on the edge between two steps may tip over, and what comes after then follows another path."""
+    """A value on the edge between two steps may fall to the other side; later steps then differ as well."""
     for cell in cells_of(converted(name)):
         x, states = inputs_of(cell, 150, 2)
         output, last = RecurrentDirection(cell)(x, states, backward=backward)
@@ -100,7 +100,7 @@ def test_a_long_sequence_follows_the_graph(name: str, backward: bool) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_kernel_and_torchs_operators_agree(name: str) -> None:
-    """What runs without a compiler computes the same program."""
+    """The fallback without a compiler computes the same program."""
     for cell in cells_of(converted(name)):
         x, states = inputs_of(cell, 9, 4)
         program = cell.program()
@@ -118,7 +118,7 @@ def test_an_initial_state_with_other_qparams_is_computed_in_floats() -> None:
     elsewhere = tuple(state * 0.7371 for state in states)
     expected = RecurrentDirection(cell)(x, elsewhere)
     assert steps_between(cell, native(cell, x, elsewhere), expected)[0] <= 2.01
-    # The integers of the same state, quantized with the qparams the cell carries on, are another state.
+    # The same state quantized with the qparams that the cell uses from step to step is another state.
     rounded = tuple(map(on, cell.state_qparams(), elsewhere))
     assert steps_between(cell, native(cell, x, rounded), expected)[1] > 0.05
 
@@ -140,7 +140,7 @@ def test_signed_integers_come_in_as_well() -> None:
 
 
 def test_columns_with_qparams_of_their_own() -> None:
-    """What a bidirectional layer hands to the next one."""
+    """Input columns as a bidirectional layer passes them to the next layer."""
     cell = cells_of(converted("gru"))[0]
     x, states = inputs_of(cell, 12, 3)
     other = PerTensorQParams(0.05, 20, 0, 255, torch.uint8)
@@ -204,7 +204,7 @@ def test_threads_share_the_units_without_changing_a_bit(hidden: int, monkeypatch
 
 
 def test_blocks_of_steps_join_without_a_seam() -> None:
-    """The input is projected some steps at a time; the results do not depend on how many."""
+    """The input is projected in blocks of steps; the results do not depend on the size of the blocks."""
     cell = cell_of_width(70, 20)
     x, states = inputs_of(cell, 200, 1)
     columns = column_qparams(X_QPARAMS, 70, 3)
@@ -279,7 +279,7 @@ torch.save({"found": found, "told": told, "has": torch._C._dispatch_has_kernel_f
 
 
 def run_in_child(script: str, tmp_path: Path, x: Tensor, **settings: str) -> Any:
-    """What ``script`` saves, in a process of its own: a library that was loaded stays."""
+    """Return what ``script`` saves; it runs in its own process, because a loaded library stays loaded."""
     torch.save({"x": x}, tmp_path / "given")
     command = [sys.executable, "-c", "import sys\n" + script, tmp_path / "given", tmp_path / "found"]
     environment = {**os.environ, "TORCHQ_COMPAT_CACHE_DIR": str(tmp_path / "cache"), **settings}
@@ -354,8 +354,9 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
 
 
 def dynamic_linear_results() -> list[Tensor]:
-    """Of inputs whose last integer is 128, one more than the range they are spread over: both ends round up.
-    All weights are the largest or the smallest, so that two products are as large as they get."""
+    """Return results for inputs whose largest integer is 128, one beyond the range of 127 steps, as both ends
+    round up. All weights are the largest or the smallest, so that sums of two products are as large as
+    possible."""
     chosen = DynamicQParams(1e-7, 127, 0, 255, torch.uint8)
     x = torch.full((4, 64), 63.5)
     x[0, 0] = -63.5
@@ -384,7 +385,7 @@ def test_dynamic_integers_beyond_their_range_do_not_saturate() -> None:
 
 
 def split_columns(width: int) -> Any:
-    """A first column with qparams of its own, so that the others begin at an odd address."""
+    """A first column with qparams of its own, so that the other columns begin at an odd address."""
     return ((1, X_QPARAMS), (width - 1, X_QPARAMS))
 
 
@@ -422,7 +423,7 @@ class Dynamic(nn.Module):
 
 
 def dynamic(qconfig: QConfig, seed: int = 0) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """(reference, lowered)"""
+    """Return (reference, lowered)."""
     x = uniform(2.0, 9, 4, 8)
     prepared = tc.prepare_fx(Dynamic(seed).eval(), QConfigMapping().set_global(qconfig), (x,))
     return tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
@@ -440,7 +441,8 @@ def test_dynamic_qparams_are_chosen_as_in_the_graph(
     with torch.no_grad():
         expected, found, plain = (leaves(m(x)) for m in (reference, lowered, Dynamic().eval()))
     for a, b, c in zip(expected, found, plain, strict=True):
-        # Floats are summed up in another order; a sum between two steps may fall on the other.
+        # Floats are summed in another order, so a sum near the middle of two integers may round to the other
+        # one.
         assert sqnr(a, b) > 55
         assert 20 < sqnr(c, b) < 60
 

@@ -1,4 +1,4 @@
-"""Tensors of another dtype or on another device, given to recurrent modules by themselves and in a model."""
+"""Tensors of another dtype or on another device as inputs of recurrent modules, alone and in a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stateful(nn.Module):
 
 
 def given(name: str) -> tuple[Tensor, ...]:
-    """Input and states."""
+    """Return input and states."""
     states = 2 if "lstm" in name else 1
     if "cell" in name:
         return torch.ones(3, 6), *(torch.zeros(3, 8) for _ in range(states))
@@ -43,7 +43,7 @@ def given(name: str) -> tuple[Tensor, ...]:
 
 @cache
 def models(name: str) -> tuple[Any, Any]:
-    """(reference, lowered)"""
+    """Return (reference, lowered)."""
     torch.manual_seed(0)
     config = tc.get_default_prepare_custom_config()
     mapping = get_default_qconfig_mapping()
@@ -72,7 +72,8 @@ def test_a_module_names_the_tensor_that_does_not_fit(name: str, *, is_lowered: b
         for wrong in (torch.int64, torch.bool, torch.float64, torch.bfloat16, torch.device("meta")):
             changed = list(tensors)
             changed[index] = tensors[index].to(wrong)  # type: ignore[call-overload]
-            # The first state differs from an input of another float dtype, which is cast.
+            # An input of another float dtype is cast, so the error names the first state, whose dtype differs
+            # from it.
             is_cast = index == 0 and wrong in (torch.float64, torch.bfloat16)
             named = names[1] if is_cast else argument
             with pytest.raises(CustomModuleError, match=rf"module 'rnn'.*{named} must be .*\nHint: "):

@@ -1,4 +1,4 @@
-"""The instruction set of the native loop, defined in Python and held against the C++ that reads its rows."""
+"""The instruction set of the native loop: defined in Python, compared with the C++ that reads its rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = "\n".join(file.read_text() for file in (SOURCE, *HEADERS))
 def test_the_operations_have_the_same_numbers() -> None:
     declared = re.findall(r"enum Op : int64_t \{([^}]*)\}", TEXT)
     assert len(declared) == 1
-    # Without values of their own, they count from zero.
+    # C++ enumerators without explicit values count from zero.
     names = [name.strip() for name in declared[0].split(",")]
     assert [f"k{op.name.title()}" for op in sorted(Op)] == names
     assert sorted(Op) == list(range(len(names)))

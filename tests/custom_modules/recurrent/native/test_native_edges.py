@@ -1,4 +1,4 @@
-"""The cell loop at the edges: no rows, floats that are no numbers, wide inputs, threads, forks, its cache."""
+"""The cell loop at the edges: empty batches, NaN and infinity, wide inputs, threads, forks, its cache."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 def lowered_pair(dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
-    """(float, reference, lowered)"""
+    """Return (float, reference, lowered)."""
     torch.manual_seed(0)
     model, x = Model(nn.LSTM(6, 8)).eval().to(dtype), torch.randn(9, 3, 6).to(dtype)
     config = tc.get_default_prepare_custom_config()
@@ -134,7 +134,7 @@ def test_what_is_no_number_goes_as_in_the_dynamic_graph(value: float) -> None:
 
 @torch.no_grad()
 def test_a_sum_of_more_columns_than_32_bits_hold() -> None:
-    """255 * 127 * 70,000 is more than 2^31."""
+    """255 * 127 * 70,000 exceeds 2^31."""
     torch.manual_seed(0)
     qparams = PerTensorQParams(1e-5, 0, 0, 255, torch.uint8)
     cells = (_Cell(random.Random(seed), 3, 70_000) for seed in range(200))
@@ -280,7 +280,7 @@ def test_the_operator_is_registered_again_after_an_import_that_failed() -> None:
     )
 
 
-#: A compiler that takes no time: it gives the kernel of this process out, and counts how often.
+#: A compiler that takes no time: it copies the kernel of this process and records its calls.
 COMPILER = """\
 while [ "$1" != -o ]; do shift; done
 cp "$KERNEL" "$2" && echo "$2" >> "$COMPILED"
@@ -306,7 +306,7 @@ def test_a_library_that_must_not_be_loaded_is_built_again(cache: Path, damage: s
         cache.chmod(0o777)
     else:
         content = {"cut": whole[:5000], "empty": b"", "junk": b"junk" * 9}.get(damage, whole[:-1] + b"?")
-        cache.unlink()  # Not in place: it is loaded.
+        cache.unlink()  # Not in place: the file is loaded.
         cache.write_bytes(content)
         cache.chmod(0o755)
     with pytest.warns(QuantizationWarning, match="was built again"):

@@ -1,4 +1,4 @@
-"""The harness, in short: some programs on two builds, and that it finds the faults it is there for."""
+"""A short run of the harness: some programs on two builds, and that it finds the faults it exists for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def calls(programs: list[Call], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def expected(programs: list[Call]) -> bytes:
-    """Of the operator that users run."""
+    """Return the results of the operator that users run."""
     return b"".join(map(results_of, programs))
 
 
@@ -45,7 +45,7 @@ ALL = {**BUILDS, **SANITIZED, **EMULATED}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, build in ALL.items() if build.is_possible()])
 def test_every_build_gives_the_same_bits(name: str, calls: Path, expected: bytes, tmp_path: Path) -> None:
-    """On all instruction sets of the machine, or of the emulated one; what is not installed has no test."""
+    """All instruction sets of this or the emulated machine are covered; builds that lack a tool are not."""
     build = ALL[name]
     results, problem = run_replay(build, compile_replay(build, tmp_path), calls, (1, 2, 3))
     assert problem == ""
@@ -78,7 +78,7 @@ def sample(seed: int) -> Call:
 
 @pytest.mark.parametrize("seeds", [range(60)])
 def test_the_operators_give_what_the_kernel_gives(seeds: range) -> None:
-    """NaN where the kernel has NaN, and the same values. One that lies between two steps may tip over."""
+    """NaN where the kernel has NaN, and otherwise equal, except for values midway between two steps."""
     far = compared = 0
     for seed in seeds:
         call = sample(seed)

@@ -1,4 +1,4 @@
-"""The operator: one call for a module, packed weights behind it, integers across its boundary."""
+"""The operator: one call per module, with packed weights inside and integers at its boundary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ State = tuple[Tensor, Tensor]
 
 
 class Decoder(nn.Module):
-    """As FX has it: quantize, quantized LSTM, quantized linear, dequantize."""
+    """The module between quantized ops, as in FX: quantize, quantized LSTM, quantized linear, dequantize."""
 
     def __init__(self, layers: int = 1) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Decoder(nn.Module):
 
 
 class WithoutTuples(Decoder):
-    """FX observes every argument, and its observers take no tuple."""
+    """FX observes every argument, and its observers do not accept tuples."""
 
     def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         output, (h, c) = super().forward(x, (h, c))
@@ -81,7 +81,7 @@ def test_no_more_conversions_than_in_the_graph_that_fx_lowers() -> None:
         by_fx = fx.convert_fx(legacy, CONVERT_LSTM).graph
     ours = tc.convert_fx(prepared()).graph
     assert (conversions(by_fx, "quantize_per_tensor"), conversions(by_fx, "dequantize")) == (3, 3)
-    # What is float on the other side is quantized and dequantized in the call itself.
+    # Values that are float outside are quantized and dequantized inside the call.
     assert conversions(ours, ".quantize_per_tensor") == 0
     assert conversions(ours, "aten.dequantize") == 1
 
@@ -108,7 +108,7 @@ def test_arguments_nested_in_another_way_are_refused() -> None:
 
 
 def kept() -> int:
-    """How many modules' weights are packed, as the next module that is bound finds them."""
+    """Return how many modules have packed weights, after those of collected modules are dropped."""
     gc.collect()
     op.drop_forgotten()
     count: int = OPS.kept.default()
@@ -140,7 +140,7 @@ def test_packed_weights_are_kept_while_they_are_true_and_no_longer() -> None:
 
 
 class FedBack(nn.Module):
-    """A cell at several places; what all but the first read has the same qparams."""
+    """A cell called at several places; the inputs of all calls but the first have the same qparams."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_threads_share_one_module() -> None:
 @pytest.mark.parametrize("name", ["lstm", "projected lstm", "16-bit lstm", "gru", "relu rnn"])
 @pytest.mark.parametrize("form", ["steps", "batch first", "packed", "integers"])
 def test_torchs_operators_compute_the_same(name: str, form: str) -> None:
-    """What runs without a compiler, on the operator's own arguments."""
+    """The fallback without a compiler, on the operator's own arguments."""
     bound = converted(name).lowered().bound()
     module = ModuleNumbers.of(bound.program)
     qparams = PerTensorQParams(1 / 100, 3, -128, 127, torch.int8)
@@ -286,7 +286,7 @@ def test_torchs_operators_compute_the_same(name: str, form: str) -> None:
 
 
 def wrong_programs(program: Tensor) -> list[Tensor]:
-    """Of an LSTM: 3 numbers, 3 of its first cell, then 11 of each instruction and 3 of each register."""
+    """Return invalid LSTM programs: 3 numbers, 3 for the first cell, 11 per instruction, 3 per register."""
     first, second, registers = 6, 6 + 11, 6 + 11 * int(program[4])
     changes = [
         *({0: math.nan}, {0: 1e300}, {3: math.inf}),
@@ -344,7 +344,7 @@ def test_the_operator_reads_no_memory_that_is_not_there(wrong: str) -> None:
 
 
 def test_one_zero_is_no_sizes_and_other_weights_at_the_same_place_are_packed_again() -> None:
-    """AOTInductor hands over no empty list, and its weights lie in memory that no tensor owns."""
+    """AOTInductor passes no empty list, and its weights lie in memory that no tensor owns."""
     bound = converted("lstm").lowered().bound()
     states = [torch.zeros(len(bound.bound), 2, 12)] * 2
     memory = [bytearray(weight.detach().numpy().tobytes()) for weight in bound.weights()]

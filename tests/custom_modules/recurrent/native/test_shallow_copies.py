@@ -1,4 +1,4 @@
-"""What ``copy.copy`` of recurrent modules and of lowered models shares with the original."""
+"""What ``copy.copy`` of recurrent modules and lowered models shares with the original."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.linspace(-1, 1, 72).reshape(4, 3, 6)
 
 
 def converted() -> tuple[Any, Any]:
-    """(reference, lowered)"""
+    """Return (reference, lowered)."""
     torch.manual_seed(0)
     config = tc.get_default_prepare_custom_config()
     prepared = tc.prepare_fx(Whole(nn.LSTM(6, 8)).eval(), get_default_qconfig_mapping(), (X,), config)
@@ -57,7 +57,7 @@ def test_a_copied_module_has_the_cells_and_a_place_for_its_own() -> None:
 
 @torch.no_grad()
 def test_hooks_of_a_module_in_a_lowered_model_are_called() -> None:
-    """What runs there is ``lowered()``, which shares them on purpose."""
+    """The lowered model runs ``lowered()``, which shares the hooks on purpose."""
     lowered, called = converted()[1], []
     lowered.get_submodule("rnn").register_forward_hook(lambda *_: called.append("rnn"))
     lowered(X)
