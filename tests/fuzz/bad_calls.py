@@ -149,8 +149,8 @@ ACCEPTED: dict[tuple[str, str], str] = {
     ("*", "float16"): "is computed in float32, as torchao's quantize and our cells do",
     ("*", "meta device"): "as torch: shapes without values",
 }
-#: A prepared recurrent or attention module computes in float32 and returns the dtype of its input, as does the
-#: operator of lowered recurrent modules.
+#: A prepared recurrent or attention module computes in float32 and returns the dtype of its input;
+#: the operator of lowered recurrent modules does, too.
 CASTS = ("LSTM", "LSTM in two layers", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell", "MultiheadAttention")
 
 
