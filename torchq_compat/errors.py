@@ -121,7 +121,7 @@ class CaptureError(TorchQCompatError):
 
 
 class ExportError(TorchQCompatError, ValueError):
-    """Raised if a converted model cannot be exported as requested, or become TorchScript."""
+    """Raised if a model cannot be exported as requested, or become TorchScript."""
 
 
 class StreamingError(TorchQCompatError, ValueError):

@@ -50,6 +50,8 @@ def test_weights_in_a_range_narrower_than_the_dtype() -> None:
     )
     mapping = QConfigMapping().set_global(QConfig(default_observer, weight))
     ours, theirs = prepare_both(model, mapping, x)
+    (told,) = (each.unlike_fx for each in tc.explain(ours) if each.path == "0")
+    assert told == "FX rounds its weights to -128 to 127, not to -8 to 7: the largest become 8"
     here, there = (
         tc.convert_fx(ours).get_submodule("0").weight(),
         fx.convert_fx(theirs).get_submodule("0").weight(),

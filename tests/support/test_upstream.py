@@ -204,6 +204,17 @@ def test_a_forward_is_made_of_its_source_and_its_lines_are_found() -> None:
     assert "eval_with_key" in forward.__code__.co_filename
 
 
+def test_the_front_of_scan_gives_the_last_state_and_what_it_stacked() -> None:
+    def step(carried: list[torch.Tensor], parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+        total = carried[0] + parts[0]
+        return [total], [total * 2]
+
+    x = torch.arange(6.0).reshape(3, 2)
+    [last], [stacked] = upstream.scan(step, [torch.zeros(2)], [x])
+    assert torch.equal(last, x.sum(0))
+    assert torch.equal(stacked, 2 * x.cumsum(0))
+
+
 def test_every_name_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_name_is_tested_here))  # type: ignore[arg-type]
     assert [name for name in upstream.__all__ if f"upstream.{name}" not in text] == []

@@ -31,7 +31,7 @@ from torchq_compat.qspecs.observers import translate_constructor
 from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.dtypes import dtype_range, is_integer
 from torchq_compat.support.torch_ao import HistogramObserver, ObservationType
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
@@ -166,8 +166,9 @@ class _State:
         told = next((told for each in inputs if (told := self.quantized_in_fx_alone.get(each))), "")
         if told and action is Action.SHARED and pattern.last.output is not None:
             self.quantized_in_fx_alone[pattern.last.output] = told
-        if not told and action is Action.QUANTIZED and any(n.target in PRELU for n in pattern.first.nodes):
-            return PRELU_IN_FX
+        if not told and action is Action.QUANTIZED:
+            is_prelu = any(node.target in PRELU for node in pattern.first.nodes)
+            told = PRELU_IN_FX if is_prelu else _beyond_the_range_in_fx(pattern)
         return told if action in (Action.QUANTIZED, Action.SHARED) else ""
 
     def _decide(self, pattern: FusedPattern) -> tuple[Action, str]:
@@ -352,6 +353,19 @@ def _has_bounded_result(partition: SourcePartition) -> bool:
 
 def _is_quantized(dtype: torch.dtype | None) -> bool:
     return dtype is not None and (dtype is torch.float16 or is_integer(dtype))
+
+
+def _beyond_the_range_in_fx(pattern: FusedPattern) -> str:
+    """Return what FX does with weights in a part of the range of int8 that is not symmetric."""
+    if not pattern.first.weights or pattern.selection.qconfig is None:
+        return ""
+    settings = OpSpecs(pattern.selection.qconfig).weight_constructor.settings
+    low, high = settings.quant_min, settings.quant_max
+    if settings.is_fake_quantize or settings.declared_dtype is not torch.qint8 or low is None or high is None:
+        return ""
+    if low == -high or (low, high) == dtype_range(torch.int8):
+        return ""
+    return f"FX rounds its weights to -128 to 127, not to {low} to {high}: the largest become {high + 1}"
 
 
 def _infinite_value(pattern: FusedPattern) -> str | None:

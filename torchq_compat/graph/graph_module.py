@@ -294,12 +294,14 @@ class QuantizationGraphModule(GraphModule):
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Call ``nn.Module.named_children``; refuse the Numeric Suite."""
-        refuse_numeric_suite(sys._getframe(1))
+        if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
+            refuse_numeric_suite(sys._getframe(1))
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Call ``nn.Module.named_modules``; refuse the Numeric Suite."""
-        refuse_numeric_suite(sys._getframe(1))
+        if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
+            refuse_numeric_suite(sys._getframe(1))
         modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return modules
 

@@ -204,4 +204,5 @@ def call_with_batch(batch: Any) -> Iterator[None]:
 def batch_in_call() -> Any:
     """Return the number of sequences of the PackedSequence in the call whose shapes are being computed; None
     if there is none."""
-    return _BATCH_IN_CALL.get()
+    # Dynamo cannot read a ContextVar; none of our captures is its.
+    return None if torch.compiler.is_dynamo_compiling() else _BATCH_IN_CALL.get()

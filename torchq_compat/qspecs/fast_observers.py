@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torchao.quantization.pt2e.observer import HistogramObserver, MinMaxObserver
 
+from torchq_compat.errors import ExportError
 from torchq_compat.qspecs.torch_ao_subclasses import recognised_by_torch_ao
 
 __all__ = ["FastHistogramObserver", "FastMinMaxObserver"]
@@ -38,6 +39,8 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
     left_out_infinity = False
 
     def forward(self, x_orig: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            _refuse_export()
         values = x_orig.detach()
         low, high = self.min_val, self.max_val
         if values.device == self.histogram.device and _is_inside(values, low, high):
@@ -65,6 +68,16 @@ class FastMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
             return x_orig
         observed: Tensor = super().forward(x_orig)
         return observed
+
+
+# Dynamo runs it as it is, and lets the error out.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_export() -> None:
+    raise ExportError(
+        "torch.export: a prepared model cannot be exported: its HistogramObserver asks for values of "
+        "tensors.",
+        hint="export what convert_fx(prepared) returns.",
+    )
 
 
 def _is_inside(values: Tensor, low: Tensor, high: Tensor) -> bool:

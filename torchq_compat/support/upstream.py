@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 import torchao.utils
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.scan import scan
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
@@ -58,6 +59,7 @@ __all__ = [
     "pack_padded_sequence_backward",
     "pad_packed",
     "pytree",
+    "scan",
     "symbolic_shapes_config",
     "tracing_paused",
 ]

@@ -111,12 +111,12 @@ def test_the_object_says_what_from_dict_would_read() -> None:
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ('prepare_fx(m, {"": q, **more}, x)\n', "takes in another one"),
+        ('prepare_fx(m, {"": q, **more}, x)\n', "includes another dict"),
         ('prepare_fx(m, {"objct_type": []}, x)\n', 'no key "objct_type"'),
         ("prepare_fx(m, {key: q}, x)\n", "no key key"),
         ('prepare_fx(m, {"": q, "": r}, x)\n', "twice"),
         ('prepare_fx(m, {"object_type": pairs}, x)\n', "pairs is not spelled out"),
-        ('prepare_fx(m, {"object_type": [*pairs]}, x)\n', "takes in others"),
+        ('prepare_fx(m, {"object_type": [*pairs]}, x)\n', "unpacks another sequence"),
         ('prepare_fx(m, {"object_type": [(a, b, c)]}, x)\n', "should have 2 parts"),
         ("prepare_fx(m, dict(a=1), x)\n", "built by code"),
         ("prepare_fx(m, {k: v for k, v in z}, x)\n", "built by code"),

@@ -85,6 +85,9 @@ class LoopHandler(CustomModuleHandler):
         assert request.convert_inside is not None
         converted: Any = request.convert_inside(opaque.step)
         unguard(converted)
+        # A weight that asks for a gradient makes the scan of an exported program trace its steps backwards,
+        # which steps on integers refuse.
+        converted.requires_grad_(False)
         return opaque.with_step(converted)
 
     def mapping_hint(self, module: nn.Module) -> str | None:

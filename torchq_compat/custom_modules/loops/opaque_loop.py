@@ -11,12 +11,11 @@ from torch.func import functional_call
 
 from torchq_compat.capture.loops.loop_module import LoopForm, run_steps
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, shape_in_export
+from torchq_compat.custom_modules.recurrent.over_time import scan_steps
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 
 __all__ = ["OpaqueLoop"]
-
-SCAN = torch.ops.higher_order.scan
 
 
 class OpaqueLoop(OpaqueModule):
@@ -72,16 +71,16 @@ def _scan(
     same: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """Run all steps as a ``scan``, with the same bits as ``run_steps``."""
+    count, read = len(states), len(wholes) - form.counted
     weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    count, read = len(states), len(wholes) - form.counted
 
     def body(*flat: Any) -> list[Tensor]:
         now, rest = flat[:count], flat[count:]
         parts, rest = rest[: len(wholes)], rest[len(wholes) :]
         given, rest = rest[: len(same)], rest[len(same) :]
-        values = dict(zip(weights, rest, strict=True))
-        results = functional_call(step, values, (*now, *parts[:read], *given))
+        args = (*now, *parts[:read], *given)
+        results = functional_call(step, dict(zip(weights, rest, strict=True)), args)
         # scan refuses a result that is also another result, or an argument.
         return [each.clone() for each in results]
 
@@ -89,6 +88,6 @@ def _scan(
     for part, whole in zip(form.parts, wholes, strict=True):
         first = whole.movedim(part.dim, 0)
         xs.append(first.flip([0]) if part.backward else first)
-    results = SCAN(body, [each.clone() for each in states], xs, (*same, *weights.values()))
+    results = scan_steps(body, [each.clone() for each in states], xs, (*same, *weights.values()))
     stacked = [each.movedim(0, dim) for each, dim in zip(results[count:], form.stacked, strict=True)]
     return (*results[:count], *stacked)

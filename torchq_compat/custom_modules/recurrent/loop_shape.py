@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
 
+import torch
+
 __all__ = ["LoopShape", "exporting_loops_as", "packs_are_padded", "shape_in_export"]
 
 
@@ -38,10 +40,13 @@ def exporting_loops_as(shape: LoopShape) -> Iterator[None]:
 
 def shape_in_export() -> LoopShape:
     """Return the shape set for the running export; ``ROLLED`` if none is set."""
+    # Dynamo cannot read a ContextVar. It runs in ``torch.export.export(strict=True)``, never in ``export``.
+    if torch.compiler.is_dynamo_compiling():
+        return LoopShape.ROLLED
     return _SHAPE.get() or LoopShape.ROLLED
 
 
 def packs_are_padded() -> bool:
     """Return whether the running export is this package's, in which the rows of a PackedSequence are those of
     padded sequences."""
-    return _SHAPE.get() is not None
+    return not torch.compiler.is_dynamo_compiling() and _SHAPE.get() is not None

@@ -6,10 +6,12 @@ the first is the hidden state, which is the output of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from torchq_compat.support.upstream import scan
 
 __all__ = [
     "State",
@@ -19,6 +21,7 @@ __all__ = [
     "run_looped_direction",
     "run_packed_direction",
     "run_rolled_direction",
+    "scan_steps",
 ]
 
 State = tuple[Tensor, ...]
@@ -66,15 +69,41 @@ def run_looped_direction(
     return torch.stack(outputs), state
 
 
+def scan_steps(
+    body: Callable[..., Sequence[Tensor]],
+    states: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Run ``body(*states, *parts, *weights)`` over the first dimension of ``xs`` as a ``scan``, which
+    torch.export traces.
+
+    The operator is called directly and not through its front, which would first compile each body to find the
+    weights it reads. Dynamo does so anyway, and accepts only the front.
+
+    Args:
+        body: returns the new states, then its other values.
+
+    Returns:
+        The last states, then the stacked values.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return tuple(SCAN(body, list(states), list(xs), tuple(weights)))
+    count = len(states)
+
+    def combine(carried: list[Tensor], parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        results = list(body(*carried, *parts, *weights))
+        return results[:count], results[count:]
+
+    last, stacked = scan(combine, list(states), list(xs))
+    return (*last, *stacked)
+
+
 def run_rolled_direction(
     step: Step, weights: tuple[Tensor, ...], inputs: tuple[Tensor, ...], state: State, *, backward: bool
 ) -> tuple[Tensor, State]:
     """Run ``step(*weights, *inputs, *states)`` as a ``scan``, which torch.export captures at any length, with
-    the same bits as ``run_looped_direction``.
-
-    The operator is called directly and not through ``torch.scan``, which would first compile each body to
-    find the weights it reads.
-    """
+    the same bits as ``run_looped_direction``."""
 
     def body(*flat: Tensor) -> list[Tensor]:
         states, rest = flat[: len(state)], flat[len(state) :]
@@ -83,7 +112,7 @@ def run_rolled_direction(
         return [*new, new[0].clone()]
 
     xs = [each.flip([0]) for each in inputs] if backward else list(inputs)
-    *last, outputs = SCAN(body, list(state), xs, weights)
+    *last, outputs = scan_steps(body, state, xs, weights)
     return (outputs.flip([0]) if backward else outputs), tuple(last)
 
 

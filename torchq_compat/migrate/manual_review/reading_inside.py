@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -47,6 +48,8 @@ QUANTIZED_CLASSES = (
     "torch.nn.quantized.",
     "torch.nn.intrinsic.quantized.",
 )
+#: A key of the qparams in the state of FX's converted model, or a pattern of such keys.
+KEY_OF_FX = re.compile(r"\S*_(scale|zero_point)_\d+")
 OF_FLOAT_MODELS = ("FloatFunctional", "FXFloatFunctional", "QFunctional")
 INSIDE = (
     "the module is a view: it has weight(), bias(), scale and zero_point; the values are in the graph, "
@@ -70,6 +73,9 @@ def find(source: ParsedSource) -> Iterator[Site]:
             continue
         if _is_converted(source, state.value):
             yield Site(CODE, source.start(subscript), source.code(subscript), refusal=KEYS)
+    for string in source.nodes(cst.SimpleString):
+        if KEY_OF_FX.fullmatch(string.raw_value):
+            yield Site(CODE, source.start(string), source.code(string), refusal=KEYS)
     for call in source.nodes(cst.Call):
         if source.code(call.func) in ("isinstance", "issubclass") and len(call.args) == 2:
             if any(_is_quantized_class(source, each) for each in _classes(call.args[1].value)):

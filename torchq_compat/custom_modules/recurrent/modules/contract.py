@@ -141,12 +141,7 @@ def _call_packed(
     if batch is None and torch.compiler.is_exporting() and packs_are_padded():
         return _call_padded(structure, path, run_layers, packed, hidden)
     if batch is None and torch.compiler.is_exporting():
-        raise RecurrentModuleError(
-            f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export "
-            "cannot carry: its batch sizes are data.",
-            hint="torchq_compat.export writes packed sequences as padded ones, with the same bits; or call "
-            "the prepared or converted module itself with the PackedSequence.",
-        )
+        _refuse_packed(path)
     check_is_float(path, "the input", packed.data)
     if packed.data.shape[-1] != structure.input_size:
         raise CustomModuleError.call_failed(
@@ -162,6 +157,17 @@ def _call_packed(
         last = tuple(each[:, packed.unsorted_indices] for each in last)
     output = PackedSequence(rows, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
     return output, as_given(last)
+
+
+# Dynamo runs it as it is, and lets the error out.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_packed(path: str) -> None:
+    raise RecurrentModuleError(
+        f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export "
+        "cannot carry: its batch sizes are data.",
+        hint="torchq_compat.export writes packed sequences as padded ones, with the same bits; or call "
+        "the prepared or converted module itself with the PackedSequence.",
+    )
 
 
 def _call_padded(

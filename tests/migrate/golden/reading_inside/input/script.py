@@ -1,5 +1,7 @@
 """What scripts read inside converted models: found, and left for a person."""
 
+import re
+
 import torch
 from torch import nn
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
@@ -13,6 +15,8 @@ for name, module in quantized.named_modules():
         print(name, module.scale)
 for node in quantized.graph.nodes:
     print(node.op)
+for key, value in state.items():
+    print(re.match(r"features_(\d+)_scale_0", key), key == "features_0_input_zero_point_0")
 
 # None of these reads inside.
 quantized.eval()
@@ -21,5 +25,6 @@ torch.save(quantized.state_dict(), "q.pth")
 print(quantized, quantized.graph, quantized.code)
 for name, module in prepared.named_modules():
     print(name, isinstance(module, (nn.Linear, torch.ao.nn.quantized.FloatFunctional)))
+print("one_scale_0 in a text", "log_scale_factor", "scale_0")
 quantized = model
 print(quantized.conv1.weight)

@@ -1,0 +1,144 @@
+"""torch.export.export by itself, strict or not, with gradients on: the reference's bits, at other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+from torch.export import Dim
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import torchq_compat as tc
+from tests.helpers.loop_models import LOOPS
+from tests.helpers.oracle import calibrate, leaves
+from torchq_compat.errors import ExportError, RecurrentModuleError
+
+STATIC = get_default_qconfig_mapping("x86")
+DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
+ROLLED = sorted(name for name, case in LOOPS.items() if case.loops)
+
+
+class Tagger(nn.Module):
+    def __init__(self, make: Callable[..., nn.RNNBase], **settings: Any) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(6, 6)
+        self.rnn = make(6, 8, batch_first=True, **settings)
+        self.outputs = nn.Linear(16 if self.rnn.bidirectional else 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tags: Tensor = self.outputs(self.rnn(self.inputs(x))[0])
+        return tags
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(6, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        last: Tensor = self.rnn(pack_padded_sequence(x, lengths))[1]
+        return last
+
+
+class Greedy(nn.Module):
+    """Reads its own output back, for as many steps as ``x`` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 6)
+        self.cell = nn.GRUCell(6, 8)
+        self.scores = nn.Linear(8, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, word, scores = x.new_zeros(x.size(0), 8), torch.zeros(x.size(0), dtype=torch.long), []
+        for _ in range(x.size(1)):
+            state = self.cell(self.words(word), state)
+            scores.append(self.scores(state))
+            word = scores[-1].argmax(1)
+        return torch.stack(scores, 1)
+
+
+class Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.model(*args)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], QConfigMapping]] = {
+    "lstm": (lambda: Tagger(nn.LSTM), STATIC),
+    "gru": (lambda: Tagger(nn.GRU), STATIC),
+    "relu rnn": (lambda: Tagger(nn.RNN, nonlinearity="relu"), STATIC),
+    "bidirectional lstm": (lambda: Tagger(nn.LSTM, bidirectional=True), STATIC),
+    "dynamic lstm": (lambda: Tagger(nn.LSTM), DYNAMIC),
+    "decoder": (Greedy, STATIC),
+    "feed-forward": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), STATIC),
+    **{name: (LOOPS[name].model, STATIC) for name in ROLLED},
+}
+
+
+def inputs_of(name: str, steps: int, batch: int) -> tuple[Tensor, ...]:
+    if name in LOOPS:
+        return LOOPS[name].inputs(steps, batch, seed=steps)
+    return (torch.randn(batch, steps, 6),)
+
+
+def converted(name: str) -> Any:
+    torch.manual_seed(0)
+    make, mapping = MODELS[name]
+    settings = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(make().eval(), mapping, inputs_of(name, 6, 2), prepare_custom_config=settings)
+    calibrate(prepared, [inputs_of(name, steps, 2) for steps in (9, 7, 5)])
+    lowered = tc.convert_fx(prepared)
+    assert any(each.requires_grad for each in prepared.parameters())
+    return lowered
+
+
+def check(name: str, model: nn.Module, *, strict: bool, decomposed: bool, reference: nn.Module) -> None:
+    args = inputs_of(name, 6, 3)
+    shapes: Any = tuple(dict.fromkeys((0, 1), Dim.DYNAMIC) for _ in args)
+    shapes = (shapes,) if isinstance(model, Around) else shapes
+    assert torch.is_grad_enabled()
+    program = torch.export.export(model, args, dynamic_shapes=shapes, strict=strict)
+    if decomposed:
+        program = program.run_decompositions()
+    for steps, batch in ((6, 3), (11, 2)):
+        given = inputs_of(name, steps, batch)
+        pairs = zip(leaves(reference(*given)), leaves(program.module()(*given)), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_greedy_decoder(strict: bool) -> None:
+    model = converted("decoder")
+    check("decoder", model, strict=strict, decomposed=not strict, reference=model.reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind(name: str, strict: bool) -> None:
+    lowered = converted(name)
+    for model in (lowered.reference, lowered, Around(lowered)):
+        decomposed = isinstance(model, Around)
+        check(name, model, strict=strict, decomposed=decomposed, reference=lowered.reference)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_cannot_be_exported_is_said_in_words(strict: bool) -> None:
+    args = (torch.randn(5, 2, 6), torch.tensor([5, 3]))
+    prepared = tc.prepare_fx(Packs().eval(), STATIC, args, tc.get_default_prepare_custom_config())
+    with pytest.raises(ExportError, match=r"HistogramObserver asks.*\nHint: export what convert_fx"):
+        torch.export.export(prepared, args, strict=strict)
+    prepared(*args)
+    packed = tc.convert_to_reference_fx(prepared)
+    with pytest.raises(
+        RecurrentModuleError, match=r"'rnn' is called with a PackedSequence.*\nHint: torchq_c"
+    ):
+        torch.export.export(packed, args, strict=strict)
