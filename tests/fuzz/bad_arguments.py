@@ -30,25 +30,18 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 import torchq_compat as tc
 from tests.fuzz.outcomes import Case
+from tests.support.test_public_names import PUBLIC
+from torchq_compat.custom_modules import UserModuleHandler
 from torchq_compat.exported_lstm.whole_op import whole_op_lstm_quantizer
 from torchq_compat.lstm_utils import decompose_lstm, prepare_decomposed_lstm
 from torchq_compat.migrate.comparison.measure.cases import Case as ComparedCase
 
 __all__ = ["EntryPoint", "cases", "entry_points"]
 
-MODULES = (
-    "torchq_compat",
-    "torchq_compat.checkpoints",
-    "torchq_compat.lstm_utils",
-    "torchq_compat.migrate.comparison.comparing",
-    "torchq_compat.multi_output",
-    "torchq_compat.nn.quantizable",
-    "torchq_compat.nn.quantized",
-    "torchq_compat.operators",
-    "torchq_compat.profiles",
-    "torchq_compat.quantize_fx",
-    "torchq_compat.recurrent_parts",
-)
+#: What users import, and two modules behind the top.
+MODULES = (*PUBLIC, "torchq_compat.migrate.comparison.comparing", "torchq_compat.multi_output")
+#: torch.ao's own, which are read by prepare and convert: see ``bad_settings``; and a base class.
+NOT_OURS_TO_CHECK = ("torchq_compat.custom_config", "CustomModuleHandler", "UserModuleHandler")
 SIZE = 4
 MAPPING = QConfigMapping().set_global(default_qconfig)
 
@@ -198,6 +191,11 @@ def compare_arguments() -> dict[str, Any]:
     return {**prepare_arguments(), "calibration_data": [inputs()], "fx": False}
 
 
+@cache
+def comparison() -> Any:
+    return tc.compare(**compare_arguments())
+
+
 def case_to_compare() -> ComparedCase:
     return ComparedCase(**prepare_arguments(), calibration_data=[inputs()]).checked()
 
@@ -221,6 +219,7 @@ GOOD: dict[str, Arguments] = {
     "convert_to_reference_fx": lambda: {"graph_module": prepared()},
     "explain": lambda: {"model": converted()},
     "export": lambda: {"converted": converted(), "example_inputs": inputs()},
+    "freeze_bn_stats": lambda: {"mod": prepared()},
     "fuse_fx": lambda: {"model": Model().eval()},
     "get_default_convert_custom_config": dict,
     "get_default_prepare_custom_config": dict,
@@ -245,10 +244,12 @@ GOOD: dict[str, Arguments] = {
     "streaming": lambda: {"converted": recurrent()},
     "suggest": lambda: {key: value for key, value in compare_arguments().items() if key != "fx"},
     "quantizer_from": lambda: {"qconfig_mapping": MAPPING},
+    "register": lambda: {"handler": UserModuleHandler()},
     "reroute_tuples": lambda: {"graph": symbolic_trace(Splits()).graph},
     "save_checkpoint": lambda: {"state": prepared(), "path": temporary("new.pt")},
     "to_executorch": lambda: {"converted": converted(), "example_inputs": inputs()},
     "to_onnx": lambda: {"converted": converted(), "example_inputs": inputs()},
+    "update_bn_stats": lambda: {"mod": prepared()},
     "whole_op_lstm_quantizer": dict,
     "whole_op_recurrent_quantizer": dict,
 }
@@ -273,10 +274,27 @@ def entry_points() -> list[EntryPoint]:
             for entry_point in _of_value(module_name, name, value):
                 found.setdefault(id(entry_point.function), entry_point)
     by_name = {entry_point.name: entry_point for entry_point in found.values()}
-    return list(by_name.values())
+    return [*by_name.values(), *_methods()]
+
+
+def _methods() -> Iterator[EntryPoint]:
+    """Methods with arguments, of what public functions return."""
+    yield EntryPoint("Report.find", tc.explain(converted()).find, lambda: {"path": "linear"})
+    yield EntryPoint("Report.to_text", tc.explain(converted()).to_text, lambda: {"width": 80})
+    yield EntryPoint("Comparison.write_html", comparison().write_html, lambda: {"path": temporary("a.html")})
+    streams = tc.streaming(recurrent())
+
+    def two_of_them() -> dict[str, Any]:
+        streams.reset()
+        streams(torch.ones(3, 2, SIZE))
+        return {"indices": [0, 1]}
+
+    yield EntryPoint("StreamingModel.reset", streams.reset, two_of_them)
 
 
 def _of_value(module: str, name: str, value: Any) -> Iterator[EntryPoint]:
+    if module in NOT_OURS_TO_CHECK or name in NOT_OURS_TO_CHECK:
+        return
     if isinstance(value, type) and issubclass(value, (BaseException, GraphModule)):
         return  # raised and returned by functions, not called by users
     if module == "torchq_compat.nn.quantizable":
@@ -314,7 +332,10 @@ ACCEPTED: dict[tuple[str, str, str], str] = {
     ("*", "dynamic_shapes", "empty tuple"): "to torch.export: no size is free",
     ("*", "dynamic_shapes", "empty dict"): "to torch.export: no size is free",
     ("save_checkpoint", "state", "nested"): "a mapping of values by name",
-    ("*", "path", "str"): "a relative path",
+    ("*", "path", "str"): "a relative path, or a path of a module",
+    ("Report.to_text", "width", "int"): "a narrow table",
+    ("StreamingModel.reset", "indices", "negative"): "counts from the end, as in Python",
+    ("StreamingModel.reset", "indices", "empty tuple"): "no stream begins again",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -26,21 +27,37 @@ HOUSEKEEPING = (
 )
 
 
+#: The package's own operator, on integer weights; what it returns is taken from a list, and may be reshaped.
+OWN_KERNEL = "torchq_compat_native.recurrent"
+
+
 class _Walk(Interpreter):
     def __init__(self, lowered: Any) -> None:
         super().__init__(lowered, graph=lowered.graph)
         self.ran: dict[str, str] = {}
+        self.reference_names = {
+            node.name for node in lowered.reference.graph.nodes if node.target is not operator.getitem
+        }
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if n.op == "call_function" and not str(n.target).startswith(HOUSEKEEPING):
+        if str(n.target).startswith(OWN_KERNEL):
+            self.ran[_stands_for(n, self.reference_names)] = "integers"
+        elif n.op == "call_function" and not str(n.target).startswith(HOUSEKEEPING):
             values = [*pytree.tree_leaves([self.env[each] for each in n.all_input_nodes]), result]
             on_integers = any(
                 (isinstance(each, Tensor) and each.is_quantized) or isinstance(each, torch.ScriptObject)
                 for each in values
             )
-            self.ran[n.name] = "integers" if on_integers else "floats"
+            self.ran.setdefault(n.name, "integers" if on_integers else "floats")
         return result
+
+
+def _stands_for(call: Node, reference_names: set[str]) -> str:
+    """The op of the reference graph whose result ``call`` computes."""
+    while call.name not in reference_names:
+        call = next(iter(call.users))
+    return call.name
 
 
 def ran(lowered: Any, *args: Any) -> dict[str, str]:

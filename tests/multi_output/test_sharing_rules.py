@@ -403,7 +403,7 @@ def test_an_output_told_to_share_that_has_another_dtype() -> None:
     message = refused(write)
     assert "output 0 of chunk" in message
     assert "to share the observer of the edge (x -> chunk) (a QuantizationSpec of int8)" in message
-    assert "already told a QuantizationSpec of uint8" in message
+    assert "already has a QuantizationSpec of uint8" in message
 
 
 def test_an_edge_told_to_share_that_has_another_dtype() -> None:

@@ -16,6 +16,8 @@ from torch.ao.quantization import (
     QConfig,
     QConfigMapping,
     default_weight_observer,
+    disable_observer,
+    get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
 from torch.fx import GraphModule
@@ -225,6 +227,57 @@ def test_a_copy_shares_nothing_with_its_original(tagger: tuple[nn.Module, GraphM
     assert any(not torch.equal(value, before[name]) for name, value in twin.state_dict().items())
     assert_equal_bits(tc.convert_fx(prepared)(x), converted(x))
     assert not torch.equal(tc.convert_fx(twin)(x), converted(x))
+
+
+class Tied(nn.Module):
+    """Weights that a recurrent module shares with what stands outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(INPUTS, HIDDEN, 2, bidirectional=True)
+        self.cell, self.attention = nn.GRUCell(INPUTS, HIDDEN), nn.MultiheadAttention(INPUTS, 2)
+        self.out = nn.Linear(INPUTS, 4 * HIDDEN)
+        self.out.weight = self.lstm.weight_ih_l0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.lstm(x)
+        attended, _ = self.attention(x, x, x)
+        return torch.cat([y, self.out(x), attended, self.cell(x[0]).expand(len(x), -1, -1)], -1)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "switched_off", "convert"),
+    [
+        (tc.prepare_fx, (), tc.convert_fx),
+        (tc.prepare_qat_fx, ("out",), tc.convert_to_reference_fx),
+    ],
+)
+def test_converted_shares_nothing_with_prepared(
+    prepare: Callable[..., GraphModule], switched_off: tuple[str, ...], convert: Callable[..., GraphModule]
+) -> None:
+    """Not even where convert reads the weights of prepared, and copies none of them beforehand."""
+    model, x = Tied(), torch.randn(5, 3, INPUTS)
+    is_qat = prepare is tc.prepare_qat_fx
+    mapping = get_default_qat_qconfig_mapping() if is_qat else get_default_qconfig_mapping()
+    prepared = prepare(model.train(is_qat), mapping, (x,), tc.get_default_prepare_custom_config())
+    prepared(x)
+    prepared.eval().apply(disable_observer)  # type: ignore[arg-type]
+    expected, before = prepared(x), copy.deepcopy(prepared.state_dict())
+    off = copy.deepcopy(mapping)
+    for name in switched_off:
+        off.set_module_name(name, None)
+    converted = convert(prepared, qconfig_mapping=off if switched_off else None)
+    held = {tensor.data_ptr() for tensor in leaves_of(prepared)}
+    assert held.isdisjoint(tensor.data_ptr() for tensor in leaves_of(converted))
+    with torch.no_grad():
+        for tensor in leaves_of(converted):
+            tensor.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
+    assert_equal_bits(prepared(x), expected)
+
+
+def leaves_of(model: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel() > 1]
 
 
 def test_a_copy_of_prepared_converts_to_the_same(tagger: tuple[nn.Module, GraphModule, GraphModule]) -> None:

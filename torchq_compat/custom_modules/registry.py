@@ -25,6 +25,7 @@ from torchq_compat.opaque_calls.capture_stub import FakeCall
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.quantization_specs import OpSpecs
+from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.torch_ao import QConfig
 
@@ -186,6 +187,11 @@ class CustomModuleHandler(ABC):
             CustomModuleError: if the quantized class does not do what the mapping requires.
         """
 
+    def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:
+        """Return whether ``convert``, with this request's ``quantized_class``, leaves the parameters of the
+        observed module as they are and keeps copies only: then nobody has to copy them before."""
+        return False
+
     @abstractmethod
     def mapping_hint(self, module: nn.Module) -> str | None:
         """Return a hint on how to map a ``module`` that has a qconfig and stays float because no mapping
@@ -248,6 +254,7 @@ _HANDLERS: list[CustomModuleHandler] = []
 _BUILT_IN_LOADED = False
 
 
+@checked_arguments(handler=instance_of(CustomModuleHandler))
 def register(handler: CustomModuleHandler) -> CustomModuleHandler:
     """Add a kind of custom module. Handlers added later come first: a user's handler takes precedence.
 
@@ -256,6 +263,9 @@ def register(handler: CustomModuleHandler) -> CustomModuleHandler:
 
     Returns:
         ``handler``.
+
+    Raises:
+        ArgumentError: ``handler`` is no CustomModuleHandler.
 
     Example:
         >>> import torch

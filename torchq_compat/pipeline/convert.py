@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.custom_configs import ConvertSettings
 from torchq_compat.config.qconfig_mappings import QConfigRules, check_convert_rules
-from torchq_compat.custom_modules.registry import ConvertRequest, handler_of
+from torchq_compat.custom_modules.registry import ConvertRequest, CustomModuleHandler, handler_of
 from torchq_compat.custom_modules.user.float_calls import convert_float_calls
 from torchq_compat.errors import ConfigError, ConvertError
 from torchq_compat.graph.graph_module import ConvertedGraphModule, ModelRecord, Stage, record_of
@@ -68,7 +68,7 @@ def convert_to_reference(
     }
 
     # Copy.
-    working = copy.deepcopy(prepared)
+    working = _working_copy(prepared, settings)
     working.eval()
     unguard(working)
     if switched_off:
@@ -138,17 +138,41 @@ def _with_quantized_class(decision: Decision, replaced: dict[str, type[nn.Module
     return replace(decision, action=Action.QUANTIZED, reason=reason)
 
 
+def _working_copy(prepared: GraphModule, settings: ConvertSettings) -> GraphModule:
+    """Return a copy to use up; the parameters of opaque modules whose handlers copy them are not copied."""
+    sharing = {
+        path: opaque
+        for path in {str(node.target): None for node in opaque_call_nodes(prepared)}
+        if isinstance(opaque := prepared.get_submodule(path), OpaqueModule)
+        and (handler := handler_of(opaque)) is not None
+        and handler.copies_parameters(_quantized_class(handler, opaque, settings))
+    }
+    tied = {
+        id(parameter)
+        for name, parameter in prepared.named_parameters(remove_duplicate=False)
+        if not name.startswith(tuple(f"{path}." for path in sharing))
+    }
+    parameters = [each for opaque in sharing.values() for each in opaque.parameters() if id(each) not in tied]
+    return copy.deepcopy(prepared, {id(parameter): parameter for parameter in parameters})
+
+
+def _quantized_class(
+    handler: CustomModuleHandler, opaque: OpaqueModule, settings: ConvertSettings
+) -> type[nn.Module] | None:
+    mapping = settings.observed_to_quantized.get(opaque.opaque_quant_type, {})
+    return handler.quantized_class(opaque, mapping)
+
+
 def _convert_opaque_modules(working: GraphModule, settings: ConvertSettings) -> None:
     for path in {str(node.target): None for node in opaque_call_nodes(working)}:
         opaque = working.get_submodule(path)
         handler = handler_of(opaque)
         assert isinstance(opaque, OpaqueModule)
         assert handler is not None
-        mapping = settings.observed_to_quantized.get(opaque.opaque_quant_type, {})
         observers = _output_observers(working, path)
         request = ConvertRequest(
             opaque,
-            handler.quantized_class(opaque, mapping),
+            _quantized_class(handler, opaque, settings),
             path,
             observers,
             input_observers=_input_observers(working, path),

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchq_compat.errors import ReportError
+from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
 from torchq_compat.support.showing.report_html import report_html
 from torchq_compat.support.showing.report_text import report_text
 from torchq_compat.support.showing.rows import Role, Row, headline
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["Action", "Decision", "QuantizedValue", "Report", "data_frame"]
+
+WIDTH = Expected("an int above 0", lambda value: INDEX.accepts(value) and value > 0)
 
 
 class Action(StrEnum):
@@ -143,11 +146,15 @@ class Report:
     def __len__(self) -> int:
         return len(self.decisions)
 
+    @checked_arguments(path=instance_of(str))
     def find(self, path: str) -> tuple[Decision, ...]:
         """Return the decisions about ``path`` and everything below it.
 
         Args:
             path: path of a module, as in ``named_modules``, or of an op: ``"module/op"``.
+
+        Raises:
+            ArgumentError: ``path`` is no str.
         """
         return tuple(
             d for d in self.decisions if d.path == path or d.path.startswith((f"{path}.", f"{path}/"))
@@ -179,8 +186,16 @@ class Report:
         """
         return data_frame([row.as_dict() for row in self.rows], [*Row.__dataclass_fields__])
 
+    @checked_arguments(width=optional(WIDTH))
     def to_text(self, width: int | None = None) -> str:
-        """Return the table in lines of at most ``width`` columns; default: the terminal's, or 100."""
+        """Return the table as lines of text.
+
+        Args:
+            width: the columns of a line at most; None: as wide as the terminal, or 100.
+
+        Raises:
+            ArgumentError: ``width`` is no int above 0.
+        """
         return report_text(self.rows, width or fitted_width())
 
     def as_dicts(self) -> list[dict[str, Any]]:

@@ -58,7 +58,8 @@ def test_torchao() -> None:
     scan = scan_paths([TORCHAO])
     assert scan.problems == []
     pt2e = "quantization/pt2e"
-    check(scan, TORCHAO, {f"{pt2e}/convert.py", f"{pt2e}/prepare.py", "testing/pt2e/utils.py"})
+    files = (f"{pt2e}/convert.py", f"{pt2e}/prepare.py", f"{pt2e}/quantize_pt2e.py", "testing/pt2e/utils.py")
+    check(scan, TORCHAO, set(files))
 
 
 def test_files_without_fx_are_left_alone() -> None:
@@ -84,6 +85,7 @@ def test_the_whole_tree() -> None:
             "ao/ns/fx/n_shadows_utils.py",
             "ao/quantization/fx/convert.py",
             "ao/quantization/fx/lstm_utils.py",
+            "quantization/quantize.py",
             "quantization/quantize_fx.py",
             "testing/_internal/common_quantization.py",
         },

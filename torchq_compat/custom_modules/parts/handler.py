@@ -37,6 +37,7 @@ __all__ = [
     "converted_by_its_class",
     "has_own_forward",
     "hint_to_map",
+    "inherits",
     "map_class",
     "observed_by_its_class",
     "warn_if_forward_overridden",
@@ -136,7 +137,7 @@ def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], 
 def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Callable[[], Any]) -> Any:
     """Return ``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else the
     result of its own ``from_float``."""
-    if _inherits(request.observed_class, "from_float", standard):
+    if inherits(request.observed_class, "from_float", standard):
         made = build()
     else:
         request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
@@ -167,7 +168,7 @@ def _computes_alike(observed: type[nn.Module], standard: type[nn.Module]) -> boo
 def converted_by_its_class(request: ConvertRequest, standard: Standard, build: Callable[[], Any]) -> Any:
     """Return ``build()`` if the script names no quantized class, or one with the ``from_observed`` of a
     ``standard`` class; else the result of its own ``from_observed``."""
-    if request.quantized_class is None or _inherits(request.quantized_class, "from_observed", standard):
+    if request.quantized_class is None or inherits(request.quantized_class, "from_observed", standard):
         return build()
     return request.quantized_class.from_observed(request.observed)  # type: ignore[attr-defined]
 
@@ -183,7 +184,7 @@ def map_class(float_class: str, observed: str) -> str:
     return f"map it: {setter}({float_class}, {observed})"
 
 
-def _inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:
+def inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:
     """Return whether ``cls`` inherits ``method`` unchanged from one of the ``standard`` classes."""
     own = getattr(cls, method).__func__
     return any(getattr(known, method).__func__ is own for known in standard if known is not None)

@@ -16,6 +16,7 @@ from torchq_compat.custom_modules.parts.handler import (
     converted_by_its_class,
     has_own_forward,
     hint_to_map,
+    inherits,
     map_class,
     observed_by_its_class,
     warn_if_forward_overridden,
@@ -146,11 +147,19 @@ class RecurrentHandler(PartOwnerHandler):
         specs = (None if place in floats else spec for place, spec in enumerate(boundary.input_specs))
         return replace(boundary, input_specs=tuple(specs))
 
+    def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:
+        """Cells are copied one at a time, so that a large module is never there twice."""
+        return quantized_class is None or inherits(quantized_class, "from_observed", self._converted_classes)
+
+    @property
+    def _converted_classes(self) -> tuple[type[nn.Module] | None, ...]:
+        return self.family.converted, self.family.legacy_converted
+
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         _warn_of_single_steps(request)
         made = converted_by_its_class(
             request,
-            (self.family.converted, self.family.legacy_converted),
+            self._converted_classes,
             lambda: self.family.converted.from_observed(request.observed),
         )
         if not isinstance(made, ConvertedRecurrent):
@@ -248,6 +257,9 @@ class DynamicRecurrentHandler(PartOwnerHandler):
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Return a boundary of floats: nothing is quantized around the call."""
         return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
+
+    def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:
+        return True
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         assert isinstance(request.observed, DynamicRecurrent)

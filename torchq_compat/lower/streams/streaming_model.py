@@ -13,11 +13,19 @@ from torchq_compat.errors import StreamingError
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.lower.streams.causality import check_causality
 from torchq_compat.lower.streams.recurrent_calls import recurrent_calls
-from torchq_compat.support.argument_checks import checked_arguments, instance_of
+from torchq_compat.support.argument_checks import (
+    INDEX,
+    Expected,
+    check_arguments,
+    checked_arguments,
+    instance_of,
+    optional,
+)
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["StreamingModel", "streaming"]
 
+STREAMS = optional(Expected("an int, a list of ints or a mask", lambda given: _are_whole(given)))
 CHOOSE_QPARAMS = "choose_qparams"
 
 
@@ -61,9 +69,19 @@ class StreamingModel(nn.Module):
                 next chunk may then have another batch size.
 
         Raises:
+            ArgumentError: ``indices`` are no ints.
             InputError: there is no such stream.
         """
+        check_arguments("reset", {"indices": STREAMS}, {"indices": indices})
         self.streams.reset(indices)
+
+
+def _are_whole(given: Any) -> bool:
+    if isinstance(given, Tensor):
+        return not (given.is_floating_point() or given.is_complex())
+    return INDEX.accepts(given) or (
+        isinstance(given, (list, tuple, range)) and all(isinstance(each, int) for each in given)
+    )
 
 
 @checked_arguments(converted=instance_of(nn.Module, what="an nn.Module"))

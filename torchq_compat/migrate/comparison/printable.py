@@ -16,6 +16,7 @@ from torchq_compat.migrate.comparison.report.notebook_report import (
 from torchq_compat.migrate.comparison.report.summary_sentence import summary_sentence
 from torchq_compat.migrate.comparison.report.terminal_report import as_text
 from torchq_compat.migrate.comparison.results import ComparedModel
+from torchq_compat.support.argument_checks import PATH, checked_arguments
 from torchq_compat.support.decisions import data_frame
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Comparison(ComparedModel):
         """Return ``as_dict()`` as indented JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
+    @checked_arguments(path=PATH)
     def write_html(self, path: str | Path) -> None:
         """Write one self-contained page, in one step: an existing file is replaced once the page is complete.
 
@@ -68,6 +70,7 @@ class Comparison(ComparedModel):
             path: the file to write.
 
         Raises:
+            ArgumentError: ``path`` is no path.
             ReportError: the ``report`` extra is not installed, or ``path`` cannot be written.
         """
         write_page((self,), Path(path))

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchq_compat.capture.training_modes import freeze_batch_norm
 from torchq_compat.graph.graph_module import BATCH_NORM_SWITCHES, QuantizationGraphModule
+from torchq_compat.support.argument_checks import checked_arguments, instance_of
 
 __all__ = ["freeze_bn_stats", "update_bn_stats"]
 
@@ -23,20 +24,31 @@ LEGACY: dict[bool, Callable[[nn.Module], Any]] = {
 }
 
 
+MODULE = instance_of(nn.Module, what="an nn.Module")
+
+
+@checked_arguments(mod=MODULE)
 def freeze_bn_stats(mod: nn.Module) -> None:
     """Freeze the running statistics of every batch norm of ``mod``.
 
     Args:
         mod: a model prepared by this package; any other module is passed to torch.ao's function.
+
+    Raises:
+        ArgumentError: ``mod`` is no module.
     """
     _switch(mod, frozen=True)
 
 
+@checked_arguments(mod=MODULE)
 def update_bn_stats(mod: nn.Module) -> None:
     """Undo ``freeze_bn_stats``.
 
     Args:
         mod: as for ``freeze_bn_stats``.
+
+    Raises:
+        ArgumentError: ``mod`` is no module.
     """
     _switch(mod, frozen=False)
 

@@ -386,7 +386,8 @@ import gc, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 import torchq_compat as tc
-from tests.helpers.native_edges_shared import Whole, get_default_qconfig_mapping
+from torch.ao.quantization import get_default_qconfig_mapping
+from tests.helpers.native_edges_shared import Whole
 
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))

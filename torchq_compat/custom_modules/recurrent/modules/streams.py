@@ -79,12 +79,13 @@ class Streams:
             self.states.clear()
             self.initial.clear()
             return
-        rows = torch.as_tensor(indices)
-        if rows.dtype is torch.bool:
-            rows = rows.nonzero().flatten()
-        rows = rows.reshape(-1).long()
+        given = torch.as_tensor(indices)
+        is_mask = given.dtype is torch.bool
+        rows = (given.nonzero() if is_mask else given).reshape(-1).long()
         for state in self.states.values():
             count = state[0].shape[-2]
+            if is_mask and given.shape != (count,):
+                raise _no_such_stream(given.tolist(), count)
             if rows.numel() and (int(rows.max()) >= count or int(rows.min()) < -count):
                 raise _no_such_stream(rows.tolist(), count)
         for key, state in self.states.items():
@@ -115,8 +116,8 @@ def _other_streams(kept: int, given: int) -> InputError:
     )
 
 
-def _no_such_stream(given: list[int], count: int) -> InputError:
+def _no_such_stream(given: object, count: int) -> InputError:
     return InputError(
         f"reset: the streams {given} were named where {count} are kept.",
-        hint=f"name streams by their place in the batch, 0 to {count - 1}.",
+        hint=f"name streams by their place in the batch, 0 to {count - 1}, or give a mask of {count}.",
     )
