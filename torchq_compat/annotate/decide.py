@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.annotate.annotation import NodeSpecs
+from torchq_compat.annotate.buffer_updates import buffer_updates
 from torchq_compat.annotate.call_boundary import OpaqueBoundary
 from torchq_compat.annotate.dtype_rules import find_dtype_config, is_half_static, refusal, takes_weight
 from torchq_compat.annotate.fused_patterns import FusedPattern, match_fused_patterns
@@ -85,7 +86,7 @@ def decide_graph(
         ConfigError: QConfigs conflict in a fused pattern, or have settings that contradict each other.
     """
     partitions = find_source_partitions(graph_module, model)
-    state = _State(rules, backend)
+    state = _State(rules, backend, buffer_updates(graph_module))
     state.decisions.extend(decide_order_rules(partitions, rules))
     patterns = {
         pattern.first.nodes[-1]: pattern for pattern in match_fused_patterns(partitions, rules, backend)
@@ -110,6 +111,8 @@ def decide_graph(
 class _State:
     rules: QConfigRules
     backend: BackendTable
+    #: Op that updates a buffer from its old value -> the name of the buffer.
+    updates: Mapping[Node, str]
     observed: ObservedEdges = field(default_factory=ObservedEdges)
     decisions: list[Decision] = field(default_factory=list)
     #: The quantized dtype a node's value has for its consumers.
@@ -181,6 +184,9 @@ class _State:
             return Action.FLOAT, "it has no single float output that could be observed"
         if entry is None:
             return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
+        updated = next((self.updates[n] for n in pattern.first.nodes if n in self.updates), "")
+        if updated and not pattern.first.parameters:
+            return Action.FLOAT, f"it updates the buffer {updated!r} from its old value: no range holds it"
         if (infinite := _infinite_value(pattern)) is not None:
             return Action.FLOAT, f"values of {infinite} stand for infinity: no scale holds all of them"
         return self._quantize(pattern, entry, OpSpecs(qconfig))
