@@ -63,7 +63,7 @@ def test_write_and_again(script: Path, capsys: Capture) -> None:
         ("", "\r\n", "utf-8"),
         ("", "\r\n", "utf-8-sig"),
         ("# -*- coding: latin-1 -*-\n# é\n", "\n", "latin-1"),
-        ("# é\n\f\nx = '''\\\n\t'''  \n", "\r\n", "utf-8"),
+        ("# é\n\f\ntext = '''\\\n\t'''  \n", "\r\n", "utf-8"),
     ],
 )
 def test_bytes_that_are_not_rewritten_stay(script: Path, prefix: str, newline: str, encoding: str) -> None:

@@ -49,7 +49,7 @@ def _headline(status: Status, capture: Capture, nothing_quantized: bool) -> str:
     quality = ", ".join(f"{output.name} {_decibels(output)}" for output in capture.outputs)
     match status:
         case Status.WITHOUT_FX:
-            absent = "cannot run this model" if capture.fx.outcome is FxOutcome.RAISED else "was not asked"
+            absent = "cannot run this model" if capture.fx.outcome is FxOutcome.RAISED else "was not run"
             return f"FX {absent}. Against the float model: {quality}."
         case Status.SAME:
             return f"The same as FX: at most one step apart in 99.9% of every output. {quality}."
