@@ -161,6 +161,17 @@ def by_index(x: Tensor) -> Tensor:
     return x
 
 
+@torch.no_grad()
+def into_out(x: Tensor) -> Tensor:
+    """``out=`` whole, a view, the operand itself, and two at once."""
+    total, other = torch.empty_like(x), torch.empty_like(x[:, 0])
+    torch.add(x, 1.0, out=total)
+    torch.mul(total[:, :2], 2.0, out=total[:, :2])
+    torch.sub(total, x, out=x)
+    torch.max(total, 1, out=(other, torch.empty_like(other, dtype=torch.long)))
+    return x + total + other.unsqueeze(1)
+
+
 BETWEEN: list[Callable[[Tensor], Tensor]] = [
     slice_of_channels,
     filled_by_parts,
@@ -208,6 +219,52 @@ def test_converted_models_see_what_was_written(between: Callable[[Tensor], Tenso
         for batch in (x, torch.cat((x, x.flip(0), x))):
             with torch.no_grad():
                 assert 24 < sqnr(model(batch), converted(batch)) < 60
+
+
+@pytest.mark.parametrize("between", [into_out, into_out.__wrapped__], ids=["block", "model"])
+def test_out_arguments(between: Callable[[Tensor], Tensor]) -> None:
+    """torch refuses ``out=`` with gradients on, and prepare is called with them on."""
+    torch.manual_seed(0)
+    model, x = Net(between).eval(), torch.randn(2, 3, 8, 8)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    with torch.no_grad():
+        for converted in (tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
+            assert 24 < sqnr(model(x), converted(x)) < 60
+
+
+class Average(nn.Module):
+    """Keeps a moving average of its results, as codebooks do, and writes whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("last", torch.zeros(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.fc(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(made.mean(0), alpha=0.1)
+            self.last.copy_(made)
+            torch.mul(self.last, 2.0, out=self.last)
+        kept = torch.empty_like(made)
+        kept.copy_(made)
+        return self.out(kept)
+
+
+@pytest.mark.filterwarnings("ignore:torch.no_grad at")
+def test_buffers_written_without_gradients_are_no_part_of_the_next_step() -> None:
+    torch.manual_seed(0)
+    model, x = Average().train(), torch.randn(4, 8)
+    prepared = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    prepared.zero_grad()
+    for _ in range(2):
+        prepared(x).square().sum().backward()
+        model(x).square().sum().backward()
+    assert 15 < sqnr(model.fc.weight.grad, prepared.get_parameter("fc.weight").grad) < 60  # type: ignore[arg-type]
+    assert 15 < sqnr(model.last, prepared.get_buffer("last")) < 60
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,7 +3,8 @@
 A converted graph has a dequantize per consumer, and a lowered one has integers: only one consumer would see a
 write into one of these. So later readers of the value read the result of the op instead, also if they read it
 through a view that was written into, or through a view of the written value. A write into a view becomes an
-op that returns the base with that part replaced (``select_scatter``, ``slice_scatter``, ...).
+op that returns the base with that part replaced (``select_scatter``, ``slice_scatter``, ...). An ``out=``
+argument is written into as by ``copy_``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.capture.origins import meta_outside_leaves
+from torchq_compat.capture.writes.out_arguments import write_results_into_out
 from torchq_compat.capture.writes.whole_of_view import is_same_view, scatters, whole_of_view
 from torchq_compat.support.upstream import OpOverload, pytree
 
@@ -49,6 +51,7 @@ def make_out_of_place(graph_module: GraphModule, *, keep_writes_into_views: bool
         CaptureError: an op writes into a view that has no out-of-place form, such as one of
             ``Tensor.unfold``.
     """
+    write_results_into_out(graph_module.graph)
     if any(_functional_overload(node) is not None for node in graph_module.graph.nodes):
         _Rewriting(graph_module, keep_writes_into_views).run()
     graph_module.recompile()
@@ -170,6 +173,9 @@ class _Rewriting:
                 self.handed[node] = written
                 return
             value = source if _are_alike(source, written) else node
+        elif functional is ATEN.copy.default and _are_alike(node.args[1], written):
+            # aten.copy has no derivative.
+            node.target, node.args = ATEN.clone.default, (node.args[1],)
         meta = {key: value for key, value in meta_outside_leaves(node).items() if key != "torch_fn"}
         with self.graph.inserting_before(node.next):
             while (parent := self.names[part].parent) is not None:
@@ -238,7 +244,9 @@ def _storage_of(node: Node) -> Any:
     return storages.pop() if len(tensors) == len(values) and len(storages) == 1 else None
 
 
-def _are_alike(node: Node, other: Node) -> bool:
+def _are_alike(node: Any, other: Node) -> bool:
+    if not isinstance(node, Node):
+        return False
     ours, theirs = node.meta.get("val"), other.meta.get("val")
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
         return False
