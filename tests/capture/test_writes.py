@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import torchq_compat as tc
-from tests.helpers.oracle import sqnr
+from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, sqnr
+from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
 from torchq_compat.capture.torch_export import capture
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError
@@ -219,6 +220,18 @@ def test_converted_models_see_what_was_written(between: Callable[[Tensor], Tenso
         for batch in (x, torch.cat((x, x.flip(0), x))):
             with torch.no_grad():
                 assert 24 < sqnr(model(batch), converted(batch)) < 60
+
+
+def test_an_identity_in_front_of_an_op_in_place_adds_no_op() -> None:
+    """timm's blocks; repeated behind the write, the identity would have a range of its own."""
+    layers = nn.Conv2d(3, 4, 3), nn.Identity(), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3)
+    model, batches = nn.Sequential(*layers).eval(), [(torch.randn(2, 3, 8, 8),) for _ in range(2)]
+    prepared, ours = by_us(model, get_default_qconfig_mapping("x86"), batches)
+    fx_prepared, theirs = by_fx(model, get_default_qconfig_mapping("x86"), batches)
+    assert quantized_by_us(prepared) == quantized_by_fx(fx_prepared)
+    assert activation_qparams(ours) == fx_activation_qparams(theirs)
+    floats = [node for node in ours.graph.nodes if str(node.target).startswith("aten.")]
+    assert [str(node.target).split(".")[1] for node in floats] == ["conv2d", "alias", "relu", "conv2d"]
 
 
 @pytest.mark.parametrize("between", [into_out, into_out.__wrapped__], ids=["block", "model"])

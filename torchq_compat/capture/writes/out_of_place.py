@@ -19,7 +19,13 @@ from torch.fx.node import map_arg
 
 from torchq_compat.capture.origins import meta_outside_leaves
 from torchq_compat.capture.writes.out_arguments import write_results_into_out
-from torchq_compat.capture.writes.whole_of_view import is_same_view, scatters, whole_of_view
+from torchq_compat.capture.writes.whole_of_view import (
+    are_alike,
+    is_same_view,
+    is_whole,
+    scatters,
+    whole_of_view,
+)
 from torchq_compat.support.upstream import OpOverload, pytree
 
 __all__ = ["make_out_of_place"]
@@ -131,6 +137,8 @@ class _Rewriting:
             return node
         if name.parent is None:
             return name.memory.value
+        if is_whole(node):
+            return self._shown(name.parent, reader)
         key = node, name.memory.version
         if key not in self.again:
             parent = self._shown(name.parent, reader)
@@ -172,8 +180,8 @@ class _Rewriting:
             if is_same_view(source, written):  # ``x[0] += y`` writes its result a second time.
                 self.handed[node] = written
                 return
-            value = source if _are_alike(source, written) else node
-        elif functional is ATEN.copy.default and _are_alike(node.args[1], written):
+            value = source if are_alike(source, written) else node
+        elif functional is ATEN.copy.default and are_alike(node.args[1], written):
             # aten.copy has no derivative.
             node.target, node.args = ATEN.clone.default, (node.args[1],)
         meta = {key: value for key, value in meta_outside_leaves(node).items() if key != "torch_fn"}
@@ -242,12 +250,3 @@ def _storage_of(node: Node) -> Any:
     tensors = [each for each in values if isinstance(each, Tensor)]
     storages = {each.untyped_storage()._cdata for each in tensors}
     return storages.pop() if len(tensors) == len(values) and len(storages) == 1 else None
-
-
-def _are_alike(node: Any, other: Node) -> bool:
-    if not isinstance(node, Node):
-        return False
-    ours, theirs = node.meta.get("val"), other.meta.get("val")
-    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
-        return False
-    return (str(ours.shape), ours.dtype, ours.device) == (str(theirs.shape), theirs.dtype, theirs.device)
