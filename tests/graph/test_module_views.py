@@ -169,6 +169,16 @@ def test_the_weight_fake_quantize_of_a_prepared_module_is_fxs(
     assert repr(view).startswith(f"{type(view).__name__}({view.extra_repr()}")
 
 
+def test_qparams_by_fxs_names_are_refused_with_what_to_read(
+    both: tuple[nn.Module, nn.Module, Tensor],
+) -> None:
+    theirs, ours, _ = both
+    assert hasattr(theirs, "conv1_input_scale_0")
+    assert not hasattr(ours, "conv1_input_scale_0")
+    with pytest.raises(ModuleAttributeError, match=r"conv1_input_scale_0.*FX's graphs\.\nHint: .*explain"):
+        _ = ours.conv1_input_scale_0
+
+
 def test_a_users_weight_fake_quantize_is_returned_as_the_user_made_it() -> None:
     qconfig = QConfig(
         default_fake_quant,
