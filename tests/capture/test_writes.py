@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torch.ao.quantization import (
+    QConfigMapping,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig,
+    get_default_qconfig_mapping,
+)
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
@@ -331,3 +336,33 @@ def test_a_buffer_is_written_and_read(with_gradients: bool) -> None:
             for batch in (first, second):
                 assert 25 < sqnr(theirs(batch), converted(batch)) < 60
             assert 25 < sqnr(theirs.cache, converted.cache) < 60
+
+
+class IdentityThenWrite(nn.Module):
+    """What ``fuse_modules`` leaves behind: an Identity, whose result a ReLU writes into, and two readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn(self.conv(x)))
+        return torch.sigmoid(self.conv2(y)) + torch.exp(y)
+
+
+def test_a_write_behind_an_identity_needs_no_op_to_put_the_value_together() -> None:
+    torch.manual_seed(0)
+    model, x = IdentityThenWrite().eval(), torch.randn(4, 3, 8, 8)
+    qconfig = get_default_qconfig("qnnpack")
+    mapping = QConfigMapping().set_global(None)
+    for name in ("conv", "bn", "relu", "conv2"):
+        mapping.set_module_name(name, qconfig)
+    _, ours = by_us(model, mapping, [(x,)])
+    _, theirs = by_fx(model, mapping, [(x,)])
+    assert not [node for node in ours.graph.nodes if "reshape" in str(node.target)]
+    assert activation_qparams(ours) == fx_activation_qparams(theirs)
+    assert sqnr(theirs(x), ours(x)) > 60
+    assert 25 < sqnr(model(x), ours(x)) < 60
