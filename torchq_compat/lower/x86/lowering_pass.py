@@ -30,7 +30,7 @@ from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import LEGACY_DTYPES
 from torchq_compat.support.quantized_tensors import DEQUANTIZE_OP, INTEGERS_OP, OF_INTEGERS_OP, QUANTIZE_OP
 
-__all__ = ["LoweredGraph", "write_lowered_graph", "write_lowered_region"]
+__all__ = ["COPYING", "LoweredGraph", "write_lowered_graph", "write_lowered_region"]
 
 ATEN = torch.ops.aten
 #: A view of channels-last activations, which convolution kernels return, may need a copy.

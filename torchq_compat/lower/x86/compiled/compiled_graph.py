@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from torchq_compat.lower.x86.compiled.layouts import Layout, images, layout_of
 from torchq_compat.lower.x86.compiled.region_operator import REGION_OPERATOR
 from torchq_compat.lower.x86.compiled.regions import Levels, levels_of
 from torchq_compat.lower.x86.direct_code import direct_forward
 from torchq_compat.lower.x86.lowered_parts import MADE, share_state
-from torchq_compat.lower.x86.lowering_pass import write_lowered_region
+from torchq_compat.lower.x86.lowering_pass import COPYING, write_lowered_region
 from torchq_compat.lower.x86.plan import Plan
 from torchq_compat.lower.x86.qdq_operands import SCALARS, example_value
 from torchq_compat.support.graph_nodes import attribute_of
@@ -29,25 +31,31 @@ class KernelRegion:
     """A region of integer kernels.
 
     Args:
+        members: the nodes of its level.
         nodes: see ``write_lowered_region``.
         tensors: the tensors it reads.
         sizes: the sizes it reads.
         outputs: the tensors that others read of it.
+        layouts: the layout of each output.
     """
 
     def __init__(
         self,
         reference: GraphModule,
         plan: Plan,
+        members: Container[Node],
         nodes: Sequence[Node],
         tensors: Sequence[Node],
         sizes: Sequence[Node],
         outputs: Sequence[Node],
+        layouts: Sequence[Layout],
     ) -> None:
         self.reference = reference
+        self.members = members
         self.tensors = tensors
         self.sizes = sizes
         self.outputs = outputs
+        self.layouts = layouts
         written = write_lowered_region(nodes, plan, (*tensors, *sizes), outputs, MADE)
         module = nn.Module()
         share_state(module, reference)
@@ -60,11 +68,12 @@ class KernelRegion:
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """See ``region_operator.Region``."""
         results: list[Tensor] = []
-        for result in self.kernels(*tensors, *sizes):
-            # Convolution kernels return channels-last tensors, whatever ``shapes`` told the compiler.
-            plain = result.contiguous()
-            shares = any(plain.data_ptr() == other.data_ptr() for other in (*results, *tensors))
-            results.append(plain.clone() if shares else plain)
+        for result, layout in zip(self.kernels(*tensors, *sizes), self.layouts, strict=True):
+            # Kernels choose a layout by their inputs, but the compiler trusts what ``shapes`` told it.
+            found = layout(result)
+            # The compiler may write into one result while it reads another.
+            shares = any(_memory(found) == _memory(other) for other in (*results, *tensors))
+            results.append(found.clone() if shares else found)
         return results
 
     def shapes(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -78,7 +87,11 @@ class KernelRegion:
                 assert callable(node.target)
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
-        return [values[node].contiguous() for node in self.outputs]
+        return [layout(values[node]) for node, layout in zip(self.outputs, self.layouts, strict=True)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Constants:
@@ -106,15 +119,18 @@ def compiled_graph(
 
 def _regions(reference: GraphModule, plan: Plan, levels: Levels) -> Iterator[KernelRegion]:
     order = {node: index for index, node in enumerate(reference.graph.nodes)}
+    in_images = images(reference.graph)
     for members in levels.regions():
         inside = set(members)
         inputs = [source for source in dict.fromkeys(levels.sources(members)) if source not in inside]
         sizes = [source for source in inputs if isinstance(example_value(source), SCALARS)]
         tensors = [source for source in inputs if source not in sizes]
-        nodes = sorted(inside | set(_free_behind(members, levels)), key=order.__getitem__)
-        outputs = [node for node in members if _is_read_outside(node, inside, levels)]
+        floats = [user for node in members for user in node.users if _is_read_in_floats(user, levels)]
+        nodes = sorted({*members, *floats, *_free_behind(members, levels)}, key=order.__getitem__)
+        outputs = [node for node in members if _is_read_as_it_is(node, inside, levels)] + floats
         if outputs:
-            yield KernelRegion(reference, plan, nodes, tensors, sizes, outputs)
+            layouts = [layout_of(node, in_images) for node in outputs]
+            yield KernelRegion(reference, plan, inside, nodes, tensors, sizes, outputs, layouts)
 
 
 def _free_behind(nodes: Iterable[Node], levels: Levels) -> Iterator[Node]:
@@ -124,10 +140,16 @@ def _free_behind(nodes: Iterable[Node], levels: Levels) -> Iterator[Node]:
         yield from _free_behind(free, levels)
 
 
-def _is_read_outside(node: Node, inside: set[Node], levels: Levels) -> bool:
-    return any(
-        _is_read_outside(user, inside, levels) if user in levels.free else user not in inside
-        for user in node.users
+def _is_read_in_floats(dequantize: Node, levels: Levels) -> bool:
+    """Return whether not only kernels read ``dequantize``; torch makes floats faster than plain integers."""
+    return dequantize in levels.free and any(not levels.is_in_region(user) for user in dequantize.users)
+
+
+def _is_read_as_it_is(node: Node, inside: Container[Node], levels: Levels) -> bool:
+    direct = (user for user in node.users if user not in levels.free)
+    behind = (user for each in node.users if each in levels.free for user in each.users)
+    return any(user not in inside for user in direct) or any(
+        user not in inside and levels.is_in_region(user) for user in behind
     )
 
 
@@ -166,29 +188,26 @@ def _outer_graph(graph: Graph, levels: Levels, regions: Sequence[KernelRegion], 
     def copy_of(node: Node) -> Node:
         if node not in copies:
             copies[node] = outer.node_copy(node, copy_of)
+            copies[node].target = COPYING.get(node.target, node.target)
         return copies[node]
 
-    level_of = levels.level_of
-    called = {level_of[region.outputs[0]]: (index, region) for index, region in enumerate(regions)}
-    *nodes, output = graph.nodes
+    def call(index: int, region: KernelRegion) -> None:
+        tensors, sizes = ([*map(copy_of, read)] for read in (region.tensors, region.sizes))
+        results = outer.call_function(REGION_OPERATOR, (tensors, sizes, owner, index, region.digest))
+        for position, node in enumerate(region.outputs):
+            copies[node] = outer.call_function(operator.getitem, (results, position))
+            copies[node].meta = dict(node.meta)
+
+    waiting = deque(enumerate(regions))
     # Lower levels first, in the order of the graph within each.
-    for node in sorted((node for node in nodes if node in level_of), key=level_of.__getitem__):
-        if level_of[node] not in called:
+    for node in sorted(levels.level_of, key=levels.level_of.__getitem__):
+        if node.op == "output":
+            continue
+        if not levels.is_in_region(node):
             copy_of(node)
-        elif node not in copies and node in called[level_of[node]][1].outputs:
-            index, region = called[level_of[node]]
-            args = (
-                [*map(copy_of, region.tensors)],
-                [*map(copy_of, region.sizes)],
-                owner,
-                index,
-                region.digest,
-            )
-            results = outer.call_function(REGION_OPERATOR, args)
-            for position, each in enumerate(region.outputs):
-                copies[each] = outer.call_function(operator.getitem, (results, position))
-                copies[each].meta = dict(each.meta)
-    copy_of(output)
+        elif waiting and node in waiting[0][1].members:
+            call(*waiting.popleft())
+    copy_of(graph.output_node())
     outer.set_codegen(graph._codegen)
     outer.eliminate_dead_code(lambda node: node.op in ("call_module", "placeholder", "output"))
     return outer

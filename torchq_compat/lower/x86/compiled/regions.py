@@ -34,11 +34,15 @@ class Levels:
     free: frozenset[Node] = frozenset()
     reads: Mapping[Node, Sequence[Node]] = field(default_factory=dict)
 
+    def is_in_region(self, node: Node) -> bool:
+        """Return whether kernels compute ``node``, which is not free."""
+        return self.level_of[node] % 2 == 1
+
     def regions(self) -> list[list[Node]]:
         """Return the nodes of each region, in the order of the graph."""
         found: dict[int, list[Node]] = {}
         for node, level in self.level_of.items():
-            if level % 2:
+            if self.is_in_region(node):
                 found.setdefault(level, []).append(node)
         return [found[level] for level in sorted(found)]
 
