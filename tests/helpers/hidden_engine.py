@@ -14,32 +14,53 @@ __all__ = ["HIDDEN", "environment_without_engine", "hide"]
 
 ROOT = Path(__file__).parents[2]
 ENGINE = "torch.ao.quantization.fx"
-#: All of the engine but the modules that torchao 0.18 imports: custom_config, prepare and their imports.
+#: What torchao 0.18 imports of the engine and of the numeric suite, with the imports of that.
+KEPT = {
+    ENGINE,
+    "torch.ao.ns",
+    "torch.ao.ns.fx",
+    "torch.ao.ns.fx.ns_types",
+    "torch.ao.ns.fx.utils",
+    *(
+        f"{ENGINE}.{name}"
+        for name in (
+            "_decomposed",
+            "_equalize",
+            "_lower_to_native_backend",
+            "custom_config",
+            "graph_module",
+            "lower_to_fbgemm",
+            "match_utils",
+            "pattern_utils",
+            "prepare",
+            "qconfig_mapping_utils",
+            "quantize_handler",
+            "utils",
+        )
+    ),
+}
+#: Hidden are these modules and all that is below them, but what is kept.
 HIDDEN = (
     "torch.ao.quantization.quantize_fx",
     "torch.quantization.quantize_fx",
     "torch.quantization.fx",
-    "torch.ao.ns._numeric_suite_fx",
-    *(
-        f"{ENGINE}.{name}"
-        for name in (
-            "_model_report",
-            "convert",
-            "fuse",
-            "fuse_handler",
-            "lower_to_qnnpack",
-            "lstm_utils",
-            "tracer",
-        )
-    ),
+    ENGINE,
+    "torch.ao.ns",
+    "torch.ao.pruning",
+    "torch.ao.quantization._equalize",
+    "torch.ao.quantization._correct_bias",
 )
+
+
+def _is_hidden(name: str) -> bool:
+    return name not in KEPT and any(name == each or name.startswith(f"{each}.") for each in HIDDEN)
 
 
 class _Hiding(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.startswith(HIDDEN) and any(f"{fullname}.".startswith(f"{name}.") for name in HIDDEN):
+        if _is_hidden(fullname):
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
         if fullname != ENGINE:
             return None
@@ -53,7 +74,7 @@ class _Hiding(MetaPathFinder):
 
 def hide() -> None:
     """Hide the engine from all later imports of this process."""
-    assert not [name for name in sys.modules if name.startswith(HIDDEN)]
+    assert not [name for name in sys.modules if _is_hidden(name)]
     sys.meta_path.insert(0, _Hiding())
 
 

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchq_compat
+from tests.helpers.oracle import sqnr
 from torchq_compat.support import quantized_tensors as qt
 
 PACKAGE = Path(torchq_compat.__file__).parent
 DOOR = "support/quantized_tensors.py"
-METHODS = {"is_quantized", "int_repr", "q_scale", "q_zero_point", "qscheme", "q_per_channel_scales"}
+METHODS = {
+    "dequantize",
+    "int_repr",
+    "is_quantized",
+    "q_per_channel_axis",
+    "q_per_channel_scales",
+    "q_per_channel_zero_points",
+    "q_scale",
+    "q_zero_point",
+    "qscheme",
+}
 FUNCTIONS = {
     "torch.quantize_per_tensor",
     "torch.quantize_per_channel",
+    "torch.quantize_per_tensor_dynamic",
+    "torch.dequantize",
     "torch.ops.quantized",
+    "torch.ops.aten.dequantize",
+    "ATEN.dequantize",
     "ATEN.int_repr",
     "ATEN.quantize_per_tensor",
     "ATEN._make_per_tensor_quantized_tensor",
@@ -34,6 +51,8 @@ def uses(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
             found += [name] if name in FUNCTIONS or node.attr == "is_quantized" else []
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            found += [alias.name for alias in node.names if f"torch.{alias.name}" in FUNCTIONS]
         elif isinstance(node, ast.ImportFrom) and node.module == "torchq_compat.support.upstream":
             found += [alias.name for alias in node.names if alias.name.endswith("_quantized_tensor")]
     return found
@@ -49,7 +68,18 @@ def test_one_module_uses_them() -> None:
     assert {"value.is_quantized", "int_repr", "torch.ops.quantized"} <= set(found[DOOR])
 
 
-@pytest.mark.parametrize("code", ["x.is_quantized", "x.int_repr()", "torch.quantize_per_tensor(x)"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x.is_quantized",
+        "x.int_repr()",
+        "x.dequantize()",
+        "torch.quantize_per_tensor(x)",
+        "torch.dequantize",
+        "from torch import dequantize",
+        "torch.ops.quantized.linear",
+    ],
+)
 def test_other_uses_are_found(code: str) -> None:
     assert uses(ast.parse(code))
 
@@ -96,3 +126,76 @@ def test_operators_of_lowered_graphs(values: torch.Tensor) -> None:
 def test_every_use_has_a_replacement() -> None:
     assert len(qt.REPLACEMENTS) == 4
     assert all(use and replacement for use, replacement in qt.REPLACEMENTS.items())
+
+
+#: torch.ao and torchao import operators on quantized tensors: they are removed after that.
+WITHOUT = """
+import types
+import torch
+import torchao.quantization.pt2e.quantize_pt2e
+
+def gone(*args):
+    raise AttributeError("gone")
+
+for name in ("quantize_per_tensor", "quantize_per_channel", "dequantize"):
+    delattr(torch, name)
+for name in ("_make_per_tensor_quantized_tensor", "_make_per_channel_quantized_tensor"):
+    delattr(torch, name)
+for name in ("int_repr", "q_scale", "q_zero_point", "q_per_channel_scales", "q_per_channel_zero_points"):
+    setattr(torch.Tensor, name, gone)
+torch.ops.quantized = types.SimpleNamespace()
+
+from torch import nn
+from torch.ao.quantization import get_default_qconfig_mapping
+import torchq_compat as tc
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.lstm, self.out = nn.Conv1d(4, 6, 3), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(self.lstm(self.conv(x).relu().transpose(1, 2))[0])
+
+torch.manual_seed(0)
+model, x = Tagger().eval(), torch.randn(2, 4, 8)
+prepared = tc.prepare_fx(
+    model, get_default_qconfig_mapping("x86"), (x,), tc.get_default_prepare_custom_config()
+)
+prepared(x)
+quantized = tc.convert_fx(prepared)
+print(*model(x).flatten().tolist())
+print(*quantized(x).flatten().tolist())
+for decision in tc.explain(quantized):
+    if decision.kind in ("convert_fx", "aten.conv1d.default", "aten.linear.default", "ConvertedLSTM"):
+        print(decision.kind, decision.action, decision.reason, sep=": ")
+"""
+
+
+@pytest.mark.slow
+def test_a_torch_without_quantized_tensors_runs_the_rest() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT]
+    result = subprocess.run(
+        command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    float_line, quantized_line, *decisions = result.stdout.splitlines()
+    floats, quantized = (
+        torch.tensor([float(value) for value in line.split()]) for line in (float_line, quantized_line)
+    )
+    assert 30 < sqnr(floats, quantized) < 60
+    whys = {kind: (action, why) for kind, action, why in (line.split(": ", 2) for line in decisions)}
+    without = "this torch has no quantized tensors, which the kernels need"
+    assert whys["convert_fx"] == ("reference", without)
+    assert whys["aten.conv1d.default"] == ("reference", f"runs in floats between its q-dq: {without}")
+    assert whys["aten.linear.default"][0] == whys["ConvertedLSTM"][0] == "lowered"
+
+
+def test_what_is_absent_is_told_by_name_and_equals_nothing() -> None:
+    absent = qt._aten("there_is_none")
+    assert absent != torch.ops.aten.relu.default
+    with pytest.raises(RuntimeError, match=r"it lacks torch\.ops\.aten\.there_is_none\.default"):
+        absent(torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"it lacks torch\.ops\.quantized\.there_is_none\.default"):
+        qt.KERNELS.there_is_none.default(torch.ones(1))
+    assert qt.AVAILABLE

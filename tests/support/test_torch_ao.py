@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 import torchq_compat
 from tests.helpers.hidden_engine import environment_without_engine
 from tests.helpers.oracle import sqnr
-from tests.migrate.running.test_script_pairs import LEGACY, OUTPUTS, outputs
+from tests.migrate.running.test_script_pairs import LEGACY, OUTPUTS, SCORES, outputs
 from torchq_compat.support import torch_ao
 
 PACKAGE = Path(torchq_compat.__file__).parent
@@ -25,6 +26,7 @@ NAMESPACES = (
     "torch.nn.quantized",
     "torch.nn.quantizable",
     "torch.nn.intrinsic",
+    "torch.nn.qat",
 )
 #: The script of the default run, which uses stand-ins for both quantize_fx and the LSTM functions.
 QUICK = "lstm_16bit_parts.py"
@@ -55,6 +57,16 @@ print([name for name in sys.modules if "quantize_fx" in name and name.startswith
 """
 
 
+#: Functions whose first argument names a module.
+IMPORTS = ("import_module", "__import__", "find_spec")
+
+
+def text_of(argument: ast.AST) -> str:
+    """The text of a string or of the beginning of an f-string; of a name nothing."""
+    first = argument.values[0] if isinstance(argument, ast.JoinedStr) and argument.values else argument
+    return str(first.value) if isinstance(first, ast.Constant) else ""
+
+
 def names_of_torch_ao(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
@@ -64,6 +76,8 @@ def names_of_torch_ao(tree: ast.AST) -> list[str]:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
             found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith(IMPORTS):
+            found.append(text_of(node.args[0]))
     return [name for name in found if f"{name}.".startswith(tuple(f"{space}." for space in NAMESPACES))]
 
 
@@ -84,6 +98,9 @@ def test_one_module_imports_torch_ao() -> None:
         "from torch.ao import quantization",
         "from torch.quantization import QConfig",
         "import torch\nkind = torch.ao.nn.quantizable.LSTM",
+        "import torch.nn.qat",
+        "import importlib\nimportlib.import_module('torch.ao.nn')",
+        "importlib.import_module(f'torch.ao.quantization.{name}')",
     ],
 )
 def test_other_imports_are_found(code: str) -> None:
@@ -136,6 +153,14 @@ def test_scripts_run_without_the_engine(name: str, tmp_path: Path) -> None:
     found = outputs(without_engine(tmp_path, "-m", "torchq_compat", "run", script))
     low, high = OUTPUTS[name].sqnr
     assert low < sqnr(found["float"], found["quantized"]) < high
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCORES)
+def test_scripts_that_print_scores_run_without_the_engine(name: str, tmp_path: Path) -> None:
+    result = without_engine(tmp_path, "-m", "torchq_compat", "run", str(LEGACY / name), *SCORES[name])
+    assert re.search(r"^quantized +\d+\.\d+", result.stdout, re.MULTILINE), result.stdout
+    assert re.search(r"converted: [1-9]\d* quantized", result.stderr), result.stderr
 
 
 @pytest.mark.slow

@@ -2,14 +2,16 @@
 
 torch deprecates these tensors from 2.13 on (https://github.com/pytorch/pytorch/issues/184982). This package
 uses them in four places only, and ``REPLACEMENTS`` names for each what replaces them when torch removes them.
-The results of ``convert_to_reference_fx``, ``export``, ``to_executorch`` and ``to_onnx`` have none.
+The results of ``convert_to_reference_fx``, ``export``, ``to_executorch`` and ``to_onnx`` have none. Without
+these tensors this module is imported all the same, ``AVAILABLE`` is False, and its names raise when called.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from torch import Tensor
 from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
 
 __all__ = [
+    "AVAILABLE",
+    "DEQUANTIZE_FUNCTION",
     "DEQUANTIZE_OP",
     "INTEGERS_OP",
     "KERNELS",
@@ -52,30 +56,74 @@ REPLACEMENTS = {
     "tensors, as the converted graph has them",
 }
 
+
+class _Absent:
+    """A stand-in for a name that this torch no longer has: no operator of a graph is equal to it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self.name}.{name}")
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(f"this torch has no quantized tensors: it lacks {self.name}")
+
+
+class _Kernels:
+    """The namespace of operators on quantized tensors, which has all names."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops.quantized, name, None) or _Absent(f"torch.ops.quantized.{name}")
+
+
+def _of_torch(name: str) -> Any:
+    return getattr(torch, name, None) or _Absent(f"torch.{name}")
+
+
+def _aten(name: str, overload: str = "default") -> Any:
+    packet = getattr(torch.ops.aten, name, None)
+    return getattr(packet, overload, None) or _Absent(f"torch.ops.aten.{name}.{overload}")
+
+
+#: Whether this torch has quantized tensors: without them nothing is lowered to an engine's kernels.
+AVAILABLE = all(
+    hasattr(torch, name) for name in ("quint8", "quantize_per_tensor", "quantize_per_channel", "dequantize")
+) and hasattr(torch.ops.quantized, "linear")
+
 #: The namespace of operators on quantized tensors.
-KERNELS: Any = torch.ops.quantized
+KERNELS: Any = _Kernels()
 #: Operators in lowered graphs that make, dequantize and read quantized tensors.
-QUANTIZE_OP = torch.ops.aten.quantize_per_tensor.default
-DEQUANTIZE_OP = torch.ops.aten.dequantize.self
-INTEGERS_OP = torch.ops.aten.int_repr.default
-OF_INTEGERS_OP = torch.ops.aten._make_per_tensor_quantized_tensor.default
+QUANTIZE_OP = _aten("quantize_per_tensor")
+DEQUANTIZE_OP = _aten("dequantize", "self")
+INTEGERS_OP = _aten("int_repr")
+OF_INTEGERS_OP = _aten("_make_per_tensor_quantized_tensor")
 #: The quantize functions that FX's graphs call.
-QUANTIZE_FUNCTION = torch.quantize_per_tensor
-QUANTIZE_FUNCTIONS = (torch.quantize_per_tensor, torch.quantize_per_channel)
+QUANTIZE_FUNCTION = _of_torch("quantize_per_tensor")
+QUANTIZE_FUNCTIONS = (QUANTIZE_FUNCTION, _of_torch("quantize_per_channel"))
+#: The function of ``DEQUANTIZE_OP``.
+DEQUANTIZE_FUNCTION = _of_torch("dequantize")
 
 PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric)
 FLOAT_QPARAMS = torch.per_channel_affine_float_qparams
 
 #: (integers, scale, zero point) -> the quantized tensor of these integers.
-of_integers = make_per_tensor_quantized_tensor
+of_integers: Callable[..., Tensor] = make_per_tensor_quantized_tensor or _Absent(
+    "torch._make_per_tensor_quantized_tensor"
+)
 #: (integers, scales, zero points, axis) -> the quantized tensor of these integers, per channel.
-of_integers_per_channel = make_per_channel_quantized_tensor
+of_integers_per_channel: Callable[..., Tensor] = make_per_channel_quantized_tensor or _Absent(
+    "torch._make_per_channel_quantized_tensor"
+)
 
 
 def quantize(values: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Tensor:
     """Quantize ``values`` per tensor; ``dtype`` is torch.quint8, qint8 or qint32."""
     spend_deprecation_warning()
-    return torch.quantize_per_tensor(values, scale, zero_point, dtype)
+    quantized: Tensor = QUANTIZE_FUNCTION(values, scale, zero_point, dtype)
+    return quantized
 
 
 def quantize_per_channel(
@@ -83,13 +131,16 @@ def quantize_per_channel(
 ) -> Tensor:
     """Quantize ``values`` per channel; ``zero_points`` are floats for an embedding."""
     spend_deprecation_warning()
-    return torch.quantize_per_channel(values, scales, zero_points, axis, dtype)
+    quantized: Tensor = QUANTIZE_FUNCTIONS[1](values, scales, zero_points, axis, dtype)
+    return quantized
 
 
 @cache
 def spend_deprecation_warning() -> None:
     """Trigger and suppress torch's warning about quantized tensors, which it gives once; the users of a model
     did not make these tensors."""
+    if not AVAILABLE:
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
@@ -98,12 +149,12 @@ def spend_deprecation_warning() -> None:
 
 def is_quantized(value: object) -> bool:
     """Return whether ``value`` is a tensor that carries qparams."""
-    return isinstance(value, Tensor) and value.is_quantized
+    return AVAILABLE and isinstance(value, Tensor) and value.is_quantized
 
 
 def as_float(value: Tensor) -> Tensor:
     """Dequantize ``value`` if it is quantized; return any other tensor as it is."""
-    return value.dequantize() if value.is_quantized else value
+    return value.dequantize() if is_quantized(value) else value
 
 
 def integers_of(quantized: Tensor) -> Tensor:

@@ -64,9 +64,9 @@ __all__ = [
     "tracing_paused",
 ]
 
-#: Functions that make a quantized tensor from integers and qparams.
-make_per_tensor_quantized_tensor = torch._make_per_tensor_quantized_tensor
-make_per_channel_quantized_tensor = torch._make_per_channel_quantized_tensor
+#: Functions that make a quantized tensor from integers and qparams; None in a torch without such tensors.
+make_per_tensor_quantized_tensor: Any = getattr(torch, "_make_per_tensor_quantized_tensor", None)
+make_per_channel_quantized_tensor: Any = getattr(torch, "_make_per_channel_quantized_tensor", None)
 #: (operator, dispatch key) -> whether the operator has an implementation for that key.
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 #: The operators behind the packing functions of torch.nn.utils.rnn, and the gradient of the first.

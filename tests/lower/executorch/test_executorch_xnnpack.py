@@ -65,6 +65,34 @@ def test_convolution_and_linear_within_one_step(mapping: QConfigMapping) -> None
     assert (difference < 0.01).float().mean() > 0.95
 
 
+class Filters(nn.Module):
+    """Convolutions of one dimension, which XNNPACK reshapes to two, and a linear, which it takes as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(6, 8, 5, stride=2, padding=2), nn.Conv1d(8, 4, 1)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.first(x).relu()).transpose(1, 2))
+
+
+def test_what_xnnpack_would_reshape_with_two_free_sizes_is_left() -> None:
+    model = converted(Filters(), PER_CHANNEL, lambda: torch.randn(4, 6, 20))
+    program = to_executorch(model, (torch.randn(4, 6, 20),), backend="xnnpack")
+    assert program.report is not None
+    reasons = {reason for name, reason in program.report.left if name == "aten.convolution"}
+    assert reasons == {"XNNPACK reshapes a tensor with one free size at most"}
+    assert "aten.convolution" not in program.report.delegated
+    assert program.report.delegated["aten.linear"] == 1
+    for batch, length in ((4, 20), (2, 13)):
+        x = torch.randn(batch, 6, length)
+        assert (program(x) - model(x)).abs().max() < 1.01 * step_of_the_result(model)
+    fixed = to_executorch(model, (torch.randn(1, 6, 20),), backend="xnnpack").report
+    assert fixed is not None
+    assert fixed.delegated["aten.convolution"] == 2
+
+
 @pytest.mark.slow
 def test_the_projection_of_all_steps_is_taken_and_the_loop_is_not() -> None:
     model = tagger(nn.LSTM(8, 12))

@@ -3,7 +3,8 @@
 Its own checks inspect the pattern around a matmul or a convolution, but not the qparams: it takes uint8,
 16-bit and narrowed qparams, and computes other numbers. It also marks the dequantize before an operator that
 it then refuses as an op that does not compute; taken alone, the dequantize would return integers as floats.
-So quantize and dequantize are taken only along with the operator between them.
+So quantize and dequantize are taken only along with the operator between them. XNNPACK also reshapes, even
+around a convolution of one dimension, and a reshape of several free sizes fails when the program is written.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def _held_to_int8(config: type[Any], refused: dict[str, str]) -> type[Any]:
 
 def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
     """Return why XNNPACK must not have ``partition``, ``node`` and its surroundings; empty if it may."""
+    if any(map(_reshapes_free_sizes, partition)):
+        return "XNNPACK reshapes a tensor with one free size at most"
     quantized = [each for each in partition if _is_quantized(each)]
     if not quantized and any(_is_quantized(each) for each in node.all_input_nodes):
         return "not in the pattern of a quantized operator: dequantize, operator, quantize"
@@ -67,6 +70,16 @@ def _wrong_qparams(node: Node, *, is_weight: bool) -> str:
         return ""
     found = f"{qparams.dtype} [{qparams.quant_min}, {qparams.quant_max}]"
     return f"XNNPACK computes on int8 from -128 to 127, not {found}"
+
+
+def _reshapes_free_sizes(node: Node) -> bool:
+    """Return whether XNNPACK reshapes for ``node``, to or from a shape with several free sizes."""
+    name = _name(node)
+    shapes = [each.meta["val"].shape for each in (node, *node.all_input_nodes[:1]) if "val" in each.meta]
+    is_1d_convolution = "convolution" in name and len(shapes[0]) == 3
+    if not is_1d_convolution and "squeeze_copy" not in name:
+        return False
+    return any(sum(isinstance(size, torch.SymInt) for size in shape) > 1 for shape in shapes)
 
 
 def _is_quantized(node: Node) -> bool:

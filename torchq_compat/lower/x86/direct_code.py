@@ -9,7 +9,12 @@ import torch
 from torch.fx import Graph
 from torch.fx.graph import PythonCode
 
-from torchq_compat.support.quantized_tensors import DEQUANTIZE_OP, QUANTIZE_FUNCTION, QUANTIZE_OP
+from torchq_compat.support.quantized_tensors import (
+    DEQUANTIZE_FUNCTION,
+    DEQUANTIZE_OP,
+    QUANTIZE_FUNCTION,
+    QUANTIZE_OP,
+)
 from torchq_compat.support.upstream import OpOverload, forward_from_src
 
 __all__ = ["BY_FUNCTION", "direct_forward"]
@@ -18,7 +23,7 @@ ATEN = torch.ops.aten
 #: Operators with a function of torch that has the same arguments in the same order: torch's generated
 #: binding parses them in half the time.
 BY_FUNCTION: dict[OpOverload, Callable[..., Any]] = {
-    DEQUANTIZE_OP: torch.dequantize,
+    DEQUANTIZE_OP: DEQUANTIZE_FUNCTION,
     QUANTIZE_OP: QUANTIZE_FUNCTION,
     ATEN.transpose.int: torch.transpose,
     ATEN.permute.default: torch.permute,

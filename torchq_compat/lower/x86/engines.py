@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.support.quantized_tensors import spend_deprecation_warning
+from torchq_compat.support.quantized_tensors import AVAILABLE, spend_deprecation_warning
 
 __all__ = [
     "X86_ENGINES",
@@ -70,7 +70,7 @@ def decide_engine(name: str | None = None, machine: str | None = None) -> Engine
     if name in X86_ENGINES and machine.lower() not in X86_MACHINES:
         reason = f"the machine is {machine or 'unknown'}; the kernels of {name} are for x86 CPUs"
         return Engine(name, reason)
-    if not hasattr(torch, "quint8"):
+    if not AVAILABLE:
         return Engine(name, "this torch has no quantized tensors, which the kernels need")
     return Engine(name)
 
@@ -78,8 +78,7 @@ def decide_engine(name: str | None = None, machine: str | None = None) -> Engine
 @contextmanager
 def packing_for(engine: Engine) -> Iterator[None]:
     """Pack weights for ``engine`` inside the ``with`` block."""
-    if hasattr(torch, "quint8"):
-        spend_deprecation_warning()
+    spend_deprecation_warning()
     before = torch.backends.quantized.engine
     if before == engine.name:  # A torch without any engine refuses the assignment.
         yield
