@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 from torch.fx.graph import PythonCode
 
 from torchq_compat.custom_modules.recurrent.native.linear_calls import LINEAR_OPERATOR
@@ -26,6 +26,8 @@ from torchq_compat.graph.graph_module import (
 )
 from torchq_compat.graph.other_engines import refuse_torchao_prepare
 from torchq_compat.graph.quantized_interface import take_integers
+from torchq_compat.lower.x86.compiled.compiled_graph import KernelRegion, compiled_graph
+from torchq_compat.lower.x86.compiled.region_operator import new_owner
 from torchq_compat.lower.x86.direct_code import direct_forward
 from torchq_compat.lower.x86.engines import Engine, packing_for, torchs_kernels_alone
 from torchq_compat.lower.x86.lowered_calls import lower_opaque_modules
@@ -41,6 +43,8 @@ __all__ = ["LoweredGraphModule", "lower"]
 
 #: Attribute that holds the ``_Lowering`` of a lowered model.
 LOWERING = "_torchq_compat_lowering"
+#: Attribute that holds the number of a lowered model; see ``new_owner``.
+OWNER = "_torchq_compat_owner"
 
 
 @dataclass
@@ -53,6 +57,8 @@ class _Lowering:
         input_qparams: see ``ConvertedGraphModule``.
         trials: the outcomes of the kernel trials; loading the same state again repeats none.
         on_torchs_operators: the same model for TorchScript, once requested.
+        compiled: the graph that torch.compile sees; None: the reference graph.
+        regions: the regions of kernels that ``compiled`` calls.
     """
 
     reference: ConvertedGraphModule
@@ -63,6 +69,8 @@ class _Lowering:
     input_qparams: tuple[QParams | None, ...] = field(default=())
     trials: Trials = field(default_factory=Trials)
     on_torchs_operators: LoweredGraphModule | None = None
+    compiled: GraphModule | None = None
+    regions: tuple[KernelRegion, ...] = ()
 
 
 def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule:
@@ -84,8 +92,8 @@ class LoweredGraphModule(ConvertedModel):
     The reference graph is the one source of truth: the parameters, buffers, submodules and state_dict are
     its own. The packed weights of the kernels are made from them, again whenever a state was loaded, moved or
     written in place.
-    ``graph`` and ``code`` are what runs, in TorchScript too. torch.compile and torch.export see the reference
-    graph, which is portable.
+    ``graph`` and ``code`` are what runs, in TorchScript too. torch.export sees the reference graph, which is
+    portable; torch.compile sees a graph that calls the kernels, a region of them as one operator.
     """
 
     __jit_unused_properties__ = [*QuantizationGraphModule.__jit_unused_properties__, "_lowering"]  # noqa: RUF012
@@ -107,15 +115,25 @@ class LoweredGraphModule(ConvertedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lowering = self._lowering
-        if _is_captured():
-            return lowering.reference(*args, **kwargs)
-        if lowering.is_stale or lowering.versions is None or not lowering.versions.are_current():
-            self._lower_again()
+        if not _is_captured():
+            self.refresh_kernels()
             lowering = self._lowering
+        elif self._portable() is lowering.reference:
+            return lowering.reference(*args, **kwargs)
         if self.record.interface.inputs:
             bound = self.record.signature.bind(args, kwargs)
             return super().__call__(*take_integers(bound, lowering.input_qparams))
         return super().__call__(*args, **kwargs)
+
+    def kernel_regions(self) -> tuple[KernelRegion, ...]:
+        """Return the regions of integer kernels that torch.compile sees as operators."""
+        return self._lowering.regions
+
+    def refresh_kernels(self) -> None:
+        """Make the kernels again if the state they were made of has changed."""
+        lowering = self._lowering
+        if lowering.is_stale or lowering.versions is None or not lowering.versions.are_current():
+            self._lower_again()
 
     def _lower_again(self) -> None:
         """Make the graph and the packed weights from the current reference graph."""
@@ -135,6 +153,7 @@ class LoweredGraphModule(ConvertedModel):
                 if opaque.module is not None and opaque.module.opaque_in_floats
             }
             lowered = write_lowered_graph(lowering.reference, plan, paths, in_floats, MADE)
+            compiled, regions = compiled_graph(lowering.reference, plan, self._owner_number())
         modules = {opaque.name: opaque.module for opaque in opaque_modules if opaque.module is not None}
         state[MADE] = _Made({**lowered.constants, **modules})
         state[LOWERING] = _Lowering(
@@ -148,8 +167,17 @@ class LoweredGraphModule(ConvertedModel):
             ),
             input_qparams=lowering.reference.input_qparams(),
             trials=lowering.trials,
+            compiled=compiled,
+            regions=regions,
         )
         self.graph = lowered.graph
+
+    def _owner_number(self) -> int:
+        """Return the number of this model in calls of the operator that runs its regions."""
+        if OWNER not in vars(self):
+            vars(self)[OWNER] = new_owner(self)
+        number: int = vars(self)[OWNER]
+        return number
 
     def on_torchs_operators(self) -> LoweredGraphModule:
         """See ``QuantizationGraphModule``."""
@@ -207,10 +235,18 @@ class LoweredGraphModule(ConvertedModel):
 
         @wraps(type(self).forward)
         def forward(self: LoweredGraphModule, *args: Any) -> Any:
-            return self.reference.forward(*args) if _is_captured() else compiled(self, *args)
+            return self._portable().forward(*args) if _is_captured() else compiled(self, *args)
 
         type(self).forward = forward
         return code
+
+    def _portable(self) -> GraphModule:
+        """Return the graph without packed weights: for torch.export the reference graph, which runs without
+        this package, and for torch.compile one that calls the kernels."""
+        lowering = self._lowering
+        if lowering.compiled is None or lowering.is_stale or torch.compiler.is_exporting():
+            return lowering.reference
+        return lowering.compiled
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedModel``."""

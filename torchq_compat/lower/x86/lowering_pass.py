@@ -6,7 +6,7 @@ the reference graph gets only the forms that are read; each is made once.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import LEGACY_DTYPES
 from torchq_compat.support.quantized_tensors import DEQUANTIZE_OP, INTEGERS_OP, OF_INTEGERS_OP, QUANTIZE_OP
 
-__all__ = ["LoweredGraph", "write_lowered_graph"]
+__all__ = ["COPYING", "LoweredGraph", "write_lowered_graph", "write_lowered_region"]
 
 ATEN = torch.ops.aten
 #: A view of channels-last activations, which convolution kernels return, may need a copy.
@@ -83,6 +83,30 @@ def write_lowered_graph(
         _return_the_tensor(graph)
     else:
         graph.set_codegen(without_pytree(reference.graph._codegen))
+    graph.eliminate_dead_code(_has_effect)
+    return writer.lowered
+
+
+def write_lowered_region(
+    nodes: Iterable[Node], plan: Plan, inputs: Sequence[Node], outputs: Sequence[Node], home: str
+) -> LoweredGraph:
+    """Return the lowered graph of some nodes of a reference graph.
+
+    Args:
+        nodes: the nodes, with all that they read beside ``inputs``, in the order of the reference graph.
+        inputs: the placeholders of the lowered graph stand for these; they have the form that the reference
+            graph has, integers or floats, and so have the results.
+        outputs: the nodes whose values it returns, as a list.
+        home: see ``write_lowered_graph``.
+    """
+    writer = _Writer(plan, {}, {}, LoweredGraph(Graph(), home))
+    graph = writer.lowered.graph
+    for node in inputs:
+        (writer.integers if is_integers(node) else writer.floats)[node] = graph.placeholder(node.name)
+    for node in nodes:
+        writer.write(node)
+        _record_origin(graph, node)
+    graph.output([writer.as_reference(node) for node in outputs])
     graph.eliminate_dead_code(_has_effect)
     return writer.lowered
 
@@ -171,10 +195,10 @@ class _Writer:
         if isinstance(argument, Quantized):
             return self._as_quantized(argument.node)
         if isinstance(argument, Floats):
-            return self._as_reference(argument.node)
+            return self.as_reference(argument.node)
         if isinstance(argument, Constant):
             return self.lowered.constant(argument.value)
-        return map_arg(argument, self._as_reference)
+        return map_arg(argument, self.as_reference)
 
     def _write_quantize(self, node: Node, qparams: PerTensorQParams) -> None:
         source = node.args[0]
@@ -182,7 +206,7 @@ class _Writer:
         if self.plan.qparams_of.get(source) == qparams:
             self.quantized[node] = self._as_quantized(source)
             return
-        self.quantized[node] = self._saturated(self._quantize(self._as_reference(source), qparams), qparams)
+        self.quantized[node] = self._saturated(self._quantize(self.as_reference(source), qparams), qparams)
 
     def _quantize(self, floats: Node, qparams: PerTensorQParams) -> Node:
         args = (floats, qparams.scale, qparams.zero_point, LEGACY_DTYPES[qparams.dtype])
@@ -212,10 +236,10 @@ class _Writer:
     def _floats_or_reference(self, node: Node) -> Node:
         if node not in self.floats and node in self.quantized:
             self.floats[node] = self.graph.call_function(DEQUANTIZE_OP, (self.quantized[node],))
-        return self.floats[node] if node in self.floats else self._as_reference(node)
+        return self.floats[node] if node in self.floats else self.as_reference(node)
 
     def _copy(self, node: Node) -> None:
-        form = self._any_form if node.target in SIZE_OPS else self._as_reference
+        form = self._any_form if node.target in SIZE_OPS else self.as_reference
         copied = self.graph.node_copy(node, form)
         if node.op == "call_module":
             copied.target = self.opaque_paths.get(str(node.target), node.target)
@@ -223,7 +247,7 @@ class _Writer:
             copied.target = COPYING.get(node.target, node.target)
         (self.integers if is_integers(node) else self.floats)[node] = copied
 
-    def _as_reference(self, node: Node) -> Node:
+    def as_reference(self, node: Node) -> Node:
         """Return the form that ``node`` has in the reference graph: integers, floats, or a value that is no
         tensor."""
         if not is_integers(node):
@@ -264,7 +288,7 @@ class _Writer:
         return self.graph.call_function(OF_INTEGERS_OP, args)
 
     def _quantized_or_size(self, node: Node) -> Node:
-        return self._as_quantized(node) if node in self.plan.qparams_of else self._as_reference(node)
+        return self._as_quantized(node) if node in self.plan.qparams_of else self.as_reference(node)
 
     def _any_form(self, node: Node) -> Node:
         for forms in (self.quantized, self.floats, self.integers):

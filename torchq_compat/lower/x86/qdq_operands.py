@@ -19,6 +19,7 @@ from torchq_compat.support.upstream import (
 )
 
 __all__ = [
+    "SCALARS",
     "SIZE_OPS",
     "arguments_of",
     "constant_of",

@@ -1,0 +1,282 @@
+"""torch.compile of lowered models: the same integer kernels, the floats between them left to the compiler."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+
+import torchq_compat as tc
+from tests.helpers.oracle import calibrate, leaves, sqnr
+from torchq_compat.errors import InputError, QuantizationWarning
+from torchq_compat.lower.x86.compiled.region_operator import REGION_OPERATOR
+
+X86 = get_default_qconfig_mapping("x86")
+
+
+class Between(nn.Module):
+    """Floats between three regions, a value of the first read in the third, a size as a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.out = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Linear(32, 6),
+        )
+
+    def forward(self, x: Tensor, gain: float = 1.0) -> Any:
+        first = self.a(x)
+        second = self.b(torch.erf(first))
+        third = torch.cos(self.c(second))
+        joined = torch.cat([second + first, third], -1)
+        return self.out(joined * gain).chunk(2, -1)[0], first.size(0), {"joined": joined}
+
+
+class Images(nn.Module):
+    """Channels-last results of convolutions, moves of data on integers, a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.each = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = F.relu(self.norm(self.first(x)))
+        left, right = torch.cat([y, F.relu6(self.each(y))], 1).chunk(2, 1)
+        y = F.max_pool2d(left + right, 2)
+        return self.out(y.flatten(2).transpose(1, 2)), y
+
+
+class Text(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm, self.out = (
+            nn.Embedding(20, 8),
+            nn.LSTM(8, 8, batch_first=True),
+            nn.Linear(8, 6),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.lstm(self.embedding(ids))[0])
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x)).mean(1)
+
+
+class Recorder:
+    """A backend that keeps the graphs it receives and runs them unchanged."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        self.graphs.append(graph_module)
+        return graph_module
+
+
+def prepare(model: nn.Module, example: tuple[Any, ...], mapping: Any = X86) -> Any:
+    return tc.prepare_fx(model, mapping, example, tc.get_default_prepare_custom_config())
+
+
+def convert(model: nn.Module, example: tuple[Any, ...]) -> Any:
+    prepared = prepare(model, example)
+    calibrate(prepared, [example])
+    return tc.convert_fx(prepared)
+
+
+def compiled(model: nn.Module, backend: Any = "eager") -> Any:
+    torch.compiler.reset()
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def floats(*shape: int) -> tuple[Tensor, ...]:
+    return (torch.randn(*shape),)
+
+
+def images(*shape: int) -> tuple[Tensor, ...]:
+    return (torch.randn(*shape, 3, 8, 8),)
+
+
+def channels_last(*shape: int) -> tuple[Tensor, ...]:
+    return (images(*shape)[0].contiguous(memory_format=torch.channels_last),)
+
+
+def ids(*shape: int) -> tuple[Tensor, ...]:
+    return (torch.randint(0, 20, shape),)
+
+
+DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
+ONEDNN = get_default_qconfig_mapping("onednn")
+QNNPACK = get_default_qconfig_mapping("qnnpack")
+
+
+@pytest.mark.parametrize(
+    ("kind", "example", "rest", "mapping", "regions"),
+    [
+        pytest.param(Between, floats, (8,), X86, 4, id="floats between"),
+        pytest.param(Between, floats, (8,), DYNAMIC, 3, id="dynamic"),
+        pytest.param(Images, images, (), X86, 2, id="images"),
+        pytest.param(Images, channels_last, (), X86, 2, id="channels last"),
+        pytest.param(Images, images, (), ONEDNN, 2, id="onednn"),
+        pytest.param(Images, images, (), QNNPACK, 2, id="qnnpack"),
+        pytest.param(Text, ids, (7,), X86, 1, id="recurrent"),
+        pytest.param(Attending, floats, (5, 16), X86, 1, id="attention"),
+    ],
+)
+def test_the_bits_of_the_lowered_model(
+    kind: Any, example: Any, rest: tuple[int, ...], mapping: Any, regions: int
+) -> None:
+    float_model = kind().eval()
+    prepared = prepare(float_model, example(3, *rest), mapping)
+    calibrate(prepared, [example(64, *rest)])
+    model = tc.convert_fx(prepared)
+    backend = Recorder()
+    fast = compiled(model, backend)
+    with torch.no_grad():
+        for batch in (3, 5, 1):
+            x = example(batch, *rest)
+            plain, lowered, found = float_model(*x), model(*x), fast(*x)
+            assert all(map(torch.equal, leaves(lowered), leaves(found)))
+            assert all(15 < sqnr(a, b) < 60 for a, b in zip(leaves(plain), leaves(found), strict=True))
+    targets = [str(node.target) for node in backend.graphs[0].graph.nodes]
+    assert targets.count(str(REGION_OPERATOR)) == regions == len(model.kernel_regions())
+    if kind is not Attending:  # An attention's graphs are its own.
+        assert not [target for target in targets if target.startswith(("aten.linear", "aten.conv"))]
+
+
+@pytest.fixture
+def between() -> Any:
+    return convert(Between().eval(), floats(3, 8))
+
+
+def test_keywords_and_sizes_as_without_the_compiler(between: Any) -> None:
+    with pytest.warns(QuantizationWarning, match="is fixed: at 2 by"):
+        fixed = convert(Fixed().eval(), floats(2, 8))
+    with torch.no_grad():
+        (x,) = floats(4, 8)
+        assert torch.equal(compiled(between)(x=x)[0], between(x)[0])
+        with pytest.raises(InputError, match=r"size 3 in dimension 0") as plain:
+            fixed(*floats(3, 8))
+        fast = torch.compile(fixed, backend="eager")  # An error breaks the graph.
+        assert torch.equal(fast(x[:2]), fixed(x[:2]))
+        with pytest.raises(InputError) as found:
+            fast(*floats(3, 8))
+    assert str(found.value) == str(plain.value)
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) if x.shape[0] == 2 else self.fc(x).relu()
+
+
+def test_other_weights_reach_compiled_code(between: Any) -> None:
+    (x,) = floats(4, 8)
+    fast = compiled(between)
+    with torch.no_grad():
+        before = fast(x)[0]
+        weight = next(value for value in between.state_dict().values() if value.dtype is torch.int8)
+        weight.copy_(weight.flip(0))  # written in place
+        flipped = fast(x)[0]
+        assert torch.equal(flipped, between(x)[0])
+        assert sqnr(before, flipped) < 20
+        other = convert(Between().eval(), floats(3, 8))
+        between.load_state_dict(other.state_dict())
+        assert torch.equal(fast(x)[0], other(x)[0])
+
+
+def test_copies_and_outer_models_share_nothing(between: Any) -> None:
+    (x,) = floats(4, 8)
+    copied = copy.deepcopy(between)
+    outer, fast = compiled(nn.Sequential(copied)), torch.compile(between, backend="eager")
+    with torch.no_grad():
+        expected = between(x)[0]
+        for parameter in copied.state_dict().values():
+            if parameter.dtype is torch.int8:
+                parameter.zero_()
+        assert torch.equal(fast(x)[0], expected)
+        assert torch.equal(outer(x)[0], copied(x)[0])
+        assert not torch.equal(outer(x)[0], expected)
+
+
+def test_torch_export_sees_no_kernels(between: Any) -> None:
+    x = floats(4, 8)
+    program = torch.export.export(between, x)
+    assert REGION_OPERATOR not in {node.target for node in program.graph.nodes}
+    assert torch.equal(program.module()(*x)[0], between.reference(*x)[0])
+
+
+class Counting(nn.Module):
+    """A model that writes to its state; the order of its nodes is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.fc(x) * self.calls
+
+
+def test_a_model_that_writes_to_its_state_is_compiled_as_the_q_dq_graph() -> None:
+    model = convert(Counting().eval(), floats(3, 8))
+    assert model.kernel_regions() == ()
+    other = copy.deepcopy(model)
+    fast, (x,) = compiled(model), floats(3, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            assert sqnr(other(x), fast(x)) > 40
+
+
+def test_a_call_without_its_model_is_an_error_of_ours(between: Any) -> None:
+    region = between.kernel_regions()[0]
+    with pytest.raises(InputError, match=r"Hint: compile it again"):
+        REGION_OPERATOR([floats(4, 8)[0]], [], 10**9, 0, region.digest)
+
+
+def test_results_own_their_memory() -> None:
+    """One value moved twice: the compiler may write into one result and read the other."""
+    model = convert(MovedTwice().eval(), floats(3, 8))
+    (region,) = model.kernel_regions()
+    results = region.run(floats(3, 8), ())
+    assert len(results) == len({result.data_ptr() for result in results}) == len(region.outputs)
+    assert all(result.is_contiguous() for result in results)
+
+
+class MovedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.fc(x)
+        return y, y.reshape(-1, 4), y.t()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Between, Images])
+def test_inductor(kind: Any) -> None:
+    example = floats(3, 8) if kind is Between else images(3)
+    model = convert(kind().eval(), example)
+    fast = compiled(model, "inductor")
+    with torch.no_grad():
+        for expected, found in zip(leaves(model(*example)), leaves(fast(*example)), strict=True):
+            assert sqnr(expected, found) > 40

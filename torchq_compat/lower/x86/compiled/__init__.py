@@ -1,0 +1,1 @@
+"""Lowered models under torch.compile: integer kernels as calls of one operator, the rest as a plain graph."""
