@@ -71,7 +71,8 @@ class KernelRegion:
         for result, layout in zip(self.kernels(*tensors, *sizes), self.layouts, strict=True):
             # Kernels choose a layout by their inputs, but the compiler trusts what ``shapes`` told it.
             found = layout(result)
-            shares = any(found.data_ptr() == other.data_ptr() for other in (*results, *tensors))
+            # The compiler may write into one result while it reads another.
+            shares = any(_memory(found) == _memory(other) for other in (*results, *tensors))
             results.append(found.clone() if shares else found)
         return results
 
@@ -87,6 +88,10 @@ class KernelRegion:
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
         return [layout(values[node]) for node, layout in zip(self.outputs, self.layouts, strict=True)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Constants:
