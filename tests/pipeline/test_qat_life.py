@@ -471,6 +471,17 @@ def test_a_range_that_is_no_range_is_refused(make: Callable[[Tensor], Tensor], p
     assert torch.equal(convert(), expected)
 
 
+@pytest.mark.parametrize("numbers", [torch.ones(0), torch.ones(3)])
+@pytest.mark.parametrize("end", ["min_val", "max_val"])
+def test_a_range_whose_ends_differ_in_number_is_refused(end: str, numbers: Tensor) -> None:
+    prepared, convert = calibrated()
+    expected, state = convert(), prepared.state_dict()
+    name = next(name for name in state if name.endswith(end) and state[name].numel() == 1)
+    with pytest.raises(CheckpointError, match=r"min_val holds \d numbers, where .* holds \d.*\nHint: "):
+        prepared.load_state_dict({**state, name: numbers})
+    assert torch.equal(convert(), expected)
+
+
 def test_integers_that_would_wrap_around_are_refused() -> None:
     prepared, convert = calibrated()
     expected = convert()

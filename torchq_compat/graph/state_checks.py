@@ -28,7 +28,7 @@ def check_state(state: Any, model: nn.Module) -> None:
     Raises:
         CheckpointError: ``state`` is not a mapping from names; it has a value that is not a tensor, a meta
             tensor, a tensor whose numbers the dtype of ``model`` cannot hold, a range of an observer that is
-            NaN, or a scale that is not positive and finite.
+            NaN or has ends that differ in number, or a scale that is not positive and finite.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError.not_a_state(shown(state))
@@ -49,8 +49,19 @@ def check_state(state: Any, model: nn.Module) -> None:
             raise CheckpointError.bad_value(name, f"is {value.dtype} where the model has {expected.dtype}")
         if name in observed and bool(value.isnan().any()):
             raise CheckpointError.bad_value(name, "holds NaN")
+        other = _other_end(name) if name in observed else None
+        highest = state.get(other, own.get(other)) if other is not None else None
+        if isinstance(highest, Tensor) and highest.numel() != value.numel():
+            counts = f"{value.numel()} numbers, where {other} holds {highest.numel()}"
+            raise CheckpointError.bad_value(name, f"holds {counts}")
         if name in scales and not bool((value.isfinite() & (value > 0)).all()):
             raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
+
+
+def _other_end(name: str) -> str | None:
+    """Return the name of the highest value seen, for the name of the lowest; torchao's observers accept any
+    number of either."""
+    return f"{name.removesuffix('min_val')}max_val" if name.endswith("min_val") else None
 
 
 def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
