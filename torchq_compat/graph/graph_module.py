@@ -39,6 +39,7 @@ from torchq_compat.graph.failed_calls import (
     FAILURES,
     check_structure,
     explain_failed_call,
+    has_example_dtypes,
     has_structure,
     structure_of,
 )
@@ -213,7 +214,11 @@ class QuantizationGraphModule(GraphModule):
             if not is_compiled and not self._has_structure(bound):
                 check_structure(self.reference, bound)
             if not is_compiled and not is_traced:
-                record.signature.accept(bound)
+                if has_example_dtypes(self.reference, bound):
+                    record.signature.accept(bound)
+                elif self.reference is not self:
+                    # Its quantize nodes refuse what the kernels would read as integers on their own qparams.
+                    return self.reference(*bound)
         if is_traced:
             for name in self.packed_weights():
                 vars(self).pop(name, None)
