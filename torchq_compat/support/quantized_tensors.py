@@ -154,7 +154,8 @@ def is_quantized(value: object) -> bool:
 
 def as_float(value: Tensor) -> Tensor:
     """Dequantize ``value`` if it is quantized; return any other tensor as it is."""
-    return value.dequantize() if is_quantized(value) else value
+    # torch.jit compiles this function, and does not know ``is_quantized``.
+    return value.dequantize() if value.is_quantized else value
 
 
 def integers_of(quantized: Tensor) -> Tensor:
