@@ -6,13 +6,13 @@ An interrupted save leaves the old file in place, and a damaged file is refused.
 from __future__ import annotations
 
 import os
-import pickle
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq_compat.errors import ArgumentError, CheckpointError
 from torchq_compat.fx_state.packed_files import packed_names
@@ -60,8 +60,13 @@ def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLik
     with whole_file(Path(path)) as file:
         try:
             torch.save(content, file)
-        except (pickle.PicklingError, AttributeError, TypeError) as cause:
-            raise _not_written(Path(path).name, cause) from cause
+        except OSError:
+            raise
+        except Exception as cause:
+            raise _fault_of_disk(cause) or _not_written(Path(path).name, cause) from cause
+        foreign = _foreign_classes(file)
+        if foreign:
+            raise _cannot_be_read_again(Path(path).name, foreign)
 
 
 @checked_arguments(path=PATH, model=optional(MODULE))
@@ -71,7 +76,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
     Only tensors and plain values are read.
 
     Args:
-        path: the file.
+        path: the file. A tensor that was on an accelerator is read to the CPU where there is none.
         model: the model to load the state into, with ``strict=True``; None to read only.
 
     Returns:
@@ -81,8 +86,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
         FileNotFoundError: there is no such file.
         CheckpointError: the file is not a complete checkpoint, or does not fit ``model``, which is unchanged.
     """
+    # Without an accelerator torch reads no tensor that was on one.
+    device = None if torch.accelerator.is_available() else "cpu"
     try:
-        content: dict[str, Any] = torch.load(path, weights_only=True)
+        content: dict[str, Any] = torch.load(path, weights_only=True, map_location=device)
     except FileNotFoundError:
         raise
     except Exception as cause:
@@ -91,7 +98,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
     if not BY_NAME.accepts(content):
         raise CheckpointError.not_a_state(shown(content))
     if model is not None:
-        model.load_state_dict(content)
+        _load_whole(model, content)
     return content
 
 
@@ -139,6 +146,44 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
             "returns, and convert that model.",
         )
     load_state(prepared, state_dict)
+
+
+def _load_whole(model: nn.Module, content: dict[str, Any]) -> None:
+    """Load ``content`` into ``model``, which torch would leave half loaded if a later tensor does not fit."""
+    before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in model.state_dict().items()}
+    try:
+        model.load_state_dict(content)
+    except Exception as cause:
+        model.load_state_dict(before, strict=False)
+        if isinstance(cause, CheckpointError):
+            raise
+        raise CheckpointError.other_model(str(cause)) from cause
+
+
+def _foreign_classes(file: BinaryIO) -> list[str]:
+    """Return the classes in the checkpoint just written that ``load_checkpoint`` would refuse to make."""
+    file.flush()
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return []  # A device cannot be read again.
+    names: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(file.name)
+    return names
+
+
+def _fault_of_disk(cause: BaseException | None) -> OSError | None:
+    """Return the error of the operating system behind ``cause``: torch's writer raises a RuntimeError after
+    it."""
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _cannot_be_read_again(path: str, names: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"the state cannot be saved to {path}: load_checkpoint would not read objects of {', '.join(names)}.",
+        hint="it has to hold tensors and plain values only; a file that was there is as it was.",
+    )
 
 
 def _not_written(path: str, cause: BaseException) -> CheckpointError:

@@ -8,6 +8,7 @@ import re
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.ao.quantization.quantize_fx as fx
@@ -384,8 +385,23 @@ def test_arguments_that_are_no_tensors_are_fixed() -> None:
 
     ours = prepared(Scaled(), torch.randn(2, 3), 4)
     assert_as_float(Scaled(), ours, torch.randn(2, 3), 4)
-    with pytest.raises(InputError, match="argument 'factor' is 5, but the captured model is fixed to 4"):
+    with pytest.raises(InputError, match="argument 'factor' is int 5, but the captured model is fixed to 4"):
         ours(torch.randn(2, 3), 5)
+    for given in (torch.ones(3), torch.ones(2, 2).to_sparse(), np.ones(3)):
+        with pytest.raises(InputError, match=rf"'factor' is .*{type(given).__name__}.* fixed to 4"):
+            ours(torch.randn(2, 3), given)
+
+
+def test_defaults_that_the_example_left_are_fixed() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+            return x * factor
+
+    ours = prepared(Scaled(), torch.randn(2, 3))
+    assert_as_float(Scaled(), ours, torch.randn(2, 3), 2.0)
+    for given in (torch.tensor(2.0), np.ones(3), 3.0):
+        with pytest.raises(InputError, match=r"'factor' was not in example_inputs.* fixed to 2\.0"):
+            ours(torch.randn(2, 3), given)
 
 
 class Forgetful(nn.Module):

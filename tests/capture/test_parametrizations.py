@@ -1,51 +1,138 @@
-"""A module whose weight a parametrization computes stays float, as in FX, and a warning says so."""
+"""A module whose weight a parametrization computes is quantized; trained, it stays float with a warning."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.ao.quantization import get_default_qconfig_mapping
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import torchq_compat as tc
-from tests.helpers.oracle import by_fx, calibrate
+from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, sqnr
+from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
 from torchq_compat.support.user_warnings import QuantizationWarning
 
 MAPPING = get_default_qconfig_mapping("x86")
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def doubled(module: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        parametrize.register_parametrization(module, name, Doubled())
+    return module
 
 
 def convolutions() -> nn.Sequential:
     return nn.Sequential(weight_norm(nn.Conv1d(3, 4, 3)), nn.ReLU(), spectral_norm(nn.Conv1d(4, 4, 1))).eval()
 
 
-def test_each_is_warned_about_with_the_way_out() -> None:
-    model, x = convolutions(), torch.randn(2, 3, 8)
+class Tied(nn.Module):
+    """Two modules of one parameter, which one of them uses as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.scaled = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scaled.weight = self.plain.weight
+        doubled(self.scaled, "weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(torch.relu(self.scaled(x)))
+
+
+def make_plain(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, computed in list(getattr(module, "parametrizations", {}).items()):
+            # remove_parametrizations writes into the originals, which may be another module's.
+            for key, original in list(computed._parameters.items()):
+                computed.register_parameter(key, nn.Parameter(original.detach().clone()))
+            parametrize.remove_parametrizations(module, name)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolutions": (convolutions, (2, 3, 8)),
+    "linear": (lambda: nn.Sequential(doubled(nn.Linear(8, 6), "weight", "bias")), (4, 8)),
+    "linear relu": (lambda: nn.Sequential(weight_norm(nn.Linear(8, 6)), nn.ReLU()), (4, 8)),
+    "batch norm": (lambda: nn.Sequential(spectral_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)), (2, 3, 8, 8)),
+    "tied": (Tied, (4, 8)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), MODELS.values(), ids=MODELS)
+def test_the_computed_weight_is_quantized_as_fx_does_without_the_parametrization(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    plain = make().eval()
+    model = copy.deepcopy(plain)
+    # Its class is shared with its copies.
+    model_classes = {type(module) for module in model.modules()}
+    batches = [(torch.randn(shape),) for _ in range(3)]
+    state = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        expected = model(*batches[0])
+    prepared, ours = by_us(model, MAPPING, batches)  # no warning, which would be an error
+    assert {type(module) for module in model.modules()} == model_classes
+    with torch.no_grad():
+        assert torch.equal(model(*batches[0]), expected)
+    make_plain(plain)
+    fx_prepared, theirs = by_fx(plain, MAPPING, batches)
+    assert quantized_by_us(prepared) == quantized_by_fx(fx_prepared)
+    assert activation_qparams(ours) == fx_activation_qparams(theirs)
+    assert sqnr(theirs(*batches[0]), ours(*batches[0])) > 60
+    assert 25 < sqnr(expected, ours(*batches[0])) < 60
+    told = [d.reason for d in tc.explain(ours) if d.kind.startswith("parametrization of")]
+    assert told
+    assert all("computes the weight once" in reason for reason in told)
+    # The user's model is as it was.
+    assert any(parametrize.is_parametrized(module) for module in model.modules())
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_fx_quantizes_the_weight_of_a_fused_module_only() -> None:
+    _, theirs = by_fx(convolutions(), MAPPING, [(torch.randn(2, 3, 8),)])
+    assert isinstance(theirs.get_submodule("0.0"), torch.ao.nn.quantized.reference.Conv1d)
+    assert parametrize.is_parametrized(theirs.get_submodule("2"), "weight")
+    make, shape = MODELS["batch norm"]
+    with pytest.raises(KeyError, match="already exists"):
+        by_fx(make().eval(), MAPPING, [(torch.randn(shape),)])
+
+
+def test_trained_each_is_warned_about_with_the_way_out() -> None:
+    model, x = convolutions().train(), torch.randn(2, 3, 8)
     with pytest.warns(QuantizationWarning) as caught:
-        prepared = tc.prepare_fx(model, MAPPING, (x,))
+        prepared = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
     told = [str(w.message) for w in caught if issubclass(w.category, QuantizationWarning)]
+    told = [text for text in told if "remove_parametrizations" in text]
     assert [text.split(" stays float")[0] for text in told] == ["Conv1d at '0'", "Conv1d at '2'"]
-    assert all("Hint:" in text and "remove_parametrizations" in text for text in told)
-    fx_prepared, _ = by_fx(model, MAPPING, [(x,)])
-    calibrate(prepared, [(x,)])
+    assert all("Hint:" in text for text in told)
+    for _ in range(2):  # spectral_norm keeps what it estimates for the next step
+        before = prepared.get_buffer("2.parametrizations.weight.0._u").clone()
+        prepared(x).sum().backward()
+        assert not torch.equal(prepared.get_buffer("2.parametrizations.weight.0._u"), before)
+    assert float(prepared.get_parameter("0.parametrizations.weight.original0").grad.abs().sum()) > 0  # type: ignore[union-attr]
     converted = tc.convert_to_reference_fx(prepared)
     assert not any("quantize_per_channel" in str(node.target) for node in converted.graph.nodes)
-    assert not hasattr(fx_prepared.get_submodule("0"), "weight_fake_quant")
-    assert parametrize.is_parametrized(model[0])
 
 
 def test_the_way_out_quantizes() -> None:
     model, x = convolutions(), torch.randn(2, 3, 8)
     for index in (0, 2):
         parametrize.remove_parametrizations(model[index], "weight")
-    prepared = tc.prepare_fx(model, MAPPING, (x,))  # no warning, which would be an error
-    calibrate(prepared, [(x,)])
-    _, expected = by_fx(model, MAPPING, [(x,)])
-    assert torch.equal(tc.convert_to_reference_fx(prepared)(x), expected(x))
+    model.train()
+    prepared = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))  # no warning
+    prepared(x)
+    converted = tc.convert_to_reference_fx(prepared)
+    assert sum("dequantize_per_channel" in str(node.target) for node in converted.graph.nodes) == 2
 
 
 def test_nothing_is_said_where_it_was_to_stay_float() -> None:

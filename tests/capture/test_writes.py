@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torch.ao.quantization import (
+    QConfigMapping,
+    get_default_qat_qconfig_mapping,
+    get_default_qconfig,
+    get_default_qconfig_mapping,
+)
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import torchq_compat as tc
-from tests.helpers.oracle import sqnr
+from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, sqnr
+from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
 from torchq_compat.capture.torch_export import capture
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError
@@ -161,6 +167,17 @@ def by_index(x: Tensor) -> Tensor:
     return x
 
 
+@torch.no_grad()
+def into_out(x: Tensor) -> Tensor:
+    """``out=`` whole, a view, the operand itself, and two at once."""
+    total, other = torch.empty_like(x), torch.empty_like(x[:, 0])
+    torch.add(x, 1.0, out=total)
+    torch.mul(total[:, :2], 2.0, out=total[:, :2])
+    torch.sub(total, x, out=x)
+    torch.max(total, 1, out=(other, torch.empty_like(other, dtype=torch.long)))
+    return x + total + other.unsqueeze(1)
+
+
 BETWEEN: list[Callable[[Tensor], Tensor]] = [
     slice_of_channels,
     filled_by_parts,
@@ -208,6 +225,64 @@ def test_converted_models_see_what_was_written(between: Callable[[Tensor], Tenso
         for batch in (x, torch.cat((x, x.flip(0), x))):
             with torch.no_grad():
                 assert 24 < sqnr(model(batch), converted(batch)) < 60
+
+
+def test_an_identity_in_front_of_an_op_in_place_adds_no_op() -> None:
+    """timm's blocks; repeated behind the write, the identity would have a range of its own."""
+    layers = nn.Conv2d(3, 4, 3), nn.Identity(), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3)
+    model, batches = nn.Sequential(*layers).eval(), [(torch.randn(2, 3, 8, 8),) for _ in range(2)]
+    prepared, ours = by_us(model, get_default_qconfig_mapping("x86"), batches)
+    fx_prepared, theirs = by_fx(model, get_default_qconfig_mapping("x86"), batches)
+    assert quantized_by_us(prepared) == quantized_by_fx(fx_prepared)
+    assert activation_qparams(ours) == fx_activation_qparams(theirs)
+    floats = [node for node in ours.graph.nodes if str(node.target).startswith("aten.")]
+    assert [str(node.target).split(".")[1] for node in floats] == ["conv2d", "alias", "relu", "conv2d"]
+
+
+@pytest.mark.parametrize("between", [into_out, into_out.__wrapped__], ids=["block", "model"])
+def test_out_arguments(between: Callable[[Tensor], Tensor]) -> None:
+    """torch refuses ``out=`` with gradients on, and prepare is called with them on."""
+    torch.manual_seed(0)
+    model, x = Net(between).eval(), torch.randn(2, 3, 8, 8)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    with torch.no_grad():
+        for converted in (tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
+            assert 24 < sqnr(model(x), converted(x)) < 60
+
+
+class Average(nn.Module):
+    """Keeps a moving average of its results, as codebooks do, and writes whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("last", torch.zeros(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.fc(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(made.mean(0), alpha=0.1)
+            self.last.copy_(made)
+            torch.mul(self.last, 2.0, out=self.last)
+        kept = torch.empty_like(made)
+        kept.copy_(made)
+        return self.out(kept)
+
+
+@pytest.mark.filterwarnings("ignore:torch.no_grad at")
+def test_buffers_written_without_gradients_are_no_part_of_the_next_step() -> None:
+    torch.manual_seed(0)
+    model, x = Average().train(), torch.randn(4, 8)
+    prepared = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    prepared.zero_grad()
+    for _ in range(2):
+        prepared(x).square().sum().backward()
+        model(x).square().sum().backward()
+    assert 15 < sqnr(model.fc.weight.grad, prepared.get_parameter("fc.weight").grad) < 60  # type: ignore[arg-type]
+    assert 15 < sqnr(model.last, prepared.get_buffer("last")) < 60
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -261,3 +336,33 @@ def test_a_buffer_is_written_and_read(with_gradients: bool) -> None:
             for batch in (first, second):
                 assert 25 < sqnr(theirs(batch), converted(batch)) < 60
             assert 25 < sqnr(theirs.cache, converted.cache) < 60
+
+
+class IdentityThenWrite(nn.Module):
+    """What ``fuse_modules`` leaves behind: an Identity, whose result a ReLU writes into, and two readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn(self.conv(x)))
+        return torch.sigmoid(self.conv2(y)) + torch.exp(y)
+
+
+def test_a_write_behind_an_identity_needs_no_op_to_put_the_value_together() -> None:
+    torch.manual_seed(0)
+    model, x = IdentityThenWrite().eval(), torch.randn(4, 3, 8, 8)
+    qconfig = get_default_qconfig("qnnpack")
+    mapping = QConfigMapping().set_global(None)
+    for name in ("conv", "bn", "relu", "conv2"):
+        mapping.set_module_name(name, qconfig)
+    _, ours = by_us(model, mapping, [(x,)])
+    _, theirs = by_fx(model, mapping, [(x,)])
+    assert not [node for node in ours.graph.nodes if "reshape" in str(node.target)]
+    assert activation_qparams(ours) == fx_activation_qparams(theirs)
+    assert sqnr(theirs(x), ours(x)) > 60
+    assert 25 < sqnr(model(x), ours(x)) < 60

@@ -33,6 +33,7 @@ from tests.fuzz.outcomes import Case
 from tests.support.test_public_names import PUBLIC
 from torchq_compat.custom_modules import UserModuleHandler
 from torchq_compat.exported_lstm.whole_op import whole_op_lstm_quantizer
+from torchq_compat.lower.executorch.executorch_program import ExecutorchProgram
 from torchq_compat.lstm_utils import decompose_lstm, prepare_decomposed_lstm
 from torchq_compat.migrate.comparison.measure.cases import Case as ComparedCase
 
@@ -282,6 +283,9 @@ def _methods() -> Iterator[EntryPoint]:
     yield EntryPoint("Report.find", tc.explain(converted()).find, lambda: {"path": "linear"})
     yield EntryPoint("Report.to_text", tc.explain(converted()).to_text, lambda: {"width": 80})
     yield EntryPoint("Comparison.write_html", comparison().write_html, lambda: {"path": temporary("a.html")})
+    program, onnx_model = ExecutorchProgram(b"content", ()), tc.to_onnx(converted(), inputs())
+    yield EntryPoint("ExecutorchProgram.save", program.save, lambda: {"path": temporary("a.pte")})
+    yield EntryPoint("OnnxModel.save", onnx_model.save, lambda: {"path": temporary("a.onnx")})
     streams = tc.streaming(recurrent())
 
     def two_of_them() -> dict[str, Any]:

@@ -130,6 +130,17 @@ WRONG: dict[str, Wrong] = {
     "numpy array": lambda x: np.asarray(x),
     "object": lambda x: object(),
     "sparse": lambda x: x.to_sparse(),
+    "compressed": lambda x: x.to_sparse_csr() if x.is_floating_point() else x.to_sparse(),
+    "mkldnn": lambda x: x.to_mkldnn() if x.is_floating_point() else x.to_sparse(),
+    "nested tensor": lambda x: torch.nested.nested_tensor(list(x)),
+    "jagged tensor": lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+    "uint8": lambda x: (x * 3).abs().to(torch.uint8) if x.is_floating_point() else x.float(),
+    "int8": lambda x: (x * 3).to(torch.int8),
+    "quint8": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 3, torch.quint8),
+    "qint8": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 3, torch.qint8),
+    "qint32": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 3, torch.qint32),
+    "object array": lambda x: np.asarray([x, None], dtype=object),
+    "generator": iter,
 }
 
 

@@ -10,11 +10,16 @@ import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
 from torch.ao.quantization import (
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
     default_dynamic_qconfig,
+    default_fake_quant,
     float_qparams_weight_only_qconfig,
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
 import torchq_compat as tc
 from torchq_compat.errors import ModuleAttributeError
@@ -162,6 +167,34 @@ def test_the_weight_fake_quantize_of_a_prepared_module_is_fxs(
     assert (view.weight_fake_quant in set(ours.modules())) is not is_copy
     assert torch.equal(view.weight, theirs.weight)
     assert repr(view).startswith(f"{type(view).__name__}({view.extra_repr()}")
+
+
+def test_qparams_by_fxs_names_are_refused_with_what_to_read(
+    both: tuple[nn.Module, nn.Module, Tensor],
+) -> None:
+    theirs, ours, _ = both
+    assert hasattr(theirs, "conv1_input_scale_0")
+    assert not hasattr(ours, "conv1_input_scale_0")
+    with pytest.raises(ModuleAttributeError, match=r"conv1_input_scale_0.*FX's graphs\.\nHint: .*explain"):
+        _ = ours.conv1_input_scale_0
+
+
+def test_a_users_weight_fake_quantize_is_returned_as_the_user_made_it() -> None:
+    qconfig = QConfig(
+        default_fake_quant,
+        _LearnableFakeQuantize.with_args(
+            observer=MinMaxObserver,
+            quant_min=-128,
+            quant_max=127,
+            dtype=torch.qint8,
+            qscheme=torch.per_tensor_symmetric,
+        ),
+    )
+    prepared = tc.prepare_qat_fx(
+        Net().train(), QConfigMapping().set_global(qconfig), (torch.randn(4, 3, 9, 9),)
+    )
+    assert isinstance(prepared.fc.weight_fake_quant, _LearnableFakeQuantize)
+    assert prepared.fc.weight_fake_quant.scale in set(prepared.parameters())
 
 
 def test_views_of_a_prepared_model_hold_its_parameters_and_no_more(

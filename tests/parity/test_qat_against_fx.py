@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -465,6 +467,49 @@ def test_every_fake_quantize(kind: str) -> None:
     assert_same_qparams(converted, reference)
     if "reduced range" not in kind:  # there FX converts with another range than it trained
         assert sqnr(reference(x), converted(x)) > 60
+
+
+def convert_as_fx_of_the_guide() -> Callable[[GraphModule], GraphModule]:
+    page = Path("migration/guide/training.md").read_text(encoding="utf-8")
+    [block] = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "def convert_as_fx" in text]
+    names: dict[str, Any] = {"torch": torch, "convert_fx": tc.convert_fx}
+    exec(block.partition("\n\nas_fx =")[0], names)
+    function: Callable[[GraphModule], GraphModule] = names["convert_as_fx"]
+    return function
+
+
+FXS_OWN_NUMBERS = {
+    "x86": get_default_qat_qconfig_mapping("x86"),
+    "qnnpack": get_default_qat_qconfig_mapping("qnnpack"),
+    "x86, not fused": QConfigMapping().set_global(get_default_qat_qconfig("x86", version=0)),
+}
+
+
+@pytest.mark.parametrize("name", FXS_OWN_NUMBERS)
+def test_fxs_own_numbers_can_be_had(name: str) -> None:
+    """The guide's way to convert: values beyond the reduced range of training, and the scales of weights."""
+    model, batches = conv_net(), [(torch.randn(8, 3, 7, 7),) for _ in range(10)]
+    ours, theirs = prepare_both(model, FXS_OWN_NUMBERS[name], batches[0])
+    train(ours, batches)
+    train(theirs, batches)
+    x = 2 * torch.randn(64, 3, 7, 7)
+    expected = fx.convert_fx(theirs.eval())(x)
+    if name != "qnnpack":  # its range is not reduced, and its scales of weights are seldom different
+        assert sqnr(expected, tc.convert_fx(copy.deepcopy(ours.eval()))(x)) < 45
+    assert sqnr(expected, convert_as_fx_of_the_guide()(ours)(x)) > 60
+
+
+def test_a_whole_range_that_is_not_fused_converts_as_in_fx() -> None:
+    activation = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    mapping = QConfigMapping().set_global(QConfig(activation, default_per_channel_weight_fake_quant))
+    model, batches = conv_net(), [(torch.randn(8, 3, 7, 7),) for _ in range(10)]
+    ours, theirs = prepare_both(model, mapping, batches[0])
+    train(ours, batches)
+    train(theirs, batches)
+    x = torch.randn(64, 3, 7, 7)
+    found = tc.convert_fx(copy.deepcopy(ours.eval()))(x)
+    assert sqnr(fx.convert_fx(theirs.eval())(x), found) > 60
+    assert sqnr(convert_as_fx_of_the_guide()(ours)(x), found) > 60
 
 
 def test_dynamic_fake_quantize() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import threading
@@ -447,6 +448,51 @@ def test_a_checkpoint_of_another_model_is_refused_whole() -> None:
     other["0.bias"] = torch.zeros(8)
     with pytest.raises(CheckpointError, match="does not belong to this model"):
         prepared.load_state_dict(other)
+    assert torch.equal(convert(), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda value: value > 0, "is torch.bool where"),
+        (lambda value: torch.full_like(value, float("nan")), "holds NaN"),
+        (lambda value: value.reshape(1).to_sparse(), "is sparse or nested"),
+        (lambda value: torch.nested.nested_tensor([value.reshape(1)]), "is sparse or nested"),
+        (lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.quint8), "is torch.quint8"),
+    ],
+)
+def test_a_range_that_is_no_range_is_refused(make: Callable[[Tensor], Tensor], problem: str) -> None:
+    prepared, convert = calibrated()
+    expected, state = convert(), prepared.state_dict()
+    names = [name for name in state if name.endswith("min_val") and state[name].numel() == 1]
+    for name in names[:1] + names[-1:]:
+        with pytest.raises(CheckpointError, match=rf"{re.escape(name)} {problem}.*\nHint: "):
+            prepared.load_state_dict({**state, name: make(state[name])})
+    assert torch.equal(convert(), expected)
+
+
+@pytest.mark.parametrize("numbers", [torch.ones(0), torch.ones(3)])
+@pytest.mark.parametrize("end", ["min_val", "max_val"])
+def test_a_range_whose_ends_differ_in_number_is_refused(end: str, numbers: Tensor) -> None:
+    prepared, convert = calibrated()
+    expected, state = convert(), prepared.state_dict()
+    name = next(name for name in state if name.endswith(end) and state[name].numel() == 1)
+    with pytest.raises(CheckpointError, match=r"min_val holds \d numbers, where .* holds \d.*\nHint: "):
+        prepared.load_state_dict({**state, name: numbers})
+    assert torch.equal(convert(), expected)
+
+
+def test_integers_that_would_wrap_around_are_refused() -> None:
+    prepared, convert = calibrated()
+    expected = convert()
+    for model in (tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
+        state = model.state_dict()
+        name = next(name for name, value in state.items() if value.dtype is torch.int8)
+        model.load_state_dict({**state, name: state[name].long()})
+        for wrong in (state[name].long() + 256, state[name] > 0):
+            with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is {wrong.dtype} where"):
+                model.load_state_dict({**state, name: wrong})
+        assert torch.equal(model.state_dict()[name], state[name])
     assert torch.equal(convert(), expected)
 
 

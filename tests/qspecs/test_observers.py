@@ -209,6 +209,35 @@ def test_a_users_own_fake_quantize_trains_and_converts() -> None:
     assert sqnr(prepared(x).detach(), tc.convert_fx(prepared)(x).detach()) > 30
 
 
+@pytest.mark.parametrize(
+    "constructor",
+    [
+        legacy.FakeQuantize.with_args(observer=legacy.MovingAverageMinMaxObserver),
+        legacy.get_default_qat_qconfig("x86").activation,
+        legacy.HistogramObserver,
+        legacy.default_weight_observer,
+        legacy.get_default_qconfig("x86").weight,
+        legacy.default_fixed_qparams_range_0to1_fake_quant,
+    ],
+)
+def test_the_classes_of_torch_ao_find_what_stands_for_theirs(constructor: Any) -> None:
+    """Scripts and toolkits test ``isinstance(module, torch.ao.quantization.FakeQuantize)``."""
+    theirs, ours = constructor(), ObserverConstructor(constructor)()
+    classes = (
+        legacy.FakeQuantize,
+        legacy.FusedMovingAvgObsFakeQuantize,
+        legacy.FixedQParamsFakeQuantize,
+        legacy.HistogramObserver,
+        legacy.MinMaxObserver,
+        legacy.PerChannelMinMaxObserver,
+        legacy.MovingAverageMinMaxObserver,
+        legacy.PlaceholderObserver,
+    )
+    expected = [cls.__name__ for cls in classes if isinstance(theirs, cls)]
+    assert expected
+    assert [cls.__name__ for cls in classes if isinstance(ours, cls)] == expected
+
+
 def test_fixed_qparams_of_32_bits_keep_the_range_of_the_dtype() -> None:
     """A FixedQParamsObserver has the range 0..255 for every dtype, which PT2E would clamp to."""
     made = ObserverConstructor(

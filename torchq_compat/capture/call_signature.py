@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.capture.sizes.input_sizes import InputSizes
+from torchq_compat.capture.sizes.input_sizes import InputSizes, is_same_value
 from torchq_compat.errors import InputError
 from torchq_compat.support.upstream import pytree
 
@@ -61,18 +61,18 @@ class CallSignature:
         return bound
 
     def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call with the same shapes was accepted before, so that no check is needed. Do not
-        call this while tracing."""
+        """Return whether a call with the same shapes and dtypes was accepted before: no check is needed.
+        Do not call this while tracing."""
         if kwargs or (self.names is not None and len(args) != len(self.names)):
             return False
-        shapes = _shapes(args)
-        return shapes is not None and self.sizes.were_accepted(shapes)
+        forms = _forms(args)
+        return forms is not None and self.sizes.were_accepted(forms)
 
     def accept(self, bound: tuple[Any, ...]) -> None:
-        """Remember that a call with the shapes of ``bound``, which ``bind`` returned, is valid."""
-        shapes = _shapes(bound)
-        if shapes is not None:
-            self.sizes.accept(shapes)
+        """Remember that a call with the shapes and dtypes of ``bound``, which ``bind`` returned, is valid."""
+        forms = _forms(bound)
+        if forms is not None:
+            self.sizes.accept(forms)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if self.names is None:
@@ -91,7 +91,7 @@ class CallSignature:
                 raise _call_does_not_match(f"unexpected or repeated argument {name!r}", self.names)
             given[name] = value
         for name, default in self.defaults.items():
-            if name in given and not _same_value(given[name], default):
+            if name in given and not _is_default(given[name], default):
                 raise _call_does_not_match(
                     f"{name!r} was not in example_inputs, so it is fixed to {default!r}", self.names
                 )
@@ -121,14 +121,14 @@ class CallSignature:
         return (*before[:count], *rests)
 
 
-def _shapes(args: Any) -> tuple[Any, ...] | None:
-    """Return the shapes of plain tensors in tuples and lists; None if there is anything else."""
+def _forms(args: Any) -> tuple[Any, ...] | None:
+    """Return the shapes and dtypes of plain tensors in tuples and lists; None if there is anything else."""
     found: list[Any] = []
     for arg in args:
-        if type(arg) is Tensor:
-            found.append(arg.shape)
+        if type(arg) is Tensor and not arg.is_nested:
+            found.append((arg.shape, arg.dtype))
         elif type(arg) in (tuple, list):
-            inside = _shapes(arg)
+            inside = _forms(arg)
             if inside is None:
                 return None
             found.append(("inside", inside))
@@ -137,8 +137,8 @@ def _shapes(args: Any) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-def _same_value(value: Any, default: Any) -> bool:
-    return value is default or (not isinstance(value, Tensor) and bool(value == default))
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and is_same_value(value, default))
 
 
 def _call_does_not_match(reason: str, names: tuple[str, ...]) -> InputError:

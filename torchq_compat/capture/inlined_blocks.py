@@ -93,9 +93,46 @@ def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:
                 copy.target = f"{body_node.target}.{node.target}"
             copies[node] = copy
             made.append(copy)
+    if call.target is HIGHER_ORDER.wrap_with_set_grad_enabled and not call.args[0]:
+        for node in made:
+            _write_without_gradient(node)
     results = torch.fx.node.map_arg(body.graph.output_node().args[0], lambda inner: copies[inner])
     _replace_results(call, results)
     return body_node, [node for node in made if node.op == "call_function"]
+
+
+def _write_without_gradient(node: Node) -> None:
+    """Detach what ``node`` writes into a buffer: the next step of training would go back through this one."""
+    written = _written(node)
+    if not any(_home(each).op == "get_attr" for each in written):
+        return
+    with node.graph.inserting_before(node):
+        for read in node.all_input_nodes:
+            if read not in written and isinstance(read.meta.get("val"), Tensor):
+                detached = node.graph.call_function(torch.ops.aten.detach.default, (read,))
+                detached.meta = {key: value for key, value in node.meta.items() if key != "torch_fn"}
+                detached.meta["val"] = read.meta["val"].detach()
+                node.replace_input_with(read, detached)
+
+
+def _written(node: Node) -> list[Node]:
+    """Return the arguments that ``node`` writes into."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {**dict(zip((each.name for each in schema.arguments), node.args, strict=False)), **node.kwargs}
+    names = [
+        each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+    return [each for name in names if isinstance(each := given.get(name), Node)]
+
+
+def _home(node: Node) -> Node:
+    """Return what ``node`` is a view of."""
+    schema = getattr(node.target, "_schema", None)
+    is_view = schema is not None and any(result.alias_info is not None for result in schema.returns)
+    source = node.args[0] if is_view and node.args else None
+    return _home(source) if isinstance(source, Node) else node
 
 
 def _replace_results(call: Node, results: Any) -> None:

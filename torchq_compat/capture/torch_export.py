@@ -44,6 +44,12 @@ OF_LENGTHS = (
     "lengths[:, None]; the last steps are x[torch.arange(x.size(0)), lengths - 1]; they are sorted by "
     "lengths.sort(descending=True); and a loop over time runs over all x.size(1) steps."
 )
+#: Words of errors of torch.export about what runs only without gradients: a block under torch.inference_mode,
+#: and ``out=`` arguments.
+WITHOUT_GRADIENTS = (
+    "Inference tensors",
+    "functions with out=... arguments don't support automatic differentiation",
+)
 #: (label of an input, dimension) pairs that are fixed to their size in the example.
 Statics = tuple[tuple[str, int], ...]
 
@@ -66,9 +72,8 @@ def capture(
     try:
         program = export_with_free_sizes(model, args, dynamic_shapes, statics)
     except RuntimeError as cause:
-        if "Inference tensors" not in str(cause):
+        if not any(words in str(cause) for words in WITHOUT_GRADIENTS):
             raise
-        # A block under torch.inference_mode can be captured only without gradients.
         with torch.no_grad():
             program = export_with_free_sizes(model, args, dynamic_shapes, statics)
     options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}

@@ -34,7 +34,9 @@ def decide_training_flags(model: nn.Module, *, is_qat: bool) -> Iterator[Decisio
     found, reason = ("evaluation", TRAINS) if is_qat else ("training", CALIBRATES)
     reported: list[str] = []
     for path, module in model.named_modules():
-        if module.training == is_qat or any(_is_inside(path, outer) for outer in reported):
+        # torch.fx.symbolic_trace makes plain modules as containers, whose flags nobody set.
+        is_container = type(module) is nn.Module
+        if module.training == is_qat or is_container or any(_is_inside(path, outer) for outer in reported):
             continue
         if module in kept:
             yield Decision(path, f"training mode of {type(module).__name__}", Action.FLOAT, KEPT)

@@ -18,7 +18,14 @@ from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["FAILURES", "check_structure", "explain_failed_call", "has_structure", "structure_of"]
+__all__ = [
+    "FAILURES",
+    "check_structure",
+    "explain_failed_call",
+    "has_example_dtypes",
+    "has_structure",
+    "structure_of",
+]
 
 #: What kernels and generated code raise on arguments that do not fit; a MemoryError has another cause.
 FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -87,6 +94,17 @@ def has_structure(structure: Any, args: Any) -> bool:
     if structure == "other" or type(args) not in (tuple, list) or len(args) != len(structure):
         return False
     return all(map(has_structure, structure, args))
+
+
+def has_example_dtypes(model: GraphModule, args: tuple[Any, ...]) -> bool:
+    """Return whether the tensors among ``args`` have the dtypes of the example of ``model``, or other floats
+    in place of floats."""
+    examples = [node.meta.get("val") for node in model.graph.find_nodes(op="placeholder")]
+    return all(
+        value.dtype is example.dtype or (value.is_floating_point() and example.is_floating_point())
+        for value, example in zip(pytree.tree_leaves(args), examples, strict=False)
+        if isinstance(value, Tensor) and isinstance(example, Tensor)
+    )
 
 
 def _differences(expected: list[tuple[str, Any]], given: list[Any]) -> Iterator[str]:

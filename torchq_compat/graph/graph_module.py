@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import traceback
@@ -25,13 +26,20 @@ from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.training_modes import set_training
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.errors import CalibrationError, CheckpointError, OnnxError, TorchQCompatError
+from torchq_compat.errors import (
+    CalibrationError,
+    CheckpointError,
+    ModuleAttributeError,
+    OnnxError,
+    TorchQCompatError,
+)
 from torchq_compat.fx_state.accepting import fx_state_loader
 from torchq_compat.fx_state.given import is_fx_state
 from torchq_compat.graph.failed_calls import (
     FAILURES,
     check_structure,
     explain_failed_call,
+    has_example_dtypes,
     has_structure,
     structure_of,
 )
@@ -82,6 +90,8 @@ __all__ = [
 _CALIBRATION = threading.RLock()
 #: The path of a float model that is a custom module itself, in the module that wraps it.
 ROOT = "module"
+#: An attribute of FX's converted models: ``conv1_input_scale_0``.
+QPARAMS_OF_FX = re.compile(r".+_(scale|zero_point)_\d+")
 #: Attribute that holds the structure of the arguments, with the pytree_info it was read from.
 STRUCTURE = "_torchq_compat_structure"
 #: Legacy switch -> whether batch norms are frozen.
@@ -204,7 +214,11 @@ class QuantizationGraphModule(GraphModule):
             if not is_compiled and not self._has_structure(bound):
                 check_structure(self.reference, bound)
             if not is_compiled and not is_traced:
-                record.signature.accept(bound)
+                if has_example_dtypes(self.reference, bound):
+                    record.signature.accept(bound)
+                elif self.reference is not self:
+                    # Its quantize nodes refuse what the kernels would read as integers on their own qparams.
+                    return self.reference(*bound)
         if is_traced:
             for name in self.packed_weights():
                 vars(self).pop(name, None)
@@ -363,6 +377,12 @@ class QuantizationGraphModule(GraphModule):
                 step = self.get_submodule(path)
                 if name in step._modules:
                     return step._modules[name]
+            if QPARAMS_OF_FX.fullmatch(name):
+                raise ModuleAttributeError(
+                    f"the model has no {name!r}: qparams have these names in FX's graphs.",
+                    hint="the module at a layer's path is a view with weight(), scale and zero_point; "
+                    "explain(model) has the qparams of every place.",
+                ) from None
             if record is None or not record.is_custom_module or name == ROOT:
                 raise
             return getattr(self.get_submodule(ROOT), name)

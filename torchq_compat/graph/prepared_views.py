@@ -24,6 +24,7 @@ from torchq_compat.graph.module_views import (
     parent_of,
     stand_in_for,
 )
+from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
 
 __all__ = ["PreparedView", "install_prepared_views"]
 
@@ -82,13 +83,16 @@ def _view_class(name: str) -> type[PreparedView]:
 
 
 def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
-    """Return the fake-quantize of the weight of ``path``; before a batch norm, that of the scaled weight."""
+    """Return the fake-quantize of the weight of ``path``; before a batch norm, that of the scaled weight.
+
+    A fake-quantize of the user's own class is returned as the user made it, without its adapter.
+    """
     weight = f"{path}.weight"
     for node in prepared.graph.nodes:
         if node.op == "call_module" and _is_of_weight(node, weight):
             module = prepared.get_submodule(str(node.target))
             if isinstance(module, fake_quantize.FakeQuantizeBase):
-                return module
+                return module.legacy if isinstance(module, LegacyFakeQuantizeAdapter) else module
     return MISSING
 
 

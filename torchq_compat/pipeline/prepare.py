@@ -17,7 +17,7 @@ from torchq_compat.capture.checked.infinite_values import mark_infinite_values
 from torchq_compat.capture.checked.size_decisions import decide_blocks, decide_sizes
 from torchq_compat.capture.example_inputs import is_one_value_a_channel, with_two_samples
 from torchq_compat.capture.leftovers import decide_leftovers
-from torchq_compat.capture.parametrizations import decide_parametrizations
+from torchq_compat.capture.parametrizations import compute_weights, decide_parametrizations
 from torchq_compat.capture.purposeful_training import (
     EvaluationRun,
     decide_evaluation,
@@ -27,7 +27,6 @@ from torchq_compat.capture.purposeful_training import (
 from torchq_compat.capture.source_functions import restore_source_functions
 from torchq_compat.capture.training_flags import decide_training_flags, set_training_flags
 from torchq_compat.capture.unmatched_rules import decide_unmatched_rules, decide_unmatched_settings
-from torchq_compat.config.qconfig_mappings import QConfigRules
 from torchq_compat.custom_modules.root import with_parent
 from torchq_compat.custom_modules.swap import decide_swaps
 from torchq_compat.errors import CaptureError
@@ -95,6 +94,8 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     # Copy.
     working = with_parent(copied_model(model), request.settings)
     set_training_flags(working, is_qat=is_qat)
+    if not is_qat and request.quantizer is None:
+        compute_weights(working, request.rules)
     cumulative = batch_norm.before_capture(working)
     signature = signature_of(working, request.example_inputs)
 
@@ -196,12 +197,15 @@ def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequ
         *decide_training_flags(model, is_qat=request.is_qat),
         *decide_leftovers(working, request.settings.preserved_attributes),
         *decide_unmatched_settings(working, request.settings),
-        *(_about_rules(working, request.rules) if request.quantizer is None else ()),
+        *(_about_rules(model, working, request) if request.quantizer is None else ()),
     )
 
 
-def _about_rules(working: nn.Module, rules: QConfigRules) -> tuple[Decision, ...]:
-    return *decide_unmatched_rules(working, rules), *decide_parametrizations(working, rules)
+def _about_rules(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
+    return (
+        *decide_unmatched_rules(working, request.rules),
+        *decide_parametrizations(model, request.rules, is_qat=request.is_qat),
+    )
 
 
 def _read_interface(captured: CapturedModel, request: PrepareRequest) -> QuantizedInterface:

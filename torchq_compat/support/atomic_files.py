@@ -25,7 +25,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         OSError: the file cannot be written; an existing file at ``path`` is left as it was.
     """
     # A link stays a link: its target is replaced.
-    path = path.resolve()
+    try:
+        path = path.resolve()
+    except RuntimeError as cause:  # before Python 3.13
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from cause
     mode = _mode_of(path)
     if mode is not None and not stat.S_ISREG(mode):
         # A device or a pipe has no content to protect, and must not be replaced by a file.

@@ -56,6 +56,7 @@ from torch.ao.quantization.fx.custom_config import (
     PrepareCustomConfig,
     StandaloneModuleConfigEntry,
 )
+from torch.ao.quantization.observer import ObserverBase
 from torch.ao.quantization.qconfig import qconfig_equals
 from torch.ao.quantization.qconfig_mapping import (
     _FIXED_QPARAMS_OP_TO_OBSERVER as FIXED_QPARAMS_OP_TO_OBSERVER,
@@ -85,6 +86,7 @@ __all__ = [
     "MovingAverageMinMaxObserver",
     "NoopObserver",
     "ObservationType",
+    "ObserverBase",
     "PlaceholderObserver",
     "PrepareCustomConfig",
     "QConfig",

@@ -13,7 +13,13 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.executorch_models import PER_TENSOR, converted
-from torchq_compat.errors import ExecutorchError, ExportError, InputError, QuantizationWarning
+from torchq_compat.errors import (
+    ArgumentError,
+    ExecutorchError,
+    ExportError,
+    InputError,
+    QuantizationWarning,
+)
 from torchq_compat.lower.executorch import ExecutorchProgram, to_executorch
 
 
@@ -53,6 +59,8 @@ def test_a_read_program_knows_its_bounds(program: ExecutorchProgram, tmp_path: P
     (tmp_path / "cut.pte").write_bytes(program.pte[:100])
     with pytest.raises(ExecutorchError, match=r"cut.pte is no ExecuTorch program"):
         ExecutorchProgram.read(tmp_path / "cut.pte")
+    with pytest.raises(ArgumentError, match="read: path must be"):
+        ExecutorchProgram.read(5)  # type: ignore[arg-type]
 
 
 def test_arguments_of_to_executorch(linear: GraphModule) -> None:

@@ -13,9 +13,11 @@ from torch.ao.quantization import (
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
+from torch.fx import symbolic_trace
 
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
+from torchq_compat.errors import QuantizationWarning
 from torchq_compat.migrate.running.recorder import Recorder
 
 
@@ -86,6 +88,26 @@ def test_what_is_not_as_in_fx(is_qat: bool) -> None:
         line.startswith("unlike FX: fc: FX leaves it float: behind a reshape of floats") for line in lines
     )
     assert len(lines) == 1 + 2 * is_qat
+
+
+def test_a_symbolically_traced_model_is_counted_whole(recwarn: pytest.WarningsRecorder) -> None:
+    """Its containers are plain modules in training mode, also of a model in evaluation."""
+    recorder, x = Recorder(), torch.randn(8, 4)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2)).eval()
+    traced = symbolic_trace(model)
+    assert traced.get_submodule("0").training
+    recorder.wrap(tc.prepare_fx)(traced, get_default_qconfig_mapping("x86"), (x,))
+    assert "2 quantized (1 Linear + ReLU, 1 Linear), 0 float" in recorder.summary("script.py")
+    assert not [each for each in recwarn if "training" in str(each.message)]
+
+
+def test_what_was_dropped_of_a_module_hides_none_of_its_ops() -> None:
+    recorder, x = Recorder(), torch.randn(8, 4)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2)).eval()
+    model[0].training = True
+    with pytest.warns(QuantizationWarning, match="training mode"):
+        recorder.wrap(tc.prepare_fx)(model, get_default_qconfig_mapping("x86"), (x,))
+    assert "2 quantized (1 Linear + ReLU, 1 Linear), 0 float" in recorder.summary("script.py")
 
 
 def test_left_float_as_told_it_is_nearer_to_fx() -> None:

@@ -16,11 +16,12 @@ from torch.fx import GraphModule
 
 from torchq_compat.capture.sizes.size_guards import Guard
 from torchq_compat.errors import InputError
+from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.upstream import PythonPrinter
 
-__all__ = ["Dimension", "InputSizes", "SizeRule"]
+__all__ = ["Dimension", "InputSizes", "SizeRule", "is_same_value"]
 
-#: The most shapes of calls that are remembered.
+#: The most forms of calls that are remembered.
 MOST_ACCEPTED = 512
 #: The sizes on which a rule has to hold to count as one that excludes only 1.
 TRIED = range(2, 66)
@@ -187,22 +188,28 @@ class InputSizes:
     def _accepted(self) -> set[tuple[Any, ...]]:
         return set()
 
-    def were_accepted(self, shapes: tuple[Any, ...]) -> bool:
-        """Return whether a call with ``shapes``, with only tensors as inputs, was checked before."""
-        return shapes in self._accepted
+    def were_accepted(self, forms: tuple[Any, ...]) -> bool:
+        """Return whether a call with tensors of these ``forms``, shapes and dtypes, was checked before."""
+        return forms in self._accepted
 
-    def accept(self, shapes: tuple[Any, ...]) -> None:
-        """Remember that ``check`` accepts calls with ``shapes``."""
+    def accept(self, forms: tuple[Any, ...]) -> None:
+        """Remember that ``check`` accepts calls with tensors of these ``forms``."""
         if len(self._accepted) >= MOST_ACCEPTED:
             self._accepted.clear()
-        self._accepted.add(shapes)
+        self._accepted.add(forms)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Raise if the captured model would compute a wrong result for ``inputs``, by label.
 
         Raises:
-            InputError: a size, rank or constant does not fit the captured model.
+            InputError: a size, rank or constant does not fit the captured model, or a tensor has no sizes.
         """
+        for label, value in inputs.items():
+            if isinstance(value, Tensor) and value.is_nested:
+                raise InputError(
+                    f"argument {label!r} is a nested tensor, whose rows have no common size.",
+                    hint="pass a dense tensor: torch.nested.to_padded_tensor makes one.",
+                )
         for label, rank in self._ranks.items():
             value = inputs.get(label)
             if isinstance(value, Tensor) and value.dim() != rank and self.rules:
@@ -214,11 +221,11 @@ class InputSizes:
         for label, constant in self.constants.items():
             given = inputs.get(label, constant)
             if type(given) is not type(constant) or isinstance(constant, (int, float, str)):
-                if isinstance(given, SymInt) or given == constant:
+                if isinstance(given, SymInt) or is_same_value(given, constant):
                     continue
                 raise InputError(
-                    f"argument {label!r} is {given!r}, but the captured model is fixed to {constant!r}, its "
-                    "value in example_inputs.",
+                    f"argument {label!r} is {shown(given)}, but the captured model is fixed to {constant!r}, "
+                    "its value in example_inputs.",
                     hint="capture the model once for each value; only tensors stay free.",
                 )
         if not self.rules or any(not isinstance(inputs.get(label), Tensor) for label in self._ranks):
@@ -229,6 +236,15 @@ class InputSizes:
             place = rule.dimension
             found = inputs[place.label].shape[place.index]
             raise _fixed_size(place.label, place.index, rule.expected, found, rule.line)
+
+
+def is_same_value(given: Any, fixed: Any) -> bool:
+    """Return whether a call's value is the ``fixed`` one; one that cannot be compared with it, such as an
+    array, is not."""
+    try:
+        return given is fixed or bool(given == fixed)
+    except Exception:  # whatever the class of ``given`` raises
+        return False
 
 
 def _dimension(label: str, index: int, size: Any, example: int) -> Dimension:

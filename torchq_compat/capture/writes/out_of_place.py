@@ -3,7 +3,8 @@
 A converted graph has a dequantize per consumer, and a lowered one has integers: only one consumer would see a
 write into one of these. So later readers of the value read the result of the op instead, also if they read it
 through a view that was written into, or through a view of the written value. A write into a view becomes an
-op that returns the base with that part replaced (``select_scatter``, ``slice_scatter``, ...).
+op that returns the base with that part replaced (``select_scatter``, ``slice_scatter``, ...). An ``out=``
+argument is written into as by ``copy_``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.capture.origins import meta_outside_leaves
-from torchq_compat.capture.writes.whole_of_view import is_same_view, scatters, whole_of_view
+from torchq_compat.capture.writes.out_arguments import write_results_into_out
+from torchq_compat.capture.writes.whole_of_view import (
+    are_alike,
+    is_same_view,
+    is_whole,
+    scatters,
+    whole_of_view,
+)
 from torchq_compat.support.upstream import OpOverload, pytree
 
 __all__ = ["make_out_of_place"]
@@ -49,6 +57,7 @@ def make_out_of_place(graph_module: GraphModule, *, keep_writes_into_views: bool
         CaptureError: an op writes into a view that has no out-of-place form, such as one of
             ``Tensor.unfold``.
     """
+    write_results_into_out(graph_module.graph)
     if any(_functional_overload(node) is not None for node in graph_module.graph.nodes):
         _Rewriting(graph_module, keep_writes_into_views).run()
     graph_module.recompile()
@@ -128,6 +137,8 @@ class _Rewriting:
             return node
         if name.parent is None:
             return name.memory.value
+        if is_whole(node):
+            return self._shown(name.parent, reader)
         key = node, name.memory.version
         if key not in self.again:
             parent = self._shown(name.parent, reader)
@@ -169,7 +180,10 @@ class _Rewriting:
             if is_same_view(source, written):  # ``x[0] += y`` writes its result a second time.
                 self.handed[node] = written
                 return
-            value = source if _are_alike(source, written) else node
+            value = source if are_alike(source, written) else node
+        elif functional is ATEN.copy.default and are_alike(node.args[1], written):
+            # aten.copy has no derivative.
+            node.target, node.args = ATEN.clone.default, (node.args[1],)
         meta = {key: value for key, value in meta_outside_leaves(node).items() if key != "torch_fn"}
         with self.graph.inserting_before(node.next):
             while (parent := self.names[part].parent) is not None:
@@ -236,10 +250,3 @@ def _storage_of(node: Node) -> Any:
     tensors = [each for each in values if isinstance(each, Tensor)]
     storages = {each.untyped_storage()._cdata for each in tensors}
     return storages.pop() if len(tensors) == len(values) and len(storages) == 1 else None
-
-
-def _are_alike(node: Node, other: Node) -> bool:
-    ours, theirs = node.meta.get("val"), other.meta.get("val")
-    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
-        return False
-    return (str(ours.shape), ours.dtype, ours.device) == (str(theirs.shape), theirs.dtype, theirs.device)

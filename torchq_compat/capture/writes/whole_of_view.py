@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from torchq_compat.errors import CaptureError
 from torchq_compat.support.graph_nodes import user_line_of
 
-__all__ = ["is_same_view", "scatters", "whole_of_view"]
+__all__ = ["are_alike", "is_same_view", "is_whole", "scatters", "whole_of_view"]
 
 ATEN = torch.ops.aten
 #: Ops that return the elements of their input, in its order, in the same or another shape.
@@ -55,6 +56,24 @@ def is_same_view(node: Node, other: Node) -> bool:
     return (node.target, node.args, node.kwargs) == (other.target, other.args, other.kwargs)
 
 
+def is_whole(view: Node) -> bool:
+    """Return whether ``view`` is its base under another name, as the result of an Identity is."""
+    return (
+        _name_of(view) in RESHAPES
+        and view.target is not ATEN.detach.default
+        and are_alike(view.args[0], view)
+    )
+
+
+def are_alike(node: Any, other: Node) -> bool:
+    """Return whether the example values of both have the same shape, dtype and device."""
+    ours = node.meta.get("val") if isinstance(node, Node) else None
+    theirs = other.meta.get("val")
+    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
+        return False
+    return (str(ours.shape), ours.dtype, ours.device) == (str(theirs.shape), theirs.dtype, theirs.device)
+
+
 def whole_of_view(view: Node, parent: Node, value: Node, meta: dict[str, Any]) -> tuple[Node, Node]:
     """Return the base of ``view``, and the base's value when ``value`` is the value of the view. New nodes
     are inserted at the graph's insertion point.
@@ -70,6 +89,8 @@ def whole_of_view(view: Node, parent: Node, value: Node, meta: dict[str, Any]) -
     if view.target is operator.getitem:
         return _whole_of_piece(view, parent, value, meta)
     base: Any = view.args[0]
+    if is_whole(view):
+        return base, value
     rest: Any = view.args[1:]
     name, graph = _name_of(view), view.graph
     if name in SCATTERS:

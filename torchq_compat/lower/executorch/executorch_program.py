@@ -14,6 +14,7 @@ from torchq_compat.errors import ExecutorchError
 from torchq_compat.lower.executorch.delegation import DelegationReport
 from torchq_compat.lower.executorch.inputs import InputSpec
 from torchq_compat.lower.executorch.runtime import runtime
+from torchq_compat.support.argument_checks import PATH, checked_arguments
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.upstream import pytree
 
@@ -41,6 +42,7 @@ class ExecutorchProgram:
     structure: pytree.TreeSpec | None = field(default=None, repr=False)
 
     @classmethod
+    @checked_arguments(path=PATH)
     def read(cls, path: str | os.PathLike[str]) -> Self:
         """Return the program in a ``.pte`` file. The file states only the largest sizes of its inputs.
 
@@ -66,6 +68,7 @@ class ExecutorchProgram:
         except RuntimeError as cause:
             raise _unreadable("the program", cause) from cause
 
+    @checked_arguments(path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ``.pte`` file, whole or not at all.
 

@@ -76,6 +76,8 @@ def find(source: ParsedSource) -> Iterator[Site]:
     for string in source.nodes(cst.SimpleString):
         if KEY_OF_FX.fullmatch(string.raw_value):
             yield Site(CODE, source.start(string), source.code(string), refusal=KEYS)
+        elif f"{string.raw_value}.".startswith(QUANTIZED_CLASSES):
+            yield Site(CODE, source.start(string), source.code(string), refusal=CLASSES)
     for call in source.nodes(cst.Call):
         if source.code(call.func) in ("isinstance", "issubclass") and len(call.args) == 2:
             if any(_is_quantized_class(source, each) for each in _classes(call.args[1].value)):
@@ -128,8 +130,9 @@ CONSTRUCT = Construct(
 A converted model is one captured graph. Where a module of the float model stood there is a view:
 `q.conv1.weight()`, `q.conv1.scale`, `q.conv1.zero_point` and `print(q)` answer as FX's do. What goes through
 `modules()`, registers backward hooks at them (forward hooks are called), tests for classes of
-`torch.ao.nn.quantized`, looks for `call_module` nodes, or reads keys of the `state_dict` finds something else
-here; `torchq_compat.explain(q)` says what was quantized, module by module.
+`torch.ao.nn.quantized` or for that name in `type(m).__module__`, looks for `call_module` nodes, or reads keys
+of the `state_dict` finds something else here; `torchq_compat.explain(q)` says what was quantized, module by
+module.
 """,
 )
 

@@ -182,7 +182,8 @@ def _own_decisions(model: nn.Module) -> tuple[Decision, ...]:
     # For a lowered op that the configuration left float, explain shows only the lowering.
     reference = model.reference if isinstance(model, QuantizationGraphModule) else model
     decided = [d for d in explain(reference) if d.action not in NOT_OF_OPS]
-    paths = {decision.path for decision in decided}
+    # What was dropped of a module, like a training mode, says nothing about its children.
+    paths = {decision.path for decision in decided if decision.action is not Action.DROPPED}
     return tuple(d for d in decided if paths.isdisjoint(_parents(d.path)))
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,26 @@ def test_lowered_models_follow_their_weights(how: str) -> None:
     assert not torch.equal(before, after)
     assert sqnr(lowered.reference(x), after) > 45
     assert sqnr(reference(x), before) > 45
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+@pytest.mark.parametrize("how", ["data", "swapped"])
+def test_dynamic_modules_follow_tensors_that_get_other_numbers(how: str, dtype: torch.dtype) -> None:
+    """Setting ``data``, as ``nn.Module.to`` does, changes neither the tensor nor its version."""
+    torch.manual_seed(0)
+    made, x = tc.quantize_dynamic(Model(nn.LSTM(6, 8)).eval(), {nn.LSTM}), torch.randn(9, 3, 6)
+    assert torch.equal(made(x), made(x))
+    own = chain(made.rnn.named_parameters(), made.rnn.named_buffers())
+    tensor = next(value for _, value in own if value.dtype is dtype)
+    for _ in range(3):
+        before, new = made(x), torch.roll(tensor.detach(), 3, 0)
+        if how == "data":
+            tensor.data = new
+        else:
+            torch.utils.swap_tensors(tensor, nn.Parameter(new) if isinstance(tensor, nn.Parameter) else new)
+        assert not torch.equal(made(x), before)
+        assert torch.equal(made(x), copy.deepcopy(made)(x))
 
 
 @torch.no_grad()

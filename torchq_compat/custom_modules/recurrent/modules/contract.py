@@ -225,11 +225,14 @@ def _named_tensors(kind: CellKind, x: Any, hidden: Any) -> list[tuple[str, Tenso
 
 
 def check_is_float(path: str, name: str, value: Tensor) -> None:
-    """Check that a tensor is floating point; the integers of a quantized tensor are refused, too.
+    """Check that a tensor is floating point and dense; the integers of a quantized tensor are refused, too.
 
     Raises:
         CustomModuleError: if it is not; names the argument.
     """
+    if value.is_nested or value.layout is not torch.strided:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise CustomModuleError.call_failed(path, f"{name} must be a dense tensor, got one that is {kind}")
     if not value.dtype.is_floating_point:
         raise CustomModuleError.call_failed(path, f"{name} must be floating point, got {value.dtype}")
 

@@ -38,7 +38,8 @@ class DirectCall:
         quantized: (index, qparams) of the results returned as quantized tensors.
         is_possible: whether the operator accepts calls of this form.
         ticket: the result of ``op.bind_call``.
-        bound_to: the owner, the ids and the versions of the weights that ``ticket`` is for; None if unbound.
+        bound_to: the owner, and the ids, versions and addresses of the weights that ``ticket`` is for; None
+            if unbound.
     """
 
     layout: CallLayout | None
@@ -50,7 +51,7 @@ class DirectCall:
     quantized: tuple[tuple[int, PerTensorQParams], ...] = ()
     is_possible: bool = True
     ticket: int = 0
-    bound_to: tuple[int, list[int], list[int]] | None = None
+    bound_to: tuple[int, list[int], list[int], list[int]] | None = None
 
     def tensors(self, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         """Return x and the states of a call; None if the call needs a closer check. The operator checks sizes
@@ -114,13 +115,14 @@ class DirectCall:
         if weights[0].is_inference():
             self.bound_to = None
             return
-        bound_to = (bound.owner, [*map(id, weights)], [weight._version for weight in weights])
+        # Setting ``weight.data``, as ``nn.Module.to`` does, changes neither the tensor nor its version.
+        versions = [weight._version for weight in weights]
+        bound_to = (bound.owner, [*map(id, weights)], versions, [*map(Tensor.data_ptr, weights)])
         if bound_to == self.bound_to:
             return
         if not kernel_build().is_loaded:
             raise RuntimeError("there is no kernel")
-        version = sum(bound_to[2])
-        self.ticket = op.bind_call(weights, bound.program, self.boundary, bound.owner, version)
+        self.ticket = op.bind_call(weights, bound.program, self.boundary, bound.owner, sum(versions))
         self.bound_to = bound_to
 
     def _looked_at(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> list[Tensor]:

@@ -17,6 +17,8 @@ for node in quantized.graph.nodes:
     print(node.op)
 for key, value in state.items():
     print(re.match(r"features_(\d+)_scale_0", key), key == "features_0_input_zero_point_0")
+if not any(type(m).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")) for m in modules):
+    raise ValueError("nothing was quantized")
 
 # None of these reads inside.
 quantized.eval()
@@ -25,6 +27,6 @@ torch.save(quantized.state_dict(), "q.pth")
 print(quantized, quantized.graph, quantized.code)
 for name, module in prepared.named_modules():
     print(name, isinstance(module, (nn.Linear, torch.ao.nn.quantized.FloatFunctional)))
-print("one_scale_0 in a text", "log_scale_factor", "scale_0")
+print("one_scale_0 in a text", "log_scale_factor", "scale_0", "torch.ao.nn.quantizable")
 quantized = model
 print(quantized.conv1.weight)
