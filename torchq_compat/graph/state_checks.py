@@ -16,6 +16,7 @@ from torchao.quantization.pt2e.observer import ObserverBase
 from torchq_compat.errors import CheckpointError
 from torchq_compat.qspecs.qdq import NAMESPACE
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.quantized_tensors import is_quantized
 from torchq_compat.support.torch_ao import FakeQuantizeBase as LegacyFakeQuantizeBase
 from torchq_compat.support.torch_ao import ObserverBase as LegacyObserverBase
 
@@ -43,7 +44,7 @@ def check_state(state: Any, model: nn.Module) -> None:
             raise CheckpointError.bad_value(name, "is a meta tensor, which has no values")
         if isinstance(expected, Tensor) and (value.is_nested or value.layout is not expected.layout):
             raise CheckpointError.bad_value(name, "is sparse or nested, where the model has a dense tensor")
-        if value.is_quantized and name in scales | observed:
+        if is_quantized(value) and name in scales | observed:
             raise CheckpointError.bad_value(name, f"is {value.dtype}, which is no dtype of a range or scale")
         if isinstance(expected, Tensor) and not _can_hold(expected.dtype, value):
             raise CheckpointError.bad_value(name, f"is {value.dtype} where the model has {expected.dtype}")
@@ -70,7 +71,7 @@ def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
         return True
     if value.dtype is torch.bool or not torch.can_cast(value.dtype, dtype):
         return False
-    if value.is_quantized or value.is_floating_point() or dtype.is_floating_point or dtype.is_complex:
+    if is_quantized(value) or value.is_floating_point() or dtype.is_floating_point or dtype.is_complex:
         return True
     # Integers wrap around.
     return bool(torch.equal(value.to(dtype).to(value.dtype), value))
