@@ -12,6 +12,7 @@ from torch.ao.quantization import (
     QConfig,
     QConfigMapping,
     default_observer,
+    get_default_qconfig,
     get_default_qconfig_mapping,
 )
 from torch.fx import GraphModule
@@ -39,6 +40,32 @@ def test_prelu_on_the_integer_kernel_of_torch() -> None:
     assert sqnr(reference(x), tc.convert_fx(ours)(x)) > 50
     (told,) = (each.unlike_fx for each in tc.explain(ours) if each.path == "1")
     assert "largest slope" in told
+
+
+class Joined(nn.Module):
+    """Two convolutions, the second with larger results, joined before a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Conv2d(8, 4, 1)
+        with torch.no_grad():
+            self.second.weight.mul_(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.third(torch.cat([self.first(x), self.second(x)], 1))
+        return result
+
+
+def test_a_float_join_of_quantized_values() -> None:
+    torch.manual_seed(0)
+    model, x = Joined().eval(), torch.randn(2, 3, 8, 8)
+    mapping = QConfigMapping().set_global(None).set_object_type(nn.Conv2d, get_default_qconfig("x86"))
+    ours, theirs = prepare_both(model, mapping, x)
+    reference, exact = fx.convert_to_reference_fx(copy.deepcopy(theirs)), model(x)
+    assert sqnr(exact, fx.convert_fx(theirs)(x)) < 10 < 25 < sqnr(exact, reference(x)) < 60
+    assert sqnr(reference(x), tc.convert_fx(ours)(x)) > 50
+    (told,) = (each.unlike_fx for each in tc.explain(ours) if each.path == "third")
+    assert "with those of the first" in told
 
 
 def test_weights_in_a_range_narrower_than_the_dtype() -> None:

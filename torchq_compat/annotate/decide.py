@@ -47,6 +47,12 @@ PRELU_IN_FX = (
     "torch's integer kernel, which FX calls, multiplies positive values by the largest slope; computed "
     "between q-dq here, as in FX's reference"
 )
+#: FX's lowering runs it on quantized tensors wherever a quantize follows, and drops that quantize.
+JOINS = (torch.ops.aten.cat.default,)
+JOINED_IN_FX = (
+    "FX's convert_fx joins the integers before it, although they have different qparams, and reads all of "
+    "them with those of the first"
+)
 BORROWED_IN_FX = "FX quantizes its input with the qparams of another tensor, from before what computes it"
 PRELU = (torch.ops.aten.prelu.default,)
 #: Ops that return values without computing, which are neither reported nor observed.
@@ -157,10 +163,24 @@ class _State:
         if partition.kind in SILENT_TARGETS or (partition.output is None and not partition.inputs):
             return
         action, reason = self._decide(pattern)
+        if action is Action.FLOAT:
+            self._note_join(pattern)
         kind = " + ".join(op.kind for op in pattern.ops)
         node = last.output.name if last.output else ""
         unlike_fx = self._unlike_fx(pattern, action)
         self.decisions.append(Decision(partition.label, kind, action, reason, node=node, unlike_fx=unlike_fx))
+
+    def _note_join(self, pattern: FusedPattern) -> None:
+        """Record a float op that joins quantized values, for those that read its result."""
+        joins = any(node.target in JOINS for node in pattern.first.nodes)
+        producers = {producer for producer, _ in pattern.first.inputs}
+        if (
+            joins
+            and len(producers) > 1
+            and producers.issubset(self.dtype_of)
+            and pattern.last.output is not None
+        ):
+            self.quantized_in_fx_alone[pattern.last.output] = JOINED_IN_FX
 
     def _unlike_fx(self, pattern: FusedPattern, action: Action) -> str:
         """Return what FX does if it treats a float input as quantized, else an empty string; record the same
