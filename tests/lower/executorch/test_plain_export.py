@@ -70,7 +70,9 @@ for kind, shape in MODELS:
         with torch.no_grad():
             config = exir.EdgeCompileConfig(_check_ir_validity=False)
             edge = exir.to_edge(torch.export.export(captured, (x,)), compile_config=config)
-            found = runtime().load_program(edge.to_executorch().buffer).load_method("forward").execute([x])
+            pte = edge.to_executorch().buffer  # the loaded program reads its weights from these bytes
+            method = runtime().load_program(pte).load_method("forward")
+            found = method.execute([x])
             expected = leaves(reference(x))
         # Its norms add in another order: a value may fall on the next step.
         difference = (found[0] - expected[0]).abs() / step
