@@ -13,6 +13,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 import torchq_compat as tc
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import calibrate, leaves, sqnr
+from tests.helpers.recording_backend import Recorder
 
 RECURRENT = torch.ops.torchq_compat_native.recurrent.default
 
@@ -31,20 +32,6 @@ class Stacked(nn.Module):
         first, state = self.first(self.inputs(x))
         second, _ = self.second(first)
         return second, state, self.cell(second[-1])
-
-
-class Recorder:
-    """A backend that stores the graphs it receives and runs them unchanged."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        self.graphs.append(graph_module)
-        return graph_module
-
-    def calls(self, target: Any) -> int:
-        return sum(node.target is target for node in self.graphs[-1].graph.nodes)
 
 
 @pytest.fixture(scope="module")

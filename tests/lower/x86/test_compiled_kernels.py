@@ -13,6 +13,7 @@ from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_d
 
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate, leaves, sqnr
+from tests.helpers.recording_backend import Recorder
 from torchq_compat.errors import InputError, QuantizationWarning
 from torchq_compat.lower.x86.compiled.region_operator import REGION_OPERATOR
 
@@ -75,17 +76,6 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.layer(x)).mean(1)
-
-
-class Recorder:
-    """A backend that keeps the graphs it receives and runs them unchanged."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        self.graphs.append(graph_module)
-        return graph_module
 
 
 def prepare(model: nn.Module, example: tuple[Any, ...], mapping: Any = X86) -> Any:

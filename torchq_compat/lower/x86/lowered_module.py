@@ -79,6 +79,7 @@ def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule
     share_state(lowered, reference)
     lowered.meta = reference.meta
     vars(lowered)[LOWERING] = _Lowering(reference, engine)
+    vars(lowered)[OWNER] = new_owner(lowered)
     for name, value in preserved_of(reference).items():
         setattr(lowered, name, value)
     lowered.training = reference.training
@@ -153,7 +154,7 @@ class LoweredGraphModule(ConvertedModel):
                 if opaque.module is not None and opaque.module.opaque_in_floats
             }
             lowered = write_lowered_graph(lowering.reference, plan, paths, in_floats, MADE)
-            compiled, regions = compiled_graph(lowering.reference, plan, self._owner_number())
+            compiled, regions = compiled_graph(lowering.reference, plan, state[OWNER])
         modules = {opaque.name: opaque.module for opaque in opaque_modules if opaque.module is not None}
         state[MADE] = _Made({**lowered.constants, **modules})
         state[LOWERING] = _Lowering(
@@ -171,13 +172,6 @@ class LoweredGraphModule(ConvertedModel):
             regions=regions,
         )
         self.graph = lowered.graph
-
-    def _owner_number(self) -> int:
-        """Return the number of this model in calls of the operator that runs its regions."""
-        if OWNER not in vars(self):
-            vars(self)[OWNER] = new_owner(self)
-        number: int = vars(self)[OWNER]
-        return number
 
     def on_torchs_operators(self) -> LoweredGraphModule:
         """See ``QuantizationGraphModule``."""

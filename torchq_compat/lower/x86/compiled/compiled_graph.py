@@ -7,6 +7,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class KernelRegion:
         written = write_lowered_region(nodes, plan, (*tensors, *sizes), outputs, MADE)
         module = nn.Module()
         share_state(module, reference)
-        vars(module)[MADE] = _Constants(written.constants)
+        vars(module)[MADE] = SimpleNamespace(**written.constants)
         self.kernels: Callable[..., list[Tensor]] = partial(
             direct_forward(written.graph.python_code("self"), written.graph), module
         )
@@ -92,11 +93,6 @@ class KernelRegion:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-class _Constants:
-    def __init__(self, constants: dict[str, Any]) -> None:
-        vars(self).update(constants)
 
 
 def compiled_graph(

@@ -82,9 +82,8 @@ def _shapes(tensors: list[Tensor], sizes: list[int], owner: int, index: int, dig
     return _region(owner, index, digest).shapes(tensors, sizes)
 
 
-if not hasattr(
-    torch.ops.torchq_compat, "lowered_region"
-):  # It is there after an import that failed half-way.
+# torch already has the operator after an import that failed half-way.
+if not hasattr(torch.ops.torchq_compat, "lowered_region"):
     torch.library.define(NAME, SCHEMA)
 torch.library.impl(NAME, "default")(_run)
 torch.library.register_fake(NAME)(_shapes)
