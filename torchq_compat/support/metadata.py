@@ -104,6 +104,10 @@ INFINITE: MetaKey[bool] = MetaKey(
 OBSERVED_RANGE: MetaKey[tuple[int, int]] = MetaKey(
     "torchq_compat_observed_range", "node", "graph.observed_graph", "lower.x86.qdq_operands"
 )
+#: The labels of the ops that converted with qparams of observers which differ from those they trained with.
+OBSERVER_QPARAMS: MetaKey[tuple[str, ...]] = MetaKey(
+    "torchq_compat_observer_qparams", "graph", "graph.observed_graph", "pipeline.convert, migrate.running"
+)
 #: The part of a cell that a node computes.
 PART: MetaKey[Part] = MetaKey(
     "torchq_compat_part",
