@@ -104,16 +104,16 @@ def convert_graph(
         as_fx: whether to clamp to FX's ranges and choose dynamic qparams as FX does, not as torchao does.
         is_trained: whether to keep the ranges that fake-quantizes clamped to in training.
         observer_qparams: whether fake-quantizes convert with their observers' qparams and the dtype's
-            range, as in FX; the metadata of the result name what this changes.
+            range, as in FX. The metadata of the result name what this changes, or would change.
     """
-    changed: list[str] = []
+    otherwise: list[str] = []
 
     def fix_observers(folded: GraphModule) -> None:
         _observe_weights(folded)
-        if as_fx and observer_qparams:
-            changed.extend(_ops_converted_otherwise(folded))
-            _use_observer_qparams(folded)
         if as_fx:
+            otherwise.extend(_ops_converted_otherwise(folded, is_trained=is_trained))
+            if observer_qparams:
+                _use_observer_qparams(folded)
             _freeze_activation_observers(folded, is_trained=is_trained and not observer_qparams)
             _quantize_on_the_fly(folded)
         _use_loaded_qparams(folded)
@@ -121,7 +121,7 @@ def convert_graph(
         _forget_annotations(folded)
 
     converted = _allow_train_eval(batch_norm.convert(prepared, fix_observers))
-    metadata.OBSERVER_QPARAMS.write(converted, tuple(dict.fromkeys(changed)))
+    metadata.FX_CONVERTS_OTHERWISE.write(converted, tuple(dict.fromkeys(otherwise)))
     return converted
 
 
@@ -263,10 +263,10 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
         metadata.OBSERVED_RANGE.write(source, _observed_range(module))
 
 
-def _ops_converted_otherwise(prepared: GraphModule) -> Iterator[str]:
+def _ops_converted_otherwise(prepared: GraphModule, *, is_trained: bool) -> Iterator[str]:
     """Yield the labels of the ops with a result, an input or a weight that FX does not convert as trained."""
     for node, module in observer_nodes(prepared):
-        if not converts_otherwise(module):
+        if not converts_otherwise(module, is_trained=is_trained):
             continue
         source = node.args[0]
         assert isinstance(source, Node)

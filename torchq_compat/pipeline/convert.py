@@ -103,10 +103,16 @@ def convert_to_reference(
         _with_quantized_class(decision, replaced)
         for decision in with_switched_off(record.decisions, switched_off)
     )
+    otherwise = metadata.FX_CONVERTS_OTHERWISE.of(converted) or ()
     if observer_qparams:
-        changed = metadata.OBSERVER_QPARAMS.of(converted) or ()
-        decisions = with_observer_qparams(decisions, changed, owners if record.is_qat else ())
-    record = replace(record, stage=Stage.CONVERTED, decisions=decisions)
+        decisions = with_observer_qparams(decisions, otherwise, owners if record.is_qat else ())
+    record = replace(
+        record,
+        stage=Stage.CONVERTED,
+        decisions=decisions,
+        fx_converts_otherwise=otherwise,
+        observer_qparams=observer_qparams,
+    )
     return ConvertedGraphModule.wrap(converted, record, preserved)
 
 

@@ -22,12 +22,14 @@ __all__ = ["converts_otherwise", "use_observer_qparams"]
 PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric)
 
 
-def converts_otherwise(module: nn.Module) -> bool:
-    """Return whether FX quantizes with other qparams, or to another range, than ``module`` fake-quantizes."""
+def converts_otherwise(module: nn.Module, *, is_trained: bool) -> bool:
+    """Return whether FX converts ``module`` to other qparams than it fake-quantizes with, or, if it
+    ``is_trained``, to another range."""
     if not _has_a_choice(module):
         return False
     source: Any = getattr(module, "activation_post_process", module)
-    if (source.quant_min, source.quant_max) != dtype_range(plain_dtype(module.dtype)):  # type: ignore[arg-type]
+    whole = dtype_range(plain_dtype(module.dtype))  # type: ignore[arg-type]
+    if is_trained and (source.quant_min, source.quant_max) != whole:
         return True
     if not isinstance(module, FusedFakeQuantize) or has_loaded_qparams(module):
         return False

@@ -104,9 +104,9 @@ INFINITE: MetaKey[bool] = MetaKey(
 OBSERVED_RANGE: MetaKey[tuple[int, int]] = MetaKey(
     "torchq_compat_observed_range", "node", "graph.observed_graph", "lower.x86.qdq_operands"
 )
-#: The labels of the ops that converted with qparams of observers which differ from those they trained with.
-OBSERVER_QPARAMS: MetaKey[tuple[str, ...]] = MetaKey(
-    "torchq_compat_observer_qparams", "graph", "graph.observed_graph", "pipeline.convert, migrate.running"
+#: The labels of the ops that FX converts to other qparams or ranges than they trained with; from convert on.
+FX_CONVERTS_OTHERWISE: MetaKey[tuple[str, ...]] = MetaKey(
+    "torchq_compat_fx_converts_otherwise", "graph", "graph.observed_graph", "pipeline.convert"
 )
 #: The part of a cell that a node computes.
 PART: MetaKey[Part] = MetaKey(
