@@ -59,6 +59,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
     with import_noise_held_back():
         from torchq_compat.migrate.running.first_call import waiting_for_first_call
         from torchq_compat.migrate.running.fx_checkpoints import accept_checkpoints, remembering_prepared
+        from torchq_compat.migrate.running.fx_draws import drawing_as_fx
         from torchq_compat.migrate.running.fx_qparams import converting_as_fx
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
         from torchq_compat.migrate.running.recorder import Recorder, write_explanation
@@ -70,9 +71,10 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
 
         recorder = Recorder(strict=options.strict)
 
-        def wrapped(function: Callable[..., Any], _: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
             converting = function if options.trained_qparams else converting_as_fx(function)
-            return waiting_for_first_call(recorder.wrap(remembering_prepared(converting)))
+            waiting = waiting_for_first_call(recorder.wrap(remembering_prepared(converting)))
+            return drawing_as_fx(waiting, original)
 
         redirect(wrapped, options.replacements)
         refuse_numeric_suite()

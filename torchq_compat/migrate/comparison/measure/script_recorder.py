@@ -22,8 +22,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchq_compat.errors import CaseError
 from torchq_compat.migrate.comparison.measure.cases import Case
-from torchq_compat.migrate.comparison.measure.fx_switch import fx_is_called
+from torchq_compat.migrate.running.fx_draws import drawing_as_fx
 from torchq_compat.migrate.running.fx_qparams import converting_as_fx
+from torchq_compat.migrate.running.fx_switch import fx_is_called
 from torchq_compat.migrate.running.redirections import REDIRECTIONS, redirect, replace_everywhere
 from torchq_compat.migrate.running.stand_ins import legacy_module
 from torchq_compat.support import metadata
@@ -105,7 +106,7 @@ class ScriptRecorder:
 
     def _wrap_redirected(self, function: Function, original: Function) -> Function:
         converting = function if self._trained_qparams else converting_as_fx(function)
-        return self._wrap(converting, original)
+        return self._wrap(drawing_as_fx(converting, original), original)
 
     def _wrap(self, function: Function, original: Function) -> Function:
         record = getattr(self, f"_{function.__name__}", None)
