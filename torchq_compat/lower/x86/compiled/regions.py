@@ -57,10 +57,10 @@ class Levels:
 
 
 def levels_of(graph: Graph, plan: Plan) -> Levels:
-    """Return the levels of ``graph`` under ``plan``; none if it has no kernels, or effects: levels change the
-    order of nodes."""
+    """Return the levels of ``graph`` under ``plan``; none if it has effects: levels change the order of
+    nodes."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "call_module")]
-    if not plan.kernels or any(node.is_impure(impure_random=False) for node in nodes):
+    if any(node.is_impure(impure_random=False) for node in nodes):
         return Levels()
     levels = Levels(free=frozenset(_free_nodes(graph)), reads=_reads(graph, plan))
     in_kernels = _computed_by_kernels(graph, plan, levels)
