@@ -72,9 +72,7 @@ class ConvertedStandalone(StandaloneModule, ConvertedGraphModule):
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.record.signature.bind(args, kwargs)
-        return ConvertedGraphModule.__call__(
-            self, *quantize_inputs(bound, self.input_qparams())
-        )
+        return ConvertedGraphModule.__call__(self, *quantize_inputs(bound, self.input_qparams()))
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
         """Return ``result``: quantized results are already integers."""
