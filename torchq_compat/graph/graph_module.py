@@ -119,6 +119,9 @@ class ModelRecord:
         batch_norms: path of every captured batch norm -> path of the op it follows.
         steps: paths of the models that run one step of a loop; the modules in them can also be reached
             without these prefixes.
+        fx_converts_otherwise: paths of the ops that FX converts to other qparams or ranges than they trained
+            with; from convert on.
+        observer_qparams: whether it was converted to those.
     """
 
     stage: Stage
@@ -132,6 +135,8 @@ class ModelRecord:
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
     batch_norms: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
+    fx_converts_otherwise: tuple[str, ...] = ()
+    observer_qparams: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
