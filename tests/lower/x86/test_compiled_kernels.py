@@ -241,6 +241,32 @@ def test_a_model_that_writes_to_its_state_is_compiled_as_the_q_dq_graph() -> Non
             assert sqnr(other(x), fast(x)) > 40
 
 
+class Masked(nn.Module):
+    """``to`` and a mask: the captured graph checks dtypes, as those of most transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.b(self.a(x).masked_fill(mask.to(torch.bool)[:, None], -1.0))
+
+
+def test_checks_of_dtypes_hinder_nothing() -> None:
+    example = (torch.randn(5, 8), torch.tensor([0, 1, 0, 0, 1]))
+    model = convert(Masked().eval(), example)
+    checks = torch.ops.aten._assert_tensor_metadata.default
+    assert model.reference.graph.find_nodes(op="call_function", target=checks)
+    assert len(model.kernel_regions()) == 2
+    backend, x = Recorder(), torch.randn(3, 8)
+    fast = compiled(model, backend)
+    with torch.no_grad():
+        for mask in (torch.tensor([1, 0, 1]), torch.tensor([0, 0, 0])):
+            assert torch.equal(fast(x, mask), model(x, mask))
+    assert backend.calls(REGION_OPERATOR) == 2
+    assert "_assert_tensor_metadata" in model._portable().code
+
+
 def test_a_call_without_its_model_is_an_error_of_ours(between: Any) -> None:
     region = between.kernel_regions()[0]
     with pytest.raises(InputError, match=r"Hint: compile it again"):
@@ -383,6 +409,13 @@ def test_standalone_modules_of_a_reference_model() -> None:
     reference, (x,) = model.reference, floats(4, 8)
     with torch.no_grad():
         assert torch.equal(compiled(reference)(x), reference(x))
+
+
+@pytest.mark.slow
+def test_standalone_modules_with_other_qparams() -> None:
+    _, model = nested(Blocks, standalone(*BOTH, integers=True), 8)
+    reference, (x,) = model.reference, floats(4, 8)
+    with torch.no_grad():
         loaded = nested(Blocks, standalone(*BOTH, integers=True), 8)[1].reference
         loaded.load_state_dict(reference.state_dict())
         assert torch.equal(compiled(copy.deepcopy(loaded))(x), reference(x))

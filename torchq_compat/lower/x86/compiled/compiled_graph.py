@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from torchq_compat.lower.x86.compiled.layouts import Layout, images, layout_of
 from torchq_compat.lower.x86.compiled.region_operator import REGION_OPERATOR, RegionTable
-from torchq_compat.lower.x86.compiled.regions import Levels, levels_of
+from torchq_compat.lower.x86.compiled.regions import CHECKS, Levels, levels_of
 from torchq_compat.lower.x86.direct_code import direct_forward
 from torchq_compat.lower.x86.lowered_parts import MADE, share_state
 from torchq_compat.lower.x86.lowering_pass import COPYING, write_lowered_region
@@ -231,5 +231,6 @@ def _outer_graph(
             call(*waiting.popleft())
     copy_of(graph.output_node())
     outer.set_codegen(graph._codegen)
-    outer.eliminate_dead_code(lambda node: node.op in ("call_module", "placeholder", "output"))
+    kept = ("call_module", "placeholder", "output")
+    outer.eliminate_dead_code(lambda node: node.op in kept or node.target in CHECKS)
     return outer
