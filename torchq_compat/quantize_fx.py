@@ -154,7 +154,7 @@ def prepare_qat_fx(
 
 
 @takes_old_keywords(reference=lambda: _reference())
-@checked_arguments(_remove_qconfig=FLAG, keep_original_weights=FLAG)
+@checked_arguments(_remove_qconfig=FLAG, keep_original_weights=FLAG, observer_qparams=FLAG)
 def convert_fx(
     graph_module: GraphModule,
     convert_custom_config: ConvertCustomConfig | dict[str, Any] | None = None,
@@ -162,6 +162,8 @@ def convert_fx(
     qconfig_mapping: QConfigMapping | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
     keep_original_weights: bool = False,
+    *,
+    observer_qparams: bool = False,
 ) -> ConvertedModel:
     """Convert a calibrated or trained model.
 
@@ -178,6 +180,9 @@ def convert_fx(
             is not changed.
         convert_custom_config: a ConvertCustomConfig or its dict form.
         qconfig_mapping: the mapping given to prepare, with None for what is to stay float after all.
+        observer_qparams: for trained models: convert with the qparams of each fake-quantize's observer over
+            the dtype's whole range, as FX and torchao compute them, instead of those it trained with. Parts
+            of mapped recurrent modules keep those they trained with.
 
     Returns:
         The quantized model, in evaluation mode, called with the arguments of the float model; float32
@@ -203,18 +208,23 @@ def convert_fx(
     backend = None if backend_config is None else read_backend_config(backend_config)
     settings = read_convert_custom_config(convert_custom_config)
     _warn_unused(remove_qconfig=_remove_qconfig, keep_original_weights=keep_original_weights)
-    reference = convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping), backend)
+    rules = _read_convert_mapping(qconfig_mapping)
+    reference = convert_to_reference(
+        graph_module, settings, rules, backend, observer_qparams=observer_qparams
+    )
     return lower_or_warn(reference)
 
 
 @takes_old_keywords()
-@checked_arguments(_remove_qconfig=FLAG)
+@checked_arguments(_remove_qconfig=FLAG, observer_qparams=FLAG)
 def convert_to_reference_fx(
     graph_module: GraphModule,
     convert_custom_config: ConvertCustomConfig | dict[str, Any] | None = None,
     _remove_qconfig: bool = True,
     qconfig_mapping: QConfigMapping | dict[str, Any] | None = None,
     backend_config: BackendConfig | dict[str, Any] | None = None,
+    *,
+    observer_qparams: bool = False,
 ) -> ConvertedModel:
     """Convert a calibrated or trained model to a portable q-dq graph of ``quantized_decomposed`` operators.
 
@@ -227,6 +237,7 @@ def convert_to_reference_fx(
         qconfig_mapping: the mapping given to prepare, with None for what is to stay float, as in
             ``convert_fx``.
         backend_config: checked as in ``convert_fx``, without effect.
+        observer_qparams: as in ``convert_fx``.
 
     Returns:
         The q-dq graph, for export and for any backend.
@@ -248,7 +259,8 @@ def convert_to_reference_fx(
     backend = None if backend_config is None else read_backend_config(backend_config)
     settings = read_convert_custom_config(convert_custom_config)
     _warn_unused(remove_qconfig=_remove_qconfig)
-    return convert_to_reference(graph_module, settings, _read_convert_mapping(qconfig_mapping), backend)
+    rules = _read_convert_mapping(qconfig_mapping)
+    return convert_to_reference(graph_module, settings, rules, backend, observer_qparams=observer_qparams)
 
 
 @takes_old_keywords()

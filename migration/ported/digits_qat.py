@@ -120,7 +120,7 @@ def quantize_after_training(model, data, args):
     model = copy.deepcopy(model).eval()
     prepared = prepare_fx(model, mapping, example_inputs, prepare_custom_config=PREPARE_CONFIG)
     calibrate(prepared, data, args)
-    return convert_fx(prepared, convert_custom_config=CONVERT_CONFIG)
+    return convert_fx(prepared, convert_custom_config=CONVERT_CONFIG, observer_qparams=True)
 
 
 def quantize_while_training(model, data, args):
@@ -136,7 +136,7 @@ def quantize_while_training(model, data, args):
             model.apply(freeze_bn_stats)
 
     train(prepared, data, args, args.qat_epochs, args.qat_lr, before_epoch=freeze)
-    return convert_fx(prepared.eval(), convert_custom_config=CONVERT_CONFIG)
+    return convert_fx(prepared.eval(), convert_custom_config=CONVERT_CONFIG, observer_qparams=True)
 
 
 @torch.no_grad()

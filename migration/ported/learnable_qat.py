@@ -66,7 +66,7 @@ def main():
         "scales", len(fake_quantizes(prepared)), all(f.scale.numel() == 1 for f in fake_quantizes(prepared))
     )
     prepared.eval()
-    quantized = convert_fx(prepared)
+    quantized = convert_fx(prepared, observer_qparams=True)
     with torch.no_grad():
         report("quantized", quantized(more))
 

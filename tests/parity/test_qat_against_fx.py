@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +43,10 @@ from torch.ao.quantization import (
     fused_wt_fake_quant_range_neg_127_to_127,
     get_default_qat_qconfig,
     get_default_qat_qconfig_mapping,
+    get_default_qconfig_mapping,
 )
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.fx import GraphModule, Node
 
 import torchq_compat as tc
@@ -469,34 +469,120 @@ def test_every_fake_quantize(kind: str) -> None:
         assert sqnr(reference(x), converted(x)) > 60
 
 
-def convert_as_fx_of_the_guide() -> Callable[[GraphModule], GraphModule]:
-    page = Path("migration/guide/training.md").read_text(encoding="utf-8")
-    [block] = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "def convert_as_fx" in text]
-    names: dict[str, Any] = {"torch": torch, "convert_fx": tc.convert_fx}
-    exec(block.partition("\n\nas_fx =")[0], names)
-    function: Callable[[GraphModule], GraphModule] = names["convert_as_fx"]
-    return function
-
-
 FXS_OWN_NUMBERS = {
+    "fbgemm": get_default_qat_qconfig_mapping("fbgemm"),
     "x86": get_default_qat_qconfig_mapping("x86"),
     "qnnpack": get_default_qat_qconfig_mapping("qnnpack"),
     "x86, not fused": QConfigMapping().set_global(get_default_qat_qconfig("x86", version=0)),
+    "learnable": QConfigMapping().set_global(
+        QConfig(KINDS["activation: learnable"][0], KINDS["weight: learnable, per channel"][1])
+    ),
+    "reduced range per tensor": QConfigMapping().set_global(
+        QConfig(default_fake_quant.with_args(quant_min=0, quant_max=127), default_fused_wt_fake_quant)
+    ),
 }
+FROM_OBSERVER = "with its observer's qparams and the dtype's range, as in FX, not those it trained with"
 
 
 @pytest.mark.parametrize("name", FXS_OWN_NUMBERS)
-def test_fxs_own_numbers_can_be_had(name: str) -> None:
-    """The guide's way to convert: values beyond the reduced range of training, and the scales of weights."""
+def test_observer_qparams(name: str) -> None:
+    """FX's qparams and results, also for values beyond the reduced range of training."""
     model, batches = conv_net(), [(torch.randn(8, 3, 7, 7),) for _ in range(10)]
     ours, theirs = prepare_both(model, FXS_OWN_NUMBERS[name], batches[0])
     train(ours, batches)
     train(theirs, batches)
     x = 2 * torch.randn(64, 3, 7, 7)
-    expected = fx.convert_fx(theirs.eval())(x)
-    if name != "qnnpack":  # its range is not reduced, and its scales of weights are seldom different
-        assert sqnr(expected, tc.convert_fx(copy.deepcopy(ours.eval()))(x)) < 45
-    assert sqnr(expected, convert_as_fx_of_the_guide()(ours)(x)) > 60
+    reference = fx_reference(theirs)
+    kept, found = (tc.convert_to_reference_fx(ours, observer_qparams=flag) for flag in (False, True))
+    assert_same_qparams(found, reference)
+    expected = reference(x)
+    assert sqnr(expected, found(x)) > 60
+    assert sqnr(model.eval()(x), found(x)) < 60  # it is quantized
+    assert sqnr(expected, tc.convert_fx(ours, observer_qparams=True)(x)) > 40
+    told = [FROM_OBSERVER in decision.reason for decision in tc.explain(found) if decision.details]
+    # The range of qnnpack and of learnable ones is not reduced, and the scales of weights seldom differ.
+    assert all(told) or name in ("qnnpack", "learnable")
+    assert any(told) or torch.equal(found(x), kept(x))
+    if name not in ("qnnpack", "learnable"):
+        assert sqnr(expected, kept(x)) < 45
+    assert FROM_OBSERVER not in str(tc.explain(kept))
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bags, self.fc = nn.Embedding(10, 8), nn.EmbeddingBag(10, 8), nn.Linear(16, CLASSES)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        result: Tensor = self.fc(torch.cat([self.words(indices).mean(1), self.bags(indices)], 1))
+        return result
+
+
+@pytest.mark.parametrize("qconfig", [default_embedding_qat_qconfig, default_embedding_qat_qconfig_4bit])
+def test_observer_qparams_beside_embeddings(qconfig: QConfig) -> None:
+    torch.manual_seed(0)
+    mapping = get_default_qat_qconfig_mapping("x86")
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        mapping.set_object_type(kind, qconfig)
+    batches = [(torch.randint(0, 10, (6, 3)),) for _ in range(6)]
+    ours, theirs = prepare_both(Bags(), mapping, batches[0])
+    train(ours, batches)
+    train(theirs, batches)
+    (indices,) = batches[0]
+    expected = fx_reference(theirs)(indices)
+    assert sqnr(expected, tc.convert_to_reference_fx(ours, observer_qparams=True)(indices)) > 60
+    assert sqnr(expected, tc.convert_to_reference_fx(ours)(indices)) < 50
+
+
+def test_observer_qparams_inside_a_standalone_module() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 6)
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Linear(8, CLASSES))
+    config = PrepareCustomConfig().set_standalone_module_name("0", None, (x,), None, None)
+    prepared = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,), config)
+    train(prepared, [(torch.randn(8, 6),) for _ in range(6)])
+    told = tc.explain(tc.convert_fx(prepared, observer_qparams=True))
+    assert [FROM_OBSERVER in told.find(path)[0].reason for path in ("0.0", "1")] == [True, True]
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(6, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(self.lstm(x)[0][-1])
+        return result
+
+
+def test_observer_qparams_leave_the_parts_of_a_cell() -> None:
+    torch.manual_seed(0)
+    prepared = tc.prepare_qat_fx(
+        Tagger(), get_default_qat_qconfig_mapping("x86"), (torch.randn(3, 2, 6),), MAP_LSTM
+    )
+    train(prepared, [(torch.randn(3, 2, 6),) for _ in range(4)])
+    kept, found = (
+        tc.explain(tc.convert_to_reference_fx(prepared, CONVERT_LSTM, observer_qparams=flag))
+        for flag in (False, True)
+    )
+    assert "its parts keep the qparams they trained with" in found.find("lstm")[0].reason
+    parts = [decision.details for decision in found.find("lstm") if decision.is_part]
+    assert parts == [decision.details for decision in kept.find("lstm") if decision.is_part]
+    assert len(parts) == 12
+    assert found.find("fc")[0].details != kept.find("fc")[0].details
+
+
+def test_observer_qparams_of_a_calibrated_model() -> None:
+    """Observers trained nothing: there is nothing to choose, and nothing is told."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES)).eval(), torch.randn(16, 6)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    found = tc.convert_fx(prepared, observer_qparams=True)
+    assert torch.equal(found(3 * x), tc.convert_fx(prepared)(3 * x))
+    assert "observer" not in str(tc.explain(found))
+    with pytest.raises(tc.TorchQCompatError, match="observer_qparams must be one of"):
+        tc.convert_fx(prepared, observer_qparams="yes")  # type: ignore[arg-type]
 
 
 def test_a_whole_range_that_is_not_fused_converts_as_in_fx() -> None:
@@ -509,7 +595,7 @@ def test_a_whole_range_that_is_not_fused_converts_as_in_fx() -> None:
     x = torch.randn(64, 3, 7, 7)
     found = tc.convert_fx(copy.deepcopy(ours.eval()))(x)
     assert sqnr(fx.convert_fx(theirs.eval())(x), found) > 60
-    assert sqnr(convert_as_fx_of_the_guide()(ours)(x), found) > 60
+    assert sqnr(tc.convert_fx(ours.eval(), observer_qparams=True)(x), found) > 60
 
 
 def test_dynamic_fake_quantize() -> None:

@@ -119,6 +119,9 @@ class ModelRecord:
         batch_norms: path of every captured batch norm -> path of the op it follows.
         steps: paths of the models that run one step of a loop; the modules in them can also be reached
             without these prefixes.
+        fx_converts_otherwise: paths of the ops that FX converts to other qparams or ranges than they trained
+            with; from convert on.
+        observer_qparams: whether it was converted to those.
     """
 
     stage: Stage
@@ -132,6 +135,8 @@ class ModelRecord:
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
     batch_norms: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
+    fx_converts_otherwise: tuple[str, ...] = ()
+    observer_qparams: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -442,6 +447,7 @@ class ConvertedGraphModule(ConvertedModel):
         """See ``QuantizationGraphModule``."""
         wrapped = super().wrap(graph_module, record, preserved)
         install_views(wrapped, record.modules)
+        wrapped._note_input_qparams()
         return wrapped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -458,7 +464,13 @@ class ConvertedGraphModule(ConvertedModel):
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedModel``."""
+        if torch.compiler.is_dynamo_compiling():
+            return metadata.INPUT_QPARAMS.required(self)
         return input_qparams(self, self.record.interface)
+
+    def _note_input_qparams(self) -> None:
+        if record_of(self) is not None:
+            metadata.INPUT_QPARAMS.write(self, self.input_qparams())
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedModel``."""
@@ -480,6 +492,7 @@ class ConvertedGraphModule(ConvertedModel):
     def recompile(self) -> PythonCode:
         """See ``torch.fx.GraphModule``. Adapt ``forward`` too: torch.export calls it inside another model."""
         code = super().recompile()
+        self._note_input_qparams()
         plain = with_plain_tables(self, self._graph)
         if plain is None:
             return code

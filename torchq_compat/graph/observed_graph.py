@@ -28,19 +28,22 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
+from torchq_compat.annotate.op_records import op_record
 from torchq_compat.annotate.wrapping_quantizer import OuterGraphQuantizer
 from torchq_compat.qspecs.dynamic_qparams import DynamicQuantization
 from torchq_compat.qspecs.loaded_qparams import has_loaded_qparams, qparams_of, set_loaded_observer
+from torchq_compat.qspecs.observer_qparams import converts_otherwise, use_observer_qparams
 from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.qspecs.weight_observers import WeightObserver
 from torchq_compat.support import metadata
-from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
 from torchq_compat.support.torchao_flow import prepare_pt2e
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
 
 __all__ = [
     "ObserverFault",
+    "activations_as_observed",
     "calibrate_with_float_weights",
     "convert_graph",
     "observer_faults",
@@ -51,7 +54,6 @@ __all__ = [
     "prepare_with",
 ]
 
-SIXTEEN_BITS = (torch.int16, torch.uint16)
 TO_DTYPE = torch.ops.aten.to.dtype
 #: Operators that call a graph module -> the position of that argument.
 BODY_OF_LOOP = {torch.ops.higher_order.scan: 0, torch.ops.higher_order.while_loop: 1}
@@ -93,24 +95,34 @@ def calibrate_with_float_weights(prepared: GraphModule) -> None:
             module.disable_fake_quant()  # type: ignore[operator]
 
 
-def convert_graph(prepared: GraphModule, *, as_fx: bool = True, is_trained: bool = True) -> GraphModule:
+def convert_graph(
+    prepared: GraphModule, *, as_fx: bool = True, is_trained: bool = True, observer_qparams: bool = False
+) -> GraphModule:
     """Replace the observers of ``prepared`` by q-dq. This changes ``prepared``: pass a copy.
 
     Args:
         as_fx: whether to clamp to FX's ranges and choose dynamic qparams as FX does, not as torchao does.
         is_trained: whether to keep the ranges that fake-quantizes clamped to in training.
+        observer_qparams: whether fake-quantizes convert with their observers' qparams and the dtype's
+            range, as in FX. The metadata of the result name what this changes, or would change.
     """
+    otherwise: list[str] = []
 
     def fix_observers(folded: GraphModule) -> None:
         _observe_weights(folded)
         if as_fx:
-            _freeze_activation_observers(folded, is_trained=is_trained)
+            otherwise.extend(_ops_converted_otherwise(folded, is_trained=is_trained))
+            if observer_qparams:
+                _use_observer_qparams(folded)
+            _freeze_activation_observers(folded, is_trained=is_trained and not observer_qparams)
             _quantize_on_the_fly(folded)
         _use_loaded_qparams(folded)
         _cast_around_observers(folded)
         _forget_annotations(folded)
 
-    return _allow_train_eval(batch_norm.convert(prepared, fix_observers))
+    converted = _allow_train_eval(batch_norm.convert(prepared, fix_observers))
+    metadata.FX_CONVERTS_OTHERWISE.write(converted, tuple(dict.fromkeys(otherwise)))
+    return converted
 
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
@@ -249,6 +261,35 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
         source = node.args[0]
         assert isinstance(source, Node)
         metadata.OBSERVED_RANGE.write(source, _observed_range(module))
+
+
+def _ops_converted_otherwise(prepared: GraphModule, *, is_trained: bool) -> Iterator[str]:
+    """Yield the labels of the ops with a result, an input or a weight that FX does not convert as trained."""
+    for node, module in observer_nodes(prepared):
+        if not converts_otherwise(module, is_trained=is_trained):
+            continue
+        source = node.args[0]
+        assert isinstance(source, Node)
+        for op in (source, *node.users):
+            record = op_record(op)
+            if record is not None:
+                yield record.label
+                break
+
+
+def activations_as_observed(prepared: GraphModule) -> None:
+    """Let the fake-quantizes of activations convert with their observers' qparams, for custom modules, which
+    read them before the graph is converted."""
+    for node, module in observer_nodes(prepared):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if source.op != "get_attr":
+            use_observer_qparams(module)
+
+
+def _use_observer_qparams(prepared: GraphModule) -> None:
+    for _, module in observer_nodes(prepared):
+        use_observer_qparams(module)
 
 
 def _use_loaded_qparams(prepared: GraphModule) -> None:

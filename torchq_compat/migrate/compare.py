@@ -29,7 +29,11 @@ from torchq_compat.migrate.comparison.report.json_report import report_data
 from torchq_compat.migrate.comparison.report.terminal_report import as_text, print_report
 from torchq_compat.migrate.comparison.results import ComparedModel
 from torchq_compat.migrate.run import PACKAGE_PARENT, check_script
-from torchq_compat.migrate.running.script_arguments import add_script_arguments, tell_misplaced_options
+from torchq_compat.migrate.running.script_arguments import (
+    TRAINED_QPARAMS_HELP,
+    add_script_arguments,
+    tell_misplaced_options,
+)
 from torchq_compat.migrate.stopping import stopping_cleanly
 
 __all__ = ["add_parser", "compare_command"]
@@ -43,7 +47,7 @@ sys.path.insert(0, sys.argv[1])
 from torchq_compat.migrate.comparison.comparison_process import main
 sys.exit(main())
 """
-OPTIONS = ("--json", "--html", "--timeout", "--fx")
+OPTIONS = ("--json", "--html", "--timeout", "--fx", "--trained-qparams")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 EXAMPLES = """\
 examples:
@@ -87,6 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="auto",
         help="whether FX must run too; auto: if it can (default)",
     )
+    parser.add_argument("--trained-qparams", action="store_true", help=TRAINED_QPARAMS_HELP)
     parser.add_argument(
         "target",
         metavar="SCRIPT | module:function",
@@ -132,7 +137,7 @@ def _read_target(args: argparse.Namespace) -> Target:
             )
         check_script(args.target)
         tell_misplaced_options(args.target, args.args, OPTIONS)
-    return Target(args.target, is_function, tuple(args.args), args.fx)
+    return Target(args.target, is_function, tuple(args.args), args.fx, args.trained_qparams)
 
 
 def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...]:

@@ -18,7 +18,11 @@ from typing import Any
 
 from torchq_compat.errors import ScriptError
 from torchq_compat.migrate.running.run_options import RunOptions
-from torchq_compat.migrate.running.script_arguments import add_script_arguments, tell_misplaced_options
+from torchq_compat.migrate.running.script_arguments import (
+    TRAINED_QPARAMS_HELP,
+    add_script_arguments,
+    tell_misplaced_options,
+)
 
 __all__ = ["PACKAGE_PARENT", "add_parser", "check_script", "run_command"]
 
@@ -38,7 +42,7 @@ examples:
 
 options of this command come before SCRIPT; what follows SCRIPT is passed to the script
 """
-OPTIONS = ("--reference", "--lower", "--explain", "--strict")
+OPTIONS = ("--reference", "--lower", "--explain", "--strict", "--trained-qparams")
 PYTHON_SUFFIXES = (".py", ".pyw")
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
 SIGNAL_EXIT_BASE = 128
@@ -78,6 +82,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--strict", action="store_true", help="raise an error in the prepare call if a module stays float"
     )
+    parser.add_argument("--trained-qparams", action="store_true", help=TRAINED_QPARAMS_HELP)
     parser.add_argument("script", metavar="SCRIPT", help="the file you would give to python")
     add_script_arguments(parser)
     parser.set_defaults(command=run_command)
@@ -94,7 +99,7 @@ def run_command(args: argparse.Namespace) -> int:
     check_explain(args.explain)
     tell_misplaced_options(args.script, args.args, OPTIONS)
     explain = os.path.abspath(args.explain) if args.explain else ""
-    options = RunOptions(args.convert, explain, args.strict).to_json()
+    options = RunOptions(args.convert, explain, args.strict, args.trained_qparams).to_json()
     command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, options, args.script, *args.args]
     return _run_child(command)
 

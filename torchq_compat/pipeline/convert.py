@@ -12,12 +12,14 @@ from torch.fx import GraphModule
 from torchq_compat.config.backend_configs import BackendTable
 from torchq_compat.config.custom_configs import ConvertSettings
 from torchq_compat.config.qconfig_mappings import QConfigRules, check_convert_rules
+from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.registry import ConvertRequest, CustomModuleHandler, handler_of
 from torchq_compat.custom_modules.user.float_calls import convert_float_calls
 from torchq_compat.errors import ConfigError, ConvertError
 from torchq_compat.graph.graph_module import ConvertedGraphModule, ModelRecord, Stage, record_of
 from torchq_compat.graph.observed_graph import (
     ObserverFault,
+    activations_as_observed,
     convert_graph,
     observer_faults,
     observer_nodes,
@@ -28,8 +30,10 @@ from torchq_compat.graph.quantized_interface import expose_integers
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes, tensor_arguments
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.opaque_calls.quantized_boundary import quantize_boundaries
+from torchq_compat.pipeline.observer_qparams import with_observer_qparams
 from torchq_compat.pipeline.switch_off import decide_switched_off, remove_observers, with_switched_off
 from torchq_compat.pipeline.unmatched_at_convert import unmatched_at_convert
+from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.torch_ao import QuantType
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
@@ -43,12 +47,16 @@ def convert_to_reference(
     settings: ConvertSettings,
     rules: QConfigRules | None = None,
     backend: BackendTable | None = None,
+    *,
+    observer_qparams: bool = False,
 ) -> ConvertedGraphModule:
     """Return the q-dq form of ``prepared``, which stays usable.
 
     Args:
         rules: a QConfigMapping that gives None to what shall stay float; None means the one of prepare.
         backend: a BackendConfig given to convert, which changes nothing.
+        observer_qparams: whether fake-quantizes convert with their observers' qparams and the dtype's
+            range, as in FX, instead of those they trained with; parts of custom modules keep those.
 
     Raises:
         ConfigError: ``rules`` give what was prepared a QConfig that is neither None nor the one of prepare.
@@ -77,8 +85,15 @@ def convert_to_reference(
     # Convert the custom modules, then the graph around them.
     # torchao's convert of a QAT model makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        _convert_opaque_modules(working, settings)
-        converted = convert_graph(working, as_fx=record.rules is not None, is_trained=record.is_qat)
+        if observer_qparams and record.rules is not None:
+            activations_as_observed(working)
+        owners = _convert_opaque_modules(working, settings, observer_qparams=observer_qparams)
+        converted = convert_graph(
+            working,
+            as_fx=record.rules is not None,
+            is_trained=record.is_qat,
+            observer_qparams=observer_qparams,
+        )
         quantize_boundaries(converted)
         expose_integers(converted, record.interface)
         replaced = convert_float_calls(converted, settings.observed_to_quantized.get(QuantType.STATIC, {}))
@@ -88,7 +103,16 @@ def convert_to_reference(
         _with_quantized_class(decision, replaced)
         for decision in with_switched_off(record.decisions, switched_off)
     )
-    record = replace(record, stage=Stage.CONVERTED, decisions=decisions)
+    otherwise = metadata.FX_CONVERTS_OTHERWISE.of(converted) or ()
+    if observer_qparams:
+        decisions = with_observer_qparams(decisions, otherwise, owners if record.is_qat else ())
+    record = replace(
+        record,
+        stage=Stage.CONVERTED,
+        decisions=decisions,
+        fx_converts_otherwise=otherwise,
+        observer_qparams=observer_qparams,
+    )
     return ConvertedGraphModule.wrap(converted, record, preserved)
 
 
@@ -163,7 +187,11 @@ def _quantized_class(
     return handler.quantized_class(opaque, mapping)
 
 
-def _convert_opaque_modules(working: GraphModule, settings: ConvertSettings) -> None:
+def _convert_opaque_modules(
+    working: GraphModule, settings: ConvertSettings, *, observer_qparams: bool
+) -> tuple[str, ...]:
+    """Replace the opaque modules by their converted forms; return the paths of those with parts."""
+    owners = []
     for path in {str(node.target): None for node in opaque_call_nodes(working)}:
         opaque = working.get_submodule(path)
         handler = handler_of(opaque)
@@ -176,9 +204,14 @@ def _convert_opaque_modules(working: GraphModule, settings: ConvertSettings) -> 
             path,
             observers,
             input_observers=_input_observers(working, path),
-            convert_inside=lambda inner: convert_to_reference(inner, settings),
+            convert_inside=lambda inner: convert_to_reference(
+                inner, settings, observer_qparams=observer_qparams
+            ),
         )
         working.set_submodule(path, handler.convert(request))
+        if isinstance(opaque, PartOwner):
+            owners.append(path)
+    return tuple(owners)
 
 
 def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None, ...]:

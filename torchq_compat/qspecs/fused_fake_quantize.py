@@ -23,6 +23,9 @@ COUNTED_EVERY = 31
 class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
     """One kernel observes, chooses qparams and fake-quantizes; the inner observer only holds the range."""
 
+    #: Whether it converts with the qparams of its observer, as torch.ao's and torchao's do.
+    converts_as_observed = False
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         # A list, because setting an attribute of an nn.Module is slow.
@@ -39,6 +42,13 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
         return fake_quantized
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return the qparams that it trains with, or those of its observer if it ``converts_as_observed``."""
+        if self.converts_as_observed:
+            observed: tuple[Tensor, Tensor] = self.activation_post_process.calculate_qparams()
+            return observed
+        return self.trained_qparams()
+
+    def trained_qparams(self) -> tuple[Tensor, Tensor]:
         """Return the qparams that the kernel trains with. Its symmetric scale is
         ``max(-min / 128, max / 127)``; the scale of the observer, with which torch.ao and torchao convert, is
         ``max(-min, max) / 127.5``. While only observing, nothing is trained with the kernel's qparams, and

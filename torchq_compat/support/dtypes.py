@@ -13,6 +13,7 @@ __all__ = [
     "KERNEL_DTYPES",
     "LEGACY_DTYPES",
     "PACKED_DTYPES",
+    "SIXTEEN_BITS",
     "as_dtype",
     "dtype_name",
     "dtype_named",
@@ -26,6 +27,8 @@ FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.fl
 PACKED_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})
 #: Integer dtype -> the dtype of torch.ao's quantized tensors that hold such integers.
 LEGACY_DTYPES = {torch.uint8: torch.quint8, torch.int8: torch.qint8, torch.int32: torch.qint32}
+#: dtypes that torch.ao's quantized tensors do not have: there is no range of FX's.
+SIXTEEN_BITS = (torch.int16, torch.uint16)
 #: The dtypes that integer kernels compute on.
 KERNEL_DTYPES = (torch.uint8, torch.int8)
 

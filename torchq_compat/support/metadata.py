@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchq_compat.exported_lstm.unrolled import Copy
     from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule
     from torchq_compat.migrate.comparison.measure.script_recorder import Recording
+    from torchq_compat.migrate.running.fx_draws import FxModel
     from torchq_compat.opaque_calls.layouts import CallLayout
     from torchq_compat.qspecs.qparams import QParams
 
@@ -104,6 +105,10 @@ INFINITE: MetaKey[bool] = MetaKey(
 OBSERVED_RANGE: MetaKey[tuple[int, int]] = MetaKey(
     "torchq_compat_observed_range", "node", "graph.observed_graph", "lower.x86.qdq_operands"
 )
+#: The labels of the ops that FX converts to other qparams or ranges than they trained with; from convert on.
+FX_CONVERTS_OTHERWISE: MetaKey[tuple[str, ...]] = MetaKey(
+    "torchq_compat_fx_converts_otherwise", "graph", "graph.observed_graph", "pipeline.convert"
+)
 #: The part of a cell that a node computes.
 PART: MetaKey[Part] = MetaKey(
     "torchq_compat_part",
@@ -132,6 +137,10 @@ INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
 #: The layouts of the calls of a standalone module.
 LAYOUTS: MetaKey[list[CallLayout]] = MetaKey(
     "torchq_compat_opaque_layouts", "graph", "opaque_calls.insert_calls", "custom_modules.standalone"
+)
+#: The qparams of the inputs of a converted model that takes integers: torch.compile cannot look at its graph.
+INPUT_QPARAMS: MetaKey[tuple[QParams | None, ...]] = MetaKey(
+    "torchq_compat_input_qparams", "graph", "graph.graph_module", "graph.graph_module"
 )
 #: Path -> cell, for the cells whose steps are written out in the graph.
 UNROLLED_CELLS: MetaKey[dict[str, GraphModule]] = MetaKey(
@@ -174,6 +183,11 @@ CONVERTED_FROM: MetaKey[Callable[[], GraphModule]] = MetaKey(
     "graph",
     "migrate.running.fx_checkpoints",
     "migrate.running.fx_checkpoints",
+)
+
+#: What FX prepared beside a prepared model, under ``torchq-compat run`` and ``compare``.
+FX_MODEL: MetaKey[FxModel] = MetaKey(
+    "torchq_compat_fx_model", "graph", "migrate.running.fx_draws", "migrate.running.fx_draws"
 )
 
 #: All keys.

@@ -30,9 +30,9 @@ from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, fx_activation_qparams, 
 from torchq_compat import lstm_utils
 from torchq_compat.errors import CaseError, FxError, QuantizationWarning
 from torchq_compat.migrate.comparison import recognised_differences as known_differences
-from torchq_compat.migrate.comparison.measure.fx_switch import fx_is_called
 from torchq_compat.migrate.comparison.printable import Comparison
 from torchq_compat.migrate.comparison.results import FxOutcome, Kind, Point, Status
+from torchq_compat.migrate.running.fx_switch import fx_is_called
 from torchq_compat.nn import quantizable
 
 INPUTS, HIDDEN = 8, 16

@@ -170,4 +170,4 @@ def test_an_option_behind_a_script_that_does_not_know_it_is_told(
         shown = io.StringIO()
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
             parser.parse_args([command.__name__.rpartition(".")[2], "--help"])
-        assert set(command.OPTIONS) == set(re.findall(r"(?m)^  (--[a-z]+)", shown.getvalue()))
+        assert set(command.OPTIONS) == set(re.findall(r"(?m)^  (--[a-z-]+)", shown.getvalue()))

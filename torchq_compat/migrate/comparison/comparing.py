@@ -18,7 +18,7 @@ __all__ = ["compare", "compare_case"]
 FX_SETTING = one_of("auto", True, False)
 
 
-@checked_arguments(fx=FX_SETTING, is_qat=FLAG)
+@checked_arguments(fx=FX_SETTING, is_qat=FLAG, observer_qparams=FLAG)
 def compare(
     model: nn.Module,
     qconfig_mapping: Any,
@@ -32,6 +32,7 @@ def compare(
     fx_state: Mapping[str, Any] | None = None,
     fx: FxSetting = "auto",
     is_qat: bool = False,
+    observer_qparams: bool = False,
 ) -> Comparison:
     """Quantize ``model`` by FX and by this package, after training, and measure both against the float model.
 
@@ -52,6 +53,7 @@ def compare(
         is_qat: whether to prepare with ``prepare_qat_fx``. Two trainings do not end with the same weights:
             give ``model`` the weights of one training; the fake-quantizes of both sides observe the
             calibration data.
+        observer_qparams: as in ``convert_fx``; the commands ``run`` and ``compare`` set it.
 
     Returns:
         The verdict and all measurements; ``print`` it, or see ``to_json`` and ``write_html``.
@@ -82,6 +84,7 @@ def compare(
         evaluation_data,
         fx_state,
         is_qat,
+        observer_qparams,
     )
     return compare_case(case.checked(), fx)
 

@@ -13,6 +13,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,13 +89,16 @@ def case_of_function(target: Target) -> tuple[Case, ...]:
             f"{target.name}() raised {type(cause).__name__}: {cause}",
             hint="call it by itself; it takes no arguments and returns the case.",
         ) from cause
-    return (read_case(f"what {target.name}() returned", value),)
+    case = read_case(f"what {target.name}() returned", value)
+    if case.observer_qparams is None:
+        case = replace(case, observer_qparams=not target.trained_qparams)
+    return (case,)
 
 
 def _cases_of_script(target: Target) -> tuple[Case, ...]:
     from torchq_compat.migrate.comparison.measure.script_recorder import ScriptRecorder
 
-    recorder = ScriptRecorder()
+    recorder = ScriptRecorder(trained_qparams=target.trained_qparams)
     with recorder.recording():
         exit_code = _execute(target)
     try:

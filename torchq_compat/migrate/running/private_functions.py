@@ -44,13 +44,15 @@ def convert_fx(
     backend_config: Any = None,
     is_decomposed: bool = False,
     keep_original_weights: bool = False,
+    *,
+    observer_qparams: bool = False,
 ) -> GraphModule:
     """Replace ``torch.ao.quantization.quantize_fx._convert_fx``."""
     to_reference = is_reference or is_decomposed
     arguments = (graph_module, convert_custom_config, _remove_qconfig, qconfig_mapping, backend_config)
     if to_reference:
-        return quantize_fx.convert_to_reference_fx(*arguments)
-    return quantize_fx.convert_fx(*arguments, keep_original_weights)
+        return quantize_fx.convert_to_reference_fx(*arguments, observer_qparams=observer_qparams)
+    return quantize_fx.convert_fx(*arguments, keep_original_weights, observer_qparams=observer_qparams)
 
 
 def convert_to_reference_fx(

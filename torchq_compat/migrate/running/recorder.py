@@ -39,6 +39,11 @@ STAGES = {
 #: The function for eager models, which have no decisions.
 EAGER = "quantize_dynamic"
 
+#: Under ``run``, so that the script prints what it printed.
+CONVERTS_AS_FX = (
+    "as FX: converted with the qparams of its observers; convert_fx here keeps those it trained with, and so "
+    "does run --trained-qparams"
+)
 #: FX converts a fused fake-quantize with its observer's qparams, and a reduced range with the dtype's range.
 CONVERTS_WHAT_WAS_TRAINED = (
     "converted with the qparams and ranges of its training; FX converts with others, and its results may be "
@@ -67,6 +72,8 @@ class RecordedModel:
         computing: the decisions about its modules and ops, without those that compute nothing.
         moving: the number of its ops that compute nothing and stay float.
         is_trained: whether it was converted from a model of prepare_qat_fx.
+        fx_converts_otherwise: whether FX converts other qparams or ranges than were trained.
+        observer_qparams: whether it was converted to those.
     """
 
     names: tuple[str, ...]
@@ -75,6 +82,8 @@ class RecordedModel:
     computing: tuple[Decision, ...]
     moving: int
     is_trained: bool = False
+    fx_converts_otherwise: bool = False
+    observer_qparams: bool = False
 
     @property
     def title(self) -> str:
@@ -147,7 +156,17 @@ class Recorder:
         computing = tuple(d for d in decisions if d not in moving)
         left_float = sum(d.action is Action.FLOAT for d in moving)
         is_trained = not is_prepared and isinstance(source, QuantizationGraphModule) and source.record.is_qat
-        self._models[key] = RecordedModel(names, stage, report, computing, left_float, is_trained)
+        record = result.record if isinstance(result, QuantizationGraphModule) else None
+        self._models[key] = RecordedModel(
+            names,
+            stage,
+            report,
+            computing,
+            left_float,
+            is_trained,
+            fx_converts_otherwise=bool(record and record.fx_converts_otherwise),
+            observer_qparams=bool(record and record.observer_qparams),
+        )
         if self._strict and is_prepared:
             self._has_told_floats = True
             _refuse_left_float(source, computing)
@@ -204,9 +223,10 @@ def _lines(model: RecordedModel) -> list[str]:
 
 
 def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
-    """Yield one line for each reason why the numbers differ from FX's."""
+    """Yield one line for each reason why the numbers differ from FX's, or from ``convert_fx``'s here."""
+    if model.fx_converts_otherwise:
+        yield f"    {CONVERTS_AS_FX if model.observer_qparams else f'unlike FX: {CONVERTS_WHAT_WAS_TRAINED}'}"
     if model.is_trained:
-        yield f"    unlike FX: {CONVERTS_WHAT_WAS_TRAINED}"
         yield f"    unlike FX: {KEEPS_ITS_WEIGHTS}"
     groups: dict[str, list[str]] = {}
     for decision in model.computing:

@@ -17,11 +17,13 @@ class RunOptions:
         convert: the function that replaces every conversion function; empty: the script's own choice.
         explain: absolute path of the file for the decisions; empty: none is written.
         strict: whether a module left float is an error.
+        trained_qparams: whether trained models convert with the qparams they trained with, not with FX's.
     """
 
     convert: str = ""
     explain: str = ""
     strict: bool = False
+    trained_qparams: bool = False
 
     @property
     def replacements(self) -> Mapping[str, str]:

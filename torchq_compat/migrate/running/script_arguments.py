@@ -7,7 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["add_script_arguments", "tell_misplaced_options"]
+__all__ = ["TRAINED_QPARAMS_HELP", "add_script_arguments", "tell_misplaced_options"]
+
+#: An option of ``run`` and of ``compare``.
+TRAINED_QPARAMS_HELP = (
+    "convert trained models with the qparams they trained with, as convert_fx here does by itself; default: "
+    "with the qparams of their observers, as FX"
+)
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:

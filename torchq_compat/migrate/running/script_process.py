@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torchq_compat.migrate.running.import_noise import import_noise_held_back
 from torchq_compat.migrate.running.run_options import RunOptions
@@ -58,6 +59,8 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
     with import_noise_held_back():
         from torchq_compat.migrate.running.first_call import waiting_for_first_call
         from torchq_compat.migrate.running.fx_checkpoints import accept_checkpoints, remembering_prepared
+        from torchq_compat.migrate.running.fx_draws import drawing_as_fx
+        from torchq_compat.migrate.running.fx_qparams import converting_as_fx
         from torchq_compat.migrate.running.numeric_suite import refuse_numeric_suite
         from torchq_compat.migrate.running.recorder import Recorder, write_explanation
         from torchq_compat.migrate.running.redirections import redirect
@@ -67,10 +70,13 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
         )
 
         recorder = Recorder(strict=options.strict)
-        redirect(
-            lambda function, _: waiting_for_first_call(recorder.wrap(remembering_prepared(function))),
-            options.replacements,
-        )
+
+        def wrapped(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+            converting = function if options.trained_qparams else converting_as_fx(function)
+            waiting = waiting_for_first_call(recorder.wrap(remembering_prepared(converting)))
+            return drawing_as_fx(waiting, original)
+
+        redirect(wrapped, options.replacements)
         refuse_numeric_suite()
         redirect_removed_imports()
         restore_removed_captures()

@@ -30,6 +30,7 @@ class Case:
         fx_state: the state of a model that FX calibrated, loaded on both sides instead of calibrating.
         is_qat: whether to prepare with ``prepare_qat_fx``; ``model`` has the weights that training ended
             with, and the fake-quantizes observe the calibration data.
+        observer_qparams: as in ``convert_fx``; None: as the caller of ``compare`` wants it.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class Case:
     evaluation_data: Any = None
     fx_state: Any = None
     is_qat: bool = False
+    observer_qparams: bool | None = None
 
     def as_trained(self) -> nn.Module:
         """Return a copy of the model in training mode, for ``prepare_qat_fx``."""

@@ -17,9 +17,9 @@ from torch.fx import GraphModule
 
 from torchq_compat.migrate.comparison.measure.cases import Case
 from torchq_compat.migrate.comparison.measure.fx_places import observe_places
-from torchq_compat.migrate.comparison.measure.fx_switch import calling_fx
 from torchq_compat.migrate.comparison.measure.our_side import Place
 from torchq_compat.migrate.comparison.measure.sides import Key, QuantizedModel
+from torchq_compat.migrate.running.fx_switch import calling_fx
 from torchq_compat.support.torch_ao import (
     ConvertCustomConfig,
     PrepareCustomConfig,

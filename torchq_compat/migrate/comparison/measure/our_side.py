@@ -98,11 +98,14 @@ def quantize_by_us(case: Case) -> OurSide:
     with torch.no_grad():
         for batch in case.calibration_data if case.fx_state is None else ():
             prepared(*batch)
-    converted = convert_to_reference_fx(copy.deepcopy(prepared), case.convert_custom_config)
+    as_fx = bool(case.observer_qparams)
+    converted = convert_to_reference_fx(
+        copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx
+    )
     with warnings.catch_warnings():
         # The conversion above has given the same warnings.
         warnings.simplefilter("ignore")
-        deployed = convert_fx(copy.deepcopy(prepared), case.convert_custom_config)
+        deployed = convert_fx(copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx)
     decisions = tuple(explain(converted))
     places = dict(_places(converted, decisions))
     observed = _names_of_observed(prepared)

@@ -22,7 +22,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchq_compat.errors import CaseError
 from torchq_compat.migrate.comparison.measure.cases import Case
-from torchq_compat.migrate.comparison.measure.fx_switch import fx_is_called
+from torchq_compat.migrate.running.fx_draws import drawing_as_fx
+from torchq_compat.migrate.running.fx_qparams import converting_as_fx
+from torchq_compat.migrate.running.fx_switch import fx_is_called
 from torchq_compat.migrate.running.redirections import REDIRECTIONS, redirect, replace_everywhere
 from torchq_compat.migrate.running.stand_ins import legacy_module
 from torchq_compat.support import metadata
@@ -49,6 +51,7 @@ class Recording:
     batches: deque[tuple[Any, ...]] = field(default_factory=deque)
     is_converted: bool = False
     convert_custom_config: Any = None
+    observer_qparams: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -57,11 +60,15 @@ class Recording:
 class ScriptRecorder:
     """Records the calls of prepare_fx and convert_fx.
 
+    Args:
+        trained_qparams: whether trained models convert with the qparams they trained with, not with FX's.
+
     Attributes:
         remarks: remarks to print with the report.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, trained_qparams: bool = False) -> None:
+        self._trained_qparams = trained_qparams
         self.remarks: list[str] = []
         self._recordings: list[Recording] = []
         self._is_recording = False
@@ -73,7 +80,7 @@ class ScriptRecorder:
         The functions of this package are recorded too: a script that was ported can be compared as well.
         """
         replaced = _replaced_functions()
-        redirect(self._wrap)
+        redirect(self._wrap_redirected)
         replace_everywhere({id(function): self._wrap(function, legacy) for function, legacy in replaced})
         handle = register_module_forward_pre_hook(_note_call)
         self._is_recording = True
@@ -96,6 +103,10 @@ class ScriptRecorder:
                 hint="name the script that quantizes, or write a function that returns the case.",
             )
         return tuple(_case(recording) for recording in converted)
+
+    def _wrap_redirected(self, function: Function, original: Function) -> Function:
+        converting = function if self._trained_qparams else converting_as_fx(function)
+        return self._wrap(drawing_as_fx(converting, original), original)
 
     def _wrap(self, function: Function, original: Function) -> Function:
         record = getattr(self, f"_{function.__name__}", None)
@@ -133,6 +144,7 @@ class ScriptRecorder:
         if recording is not None and not recording.is_converted:
             recording.is_converted = True
             recording.convert_custom_config = arguments.get("convert_custom_config")
+            recording.observer_qparams = converted.record.observer_qparams
             if recording.is_qat:
                 self.remarks.append(_take_trained(recording, trained))
         return converted
@@ -201,4 +213,5 @@ def _case(recording: Recording) -> Case:
         recording.convert_custom_config,
         recording.arguments.get("backend_config"),
         is_qat=recording.is_qat,
+        observer_qparams=recording.observer_qparams,
     ).checked()

@@ -15,12 +15,14 @@ class Target:
 
     Attributes:
         fx: "yes", "no" or "auto".
+        trained_qparams: whether trained models convert with the qparams they trained with, not with FX's.
     """
 
     name: str
     is_function: bool
     args: tuple[str, ...] = ()
     fx: str = "auto"
+    trained_qparams: bool = False
 
     @property
     def fx_setting(self) -> bool | Literal["auto"]:

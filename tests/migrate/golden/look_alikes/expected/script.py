@@ -44,4 +44,5 @@ def look_alikes(model, x, y, batches):
     torch.onnx.export(model, (x,), "float.onnx")  # TQ207
     for name, value in converted.state_dict().items():  # TQ208
         print(name, value.shape, model.conv1.weight, converted.training)
+    mine.fake_quantize(converted), engine.convert_fx(prepared)  # TQ116: one's own, and ported calls
     return convert_fx(prepared), program, graph_module, spec, convert_pt2e(prepare_pt2e(program.module(), spec))
