@@ -1,4 +1,4 @@
-"""Kernels that mistake the memory layout of a batch of one behind a transpose, and the copy that prevents it."""
+"""Kernels that mistake the memory layout of a batch of one behind a transpose, and the copy against it."""
 
 from __future__ import annotations
 
