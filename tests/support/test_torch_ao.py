@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 import torchq_compat
 from tests.helpers.hidden_engine import environment_without_engine
 from tests.helpers.oracle import sqnr
-from tests.migrate.running.test_script_pairs import LEGACY, OUTPUTS, outputs
+from tests.migrate.running.test_script_pairs import LEGACY, NAMES, OUTPUTS, SCORES, outputs_in, run
 from torchq_compat.support import torch_ao
 
 PACKAGE = Path(torchq_compat.__file__).parent
@@ -27,8 +29,8 @@ NAMESPACES = (
     "torch.nn.intrinsic",
     "torch.nn.qat",
 )
-#: The script of the default run, which uses stand-ins for both quantize_fx and the LSTM functions.
-QUICK = "lstm_16bit_parts.py"
+#: The scripts of the default run: stand-ins for quantize_fx and the LSTM functions, QAT.
+QUICK = ("learnable_qat.py", "lstm_16bit_parts.py")
 LIBRARY = """\
 import sys
 import torch
@@ -53,6 +55,28 @@ try:
 except errors.FxError as error:
     print(error.message)
 print([name for name in sys.modules if "quantize_fx" in name and name.startswith("torch.")])
+"""
+
+
+#: Run each script as ``torchq-compat run`` does, in a fork: the imports take longer than most scripts.
+SCRIPTS = """\
+import json, os, sys
+from pathlib import Path
+import torchq_compat.migrate.running.recorder
+from torchq_compat.migrate.running.run_options import RunOptions
+from torchq_compat.migrate.running.script_process import main
+
+folder, commands = Path(sys.argv[1]), json.loads(sys.argv[2])
+for script, *args in commands:
+    child = os.fork()
+    if not child:
+        for stream, suffix in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / f"{Path(script).name}.{suffix}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv = ["-c", "", RunOptions("", "", False).to_json(), script, *args]
+        sys.exit(main())
+    _, status = os.waitpid(child, 0)
+    if status:
+        sys.exit((folder / f"{Path(script).name}.err").read_text())
 """
 
 
@@ -144,14 +168,19 @@ def test_library_without_the_engine(tmp_path: Path) -> None:
     assert lines[5] == "[]"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.slow]) for name in OUTPUTS]
-)
-def test_scripts_run_without_the_engine(name: str, tmp_path: Path) -> None:
-    script = str(LEGACY / name)
-    found = outputs(without_engine(tmp_path, "-m", "torchq_compat", "run", script))
-    low, high = OUTPUTS[name].sqnr
-    assert low < sqnr(found["float"], found["quantized"]) < high
+@pytest.mark.parametrize("names", [pytest.param(QUICK), pytest.param(NAMES, marks=pytest.mark.slow)])
+def test_scripts_run_without_the_engine(names: Sequence[str], tmp_path: Path) -> None:
+    commands = [(str(LEGACY / name), *SCORES.get(name, ())) for name in names]
+    without_engine(tmp_path, "-c", SCRIPTS, str(tmp_path), json.dumps(commands))
+    for name in names:
+        assert "quantized" in (tmp_path / f"{name}.err").read_text()  # the summary of ``run``
+        printed = (tmp_path / f"{name}.out").read_text()
+        if name in SCORES:
+            assert printed == run("-m", "torchq_compat", "run", LEGACY / name, *SCORES[name]).stdout
+        else:
+            low, high = OUTPUTS[name].sqnr
+            found = outputs_in(printed)
+            assert low < sqnr(found["float"], found["quantized"]) < high
 
 
 @pytest.mark.slow

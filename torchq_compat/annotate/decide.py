@@ -18,6 +18,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.buffer_updates import buffer_updates
 from torchq_compat.annotate.call_boundary import OpaqueBoundary
+from torchq_compat.annotate.constants import find_constants
 from torchq_compat.annotate.dtype_rules import find_dtype_config, is_half_static, refusal, takes_weight
 from torchq_compat.annotate.fused_patterns import FusedPattern, match_fused_patterns
 from torchq_compat.annotate.observed_edges import EdgeOrNode, ObservedEdges
@@ -92,7 +93,7 @@ def decide_graph(
         ConfigError: QConfigs conflict in a fused pattern, or have settings that contradict each other.
     """
     partitions = find_source_partitions(graph_module, model)
-    state = _State(rules, backend, buffer_updates(graph_module))
+    state = _State(rules, backend, buffer_updates(graph_module), find_constants(graph_module))
     state.decisions.extend(decide_order_rules(partitions, rules))
     patterns = {
         pattern.first.nodes[-1]: pattern for pattern in match_fused_patterns(partitions, rules, backend)
@@ -119,6 +120,8 @@ class _State:
     backend: BackendTable
     #: Op that updates a buffer from its old value -> the name of the buffer.
     updates: Mapping[Node, str]
+    #: Nodes whose values depend on no input and no parameter.
+    constants: frozenset[Node]
     observed: ObservedEdges = field(default_factory=ObservedEdges)
     decisions: list[Decision] = field(default_factory=list)
     #: The quantized dtype a node's value has for its consumers.
@@ -204,6 +207,8 @@ class _State:
             return Action.FLOAT, "it has no single float output that could be observed"
         if entry is None:
             return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
+        if pattern.last.output in self.constants and not pattern.first.origin.is_module_call:
+            return Action.FLOAT, "it computes with sizes and constants alone"
         updated = next((self.updates[n] for n in pattern.first.nodes if n in self.updates), "")
         if updated and not pattern.first.parameters:
             return Action.FLOAT, f"it updates the buffer {updated!r} from its old value: no range holds it"

@@ -156,6 +156,8 @@ def _following(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
     hooks = []
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # It takes no hooks.
         hooks.append(module.register_forward_pre_hook(enter(path)))
         hooks.append(module.register_forward_hook(leave))
     try:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
-__all__ = ["failed_attempts_held_back", "without_frames_of_torch"]
+__all__ = ["failed_attempts_held_back", "partial_graphs_held_back", "without_frames_of_torch"]
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 #: Logger -> the beginning of the messages that are held back.
@@ -50,6 +52,27 @@ def failed_attempts_held_back() -> Iterator[None]:
     finally:
         for name, held_back in filters.items():
             logging.getLogger(name).removeFilter(held_back)
+
+
+@contextmanager
+def partial_graphs_held_back() -> Iterator[None]:
+    """Suppress the graph up to the failed op, which torch.export prints on stderr, however long it is."""
+    with redirect_stderr(_WithoutGraphs(sys.stderr)):
+        yield
+
+
+class _WithoutGraphs:
+    """A stream without the code of graphs."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        is_graph = text.lstrip().startswith("def forward(self, ")
+        return len(text) if is_graph else int(self.stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def _without(beginning: str) -> logging.Filter:

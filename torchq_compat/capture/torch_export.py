@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.inlined_blocks import is_block
+from torchq_compat.capture.short_tracebacks import partial_graphs_held_back
 from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError, ExampleInputsError, TorchQCompatError
@@ -125,10 +126,11 @@ def export_with_free_sizes(
     args = _distinct(args)
     export = partial(torch.export.export, model, args, strict=False)
     if dynamic_shapes is not None:
-        return with_seen_python(model, partial(export, dynamic_shapes=dynamic_shapes))
+        with partial_graphs_held_back():
+            return with_seen_python(model, partial(export, dynamic_shapes=dynamic_shapes))
     shapes = _every_dimension(model, args, statics)
     # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
-    with symbolic_shapes_config.patch(backed_size_oblivious=True):
+    with partial_graphs_held_back(), symbolic_shapes_config.patch(backed_size_oblivious=True):
         return with_seen_python(model, partial(export, dynamic_shapes=shapes))
 
 

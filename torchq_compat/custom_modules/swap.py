@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchq_compat.capture.origins import computes_like, is_fx_leaf
@@ -22,8 +23,9 @@ from torchq_compat.qspecs.selectors import Selection, select_for_module
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.torch_ao import NoopObserver, QConfig, QuantType
 
-__all__ = ["Swap", "apply_swaps", "decide_swaps"]
+__all__ = ["Swap", "apply_swaps", "decide_swaps", "is_untraced_in_fx"]
 
+SCRIPTED = "TorchScript is not quantized inside; give prepare_fx the module that it was made of"
 NO_MAPPING = "no custom-module mapping for its class"
 NO_QUANTIZATION: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # type: ignore[no-untyped-call]
 
@@ -44,16 +46,26 @@ class Swap:
 
 
 def decide_swaps(
-    model: nn.Module, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
+    model: nn.Module,
+    rules: QConfigRules,
+    settings: PrepareSettings,
+    backend: BackendTable,
+    untraced_because: str = "",
 ) -> tuple[list[Swap], list[Decision]]:
-    """Return which modules of ``model`` become opaque calls, and the decisions about those that stay
-    float."""
+    """Return which modules of ``model`` become opaque calls, and the decisions about those that stay float.
+
+    Args:
+        untraced_because: why modules of torch.nn that FX does not trace are not traced here; empty if they
+            are.
+    """
     swaps: list[Swap] = []
     decisions: list[Decision] = []
     for module, paths in _modules_with_paths(model):
         if _inside(paths, swaps):
             continue
         swap, decision = _decide(module, paths, rules, settings, backend)
+        if swap is None and untraced_because and is_untraced_in_fx(module, backend):
+            swap, decision = _left_whole(module, paths, untraced_because)
         swaps.extend(filter(None, [swap]))
         decisions.extend(filter(None, [decision]))
     return swaps, decisions
@@ -70,8 +82,9 @@ def _decide(
     any."""
     path, kind = paths[0], type(module).__name__
     if _is_non_traceable(module, paths, settings):
-        swap = Swap(module, paths, _fallback(), None)
-        return swap, Decision(path, kind, Action.FLOAT, "non_traceable: never quantized inside")
+        return _left_whole(module, paths, "non_traceable: never quantized inside")
+    if isinstance(module, torch.jit.ScriptModule):
+        return _left_whole(module, paths, SCRIPTED, warn=True)
     handler, request, reason = _find(module, path, rules, settings, backend)
     if handler is not None:
         return Swap(module, paths, handler, request), Decision(path, kind, Action.QUANTIZED, reason)
@@ -82,6 +95,20 @@ def _decide(
         return swap_of_opaque, None
     advice = hint if reason == NO_MAPPING else ""
     return swap_of_opaque, _left_float(module, path, rules, reason, advice)
+
+
+def is_untraced_in_fx(module: nn.Module, backend: BackendTable) -> bool:
+    """Return whether ``module`` is a composite one of torch.nn, such as a TransformerEncoder, which FX leaves
+    float in one call."""
+    is_composite = next(module.children(), None) is not None
+    return is_composite and is_fx_leaf(module) and backend.find((type(module),)) is None
+
+
+def _left_whole(
+    module: nn.Module, paths: tuple[str, ...], reason: str, *, warn: bool = False
+) -> tuple[Swap, Decision]:
+    decision = Decision(paths[0], type(module).__name__, Action.FLOAT, reason, warn=warn)
+    return Swap(module, paths, _fallback(), None), decision
 
 
 def apply_swaps(model: nn.Module, swaps: list[Swap], stubs: StubRegistry) -> None:

@@ -450,6 +450,7 @@ class ConvertedGraphModule(ConvertedModel):
         """See ``QuantizationGraphModule``."""
         wrapped = super().wrap(graph_module, record, preserved)
         install_views(wrapped, record.modules)
+        wrapped._note_input_qparams()
         return wrapped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -466,7 +467,13 @@ class ConvertedGraphModule(ConvertedModel):
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedModel``."""
+        if torch.compiler.is_dynamo_compiling():
+            return metadata.INPUT_QPARAMS.required(self)
         return input_qparams(self, self.record.interface)
+
+    def _note_input_qparams(self) -> None:
+        if record_of(self) is not None:
+            metadata.INPUT_QPARAMS.write(self, self.input_qparams())
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedModel``."""
@@ -488,6 +495,7 @@ class ConvertedGraphModule(ConvertedModel):
     def recompile(self) -> PythonCode:
         """See ``torch.fx.GraphModule``. Adapt ``forward`` too: torch.export calls it inside another model."""
         code = super().recompile()
+        self._note_input_qparams()
         plain = with_plain_tables(self, self._graph)
         if plain is None:
             return code

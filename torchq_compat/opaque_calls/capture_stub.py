@@ -121,15 +121,19 @@ class CaptureStub(nn.Module):
         # Not super().__init__, which may be that of the original's class.
         nn.Module.__init__(self)
         self.stub_handle = handle
-        self.stub_original = original
+        if isinstance(original, torch.jit.ScriptModule):
+            # No submodule: torch.export refuses the parameters of TorchScript.
+            vars(self)[ORIGINAL] = original
+        else:
+            self.stub_original = original
         self.training = original.training
 
     @classmethod
     def standing_for(cls, original: nn.Module, handle: str) -> CaptureStub:
-        """Return a stub whose class also derives from the class of ``original``, except for a GraphModule,
-        whose class cannot be subclassed like this."""
+        """Return a stub whose class also derives from the class of ``original``, except for a GraphModule and
+        TorchScript, whose classes cannot be subclassed like this."""
         base = type(original)
-        if isinstance(original, GraphModule):
+        if isinstance(original, GraphModule | torch.jit.ScriptModule):
             return cls(handle, original)
         namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         caller: Any = object.__new__(type(base.__name__, (cls, base), namespace))
@@ -141,7 +145,7 @@ class CaptureStub(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__(ORIGINAL), name)
+            return getattr(vars(self).get(ORIGINAL) or super().__getattr__(ORIGINAL), name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Set a plain attribute: a parameter that the model assigns in its ``forward`` does not belong to the

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchq_compat.opaque_calls.layouts import Structure
@@ -38,6 +39,7 @@ class RecordedCalls:
         hooks = [
             module.register_forward_pre_hook(keep(handle), with_kwargs=True)
             for handle, module in modules.items()
+            if not isinstance(module, torch.jit.ScriptModule)  # It takes no hooks.
         ]
         try:
             yield

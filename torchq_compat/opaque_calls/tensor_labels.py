@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchq_compat.opaque_calls.layouts import Structure
@@ -35,6 +36,8 @@ def most_specific(settings: dict[str, Any], label: str) -> str | None:
 
 
 def _positional_names(owner: type[nn.Module]) -> list[str]:
+    if issubclass(owner, torch.jit.ScriptModule):
+        return []  # Only its instances have a forward.
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(owner.forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in kinds][1:]

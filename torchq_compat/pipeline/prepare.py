@@ -28,8 +28,8 @@ from torchq_compat.capture.source_functions import restore_source_functions
 from torchq_compat.capture.training_flags import decide_training_flags, set_training_flags
 from torchq_compat.capture.unmatched_rules import decide_unmatched_rules, decide_unmatched_settings
 from torchq_compat.custom_modules.root import with_parent
-from torchq_compat.custom_modules.swap import decide_swaps
-from torchq_compat.errors import CaptureError
+from torchq_compat.custom_modules.swap import decide_swaps, is_untraced_in_fx
+from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule, Stage
 from torchq_compat.graph.module_views import ModuleFacts, describe_modules
 from torchq_compat.graph.observed_graph import calibrate_with_float_weights
@@ -57,6 +57,7 @@ __all__ = ["prepare"]
 
 #: How many places a warning names, the first ones.
 NAMED_PLACES = 3
+UNTRACED = "one float call, as in FX, because traced it fails"
 
 
 def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
@@ -69,13 +70,27 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     # torchao's prepare for QAT makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
-            return _prepare_rolled_or_not(model, request)
+            return _prepare_traced_or_not(model, request)
         except CaptureError as error:
             # FX runs nothing in prepare: scripts may give it one sample, and train with larger batches.
             if not is_one_value_a_channel(error.__cause__) or request.dynamic_shapes is not None:
                 raise
             two = replace(request, example_inputs=with_two_samples(request.example_inputs))
-            return _prepare_rolled_or_not(model, two)
+            return _prepare_traced_or_not(model, two)
+
+
+def _prepare_traced_or_not(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
+    """Prepare ``model``, if that fails with the modules that FX does not trace as float calls."""
+    try:
+        return _prepare_rolled_or_not(model, request)
+    except CaptureError as error:
+        if not any(is_untraced_in_fx(module, request.backend) for module in model.modules()):
+            raise
+        reason = f"{UNTRACED}: {error.message.splitlines()[0]}"
+        try:
+            return _prepare_rolled_or_not(model, replace(request, untraced_because=reason))
+        except TorchQCompatError:
+            raise error from error.__cause__
 
 
 def _prepare_rolled_or_not(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
@@ -135,7 +150,9 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
     working = with_loops.model
 
     # Select the custom modules, and report what is left behind.
-    swaps, decisions = decide_swaps(working, request.rules, request.settings, request.backend)
+    swaps, decisions = decide_swaps(
+        working, request.rules, request.settings, request.backend, request.untraced_because
+    )
     leftovers = () if request.is_step else _decide_leftovers(model, as_written, request)
 
     # Try, and capture what was tried.

@@ -23,6 +23,8 @@ class PrepareRequest:
         rules: the QConfigMapping; if ``quantizer`` is given, the default one, for custom modules alone.
         is_step: whether the model is the step of a loop, prepared by the rules of the model around it.
         unrolled_because: why loops over time stay as they are written; empty if they may be rolled.
+        untraced_because: why modules of torch.nn that FX does not trace are one float call each; empty if
+            they are traced.
         ones: (argument, dimension) pairs whose size is always 1.
         quantizer: annotates everything but custom modules, in place of ``rules`` and ``backend``.
     """
@@ -36,6 +38,7 @@ class PrepareRequest:
     is_qat: bool
     is_step: bool = False
     unrolled_because: str = ""
+    untraced_because: str = ""
     ones: tuple[tuple[int, int], ...] = ()
 
     def inside(self, inner: ObserveRequest) -> PrepareRequest:

@@ -47,7 +47,9 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
         return WithLoops(working)
     if request.unrolled_because:
         return _as_written(working, looped, request.unrolled_because)
-    swaps, _ = decide_swaps(working, request.rules, request.settings, request.backend)
+    swaps, _ = decide_swaps(
+        working, request.rules, request.settings, request.backend, request.untraced_because
+    )
 
     def put_stubs(model: nn.Module, stubs: StubRegistry) -> Mapping[str, nn.Module]:
         apply_swaps(model, swaps, stubs)

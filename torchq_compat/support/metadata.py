@@ -138,6 +138,10 @@ INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
 LAYOUTS: MetaKey[list[CallLayout]] = MetaKey(
     "torchq_compat_opaque_layouts", "graph", "opaque_calls.insert_calls", "custom_modules.standalone"
 )
+#: The qparams of the inputs of a converted model that takes integers: torch.compile cannot look at its graph.
+INPUT_QPARAMS: MetaKey[tuple[QParams | None, ...]] = MetaKey(
+    "torchq_compat_input_qparams", "graph", "graph.graph_module", "graph.graph_module"
+)
 #: Path -> cell, for the cells whose steps are written out in the graph.
 UNROLLED_CELLS: MetaKey[dict[str, GraphModule]] = MetaKey(
     "torchq_compat_unrolled_cells", "graph", "exported_lstm.unrolled", "exported_lstm.shared_steps"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate, sqnr
+from tests.zoo.libraries import prepare_imports
 from torchq_compat.operators import native_library
 
 HERE = Path(__file__).parent
@@ -66,4 +68,75 @@ def test_a_package_runs_in_a_program_of_cpp_at_other_sizes(tmp_path: Path) -> No
         # Inductor sums floats in another order: a value midway between two integers may round to the other
         # one.
         assert sqnr(program.module()(x), found) > 40
+        assert 15 < sqnr(float_model(x), found) < 60
+
+
+class TextTagger(nn.Module):
+    """Integers in, an embedding, a recurrent module in both directions, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(50, 16), nn.Linear(48, 9)
+        self.gru = nn.GRU(16, 24, batch_first=True, bidirectional=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.gru(self.embedding(ids))[0])
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(12, 32), nn.Linear(32, 5)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layers(self.first(x))).log_softmax(-1)
+
+
+def squeezenet() -> nn.Module:
+    prepare_imports()
+    import torchvision
+
+    return torchvision.models.squeezenet1_1(num_classes=10)
+
+
+def of_ids(batch: int, steps: int) -> Tensor:
+    return torch.randint(0, 50, (batch, steps))
+
+
+def of_floats(batch: int, steps: int) -> Tensor:
+    return torch.randn(batch, steps, 12)
+
+
+def of_pixels(batch: int, side: int) -> Tensor:
+    return torch.randn(batch, 3, side, side)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "inputs", "sizes"),
+    [
+        pytest.param(TextTagger, of_ids, [(3, 7), (5, 13), (1, 2)], id="text"),
+        pytest.param(Encoder, of_floats, [(3, 7), (5, 13), (1, 2)], id="transformer"),
+        pytest.param(squeezenet, of_pixels, [(2, 96), (3, 128)], id="squeezenet"),
+    ],
+)
+def test_packages_of_models_take_other_sizes(
+    build: Any, inputs: Any, sizes: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    float_model = build().eval()
+    config = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(float_model, get_default_qconfig_mapping(), (inputs(*sizes[0]),), config)
+    calibrate(prepared, [(inputs(*sizes[0]),) for _ in range(4)])
+    converted = tc.convert_fx(prepared)
+    program = tc.export(converted, (inputs(*sizes[0]),), recurrent="opaque")
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    package = torch._inductor.aoti_load_package(path)
+    for size in sizes:
+        x = inputs(*size)
+        found = package(x)
+        # Values midway between two integers may round to the other one.
+        assert sqnr(program.module()(x), found) > 30
+        assert sqnr(converted(x), found) > 30
         assert 15 < sqnr(float_model(x), found) < 60

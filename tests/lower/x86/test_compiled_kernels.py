@@ -9,11 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+from torch.ao.quantization import (
+    QConfigMapping,
+    default_dynamic_qconfig,
+    get_default_qconfig_mapping,
+)
 
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.recording_backend import Recorder
+from torchq_compat.custom_config import PrepareCustomConfig
 from torchq_compat.errors import InputError, QuantizationWarning
 from torchq_compat.lower.x86.compiled.region_operator import REGION_OPERATOR
 
@@ -124,7 +129,7 @@ QNNPACK = get_default_qconfig_mapping("qnnpack")
         pytest.param(Images, images, (), ONEDNN, 2, id="onednn"),
         pytest.param(Images, images, (), QNNPACK, 2, id="qnnpack"),
         pytest.param(Text, ids, (7,), X86, 1, id="recurrent"),
-        pytest.param(Attending, floats, (5, 16), X86, 1, id="attention"),
+        pytest.param(Attending, floats, (5, 16), X86, 3, id="attention"),
     ],
 )
 def test_the_bits_of_the_lowered_model(
@@ -236,6 +241,32 @@ def test_a_model_that_writes_to_its_state_is_compiled_as_the_q_dq_graph() -> Non
             assert sqnr(other(x), fast(x)) > 40
 
 
+class Masked(nn.Module):
+    """``to`` and a mask: the captured graph checks dtypes, as those of most transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.b(self.a(x).masked_fill(mask.to(torch.bool)[:, None], -1.0))
+
+
+def test_checks_of_dtypes_hinder_nothing() -> None:
+    example = (torch.randn(5, 8), torch.tensor([0, 1, 0, 0, 1]))
+    model = convert(Masked().eval(), example)
+    checks = torch.ops.aten._assert_tensor_metadata.default
+    assert model.reference.graph.find_nodes(op="call_function", target=checks)
+    assert len(model.kernel_regions()) == 2
+    backend, x = Recorder(), torch.randn(3, 8)
+    fast = compiled(model, backend)
+    with torch.no_grad():
+        for mask in (torch.tensor([1, 0, 1]), torch.tensor([0, 0, 0])):
+            assert torch.equal(fast(x, mask), model(x, mask))
+    assert backend.calls(REGION_OPERATOR) == 2
+    assert "_assert_tensor_metadata" in model._portable().code
+
+
 def test_a_call_without_its_model_is_an_error_of_ours(between: Any) -> None:
     region = between.kernel_regions()[0]
     with pytest.raises(InputError, match=r"Hint: compile it again"):
@@ -259,6 +290,135 @@ class MovedTwice(nn.Module):
     def forward(self, x: Tensor) -> Any:
         y = self.fc(x)
         return y, y.reshape(-1, 4), y.t()
+
+
+class Block(nn.Module):
+    """Two regions with floats between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.erf(self.a(x)))
+
+
+class Blocks(nn.Module):
+    """The first block runs before all kernels of the model itself, and is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = Block(), Block(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.first(x)) + self.first(-x))
+
+
+class OnlyBlock(nn.Module):
+    """A model without kernels of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cos(self.first(x))
+
+
+class Steps(nn.Module):
+    """A loop over time around kernels, between kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 8)
+        for t in range(x.shape[1]):
+            h = torch.cos(self.x(x[:, t]) + self.h(h))
+        return self.out(h)
+
+
+def standalone(*names: str, integers: bool = False) -> Any:
+    inner = None
+    if integers:
+        inner = PrepareCustomConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
+    config = tc.get_default_prepare_custom_config()
+    for name in names:
+        config.set_standalone_module_name(name, None, floats(3, 8), inner, None)
+    return config
+
+
+def nested(kind: Any, config: Any, *rest: int, mapping: Any = X86) -> tuple[nn.Module, Any]:
+    model = kind().eval()
+    prepared = tc.prepare_fx(model, mapping, floats(3, *rest), config)
+    calibrate(prepared, [floats(64, *rest)])
+    return model, tc.convert_fx(prepared)
+
+
+BOTH = ("first", "second")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "rests", "regions"),
+    [
+        pytest.param(Blocks, standalone(*BOTH), [(8,)], [7, 7], id="standalone", marks=pytest.mark.slow),
+        pytest.param(Blocks, standalone(*BOTH, integers=True), [(8,)], [7, 7], id="integers between"),
+        pytest.param(Blocks, standalone("second"), [(8,)], [5, 5], id="one", marks=pytest.mark.slow),
+        pytest.param(OnlyBlock, standalone("first"), [(8,)], [2, 2], id="no kernels outside"),
+        pytest.param(Steps, standalone(), [(3, 8), (5, 8)], [4, 6], id="loop"),
+    ],
+)
+def test_kernels_inside_modules(
+    kind: Any, config: Any, rests: list[tuple[int, ...]], regions: list[int]
+) -> None:
+    float_model, model = nested(kind, config, *rests[0])
+    for batch, rest, count in zip((3, 1), rests * 2, regions, strict=False):
+        backend, (x,) = Recorder(), floats(batch, *rest)
+        fast = compiled(model, backend)
+        with torch.no_grad():
+            assert torch.equal(model(x), fast(x))
+            assert 15 < sqnr(float_model(x), fast(x)) < 60
+        targets = [str(node.target) for node in backend.graphs[0].graph.nodes]
+        assert targets.count(str(REGION_OPERATOR)) == count
+        assert not [target for target in targets if target.startswith("aten.linear")]
+
+
+@pytest.mark.parametrize("kind", [Blocks, pytest.param(Steps, marks=pytest.mark.slow)])
+def test_other_weights_reach_kernels_inside_modules(kind: Any) -> None:
+    rest = (8,) if kind is Blocks else (3, 8)
+    (x,) = floats(4, *rest)
+    _, model = nested(kind, standalone(*BOTH) if kind is Blocks else standalone(), *rest)
+    fast = compiled(model)
+    with torch.no_grad():
+        before = fast(x)
+        for name, value in model.state_dict().items():
+            if value.dtype is torch.int8 and not name.startswith("out"):
+                value.copy_(value.flip(0))
+        after = fast(x)
+        assert torch.equal(after, model(x))
+        assert sqnr(before, after) < 20
+        _, other = nested(kind, standalone(*BOTH) if kind is Blocks else standalone(), *rest)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(fast(x), other(x))
+
+
+def test_standalone_modules_of_a_reference_model() -> None:
+    """Dynamo calls ``forward`` of a graph module, not ``__call__``, and cannot look at its graph."""
+    _, model = nested(Blocks, standalone(*BOTH, integers=True), 8)
+    reference, (x,) = model.reference, floats(4, 8)
+    with torch.no_grad():
+        assert torch.equal(compiled(reference)(x), reference(x))
+
+
+@pytest.mark.slow
+def test_standalone_modules_with_other_qparams() -> None:
+    _, model = nested(Blocks, standalone(*BOTH, integers=True), 8)
+    reference, (x,) = model.reference, floats(4, 8)
+    with torch.no_grad():
+        loaded = nested(Blocks, standalone(*BOTH, integers=True), 8)[1].reference
+        loaded.load_state_dict(reference.state_dict())
+        assert torch.equal(compiled(copy.deepcopy(loaded))(x), reference(x))
 
 
 @pytest.mark.slow

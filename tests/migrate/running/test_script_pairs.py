@@ -80,7 +80,11 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 def outputs(result: subprocess.CompletedProcess[str]) -> dict[str, Tensor]:
-    lines = re.findall(r"^(float|quantized) (.*)$", result.stdout, re.MULTILINE)
+    return outputs_in(result.stdout)
+
+
+def outputs_in(printed: str) -> dict[str, Tensor]:
+    lines = re.findall(r"^(float|quantized) (.*)$", printed, re.MULTILINE)
     return {name: torch.tensor([float(value) for value in values.split()]) for name, values in lines}
 
 

@@ -125,7 +125,10 @@ def _count_calls(runs: Runs, args: tuple[Any, ...]) -> Counter[str] | None:
 
     with ExitStack() as stack:
         for path, module in runs.model.named_modules():
-            # Modules without parameters, such as a ReLU, are often called repeatedly without a loop.
+            # Modules without parameters, such as a ReLU, are often called repeatedly without a loop;
+            # TorchScript's take no hooks.
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             if path and next(module.parameters(recurse=False), None) is not None:
                 hook = module.register_forward_pre_hook(count(path))
                 stack.callback(hook.remove)

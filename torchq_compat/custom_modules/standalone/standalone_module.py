@@ -3,9 +3,11 @@ path."""
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
+from torch.fx.graph import PythonCode
 
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.graph.quantized_interface import quantize_inputs
@@ -28,8 +30,8 @@ def _set_layouts(module: Any, layouts: list[CallLayout]) -> None:
     module.meta[metadata.LAYOUTS.name] = layouts
 
 
-class PreparedStandalone(OpaqueModule, QuantizationGraphModule):
-    """A prepared standalone module."""
+class StandaloneModule(OpaqueModule, QuantizationGraphModule):
+    """The base class of prepared and converted standalone modules."""
 
     opaque_layouts = property(_layouts, _set_layouts)
 
@@ -37,6 +39,25 @@ class PreparedStandalone(OpaqueModule, QuantizationGraphModule):
         if opaque_layout is None:
             return super().__call__(*args, **kwargs)
         return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
+
+    def recompile(self) -> PythonCode:
+        """See ``torch.fx.GraphModule``. Dynamo bypasses ``__call__``, so ``forward`` takes calls of the outer
+        graph too."""
+        code = super().recompile()
+        compiled = type(self).forward
+
+        @wraps(compiled)
+        def forward(self: StandaloneModule, *args: Any, opaque_layout: int | None = None) -> Any:
+            if opaque_layout is None:
+                return compiled(self, *args)
+            return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
+
+        type(self).forward = forward  # type: ignore[method-assign,assignment]
+        return code
+
+
+class PreparedStandalone(StandaloneModule):
+    """A prepared standalone module."""
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         return QuantizationGraphModule.__call__(self, *args, **kwargs)
@@ -46,15 +67,8 @@ class PreparedStandalone(OpaqueModule, QuantizationGraphModule):
         return result
 
 
-class ConvertedStandalone(OpaqueModule, ConvertedGraphModule):
+class ConvertedStandalone(StandaloneModule, ConvertedGraphModule):
     """A converted standalone module."""
-
-    opaque_layouts = property(_layouts, _set_layouts)
-
-    def __call__(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
-        if opaque_layout is None:
-            return super().__call__(*args, **kwargs)
-        return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.record.signature.bind(args, kwargs)

@@ -1,7 +1,8 @@
 """Finds the shapes of a module's results if fake tensors fail: the module branches on data, or leaves torch.
 
 The module is run twice on real tensors, the second time with other sizes. A size of a result is taken to be
-the size of an input that it equals both times, or else a constant.
+the size of an input that it equals both times, or else a constant. Sizes that the module does not accept
+otherwise are fixed, and those that it accepts only if they are equal stay equal.
 """
 
 from __future__ import annotations
@@ -27,72 +28,122 @@ def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
     Raises:
         UserModuleError: if the module fails on example data, or its shapes depend on the data.
     """
-    inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
-    runs = [_Run.of(module, path, inputs, tensors, sizes, other=other) for other in (False, True)]
-    first, second = runs
+    call = _Call(module, path, *Structure.take_apart_with_sizes((args, kwargs)))
+    first = call.run({}, torch.zeros)
+    moves, second = _move_sizes(call)
     if first.outputs != second.outputs:
         raise _shapes_depend_on_data(path, type(module))
-    known: list[Any] = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
-    known += [size for size in sizes if isinstance(size, torch.SymInt)]
+    _keep_equal(call.symbolic, moves)
     results = []
     for one, other in zip(first.results, second.results, strict=True):
         if one.dim() != other.dim() or one.dtype != other.dtype:
             raise _shapes_depend_on_data(path, type(module))
         pairs = zip(one.shape, other.shape, strict=True)
-        shape = [_size(pair, known, path, type(module)) for pair in pairs]
-        results.append(tensors[0].new_empty(shape, dtype=one.dtype))
+        shape = [_size(pair, call, moves) for pair in pairs]
+        results.append(call.tensors[0].new_empty(shape, dtype=one.dtype))
     return first.outputs.put_together(results)
 
 
-@dataclass
+#: Symbol of a size -> the value it has in place of that of the example.
+Moves = dict[Any, int]
+
+
+@dataclass(frozen=True)
 class _Run:
     outputs: Structure
     results: list[Tensor]
 
-    @classmethod
-    def of(
-        cls, module: nn.Module, path: str, inputs: Structure, tensors: Any, sizes: Any, *, other: bool
-    ) -> _Run:
-        value = _other if other else _hint
-        fill: Callable[..., Tensor] = torch.ones if other else torch.zeros
+
+@dataclass(frozen=True)
+class _Call:
+    module: nn.Module
+    path: str
+    inputs: Structure
+    tensors: list[Tensor]
+    sizes: list[Any]
+
+    @property
+    def symbolic(self) -> list[torch.SymInt]:
+        sizes = [*(size for tensor in self.tensors for size in tensor.shape), *self.sizes]
+        return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+    def run(self, moves: Moves, fill: Callable[..., Tensor] = torch.ones) -> _Run:
+        """Run the module on real tensors at the sizes of the example, but for ``moves``."""
         # Inside torch.export every new tensor would be fake.
         with disable_current_modes():
-            return cls._really(module, path, inputs, tensors, sizes, value, fill)
+            real = [
+                fill([_value(size, moves) for size in t.shape], dtype=t.dtype, device=t.device)
+                for t in self.tensors
+            ]
+            args, kwargs = self.inputs.put_together(real, [_value(size, moves) for size in self.sizes])
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    return _Run(*Structure.take_apart(copied_model(self.module)(*args, **kwargs)))
+            except Exception as cause:
+                raise _shapes_unknown(self.path, type(self.module), cause) from cause
 
-    @classmethod
-    def _really(
-        cls, module: nn.Module, path: str, inputs: Structure, tensors: Any, sizes: Any, value: Any, fill: Any
-    ) -> _Run:
-        real = [fill([value(size) for size in t.shape], dtype=t.dtype, device=t.device) for t in tensors]
-        args, kwargs = inputs.put_together(real, [value(size) for size in sizes])
+    def accepts(self, moves: Moves) -> bool:
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return cls(*Structure.take_apart(copied_model(module)(*args, **kwargs)))
-        except Exception as cause:
-            raise _shapes_unknown(path, type(module), cause) from cause
+            self.run(moves)
+        except UserModuleError:
+            return False
+        return True
 
 
-def _hint(size: Any) -> int:
-    return size.node.hint if isinstance(size, torch.SymInt) else int(size)
+def _move_sizes(call: _Call) -> tuple[Moves, _Run]:
+    """Return other values of the sizes that the module accepts, as many as can be found, and its run on
+    them: each size on its own value; else those with equal values together."""
+    moves: Moves = {}
+    for size in call.symbolic:
+        for symbol in sorted(size.node.expr.free_symbols, key=str):
+            moves.setdefault(symbol, 2 * size.node.shape_env.backed_var_to_val[symbol] + 1 + len(moves))
+    try:
+        return moves, call.run(moves)
+    except UserModuleError as refused:
+        alone = {symbol: value for symbol, value in moves.items() if call.accepts({symbol: value})}
+        together: Moves = {}
+        for value in {_example(call, symbol) for symbol in moves}:
+            alike = [s for s in moves if s not in alone and _example(call, s) == value]
+            group = dict.fromkeys(alike, moves[alike[0]]) if len(alike) > 1 else {}
+            together |= group if group and call.accepts(group) else {}
+        accepted = {**alone, **together}
+        if not accepted:
+            raise
+        try:
+            return accepted, call.run(accepted)
+        except UserModuleError:
+            raise refused from None
 
 
-def _other(size: Any) -> int:
-    """Return another value of ``size`` than its hint; a symbol has the same value in all sizes."""
+def _example(call: _Call, symbol: Any) -> int:
+    return int(call.symbolic[0].node.shape_env.backed_var_to_val[symbol])
+
+
+def _keep_equal(symbolic: list[torch.SymInt], moves: Moves) -> None:
+    """Let the captured graph accept no other sizes than the module does."""
+    moved: dict[int, torch.SymInt] = {}
+    for size in symbolic:
+        if not size.node.expr.free_symbols <= moves.keys():
+            int(size)  # fixes it
+        elif size.node.expr.is_Symbol:
+            first = moved.setdefault(moves[size.node.expr], size)
+            bool(first == size)  # a guard
+
+
+def _value(size: Any, moves: Moves) -> int:
+    """Return the value of ``size`` with ``moves``; a symbol has the same value in all sizes."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    expression = size.node.expr
-    symbols = sorted(expression.free_symbols, key=str)
-    hints = size.node.shape_env.backed_var_to_val
-    moved = {symbol: 2 * hints[symbol] + 1 + index for index, symbol in enumerate(symbols)}
-    return int(expression.xreplace(moved))
+    values = {s: moves.get(s, size.node.shape_env.backed_var_to_val[s]) for s in size.node.expr.free_symbols}
+    return int(size.node.expr.xreplace(values))
 
 
-def _size(pair: tuple[int, int], known: list[Any], path: str, owner: type) -> Any:
-    for size in known:
-        if (_hint(size), _other(size)) == pair:
+def _size(pair: tuple[int, int], call: _Call, moves: Moves) -> Any:
+    for size in call.symbolic:
+        if (_value(size, {}), _value(size, moves)) == pair:
             return size
     if pair[0] != pair[1]:
-        raise _shapes_depend_on_data(path, owner)
+        raise _shapes_depend_on_data(call.path, type(call.module))
     return pair[0]
 
 

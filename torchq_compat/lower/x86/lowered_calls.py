@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from torchq_compat.custom_modules.parts.part_owner import PartOwner
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.graph.quantized_interface import quantize_inputs
+from torchq_compat.lower.x86.compiled.compiled_graph import compiled_graph
+from torchq_compat.lower.x86.compiled.region_operator import RegionTable
 from torchq_compat.lower.x86.lowered_parts import with_lowered_graphs
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
@@ -30,11 +33,17 @@ LowerInside = Callable[[ConvertedGraphModule], tuple[QuantizationGraphModule, tu
 
 @dataclass(frozen=True)
 class LoweredOpaqueModule:
-    """The lowered form of the opaque module at ``path``; ``module`` is None if it is not lowered."""
+    """The lowered form of the opaque module at ``path``.
+
+    Attributes:
+        module: None if it is not lowered.
+        is_for_compiler: whether torch.compile sees integer kernels in ``module``.
+    """
 
     path: str
     module: OpaqueModule | None
     decisions: tuple[Decision, ...]
+    is_for_compiler: bool = False
 
     @property
     def name(self) -> str:
@@ -64,19 +73,25 @@ class OpaqueLoweredModel(OpaqueModule):
 
 
 def lower_opaque_modules(
-    reference: ConvertedGraphModule, lower_inside: LowerInside
+    reference: ConvertedGraphModule, lower_inside: LowerInside, table: RegionTable
 ) -> list[LoweredOpaqueModule]:
-    """Lower every opaque module that ``reference`` calls; ``reference`` stays as it is."""
+    """Lower every opaque module that ``reference`` calls; ``reference`` stays as it is.
+
+    Args:
+        table: the regions of kernels that torch.compile sees inside the modules are added to it.
+    """
     found = []
     for path in {str(call.target): None for call in opaque_call_nodes(reference)}:
         opaque = reference.get_submodule(path)
         assert isinstance(opaque, OpaqueModule)
+        regions_before = len(table.regions)
         if isinstance(opaque, ConvertedGraphModule):
-            found.append(_lower_model(path, opaque, lower_inside))
+            lowered = _lower_model(path, opaque, lower_inside)
         elif isinstance(opaque, OpaqueLoop):
-            found.append(_lower_loop(path, opaque, lower_inside))
+            lowered = _lower_loop(path, opaque, lower_inside)
         else:
-            found.append(_lower_by_its_kind(path, opaque))
+            lowered = _lower_by_its_kind(path, opaque, table)
+        found.append(replace(lowered, is_for_compiler=len(table.regions) > regions_before))
     return found
 
 
@@ -98,10 +113,11 @@ def _lower_loop(path: str, loop: OpaqueLoop, lower_inside: LowerInside) -> Lower
     return LoweredOpaqueModule(path, loop.with_step(step), (decision, *inside))
 
 
-def _lower_by_its_kind(path: str, opaque: OpaqueModule) -> LoweredOpaqueModule:
+def _lower_by_its_kind(path: str, opaque: OpaqueModule, table: RegionTable) -> LoweredOpaqueModule:
     handler = handler_of(opaque)
     if handler is not None and handler.lowers_graphs and isinstance(opaque, PartOwner):
-        return LoweredOpaqueModule(path, *with_lowered_graphs(opaque, path))
+        compiled_form = partial(compiled_graph, table=table)
+        return LoweredOpaqueModule(path, *with_lowered_graphs(opaque, path, compiled_form))
     made = "its kind is unknown" if handler is None else handler.lower(opaque)
     if isinstance(made, str):
         reason = f"runs as in the reference graph: {made}"

@@ -6,7 +6,7 @@ Legacy: the GraphModule of ``convert_fx``, with modules of ``torch.ao.nn.quantiz
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Self
@@ -26,8 +26,8 @@ from torchq_compat.graph.graph_module import (
 )
 from torchq_compat.graph.other_engines import refuse_torchao_prepare
 from torchq_compat.graph.quantized_interface import take_integers
-from torchq_compat.lower.x86.compiled.compiled_graph import KernelRegion, compiled_graph
-from torchq_compat.lower.x86.compiled.region_operator import new_owner
+from torchq_compat.lower.x86.compiled.compiled_graph import compiled_graph
+from torchq_compat.lower.x86.compiled.region_operator import Region, RegionTable, new_owner
 from torchq_compat.lower.x86.direct_code import direct_forward
 from torchq_compat.lower.x86.engines import Engine, packing_for, torchs_kernels_alone
 from torchq_compat.lower.x86.lowered_calls import lower_opaque_modules
@@ -45,6 +45,8 @@ __all__ = ["LoweredGraphModule", "lower"]
 LOWERING = "_torchq_compat_lowering"
 #: Attribute that holds the number of a lowered model; see ``new_owner``.
 OWNER = "_torchq_compat_owner"
+#: For a model that torch.compile never sees.
+NOT_COMPILED = RegionTable(0)
 
 
 @dataclass
@@ -58,7 +60,7 @@ class _Lowering:
         trials: the outcomes of the kernel trials; loading the same state again repeats none.
         on_torchs_operators: the same model for TorchScript, once requested.
         compiled: the graph that torch.compile sees; None: the reference graph.
-        regions: the regions of kernels that ``compiled`` calls.
+        regions: the regions of kernels that ``compiled`` and the modules inside call.
     """
 
     reference: ConvertedGraphModule
@@ -70,11 +72,17 @@ class _Lowering:
     trials: Trials = field(default_factory=Trials)
     on_torchs_operators: LoweredGraphModule | None = None
     compiled: GraphModule | None = None
-    regions: tuple[KernelRegion, ...] = ()
+    regions: Sequence[Region] = ()
 
 
-def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule:
-    """Return ``reference`` on the integer kernels of ``engine``; the result holds ``reference``."""
+def lower(
+    reference: ConvertedGraphModule, engine: Engine, table: RegionTable | None = None
+) -> LoweredGraphModule:
+    """Return ``reference`` on the integer kernels of ``engine``; the result holds ``reference``.
+
+    Args:
+        table: the regions of the lowered model in which this one is called; None: it is no part of another.
+    """
     lowered = LoweredGraphModule(nn.Module(), Graph())
     share_state(lowered, reference)
     lowered.meta = reference.meta
@@ -83,7 +91,7 @@ def lower(reference: ConvertedGraphModule, engine: Engine) -> LoweredGraphModule
     for name, value in preserved_of(reference).items():
         setattr(lowered, name, value)
     lowered.training = reference.training
-    lowered._lower_again()
+    lowered._lower_again(table)
     return lowered
 
 
@@ -126,9 +134,9 @@ class LoweredGraphModule(ConvertedModel):
             return super().__call__(*take_integers(bound, lowering.input_qparams))
         return super().__call__(*args, **kwargs)
 
-    def kernel_regions(self) -> tuple[KernelRegion, ...]:
-        """Return the regions of integer kernels that torch.compile sees as operators."""
-        return self._lowering.regions
+    def kernel_regions(self) -> Sequence[Region]:
+        """Return the regions of integer kernels that torch.compile sees as operators, here and inside."""
+        return tuple(self._lowering.regions)
 
     def refresh_kernels(self) -> None:
         """Make the kernels again if the state they were made of has changed."""
@@ -136,15 +144,18 @@ class LoweredGraphModule(ConvertedModel):
         if lowering.is_stale or lowering.versions is None or not lowering.versions.are_current():
             self._lower_again()
 
-    def _lower_again(self) -> None:
-        """Make the graph and the packed weights from the current reference graph."""
+    def _lower_again(self, table: RegionTable | None = None) -> None:
+        """Make the graph and the packed weights from the current reference graph; see ``lower``."""
         lowering, state = self._lowering, vars(self)
+        table = RegionTable(state[OWNER]) if table is None else table
         with packing_for(lowering.engine), torch.no_grad():
             plan = plan_graph(
                 lowering.reference, left_float=_left_float(lowering.reference), trials=lowering.trials
             )
-            lower_inside = partial(_lower_inside, engine=lowering.engine)
-            opaque_modules = lower_opaque_modules(lowering.reference, lower_inside) if plan.runs_here else []
+            lower_inside = partial(_lower_inside, engine=lowering.engine, table=table)
+            opaque_modules = (
+                lower_opaque_modules(lowering.reference, lower_inside, table) if plan.runs_here else []
+            )
             paths = {
                 opaque.path: f"{MADE}.{opaque.name}" for opaque in opaque_modules if opaque.module is not None
             }
@@ -154,7 +165,10 @@ class LoweredGraphModule(ConvertedModel):
                 if opaque.module is not None and opaque.module.opaque_in_floats
             }
             lowered = write_lowered_graph(lowering.reference, plan, paths, in_floats, MADE)
-            compiled, regions = compiled_graph(lowering.reference, plan, state[OWNER])
+            inside = {
+                each.path: each.module for each in opaque_modules if each.module and each.is_for_compiler
+            }
+            compiled = compiled_graph(lowering.reference, plan, table, inside)
         modules = {opaque.name: opaque.module for opaque in opaque_modules if opaque.module is not None}
         state[MADE] = _Made({**lowered.constants, **modules})
         state[LOWERING] = _Lowering(
@@ -169,7 +183,7 @@ class LoweredGraphModule(ConvertedModel):
             input_qparams=lowering.reference.input_qparams(),
             trials=lowering.trials,
             compiled=compiled,
-            regions=regions,
+            regions=table.regions,
         )
         self.graph = lowered.graph
 
@@ -180,7 +194,7 @@ class LoweredGraphModule(ConvertedModel):
         lowering = self._lowering
         if lowering.on_torchs_operators is None:
             with torchs_kernels_alone():
-                lowering.on_torchs_operators = lower(lowering.reference, lowering.engine)
+                lowering.on_torchs_operators = lower(lowering.reference, lowering.engine, NOT_COMPILED)
         return lowering.on_torchs_operators
 
     def packed_weights(self) -> Mapping[str, Any]:
@@ -320,7 +334,7 @@ def _left_float(reference: ConvertedGraphModule) -> dict[str, str]:
 
 
 def _lower_inside(
-    reference: ConvertedGraphModule, engine: Engine
+    reference: ConvertedGraphModule, engine: Engine, table: RegionTable
 ) -> tuple[LoweredGraphModule, tuple[Decision, ...]]:
-    lowered = lower(reference, engine)
+    lowered = lower(reference, engine, table)
     return lowered, lowered.lowering

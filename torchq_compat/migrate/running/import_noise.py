@@ -1,7 +1,8 @@
 """Suppress messages of torch and torchao during their import on which a user of this tool cannot act.
 
 A CPU build of torch cannot load torchao's GPU libraries and logs each file; torchao still registers an
-enumeration in a way that torch 2.13 deprecates; without NumPy, which neither of them needs, torch warns once.
+enumeration in a way that torch 2.13 deprecates; a CUDA build says that triton is missing; without NumPy,
+which neither of them needs, torch warns once.
 Only these messages are suppressed, and only during the imports: a script's own logs are not affected.
 """
 
@@ -18,6 +19,7 @@ __all__ = ["import_noise_held_back"]
 NOISE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
+    "torch.utils.flop_counter": "triton not found",
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.lower.x86.compiled.layouts import Layout, images, layout_of
-from torchq_compat.lower.x86.compiled.region_operator import REGION_OPERATOR
-from torchq_compat.lower.x86.compiled.regions import Levels, levels_of
+from torchq_compat.lower.x86.compiled.region_operator import REGION_OPERATOR, RegionTable
+from torchq_compat.lower.x86.compiled.regions import CHECKS, Levels, levels_of
 from torchq_compat.lower.x86.direct_code import direct_forward
 from torchq_compat.lower.x86.lowered_parts import MADE, share_state
 from torchq_compat.lower.x86.lowering_pass import COPYING, write_lowered_region
@@ -38,6 +38,7 @@ class KernelRegion:
         sizes: the sizes it reads.
         outputs: the tensors that others read of it.
         layouts: the layout of each output.
+        is_first: whether all other regions of the same graph read what this one computes.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class KernelRegion:
         sizes: Sequence[Node],
         outputs: Sequence[Node],
         layouts: Sequence[Layout],
+        *,
+        is_first: bool,
     ) -> None:
         self.reference = reference
         self.members = members
@@ -57,6 +60,7 @@ class KernelRegion:
         self.sizes = sizes
         self.outputs = outputs
         self.layouts = layouts
+        self.is_first = is_first
         written = write_lowered_region(nodes, plan, (*tensors, *sizes), outputs, MADE)
         module = nn.Module()
         share_state(module, reference)
@@ -96,26 +100,36 @@ def _memory(tensor: Tensor) -> int:
 
 
 def compiled_graph(
-    reference: GraphModule, plan: Plan, owner: int
-) -> tuple[GraphModule | None, tuple[KernelRegion, ...]]:
-    """Return the graph that torch.compile sees, and its regions; None if it sees the reference graph.
+    reference: GraphModule,
+    plan: Plan,
+    table: RegionTable,
+    inside: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> GraphModule | None:
+    """Return the graph that torch.compile sees; None if it sees the reference graph.
 
     Args:
-        owner: the number of the model in calls of ``REGION_OPERATOR``.
+        table: the regions of the graph are added to it.
+        inside: path of a module in ``reference`` -> the module to call in its place, which has regions too.
     """
+    if not table.owner or not (plan.kernels or inside):
+        return None
     levels = levels_of(reference.graph, plan)
     regions = tuple(_regions(reference, plan, levels))
-    if not regions or not all(map(_takes_and_returns_tensors, regions)):
-        return None, ()
+    if not (regions or inside) or not levels.level_of or not all(map(_takes_and_returns_tensors, regions)):
+        return None
     module = GraphModule(nn.Module(), Graph())
     share_state(module, reference)
-    module.graph = _outer_graph(reference.graph, levels, regions, owner)
-    return module, regions
+    names = {path: f"module_{index}" for index, path in enumerate(inside)}
+    vars(module)[MADE] = SimpleNamespace(**{name: inside[path] for path, name in names.items()})
+    paths = {path: f"{MADE}.{name}" for path, name in names.items()}
+    module.graph = _outer_graph(reference.graph, levels, regions, table, paths)
+    table.regions += regions
+    return module
 
 
 def _regions(reference: GraphModule, plan: Plan, levels: Levels) -> Iterator[KernelRegion]:
     order = {node: index for index, node in enumerate(reference.graph.nodes)}
-    in_images = images(reference.graph)
+    in_images, is_first = images(reference.graph), True
     for members in levels.regions():
         inside = set(members)
         inputs = [source for source in dict.fromkeys(levels.sources(members)) if source not in inside]
@@ -126,7 +140,10 @@ def _regions(reference: GraphModule, plan: Plan, levels: Levels) -> Iterator[Ker
         outputs = [node for node in members if _is_read_as_it_is(node, inside, levels)] + floats
         if outputs:
             layouts = [layout_of(node, in_images) for node in outputs]
-            yield KernelRegion(reference, plan, inside, nodes, tensors, sizes, outputs, layouts)
+            yield KernelRegion(
+                reference, plan, inside, nodes, tensors, sizes, outputs, layouts, is_first=is_first
+            )
+            is_first = False
 
 
 def _free_behind(nodes: Iterable[Node], levels: Levels) -> Iterator[Node]:
@@ -178,23 +195,32 @@ def _digest(reference: GraphModule, nodes: Sequence[Node]) -> str:
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
-def _outer_graph(graph: Graph, levels: Levels, regions: Sequence[KernelRegion], owner: int) -> Graph:
-    outer, copies = Graph(), {}
+def _outer_graph(
+    graph: Graph,
+    levels: Levels,
+    regions: Sequence[KernelRegion],
+    table: RegionTable,
+    paths: Mapping[str, str],
+) -> Graph:
+    outer, copies, first = Graph(), {}, len(table.regions)
 
     def copy_of(node: Node) -> Node:
         if node not in copies:
             copies[node] = outer.node_copy(node, copy_of)
-            copies[node].target = COPYING.get(node.target, node.target)
+            if node.op == "call_module":
+                copies[node].target = paths.get(str(node.target), node.target)
+            else:
+                copies[node].target = COPYING.get(node.target, node.target)
         return copies[node]
 
     def call(index: int, region: KernelRegion) -> None:
         tensors, sizes = ([*map(copy_of, read)] for read in (region.tensors, region.sizes))
-        results = outer.call_function(REGION_OPERATOR, (tensors, sizes, owner, index, region.digest))
+        results = outer.call_function(REGION_OPERATOR, (tensors, sizes, table.owner, index, region.digest))
         for position, node in enumerate(region.outputs):
             copies[node] = outer.call_function(operator.getitem, (results, position))
             copies[node].meta = dict(node.meta)
 
-    waiting = deque(enumerate(regions))
+    waiting = deque(enumerate(regions, first))
     # Lower levels first, in the order of the graph within each.
     for node in sorted(levels.level_of, key=levels.level_of.__getitem__):
         if node.op == "output":
@@ -205,5 +231,6 @@ def _outer_graph(graph: Graph, levels: Levels, regions: Sequence[KernelRegion], 
             call(*waiting.popleft())
     copy_of(graph.output_node())
     outer.set_codegen(graph._codegen)
-    outer.eliminate_dead_code(lambda node: node.op in ("call_module", "placeholder", "output"))
+    kept = ("call_module", "placeholder", "output")
+    outer.eliminate_dead_code(lambda node: node.op in kept or node.target in CHECKS)
     return outer

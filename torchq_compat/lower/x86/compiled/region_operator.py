@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from torchq_compat.errors import InputError
 
-__all__ = ["REGION_OPERATOR", "RegionOwner", "new_owner"]
+__all__ = ["REGION_OPERATOR", "Region", "RegionOwner", "RegionTable", "new_owner"]
 
 NAME = "torchq_compat::lowered_region"
 SCHEMA = "(Tensor[] tensors, SymInt[] sizes, int owner, int index, str digest) -> Tensor[]"
@@ -27,9 +28,11 @@ class Region(Protocol):
     Attributes:
         digest: a digest of what the region computes: Inductor keeps compiled code on disk, where numbers of
             owners mean nothing.
+        is_first: whether the region may run before every other region of its owner.
     """
 
     digest: str
+    is_first: bool
 
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Run the kernels."""
@@ -48,6 +51,19 @@ class RegionOwner(Protocol):
         """Make the regions again if the state they were made of has changed."""
 
 
+@dataclass
+class RegionTable:
+    """The regions of one model, with those of the models and graphs inside it.
+
+    Attributes:
+        owner: the number of the model in calls of the operator; 0: the model is not for torch.compile.
+        regions: the regions, by their index in calls of the operator.
+    """
+
+    owner: int
+    regions: list[Region] = field(default_factory=list)
+
+
 OWNERS: weakref.WeakValueDictionary[int, RegionOwner] = weakref.WeakValueDictionary()
 NUMBERS = itertools.count(1)
 
@@ -60,10 +76,9 @@ def new_owner(owner: RegionOwner) -> int:
 
 
 def _region(owner: int, index: int, digest: str) -> Region:
-    model = OWNERS.get(owner)
-    regions = () if model is None else model.kernel_regions()
-    if index < len(regions) and regions[index].digest == digest:
-        return regions[index]
+    region = _region_at(owner, index)
+    if region is not None and region.digest == digest:
+        return region
     raise InputError(
         "compiled code calls integer kernels that its model does not have any more: other weights gave other "
         "kernels, or the model is gone",
@@ -71,10 +86,16 @@ def _region(owner: int, index: int, digest: str) -> Region:
     )
 
 
-def _run(tensors: list[Tensor], sizes: list[int], owner: int, index: int, digest: str) -> list[Tensor]:
+def _region_at(owner: int, index: int) -> Region | None:
     model = OWNERS.get(owner)
-    if index == 0 and model is not None:  # All other regions read what this one computes.
-        model.refresh_kernels()
+    regions = () if model is None else model.kernel_regions()
+    return regions[index] if index < len(regions) else None
+
+
+def _run(tensors: list[Tensor], sizes: list[int], owner: int, index: int, digest: str) -> list[Tensor]:
+    region = _region_at(owner, index)
+    if region is not None and region.is_first:
+        OWNERS[owner].refresh_kernels()
     return _region(owner, index, digest).run(tensors, sizes)
 
 

@@ -11,13 +11,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from torchq_compat.lower.x86.kernels.kernel_base import Floats, KernelCall, Quantized
 from torchq_compat.lower.x86.plan import Plan
 from torchq_compat.qspecs.qdq import DEQUANTIZES, QUANTIZE
 
-__all__ = ["Levels", "levels_of"]
+__all__ = ["CHECKS", "Levels", "levels_of"]
+
+ATEN = torch.ops.aten
+#: Ops that check values and compute none: torch.fx counts them as impure, but their order does not matter.
+CHECKS = frozenset(
+    {
+        ATEN._assert_tensor_metadata.default,
+        ATEN._assert_scalar.default,
+        ATEN._assert_async.default,
+        ATEN._assert_async.msg,
+        ATEN.sym_constrain_range.default,
+        ATEN.sym_constrain_range_for_size.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -57,10 +71,10 @@ class Levels:
 
 
 def levels_of(graph: Graph, plan: Plan) -> Levels:
-    """Return the levels of ``graph`` under ``plan``; none if it has no kernels, or effects: levels change the
-    order of nodes."""
+    """Return the levels of ``graph`` under ``plan``; none if it has effects: levels change the order of
+    nodes."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "call_module")]
-    if not plan.kernels or any(node.is_impure(impure_random=False) for node in nodes):
+    if any(node.is_impure(impure_random=False) and node.target not in CHECKS for node in nodes):
         return Levels()
     levels = Levels(free=frozenset(_free_nodes(graph)), reads=_reads(graph, plan))
     in_kernels = _computed_by_kernels(graph, plan, levels)

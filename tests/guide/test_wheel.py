@@ -1,0 +1,98 @@
+"""A wheel, built from this tree and installed away from it, has all that the package needs to run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.guide.test_docs import BLOCK
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "torchq_compat"
+#: What pyproject.toml, MANIFEST.in and a build read.
+SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+#: Beside Python: the kernels' sources and headers, the page of ``compare``, the mark of a typed package.
+DATA = {".cpp", ".h", ".j2", ".typed"}
+#: Run in front of README's example: nothing of the checkout may be found.
+WHERE = """\
+import sys
+import torchq_compat
+assert torchq_compat.__file__.startswith(sys.prefix), torchq_compat.__file__
+"""
+
+
+def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**clean, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def build_wheel(folder: Path) -> Path:
+    source = folder / "source"
+    shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in SOURCES:
+        shutil.copy(ROOT / name, source)
+    # Isolated, pip fetches setuptools from an index; pyproject.toml says which it needs.
+    found = importlib.util.find_spec("setuptools") and int(version("setuptools").split(".")[0])
+    here = ["--no-build-isolation"] if found and found >= 77 else []
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", *here, "--wheel-dir", folder, source)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Return the ``bin`` of a new environment that has ``wheel``, and what this environment has below it."""
+    venv.create(folder, symlinks=True)
+    binaries = folder / "bin"
+    run(sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--no-deps", wheel)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # Behind the environment's own; files with .pth in them, as of editable packages, are not read.
+    here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "other_packages.pth").write_text("\n".join(here))
+    return binaries
+
+
+@pytest.mark.slow
+def test_a_wheel_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path)
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.suffix in {".py", *DATA} and "__pycache__" not in path.parts
+    }
+    assert expected <= names
+    assert {Path(name).suffix for name in expected} == {".py", *DATA}
+    assert not {name for name in names if name.startswith(("tests", "migration"))}
+    binaries = install(wheel, tmp_path / "environment")
+    # The kernel of recurrent modules is compiled from the sources in the wheel.
+    cache = tmp_path / "cache"
+    outside = partial(run, cwd=tmp_path, TORCHQ_COMPAT_CACHE_DIR=str(cache))
+    (example,) = BLOCK.findall((ROOT / "README.md").read_text())
+    told = outside(binaries / "python", "-c", WHERE + example)
+    assert "runs on the integer kernels of its kind" in told
+    assert list(cache.rglob("*.so"))
+    command = binaries / "torchq-compat"
+    assert outside(command, "--version").startswith("torchq-compat ")
+    script = ROOT / "migration" / "legacy" / "lstm_16bit_parts.py"
+    printed = outside(command, "run", script)
+    assert {line.split()[0] for line in printed.splitlines()} >= {"float", "quantized"}
