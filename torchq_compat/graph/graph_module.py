@@ -56,6 +56,7 @@ from torchq_compat.graph.quantized_interface import (
     output_qparams,
     take_integers,
 )
+from torchq_compat.graph.replaced_observers import ObservedPlace
 from torchq_compat.graph.state_checks import check_state
 from torchq_compat.graph.view_hooks import HOOKED, calling_hooks, is_of_a_hook
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
@@ -119,6 +120,7 @@ class ModelRecord:
         batch_norms: path of every captured batch norm -> path of the op it follows.
         steps: paths of the models that run one step of a loop; the modules in them can also be reached
             without these prefixes.
+        observed: the places that prepare observes.
         fx_converts_otherwise: paths of the ops that FX converts to other qparams or ranges than they trained
             with; from convert on.
         observer_qparams: whether it was converted to those.
@@ -135,6 +137,7 @@ class ModelRecord:
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
     batch_norms: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
+    observed: tuple[ObservedPlace, ...] = ()
     fx_converts_otherwise: tuple[str, ...] = ()
     observer_qparams: bool = False
 
