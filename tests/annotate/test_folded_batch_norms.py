@@ -40,7 +40,7 @@ def mapping(*kinds: Any) -> QConfigMapping:
         ((nn.Linear, F.relu), F.relu, True),
         ((nn.Linear, nn.ReLU), nn.ReLU, True),
         ((nn.Linear, nn.BatchNorm1d), F.relu, False),
-        # FX asks for the functional relu alone: nothing fuses it with the linear before the QConfigs are read.
+        # FX asks for the functional relu: no fused module with an nn.ReLU stands in its place.
         ((nn.Linear, nn.ReLU), F.relu, False),
     ],
 )
