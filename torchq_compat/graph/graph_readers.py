@@ -15,7 +15,8 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["tell_graph_readers", "told_of_layers"]
 
 OWN = "torchq_compat."
-LIBRARIES = ("torch.", "torchao.")
+#: The packages that read graphs for their own purposes.
+READERS = (OWN, "torch.", "torchao.")
 _TELLS: list[bool] = []
 
 
@@ -25,13 +26,14 @@ def tell_graph_readers() -> None:
 
 
 def told_of_layers(stage: str) -> None:
-    """Warn the code that reads the graph of a model, unless it is a library's, or only prints it."""
+    """Warn the code that reads the graph of a model, unless it is a library's, or only prints it.
+    It is called in the property ``graph`` of our models."""
     if not _TELLS:
         return
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _name(frame).startswith(OWN):
+    while frame is not None and _name(frame).startswith(OWN) and frame.f_code.co_name == "graph":
         frame = frame.f_back
-    if frame is None or _name(frame) == "torch" or _name(frame).startswith(LIBRARIES):
+    if frame is None or _name(frame).startswith(READERS):
         return
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     if "print" not in line:
