@@ -43,6 +43,7 @@ from torchq_compat.graph.failed_calls import (
     has_structure,
     structure_of,
 )
+from torchq_compat.graph.graph_readers import told_of_layers
 from torchq_compat.graph.module_views import ModuleFacts, hooked_views, install_views
 from torchq_compat.graph.numeric_suite import StateOfCaptured, refuse_numeric_suite
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
@@ -185,6 +186,7 @@ class QuantizationGraphModule(GraphModule):
         record = record_of(self)
         if record is not None:
             refuse_torchao_prepare(record.stage.value)
+            told_of_layers(record.stage.value)
         return GraphModule.graph.fget(self)  # type: ignore[attr-defined, no-any-return]
 
     @graph.setter
