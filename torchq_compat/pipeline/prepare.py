@@ -176,7 +176,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
     batch_norms = batch_norm.by_path(graph_module)
     with slow_stage(f"observing {name}"):
         prepared, decided = _insert_observers(
-            Captured(graph_module, working, boundaries, interface, copied.cumulative), request
+            Captured(graph_module, working, boundaries, interface, copied.cumulative, batch_norms), request
         )
 
     # Wrap, and check.
