@@ -171,3 +171,34 @@ def test_bad_input() -> None:
         message = rf"{setting}_quantized_indexes has -?\d, and the model has 2"
         with pytest.warns(QuantizationWarning, match=message):
             by_us(model, data, inputs, outputs)
+
+
+class Pool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.AvgPool2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x)
+
+
+def test_an_op_that_shares_the_qparams_of_a_quantized_input() -> None:
+    """FX observes no quantized input, so the op is observed on its own in FX's reference; lowered it runs on
+    the input's qparams. Here the input is observed, and the op shares its qparams in both forms."""
+    model, x = Pool().eval(), torch.randn(2, 3, 9, 9)
+    theirs = fx.prepare_fx(copy.deepcopy(model), MAPPING, (x,), config([0], []))
+    ours = tc.prepare_fx(model, MAPPING, (x,), config([0], []))
+    for prepared in (theirs, ours):
+        calibrate(prepared, [(x,)])
+    its_reference = fx.convert_to_reference_fx(copy.deepcopy(theirs))
+    assert float(its_reference.pool_scale_0) < 0.7 * (x.max() - x.min()) / 255
+
+    reference, lowered = tc.convert_to_reference_fx(ours), tc.convert_fx(ours)
+    qparams = reference.input_qparams()[0]
+    assert isinstance(qparams, PerTensorQParams)
+    assert [n.args[1] for n in quantize_nodes(reference)] == [qparams.scale]
+    integers = torch.quantize_per_tensor(x, qparams.scale, qparams.zero_point, torch.quint8)
+    expected = fx.convert_fx(theirs)(integers)
+    assert expected.dequantize().sub(reference(integers)).abs().max() <= 1.01 * qparams.scale
+    assert 20 < sqnr(model(x), reference(integers)) < 50
+    assert reference(integers).sub(lowered(integers)).abs().max() <= 1.01 * qparams.scale

@@ -24,10 +24,6 @@ EXPLAINED: dict[str, dict[str, str]] = {
     "mobilenetv4_conv_small": {
         "qparams": TIMM_NORMS,
     },
-    "pointnet": {
-        "ops": "FX computes torch.eye(3).flatten().view(1, 9) while it traces; torch.export keeps the "
-        "calls, and the view shares the constant's observer.",
-    },
     "r3d_18": {
         "ops": "FX does not see that a subclass of Conv3d has a batch norm to fold, and quantizes both "
         "apart; here it is folded.",

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from torchq_compat.config.custom_configs import PREPARE_KEYS
-from torchq_compat.errors import ExampleInputsError, InputError
+from torchq_compat.errors import ArgumentError, ExampleInputsError, InputError
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.torch_ao import (
     ConvertCustomConfig,
@@ -75,11 +75,15 @@ def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any
         model: the model whose ``forward`` is called with the inputs; if None, names are not checked.
 
     Raises:
-        InputError: ``value`` is missing, is a custom config, or holds a PackedSequence.
+        ArgumentError: ``value`` is missing.
+        InputError: ``value`` is None, is a custom config, or holds a PackedSequence.
     """
     if value is MISSING or value is None:
-        stands = "" if value is MISSING else ": None stands in its place"
-        raise InputError(
+        # A missing argument is a TypeError, which scripts for several versions of torch catch.
+        error, stands = (
+            (ArgumentError, "") if value is MISSING else (InputError, ": None stands in its place")
+        )
+        raise error(
             f"example_inputs is missing{stands}: torch.export captures the model by running it once.",
             hint="pass a tuple with one example of every argument, e.g. prepare_fx(model, mapping, (x,)); "
             f"{WHERE_FROM}.",

@@ -14,12 +14,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
+from torchq_compat.lower.x86.memory_layouts import CLONE, has_own_layout, layout_read, reads_by_layout
 from torchq_compat.lower.x86.opaque_boundary import simplify_boundaries
 from torchq_compat.lower.x86.plan import Plan
 from torchq_compat.lower.x86.qdq_operands import (
     SIZE_OPS,
     is_integers,
     is_whole_range,
+    rank_of,
     takes_and_returns_tensors,
 )
 from torchq_compat.lower.x86.tuple_codegen import without_pytree
@@ -163,6 +165,8 @@ class _Writer:
         elif node in self.plan.carried:
             target = COPYING.get(node.target, node.target)
             args = map_arg(node.args, self._quantized_or_size)
+            if reads_by_layout(node.target):
+                args = (self._plain(node.all_input_nodes[0], args[0]), *args[1:])
             self.quantized[node] = self.graph.call_function(target, args, dict(node.kwargs))
             self.carried.add(self.quantized[node])
             _name_after(self.quantized[node], node)
@@ -184,8 +188,16 @@ class _Writer:
             self.quantized[node] = self._saturated(result, self.plan.qparams_of[node])
 
     def _call(self, call: KernelCall) -> Node:
-        args = tuple(self._argument(argument) for argument in call.args)
-        return self.graph.call_function(call.kernel, args)
+        args = [self._argument(argument) for argument in call.args]
+        if reads_by_layout(call.kernel) and isinstance(call.args[0], Quantized):
+            args[0] = self._plain(call.args[0].node, args[0])
+        return self.graph.call_function(call.kernel, tuple(args))
+
+    def _plain(self, node: Node, quantized: Node) -> Node:
+        """Return ``quantized``, the form of ``node``, in a layout that no kernel mistakes."""
+        if has_own_layout(node):
+            return quantized
+        return self.graph.call_function(CLONE, (quantized,), layout_read(rank_of(node)))
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, KernelCall):

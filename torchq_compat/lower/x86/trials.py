@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 
 from torchq_compat.capture.training_modes import training_flag
 from torchq_compat.lower.x86.kernels.kernel_base import Constant, Floats, KernelCall, Quantized
+from torchq_compat.lower.x86.memory_layouts import layout_read, reads_by_layout
 from torchq_compat.lower.x86.qdq_operands import constant_of, observed_range
 from torchq_compat.lower.x86.steps import steps_of_floats
 from torchq_compat.lower.x86.trial_sizes import Sizes, trial_sizes
@@ -237,7 +238,10 @@ def _run_call(call: KernelCall, given: dict[Node, Tensor], evaluate: Callable[[N
             return argument.value
         return map_arg(argument, evaluate)
 
-    result: Tensor = call.kernel(*(read(argument) for argument in call.args))
+    first, *others = (read(argument) for argument in call.args)
+    if reads_by_layout(call.kernel):
+        first = first.clone(**layout_read(first.dim()))
+    result: Tensor = call.kernel(first, *others)
     return result
 
 

@@ -1,0 +1,130 @@
+"""Kernels that mistake the memory layout of a batch of one behind a transpose, and the copy against it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.fx import GraphModule
+
+import torchq_compat as tc
+from tests.helpers.oracle import by_fx, by_us, calibrate, sqnr
+
+MAPPING = get_default_qconfig_mapping("x86")
+Op = Callable[[Tensor], Tensor]
+PLANES: dict[str, Op] = {
+    "avg_pool": lambda x: F.avg_pool2d(x, 2),
+    "max_pool": lambda x: F.max_pool2d(x, 2),
+    "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "instance_norm": nn.InstanceNorm2d(6, affine=True),
+    "group_norm": nn.GroupNorm(2, 6),
+}
+LINES: dict[str, Op] = {
+    "avg_pool": lambda x: F.avg_pool1d(x, 2),
+    "max_pool": lambda x: F.max_pool1d(x, 2),
+    "adaptive_avg_pool": lambda x: F.adaptive_avg_pool1d(x, 3),
+}
+
+
+class Tokens(nn.Module):
+    """Tokens that become an image, as between a transformer's blocks."""
+
+    def __init__(self, op: Op, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.linear, self.op, self.sizes = nn.Linear(6, 6), op, sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.linear(x).transpose(1, 2).reshape(x.shape[0], 6, *self.sizes))
+
+
+class OfChannelsLast(nn.Module):
+    """A pixel of 1 by 1 whose channels are a part of those before."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.conv, self.op = nn.Conv2d(6, 12, 1), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.conv(x)[:, :6])
+
+
+def close(lowered: GraphModule, batches: list[Any]) -> None:
+    """Assert that ``lowered`` gives its reference's values but for ties, at every one of ``batches``."""
+    reference = lowered.reference
+    for batch in batches:
+        with torch.no_grad():
+            expected, found = reference(*batch), lowered(*batch)
+        assert found.shape == expected.shape
+        steps = expected.unique().diff().min()  # a quantization step, or several
+        # The mean of four integers is often a tie, which kernels round to the other side.
+        assert (found - expected).abs().max() <= 1.01 * steps
+        assert sqnr(expected, found) > 18
+
+
+def runs_on_a_kernel(lowered: GraphModule, kind: str) -> bool:
+    return any(kind in str(node.target) for node in lowered.graph.nodes if node.op == "call_function")
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes"),
+    [
+        *(pytest.param(op, (4, 6), id=f"{name}2d") for name, op in PLANES.items()),
+        *(pytest.param(op, (24,), id=f"{name}1d") for name, op in LINES.items()),
+        pytest.param(lambda x: F.avg_pool3d(x, 2), (2, 4, 3), id="avg_pool3d"),
+        pytest.param(lambda x: F.max_pool3d(x, 2), (2, 4, 3), id="max_pool3d"),
+        pytest.param(lambda x: F.interpolate(x, scale_factor=2), (2, 4, 3), id="nearest3d"),
+    ],
+)
+def test_a_batch_of_one_behind_a_transpose(op: Op, sizes: tuple[int, ...]) -> None:
+    model = Tokens(op, sizes).eval()
+    prepared, _ = by_us(model, MAPPING, [(torch.randn(2, 24, 6),) for _ in range(3)])
+    lowered = tc.convert_fx(prepared)
+    assert runs_on_a_kernel(lowered, "quantized.linear")
+    close(lowered, [(torch.randn(batch, 24, 6),) for batch in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("name", ["adaptive_avg_pool", "bilinear", "nearest"])
+def test_a_slice_of_one_pixel(name: str) -> None:
+    prepared, _ = by_us(OfChannelsLast(PLANES[name]).eval(), MAPPING, [(torch.randn(2, 6, 1, 1),)] * 2)
+    close(tc.convert_fx(prepared), [(torch.randn(batch, 6, 1, 1),) for batch in (1, 2, 3)])
+
+
+def test_an_image_that_was_read_channels_last() -> None:
+    """A picture of height, width and channels, as every decoder gives it."""
+    model = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 4, 1)).eval()
+    prepared, _ = by_us(model, MAPPING, [(torch.randn(2, 3, 8, 8),)] * 2)
+    lowered = tc.convert_fx(prepared)
+    image = torch.randn(8, 8, 3).permute(2, 0, 1)[None]
+    assert image.stride()[0] == 3
+    close(lowered, [(image,)])
+
+
+def test_fx_is_wrong() -> None:
+    model, batches = Tokens(PLANES["bilinear"], (4, 6)).eval(), [(torch.randn(2, 24, 6),) for _ in range(3)]
+    prepared = fx.prepare_fx(copy.deepcopy(model), MAPPING, batches[0])
+    calibrate(prepared, batches)
+    theirs, ours = fx.convert_fx(prepared), tc.convert_fx(by_us(model, MAPPING, batches)[0])
+    given = torch.randn(1, 24, 6)
+    with torch.no_grad():
+        assert sqnr(model(given), theirs(given)) < 10
+        assert 25 < sqnr(model(given), ours(given)) < 60
+        assert sqnr(model(given), by_fx(model, MAPPING, batches)[1](given)) > 25  # FX's reference
+
+
+def test_nothing_is_copied_behind_a_convolution() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 1), nn.Hardtanh(), nn.AvgPool2d(2)
+    )
+    prepared, _ = by_us(model.eval(), MAPPING, [(torch.randn(2, 3, 16, 16),)])
+    assert not runs_on_a_kernel(tc.convert_fx(prepared), "clone")
+    prepared, _ = by_us(Tokens(PLANES["max_pool"], (4, 6)).eval(), MAPPING, [(torch.randn(2, 24, 6),)])
+    assert runs_on_a_kernel(tc.convert_fx(prepared), "clone")
