@@ -7,7 +7,7 @@ import nox
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["checks", "tests"]
 
-PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+PYTHONS = ["3.11", "3.12", "3.13"]
 
 
 def install(session: nox.Session, *extras: str) -> None:

@@ -7,7 +7,7 @@ Other ops stay float.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +77,7 @@ def decide_graph(
     boundaries: Mapping[Node, OpaqueBoundary],
     quantized_inputs: Iterable[Node] = (),
     quantized_outputs: Iterable[tuple[Node, Node]] = (),
+    folded_into: Collection[str] = (),
 ) -> GraphDecisions:
     """Return the decisions about every op of ``graph_module``.
 
@@ -88,6 +89,7 @@ def decide_graph(
         boundaries: the boundary of each opaque call.
         quantized_inputs: placeholders that will accept integers.
         quantized_outputs: (node, output node) of results that will be returned as integers.
+        folded_into: the labels of the ops that a batch norm may have been folded into.
 
     Raises:
         ConfigError: QConfigs conflict in a fused pattern, or have settings that contradict each other.
@@ -95,9 +97,8 @@ def decide_graph(
     partitions = find_source_partitions(graph_module, model)
     state = _State(rules, backend, buffer_updates(graph_module), find_constants(graph_module))
     state.decisions.extend(decide_order_rules(partitions, rules))
-    patterns = {
-        pattern.first.nodes[-1]: pattern for pattern in match_fused_patterns(partitions, rules, backend)
-    }
+    matched = match_fused_patterns(partitions, rules, backend, folded_into)
+    patterns = {pattern.first.nodes[-1]: pattern for pattern in matched}
     for node in quantized_inputs:
         state.take_quantized_input(node)
     for node in graph_module.graph.nodes:

@@ -8,7 +8,7 @@ A pattern without a fuser method, of functions, is matched later: the QConfig of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from torchq_compat.annotate.op_records import OpRecord
 from torchq_compat.annotate.source_partitions import SourcePartition
-from torchq_compat.config.backend_configs import BackendTable, Join, PatternEntry, PatternPart
+from torchq_compat.config.backend_configs import BATCH_NORMS, BackendTable, Join, PatternEntry, PatternPart
 from torchq_compat.config.qconfig_mappings import ObjectType, QConfigRules
 from torchq_compat.errors import ConfigError
 from torchq_compat.qspecs.selectors import Selection
@@ -71,9 +71,15 @@ class FusedPattern:
 
 
 def match_fused_patterns(
-    partitions: list[SourcePartition], rules: QConfigRules, backend: BackendTable
+    partitions: list[SourcePartition],
+    rules: QConfigRules,
+    backend: BackendTable,
+    folded_into: Collection[str] = (),
 ) -> list[FusedPattern]:
     """Return the longest matches of the backend's fused patterns; an op in no match is a pattern of its own.
+
+    Args:
+        folded_into: the labels of the ops that a batch norm may have been folded into.
 
     Raises:
         ConfigError: modules of a fused pattern have different QConfigs by object type.
@@ -89,7 +95,7 @@ def match_fused_patterns(
     patterns = matcher.patterns(
         partitions, lambda op, side: side == 0 or op.nodes[-1] not in joined_on_the_left
     )
-    return [_fused_pattern(ops, rules, backend) for ops in patterns]
+    return [_fused_pattern(ops, rules, backend, folded_into) for ops in patterns]
 
 
 MayJoin = Callable[[SourcePartition, int], bool]
@@ -163,9 +169,14 @@ def _side(before: SourcePartition, op: SourcePartition) -> int | None:
 
 
 def _fused_pattern(
-    ops: tuple[SourcePartition, ...], rules: QConfigRules, backend: BackendTable
+    ops: tuple[SourcePartition, ...],
+    rules: QConfigRules,
+    backend: BackendTable,
+    folded_into: Collection[str],
 ) -> FusedPattern:
     entry, own_entry = _entry(ops, backend), _entry(ops[:1], backend)
+    if entry is not None and ops[0].label in folded_into and not _fuses_batch_norm(ops, backend):
+        entry = replace(entry, is_fused_module=False)
     roles = own_entry.input_type_to_index if own_entry else {}
     first, deciding = _record(ops[0], ops[0].label), _record(ops[-1], ops[0].label)
     if entry is not None and entry.is_fused_module:
@@ -173,6 +184,13 @@ def _fused_pattern(
         deciding = first
     observes_inputs = first.select(rules).qconfig is not None
     return FusedPattern(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
+
+
+def _fuses_batch_norm(ops: tuple[SourcePartition, ...], backend: BackendTable) -> bool:
+    """Return whether the backend fuses ``ops`` with a batch norm behind the first one. FX fuses modules once:
+    a linear that has taken a batch norm in is not fused with a ReLU as well."""
+    first, *rest = _pattern_parts(ops)
+    return backend.find(first, BATCH_NORMS, *rest) is not None
 
 
 def _record(op: SourcePartition, label: str) -> OpRecord:

@@ -80,7 +80,9 @@ def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any
     """
     if value is MISSING or value is None:
         # A missing argument is a TypeError, which scripts for several versions of torch catch.
-        error, stands = (ArgumentError, "") if value is MISSING else (InputError, ": None stands in its place")
+        error, stands = (
+            (ArgumentError, "") if value is MISSING else (InputError, ": None stands in its place")
+        )
         raise error(
             f"example_inputs is missing{stands}: torch.export captures the model by running it once.",
             hint="pass a tuple with one example of every argument, e.g. prepare_fx(model, mapping, (x,)); "

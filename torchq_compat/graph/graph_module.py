@@ -43,6 +43,7 @@ from torchq_compat.graph.failed_calls import (
     has_structure,
     structure_of,
 )
+from torchq_compat.graph.graph_readers import told_of_layers
 from torchq_compat.graph.module_views import ModuleFacts, hooked_views, install_views
 from torchq_compat.graph.numeric_suite import StateOfCaptured, refuse_numeric_suite
 from torchq_compat.graph.observed_graph import observer_label, observer_nodes
@@ -56,6 +57,7 @@ from torchq_compat.graph.quantized_interface import (
     output_qparams,
     take_integers,
 )
+from torchq_compat.graph.replaced_observers import ObservedPlace
 from torchq_compat.graph.state_checks import check_state
 from torchq_compat.graph.view_hooks import HOOKED, calling_hooks, is_of_a_hook
 from torchq_compat.opaque_calls.quantized_boundary import refresh_boundaries
@@ -119,6 +121,7 @@ class ModelRecord:
         batch_norms: path of every captured batch norm -> path of the op it follows.
         steps: paths of the models that run one step of a loop; the modules in them can also be reached
             without these prefixes.
+        observed: the places that prepare observes.
         fx_converts_otherwise: paths of the ops that FX converts to other qparams or ranges than they trained
             with; from convert on.
         observer_qparams: whether it was converted to those.
@@ -135,6 +138,7 @@ class ModelRecord:
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
     batch_norms: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
+    observed: tuple[ObservedPlace, ...] = ()
     fx_converts_otherwise: tuple[str, ...] = ()
     observer_qparams: bool = False
 
@@ -182,6 +186,7 @@ class QuantizationGraphModule(GraphModule):
         record = record_of(self)
         if record is not None:
             refuse_torchao_prepare(record.stage.value)
+            told_of_layers(record.stage.value)
         return GraphModule.graph.fget(self)  # type: ignore[attr-defined, no-any-return]
 
     @graph.setter

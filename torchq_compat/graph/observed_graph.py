@@ -28,8 +28,8 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
-from torchq_compat.annotate.op_records import op_record
 from torchq_compat.annotate.wrapping_quantizer import OuterGraphQuantizer
+from torchq_compat.graph.replaced_observers import adopt_observers, observed_op
 from torchq_compat.qspecs.dynamic_qparams import DynamicQuantization
 from torchq_compat.qspecs.loaded_qparams import has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.qspecs.observer_qparams import converts_otherwise, use_observer_qparams
@@ -38,6 +38,7 @@ from torchq_compat.qspecs.weight_observers import WeightObserver
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
+from torchq_compat.support.torch_ao import observer as legacy_observer
 from torchq_compat.support.torchao_flow import prepare_pt2e
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
 
@@ -107,6 +108,7 @@ def convert_graph(
             range, as in FX. The metadata of the result name what this changes, or would change.
     """
     otherwise: list[str] = []
+    adopt_observers(prepared)
 
     def fix_observers(folded: GraphModule) -> None:
         _observe_weights(folded)
@@ -143,7 +145,10 @@ class ObserverFault(Enum):
 
 
 #: Observers that only record, or only name a dtype, and never have a scale.
-WITHOUT_QPARAMS = (NoopObserver, PlaceholderObserver, RecordingObserver)
+WITHOUT_QPARAMS = (
+    *(NoopObserver, PlaceholderObserver, RecordingObserver),
+    *(legacy_observer.NoopObserver, legacy_observer.PlaceholderObserver, legacy_observer.RecordingObserver),
+)
 
 
 def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]]:
@@ -268,13 +273,9 @@ def _ops_converted_otherwise(prepared: GraphModule, *, is_trained: bool) -> Iter
     for node, module in observer_nodes(prepared):
         if not converts_otherwise(module, is_trained=is_trained):
             continue
-        source = node.args[0]
-        assert isinstance(source, Node)
-        for op in (source, *node.users):
-            record = op_record(op)
-            if record is not None:
-                yield record.label
-                break
+        label = observed_op(node)
+        if label:
+            yield label
 
 
 def activations_as_observed(prepared: GraphModule) -> None:
@@ -374,7 +375,7 @@ def _fault(module: nn.Module) -> ObserverFault | None:
     if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:
         scale, _ = module.calculate_qparams()
         return None if bool(scale.isfinite().all()) else ObserverFault.NOT_FINITE
-    if isinstance(module, WITHOUT_QPARAMS):
+    if isinstance(getattr(module, "legacy", module), WITHOUT_QPARAMS):
         return ObserverFault.NO_QPARAMS
     for part in module.modules():
         low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)

@@ -25,6 +25,7 @@ from torchq_compat.graph.module_views import (
     stand_in_for,
 )
 from torchq_compat.qspecs.observers import LegacyFakeQuantizeAdapter
+from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 
 __all__ = ["PreparedView", "install_prepared_views"]
 
@@ -63,6 +64,17 @@ class PreparedView(ModuleView):
             hint="call the whole model; its graph computes what the module computed.",
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Put a fake-quantize at ``weight_fake_quant`` where the graph calls that of the weight, as FX's QAT
+        modules do."""
+        owner, path, _ = vars(self).get("_view", (None, "", None))
+        prepared: Any = None if owner is None or name != FAKE_QUANTIZE else owner()
+        target = None if prepared is None else _weight_observer(prepared, path)
+        if target is None:
+            super().__setattr__(name, value)
+        else:
+            prepared.set_submodule(target, value)
+
     def extra_repr(self) -> str:
         return str(vars(self)["_view"][2].shown)
 
@@ -87,13 +99,22 @@ def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
 
     A fake-quantize of the user's own class is returned as the user made it, without its adapter.
     """
+    target = _weight_observer(prepared, path)
+    module = None if target is None else prepared.get_submodule(target)
+    if isinstance(module, LegacyFakeQuantizeAdapter):
+        return module.legacy
+    return MISSING if module is None else module
+
+
+def _weight_observer(prepared: GraphModule, path: str) -> str | None:
+    """Return the path of the fake-quantize of the weight of ``path``; None if there is none."""
     weight = f"{path}.weight"
     for node in prepared.graph.nodes:
         if node.op == "call_module" and _is_of_weight(node, weight):
             module = prepared.get_submodule(str(node.target))
-            if isinstance(module, fake_quantize.FakeQuantizeBase):
-                return module.legacy if isinstance(module, LegacyFakeQuantizeAdapter) else module
-    return MISSING
+            if isinstance(module, (fake_quantize.FakeQuantizeBase, legacy_fake_quantize.FakeQuantizeBase)):
+                return str(node.target)
+    return None
 
 
 def _is_of_weight(node: Node, weight: str) -> bool:

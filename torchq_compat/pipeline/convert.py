@@ -30,6 +30,7 @@ from torchq_compat.graph.quantized_interface import expose_integers
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes, tensor_arguments
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.opaque_calls.quantized_boundary import quantize_boundaries
+from torchq_compat.pipeline.edited_observers import settle_observers, with_removed_observers
 from torchq_compat.pipeline.observer_qparams import with_observer_qparams
 from torchq_compat.pipeline.switch_off import decide_switched_off, remove_observers, with_switched_off
 from torchq_compat.pipeline.unmatched_at_convert import unmatched_at_convert
@@ -68,7 +69,6 @@ def convert_to_reference(
         warn_user(told)
     _warn_of_other_backend(record, backend)
     switched_off = _decide_switched_off(prepared, record, rules)
-    _check_observers(prepared)
     preserved = {
         name: getattr(prepared, name)
         for name in (*prepared.meta[USER_PRESERVED_ATTRIBUTES_KEY], *settings.preserved_attributes)
@@ -77,6 +77,8 @@ def convert_to_reference(
 
     # Copy.
     working = _working_copy(prepared, settings)
+    removed = settle_observers(working, record)
+    _check_observers(working)
     working.eval()
     unguard(working)
     if switched_off:
@@ -103,6 +105,7 @@ def convert_to_reference(
         _with_quantized_class(decision, replaced)
         for decision in with_switched_off(record.decisions, switched_off)
     )
+    decisions = with_removed_observers(decisions, removed, record.observed)
     otherwise = metadata.FX_CONVERTS_OTHERWISE.of(converted) or ()
     if observer_qparams:
         decisions = with_observer_qparams(decisions, otherwise, owners if record.is_qat else ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -35,6 +35,7 @@ class Captured:
         boundaries: the specs around each opaque call.
         interface: which inputs and outputs are integers.
         cumulative: what ``batch_norm.before_capture`` returned.
+        batch_norms: path of every batch norm -> label of the op it follows.
     """
 
     graph_module: GraphModule
@@ -42,6 +43,7 @@ class Captured:
     boundaries: Mapping[Node, OpaqueBoundary]
     interface: QuantizedInterface
     cumulative: Collection[str] = ()
+    batch_norms: Mapping[str, str] = field(default_factory=dict)
 
 
 def observe_by_rules(
@@ -59,6 +61,7 @@ def observe_by_rules(
             captured.boundaries,
             captured.interface.input_nodes(graph_module),
             captured.interface.output_edges(graph_module),
+            frozenset(captured.batch_norms.values()),
         )
         decisions.extend(decided.decisions)
         write_op_records(decided.records)

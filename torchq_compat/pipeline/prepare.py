@@ -34,6 +34,7 @@ from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModul
 from torchq_compat.graph.module_views import ModuleFacts, describe_modules
 from torchq_compat.graph.observed_graph import calibrate_with_float_weights
 from torchq_compat.graph.quantized_interface import QuantizedInterface
+from torchq_compat.graph.replaced_observers import observed_places
 from torchq_compat.pipeline.capture_model import CapturedModel, capture_model, try_model
 from torchq_compat.pipeline.float_model import check_float_model, signature_of
 from torchq_compat.pipeline.insert_observers import Captured, observe_by_quantizer, observe_by_rules
@@ -175,7 +176,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
     batch_norms = batch_norm.by_path(graph_module)
     with slow_stage(f"observing {name}"):
         prepared, decided = _insert_observers(
-            Captured(graph_module, working, boundaries, interface, copied.cumulative), request
+            Captured(graph_module, working, boundaries, interface, copied.cumulative, batch_norms), request
         )
 
     # Wrap, and check.
@@ -197,6 +198,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
         modules=copied.modules,
         batch_norms=batch_norms,
         steps=with_loops.steps,
+        observed=tuple(observed_places(prepared)),
     )
     made = QuantizationGraphModule.wrap(prepared, record, _preserved(as_written, request))
     with slow_stage(f"checking {name}"):

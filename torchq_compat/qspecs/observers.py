@@ -32,7 +32,9 @@ __all__ = [
     "LegacyFakeQuantizeAdapter",
     "LegacyObserverAdapter",
     "ObserverConstructor",
+    "adapted",
     "fixed_qparams_constructor",
+    "is_of_torch_ao",
     "translate_constructor",
 ]
 
@@ -134,7 +136,7 @@ def fixed_qparams_constructor(
 def _translate(made: nn.Module) -> nn.Module:
     mirror = _mirror_class(type(made))
     if mirror is None:
-        return _as_torchao(made)
+        return adapted(made)
     inner = getattr(made, "activation_post_process", None)
     if inner is not None:
         if getattr(inner, "qscheme", None) is torch.per_channel_affine_float_qparams:
@@ -143,8 +145,13 @@ def _translate(made: nn.Module) -> nn.Module:
     return mirror(**_arguments_from_attributes(mirror, made))
 
 
-def _as_torchao(made: nn.Module) -> nn.Module:
-    """Return an observer whose class neither library has: unchanged if derived from torchao, else adapted."""
+def is_of_torch_ao(module: nn.Module) -> bool:
+    """Return whether ``module`` is an observer or fake-quantize of torch.ao, which torchao does not know."""
+    return isinstance(module, LEGACY_BASES) and not isinstance(module, PT2E_BASES)
+
+
+def adapted(made: nn.Module) -> nn.Module:
+    """Return an observer for torchao: unchanged if derived from its classes, else as part of an adapter."""
     if isinstance(made, PT2E_BASES):
         torchao_own: nn.Module = made
         return torchao_own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -267,7 +268,6 @@ FLOATING = {
         "quantized.linear_relu_dynamic.default",
         30,
     ),
-    "half": (linear, rows, HALF, "quantized.linear_dynamic_fp16.default", 60),
 }
 
 
@@ -284,6 +284,19 @@ def test_kernels_that_give_floats(name: str) -> None:
         x = inputs(count)
         torch.testing.assert_close(lowered(x), lowered.reference(x), rtol=1e-5, atol=1e-6)
     assert quality < sqnr(model(x), lowered(x)) < quality + 25
+
+
+def test_linears_in_float16_round_no_input_as_in_fx() -> None:
+    """FX's reference rounds the inputs of its kernel, too, and its kernel does not."""
+    model = nn.Sequential(linear(), nn.ReLU(), linear()).eval()
+    lowered = converted_by_us(model, [(rows(),)], HALF)
+    prepared = fx.prepare_fx(copy.deepcopy(model), HALF, (rows(),))
+    theirs = fx.convert_fx(prepared)
+    x = rows(64)
+    assert torch.equal(lowered(x), theirs(x))
+    assert not torch.equal(lowered(x), lowered.reference(x))
+    assert "quantized.linear_relu_dynamic_fp16.default" in computing(lowered)
+    assert 60 < sqnr(model(x), lowered.reference(x)) < sqnr(model(x), lowered(x)) < 85
 
 
 def test_an_index_beyond_the_table_is_an_error() -> None:

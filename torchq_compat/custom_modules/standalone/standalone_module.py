@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.fx.graph import PythonCode
 
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
@@ -30,8 +31,22 @@ def _set_layouts(module: Any, layouts: list[CallLayout]) -> None:
     module.meta[metadata.LAYOUTS.name] = layouts
 
 
-class StandaloneModule(OpaqueModule, QuantizationGraphModule):
-    """The base class of prepared and converted standalone modules."""
+def _take_calls_of_graphs(kind: type[GraphModule]) -> None:
+    """Make ``forward`` of ``kind``, a class with one instance, take calls of the outer graph: Dynamo calls it
+    and not ``__call__``."""
+    compiled = kind.forward
+
+    @wraps(compiled)
+    def forward(self: Any, *args: Any, opaque_layout: int | None = None) -> Any:
+        if opaque_layout is None:
+            return compiled(self, *args)
+        return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
+
+    kind.forward = forward
+
+
+class PreparedStandalone(OpaqueModule, QuantizationGraphModule):
+    """A prepared standalone module."""
 
     opaque_layouts = property(_layouts, _set_layouts)
 
@@ -41,23 +56,10 @@ class StandaloneModule(OpaqueModule, QuantizationGraphModule):
         return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
 
     def recompile(self) -> PythonCode:
-        """See ``torch.fx.GraphModule``. Dynamo bypasses ``__call__``, so ``forward`` takes calls of the outer
-        graph too."""
+        """See ``torch.fx.GraphModule``."""
         code = super().recompile()
-        compiled = type(self).forward
-
-        @wraps(compiled)
-        def forward(self: StandaloneModule, *args: Any, opaque_layout: int | None = None) -> Any:
-            if opaque_layout is None:
-                return compiled(self, *args)
-            return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
-
-        type(self).forward = forward  # type: ignore[method-assign,assignment]
+        _take_calls_of_graphs(type(self))
         return code
-
-
-class PreparedStandalone(StandaloneModule):
-    """A prepared standalone module."""
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         return QuantizationGraphModule.__call__(self, *args, **kwargs)
@@ -67,8 +69,21 @@ class PreparedStandalone(StandaloneModule):
         return result
 
 
-class ConvertedStandalone(StandaloneModule, ConvertedGraphModule):
+class ConvertedStandalone(OpaqueModule, ConvertedGraphModule):
     """A converted standalone module."""
+
+    opaque_layouts = property(_layouts, _set_layouts)
+
+    def __call__(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
+        if opaque_layout is None:
+            return super().__call__(*args, **kwargs)
+        return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
+
+    def recompile(self) -> PythonCode:
+        """See ``torch.fx.GraphModule``."""
+        code = super().recompile()
+        _take_calls_of_graphs(type(self))
+        return code
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.record.signature.bind(args, kwargs)

@@ -24,6 +24,7 @@ from torchq_compat.graph.graph_module import (
     preserved_of,
     record_of,
 )
+from torchq_compat.graph.graph_readers import told_of_layers
 from torchq_compat.graph.other_engines import refuse_torchao_prepare
 from torchq_compat.graph.quantized_interface import take_integers
 from torchq_compat.lower.x86.compiled.compiled_graph import compiled_graph
@@ -228,6 +229,7 @@ class LoweredGraphModule(ConvertedModel):
         """The graph that runs; for torch.export, which interprets it, the reference graph."""
         if "meta" in vars(self) and record_of(self) is not None:
             refuse_torchao_prepare(self.record.stage.value)
+            told_of_layers(self.record.stage.value)
         return self.reference.graph if _is_captured() else self._graph
 
     @graph.setter

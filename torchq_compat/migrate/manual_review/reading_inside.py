@@ -1,4 +1,5 @@
-"""Find code that inspects a converted model, or uses the classes of FX's converted models."""
+"""Find code that inspects a converted model, uses the classes of FX's converted models, or edits a prepared
+one."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ __all__ = ["REVIEW"]
 
 CODE = "TQ208"
 CONVERTS = ("convert_fx", "convert_to_reference_fx")
+PREPARES = ("prepare_fx", "prepare_qat_fx")
 #: Methods and attributes of a model by which code walks its modules or reads its weights.
 WALKS = frozenset(
     {
@@ -56,13 +58,20 @@ INSIDE = (
     "the state_dict and explain"
 )
 KEYS = "the keys are those of a captured graph; load_state_dict takes FX's, and a view has the weight"
+#: The name of an observer in FX's graph.
+OBSERVER = re.compile(r"activation_post_process_\d+")
+OBSERVERS = "observers have other numbers here, and those of weights are among them; explain names their ops"
+LAYERS = "its layers are aten operators here, not call_module nodes; the observers are called as in FX"
 CLASSES = "the ops of a converted model are in its graph; the modules are views, not of this class"
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
     """Yield attributes that only FX's converted model has in this form, keys of its state, and checks of its
-    class."""
-    if not any(call.function in CONVERTS for call in fx_calls(source)):
+    class; and the graphs and observers of prepared models."""
+    functions = {call.function for call in fx_calls(source)}
+    if not functions.isdisjoint(PREPARES):
+        yield from _in_prepared(source)
+    if functions.isdisjoint(CONVERTS):
         return
     for attribute in source.nodes(cst.Attribute):
         if _reads_inside(source, attribute):
@@ -86,20 +95,40 @@ def find(source: ParsedSource) -> Iterator[Site]:
             yield Site(CODE, source.start(call), source.code(call), refusal=INSIDE)
 
 
+def _in_prepared(source: ParsedSource) -> Iterator[Site]:
+    for attribute in source.nodes(cst.Attribute):
+        graph_of = _graph_of(attribute)
+        if graph_of is not None and _is_made_by(source, graph_of, PREPARES):
+            yield Site(CODE, source.start(attribute), source.code(attribute), refusal=LAYERS)
+        elif OBSERVER.fullmatch(attribute.attr.value):
+            yield Site(CODE, source.start(attribute), source.code(attribute), refusal=OBSERVERS)
+    for string in source.nodes(cst.SimpleString):
+        if OBSERVER.fullmatch(string.raw_value):
+            yield Site(CODE, source.start(string), source.code(string), refusal=OBSERVERS)
+
+
+def _graph_of(attribute: cst.Attribute) -> cst.BaseExpression | None:
+    """Return ``model`` of ``model.graph.nodes``."""
+    graph = attribute.value
+    if attribute.attr.value != "nodes" or not isinstance(graph, cst.Attribute):
+        return None
+    return graph.value if graph.attr.value == "graph" else None
+
+
 def _reads_inside(source: ParsedSource, attribute: cst.Attribute) -> bool:
-    name = attribute.attr.value
-    if (
-        name == "nodes"
-        and isinstance(attribute.value, cst.Attribute)
-        and attribute.value.attr.value == "graph"
-    ):
-        return _is_converted(source, attribute.value.value)
+    name, graph_of = attribute.attr.value, _graph_of(attribute)
+    if graph_of is not None:
+        return _is_converted(source, graph_of)
     is_known = name in OF_EVERY_MODULE or name.startswith("__")
     return (name in WALKS or not is_known) and _is_converted(source, attribute.value)
 
 
 def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
     """Return whether ``node`` is a variable that holds a converted model at this point."""
+    return _is_made_by(source, node, CONVERTS)
+
+
+def _is_made_by(source: ParsedSource, node: cst.BaseExpression, functions: tuple[str, ...]) -> bool:
     if not isinstance(node, cst.Name):
         return False
     value = last_value(source, node, node)
@@ -107,7 +136,7 @@ def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
         bound = only_value(source, node)
         value = bound[1] if bound is not None else None
     made = fx_call(source, value)
-    return made is not None and made.function in CONVERTS
+    return made is not None and made.function in functions
 
 
 def _classes(node: cst.BaseExpression) -> tuple[cst.BaseExpression, ...]:
@@ -132,7 +161,9 @@ A converted model is one captured graph. Where a module of the float model stood
 `modules()`, registers backward hooks at them (forward hooks are called), tests for classes of
 `torch.ao.nn.quantized` or for that name in `type(m).__module__`, looks for `call_module` nodes, or reads keys
 of the `state_dict` finds something else here; `torchq_compat.explain(q)` says what was quantized, module by
-module.
+module. The graph of a prepared model has operators for layers too. Its observers may be replaced, by
+torch.ao's or one's own, and removed; their numbers are not FX's, and those of weights are among them: what a
+script puts in place of those is not used after calibration, as FX has none there.
 """,
 )
 

@@ -57,6 +57,7 @@ def show_script_error(error: Exception) -> None:
 def _redirect(options: RunOptions) -> Callable[[str], str]:
     """Redirect the FX names and return the function that reports the recorded models."""
     with import_noise_held_back():
+        from torchq_compat.graph.graph_readers import tell_graph_readers
         from torchq_compat.migrate.running.first_call import waiting_for_first_call
         from torchq_compat.migrate.running.fx_checkpoints import accept_checkpoints, remembering_prepared
         from torchq_compat.migrate.running.fx_draws import drawing_as_fx
@@ -78,6 +79,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
 
         redirect(wrapped, options.replacements)
         refuse_numeric_suite()
+        tell_graph_readers()
         redirect_removed_imports()
         restore_removed_captures()
         accept_checkpoints()

@@ -76,10 +76,14 @@ def _linear(site: Site) -> KernelCall | Refusal | None:
 
 
 def _half_linear(site: Site) -> KernelCall | Refusal | None:
-    """Return the kernel of a linear whose weight was rounded to float16."""
+    """Return the kernel of a linear whose weight was rounded to float16.
+
+    As in FX it gets the input without its rounding, which is nearer to the float model.
+    """
     arguments = arguments_of(site.op)
     weight = constant_of(site.graph_module, _before_half(arguments["weight"]))
-    if weight is None or _before_half(arguments["input"]) is None:
+    value = _before_half(arguments["input"])
+    if weight is None or value is None:
         return None
     bias = constant_of(site.graph_module, arguments["bias"])
     if bias is None and arguments["bias"] is not None:
@@ -89,8 +93,7 @@ def _half_linear(site: Site) -> KernelCall | Refusal | None:
     except RuntimeError as cause:
         return Refusal(f"torch cannot pack its weight for this engine: {str(cause).splitlines()[0]}")
     kernel = KERNELS.linear_dynamic_fp16 if site.relu is None else KERNELS.linear_relu_dynamic_fp16
-    args = (Floats(arguments["input"]), Constant(packed))
-    return KernelCall(kernel.default, args, site.covered, returns_floats=True)
+    return KernelCall(kernel.default, (Floats(value), Constant(packed)), site.covered, returns_floats=True)
 
 
 def _before_half(node: Any) -> Node | None:

@@ -19,8 +19,13 @@ for key, value in state.items():
     print(re.match(r"features_(\d+)_scale_0", key), key == "features_0_input_zero_point_0")
 if not any(type(m).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")) for m in modules):
     raise ValueError("nothing was quantized")
+for node in prepared.graph.nodes:
+    if node.op == "call_module" and node.target == "conv1":
+        setattr(prepared, "activation_post_process_1", torch.ao.quantization.MinMaxObserver())
+prepared.activation_post_process_0.min_val = torch.zeros(1)
 
 # None of these reads inside.
+print(prepared.graph, model.graph.nodes, "activation_post_process", prepared.conv1.weight)
 quantized.eval()
 quantized.load_state_dict(torch.load("q.pth"))
 torch.save(quantized.state_dict(), "q.pth")
