@@ -482,3 +482,69 @@ def test_compare_loads_it_on_both_sides() -> None:
     assert compared.verdict.status == "same"
     with pytest.raises(CheckpointError, match="lacks"):
         tc.compare(ConvNet().eval(), X86, X, [X], fx_state=without(dict(state), "fc."))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def parametrized(seed: int, *, is_qat: bool) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    torch.nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+    return model.train(is_qat)
+
+
+def states_of_parametrized(*, is_qat: bool) -> tuple[GraphModule, dict[str, dict[str, Any]]]:
+    """Return FX's reference, and the states of its forms."""
+    mapping = get_default_qat_qconfig_mapping("x86") if is_qat else X86
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepare = fx.prepare_qat_fx if is_qat else fx.prepare_fx
+        prepared = prepare(parametrized(1, is_qat=is_qat), mapping, (torch.randn(6, 8),))
+        for _ in range(3):
+            prepared(torch.randn(6, 8))
+        reference = fx.convert_to_reference_fx(copy.deepcopy(prepared).eval())
+        lowered = fx.convert_fx(copy.deepcopy(prepared).eval())
+    forms = {"prepared": prepared, "reference": reference, "lowered": lowered}
+    return reference, {form: model.state_dict() for form, model in forms.items()}
+
+
+def test_a_computed_weight_takes_the_place_of_what_it_is_computed_of() -> None:
+    """Calibrated, FX keeps the parametrization, and the weight is computed here."""
+    reference, states = states_of_parametrized(is_qat=False)
+    given = torch.randn(6, 8)
+    for state in states.values():
+        other = parametrized(2, is_qat=False)
+        prepared = tc.prepare_fx(other, X86, (given,))
+        before = {name: value.clone() for name, value in prepared.state_dict().items()}
+        with pytest.raises(
+            CheckpointError, match=r"(?s)a tensor of 0, on one side.*model\.a\.weight"
+        ):
+            load_fx_state(prepared, state)
+        assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
+        # What the hint says.
+        name = next(name for name in state if "parametrizations" in name)
+        other.load_state_dict({name: state[name]}, strict=False)
+        own = {key: value for key, value in state.items() if key != name}
+        load_fx_state(prepared, {**own, "0.weight": other[0].weight.detach()})
+        # FX leaves the weight float.
+        assert sqnr(reference(given), tc.convert_to_reference_fx(prepared)(given)) > 22
+
+
+def test_a_converted_weight_is_no_parameter_of_a_parametrization() -> None:
+    """FX's converted state of QAT has the weight; loaded as what it is computed of, it would be doubled."""
+    reference, states = states_of_parametrized(is_qat=True)
+    given, mapping = 0.3 * torch.randn(6, 8), get_default_qat_qconfig_mapping("x86")
+    plain = parametrized(2, is_qat=True)
+    torch.nn.utils.parametrize.remove_parametrizations(plain[0], "weight")
+    for form in ("reference", "lowered"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            prepared = tc.prepare_qat_fx(parametrized(2, is_qat=True), mapping, (given,))
+        with pytest.raises(CheckpointError, match="computes a tensor of 0, on one side alone"):
+            load_fx_state(prepared, states[form])
+        removed = tc.prepare_qat_fx(plain, mapping, (given,))
+        load_fx_state(removed, states[form])
+        assert sqnr(reference(given), tc.convert_to_reference_fx(removed.eval())(given)) > 25

@@ -24,6 +24,10 @@ EXPLAINED: dict[str, dict[str, str]] = {
     "mobilenetv4_conv_small": {
         "qparams": TIMM_NORMS,
     },
+    "pointnet": {
+        "ops": "FX quantizes the repeat of torch.eye(3); here what is computed of sizes and constants alone "
+        "stays float.",
+    },
     "r3d_18": {
         "ops": "FX does not see that a subclass of Conv3d has a batch norm to fold, and quantizes both "
         "apart; here it is folded.",

@@ -406,6 +406,8 @@ class _Reader:
             path = self._path(record)
             for role, parameter in _parameters(node):
                 own = str(parameter.target)
+                if ".parametrizations." in own:
+                    continue  # The module's weight is computed of it.
                 # FX's state has a parameter that several modules share once for each of them.
                 of_module = (f"{path}.{role}", f"{path}.0.{role}", own, in_sequential(own))
                 names[own] = tuple(dict.fromkeys((*names.get(own, ()), *of_module)))

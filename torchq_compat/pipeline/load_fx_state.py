@@ -34,6 +34,14 @@ COUNTS = ("seen", "saturated")
 #: A buffer that observers saved by older versions of torch do not have.
 EPS = "eps"
 SHOWN = 6
+#: Part of the names of what torch.nn.utils.parametrize computes a tensor of.
+PARAMETRIZATIONS = ".parametrizations."
+COMPUTED_WEIGHTS = (
+    "after training the weight is computed once here, in QAT at every step; FX's state of a calibrated model "
+    "has what it is computed of, its converted state the weight. Load the former into the float model and put "
+    "the weight that this gives in its place: state['a.weight'] = model.a.weight.detach(). A converted state "
+    "of QAT is loaded into a model prepared after torch.nn.utils.parametrize.remove_parametrizations."
+)
 
 
 def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> None:
@@ -385,6 +393,9 @@ class _Planner:
         return any(weight in tensor.names and tensor.observers for tensor in self.wanted.tensors)
 
     def _refuse_rest(self, lacks_weights: bool) -> None:
+        parametrized = _parametrized([*self.missing, *self.state.left()])
+        if parametrized:
+            raise _incomplete(f"{parametrized}.", [], COMPUTED_WEIGHTS)
         if self.missing:
             if self.state.is_lowered and not lacks_weights:
                 why = "FX's lowered ELU, PReLU, Sigmoid and Softmax keep their qparams outside of the state"
@@ -524,12 +535,18 @@ def _set_range(source: Any, scale: Tensor, zero_point: Tensor) -> None:
         buffer.copy_(value)
 
 
-def _incomplete(problem: str, left: list[str]) -> CheckpointError:
+def _parametrized(names: Iterable[str]) -> str:
+    """Say which weights are computed by a parametrization on one side alone; empty if none is."""
+    paths = sorted({name.split(PARAMETRIZATIONS)[0] for name in names if PARAMETRIZATIONS in name})
+    return f"a parametrization computes a tensor of {_shorten(paths)}, on one side alone" if paths else ""
+
+
+def _incomplete(problem: str, left: list[str], hint: str = "") -> CheckpointError:
     more = f" It has, without a place here, {_shorten(left)}." if left else ""
     return CheckpointError(
         f"the FX state does not fit this model: {problem}{more}",
-        hint="prepare the same float model here with the same configuration that FX had, for training if "
-        "FX's "
+        hint=hint
+        or "prepare the same float model here with the same configuration that FX had, for training if FX's "
         "was prepared for it, and load the whole of what state_dict() of FX's model returned.",
     )
 
