@@ -60,8 +60,8 @@ INTEGER_KERNELS = {
     torch.ops.aten.tanh.default: "tanh",
 }
 SCALED_IN_FX = (
-    "FX's convert_fx runs the {} before it on torch's integer kernel, which has a scale of its own, in place of "
-    "the observed one"
+    "FX's convert_fx runs the {} before it on torch's integer kernel, which has a scale of its own, in place "
+    "of the observed one"
 )
 RESULT_BORROWED_IN_FX = (
     "FX quantizes its result with the qparams of another tensor, from before what computes it"
