@@ -51,6 +51,24 @@ def exported(model: nn.Module) -> tuple[Any, nn.Module]:
     return reference, tc.export(reference, example).module()
 
 
+class ChannelsLast(nn.Module):
+    """Channels in the last dimension: torch guards by ``size > 1``, because of the strides of the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.conv(batch["x"][..., None, :].permute(0, 3, 1, 2))
+
+
+def test_an_image_with_channels_last() -> None:
+    reference, program = exported(ChannelsLast())
+    for batch, steps in ((1, 6), (3, 1), (1, 1), (2, 9)):
+        call = {"x": torch.randn(batch, steps, 4)}
+        assert torch.equal(reference(call), program(call))
+
+
 def test_sizes_of_one_give_the_bits_of_the_reference() -> None:
     reference, program = exported(BothWays())
     for batch, steps in ((1, 6), (3, 1), (1, 1), (2, 9)):

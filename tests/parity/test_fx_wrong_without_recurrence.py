@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
@@ -87,3 +90,50 @@ def test_weights_in_a_range_narrower_than_the_dtype() -> None:
     assert int(there.int_repr().max()) == 8
     assert int(here.int_repr().max()) == 7
     assert torch.equal(here.int_repr(), there.int_repr().clamp(-8, 7))
+
+
+class Gated(nn.Module):
+    def __init__(self, gate: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.gate = nn.Linear(8, 8), nn.Linear(8, 8), gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x * self.gate(self.second(x))
+
+
+@pytest.mark.parametrize(
+    "gate", [torch.sigmoid, torch.tanh, nn.Hardsigmoid()], ids=["sigmoid", "tanh", "hard"]
+)
+def test_gates_without_fixed_qparams_have_the_scale_of_torchs_integer_kernel(gate: Any) -> None:
+    """With one global QConfig; FX's reference quantizes with what was observed."""
+    model, x = Gated(gate).eval(), torch.randn(256, 8)
+    mapping = QConfigMapping().set_global(get_default_qconfig("fbgemm"))
+    ours, theirs = prepare_both(model, mapping, x)
+    reference = fx.convert_to_reference_fx(copy.deepcopy(theirs))(x)
+    step = float(reference.max() - reference.min()) / 255
+    assert float((tc.convert_fx(ours)(x) - reference).abs().max()) < 0.01 * step
+    differing = (fx.convert_fx(theirs)(x) - reference).abs() > 0.5 * step
+    assert 0.01 < float(differing.float().mean()) < 0.9
+    (told,) = (each.unlike_fx for each in tc.explain(ours) if each.kind.startswith("mul"))
+    assert "torch's integer kernel" in told
+
+
+class Reshaped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.fc(x), 0).reshape(-1)
+
+
+def test_a_result_behind_an_op_that_stays_float() -> None:
+    """FX searches past the softmax for an observer, and finds the linear layer's."""
+    model, x = Reshaped().eval(), torch.randn(256, 8)
+    mapping = get_default_qconfig_mapping("fbgemm").set_object_type(torch.softmax, None)
+    ours, theirs = prepare_both(model, mapping, x)
+    exact, found = model(x), fx.convert_to_reference_fx(theirs)(x)
+    assert sqnr(exact, found) + 10 < sqnr(exact, tc.convert_fx(ours)(x)) < 60
+    (told,) = (each.unlike_fx for each in tc.explain(ours) if each.kind.startswith("reshape"))
+    assert "FX quantizes its result with the qparams of another tensor" in told

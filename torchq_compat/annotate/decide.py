@@ -54,6 +54,18 @@ JOINED_IN_FX = (
     "FX's convert_fx joins the integers before it, although they have different qparams, and reads all of "
     "them with those of the first"
 )
+INTEGER_KERNELS = {
+    torch.ops.aten.sigmoid.default: "sigmoid",
+    torch.ops.aten.hardsigmoid.default: "hardsigmoid",
+    torch.ops.aten.tanh.default: "tanh",
+}
+SCALED_IN_FX = (
+    "FX's convert_fx runs the {} before it on torch's integer kernel, which has a scale of its own, in place "
+    "of the observed one"
+)
+RESULT_BORROWED_IN_FX = (
+    "FX quantizes its result with the qparams of another tensor, from before what computes it"
+)
 BORROWED_IN_FX = "FX quantizes its input with the qparams of another tensor, from before what computes it"
 PRELU = (torch.ops.aten.prelu.default,)
 #: Ops that return values without computing, which are neither reported nor observed.
@@ -168,27 +180,30 @@ class _State:
             return
         action, reason = self._decide(pattern)
         if action is Action.FLOAT:
-            self._note_join(pattern)
+            self._note_integers_in_fx(pattern)
         kind = " + ".join(op.kind for op in pattern.ops)
         node = last.output.name if last.output else ""
         unlike_fx = self._unlike_fx(pattern, action)
         self.decisions.append(Decision(partition.label, kind, action, reason, node=node, unlike_fx=unlike_fx))
 
-    def _note_join(self, pattern: FusedPattern) -> None:
-        """Record a float op that joins quantized values, for those that read its result."""
-        joins = any(node.target in JOINS for node in pattern.first.nodes)
+    def _note_integers_in_fx(self, pattern: FusedPattern) -> None:
+        """Record a float op of quantized values that FX runs on integers, for those that read its result."""
         producers = {producer for producer, _ in pattern.first.inputs}
-        if (
-            joins
-            and len(producers) > 1
-            and producers.issubset(self.dtype_of)
-            and pattern.last.output is not None
-        ):
+        if not producers or not producers.issubset(self.dtype_of) or pattern.last.output is None:
+            return
+        if len(producers) > 1 and any(node.target in JOINS for node in pattern.first.nodes):
             self.quantized_in_fx_alone[pattern.last.output] = JOINED_IN_FX
+        for node in pattern.first.nodes:
+            if node.target in INTEGER_KERNELS:
+                self.quantized_in_fx_alone[pattern.last.output] = SCALED_IN_FX.format(
+                    INTEGER_KERNELS[node.target]
+                )
 
     def _unlike_fx(self, pattern: FusedPattern, action: Action) -> str:
         """Return what FX does if it treats a float input as quantized, else an empty string; record the same
         for the output of an op that shares qparams."""
+        if action is Action.FLOAT:
+            return self._result_in_fx(pattern)
         inputs = [producer for producer, _ in pattern.observed_partition.inputs]
         told = next((told for each in inputs if (told := self.quantized_in_fx_alone.get(each))), "")
         if told and action is Action.SHARED and pattern.last.output is not None:
@@ -197,6 +212,13 @@ class _State:
             is_prelu = any(node.target in PRELU for node in pattern.first.nodes)
             told = PRELU_IN_FX if is_prelu else _beyond_the_range_in_fx(pattern)
         return told if action in (Action.QUANTIZED, Action.SHARED) else ""
+
+    def _result_in_fx(self, pattern: FusedPattern) -> str:
+        """Return what FX does to a float op whose output is a result of the model."""
+        output = pattern.last.output
+        if output is None or self.quantized_in_fx_alone.get(output) != BORROWED_IN_FX:
+            return ""
+        return RESULT_BORROWED_IN_FX if any(user.op == "output" for user in output.users) else ""
 
     def _decide(self, pattern: FusedPattern) -> tuple[Action, str]:
         entry, qconfig = pattern.entry, pattern.selection.qconfig

@@ -26,8 +26,8 @@ __all__ = ["drop_guards_of_ones"]
 #: ``L['x'].size()[0]``, as a guard names a size.
 SIZE = re.compile(r"L(?:\[[^\]]+\]|\.\w+)+\.size\(\)\[\d+\]")
 FACTOR = rf"(?:\d+|{SIZE.pattern})"
-#: A product of sizes and numbers, and the number that it must not be.
-NOT_PRODUCT = re.compile(rf"\(*(?P<product>{FACTOR}(?:\*{FACTOR})*)\)* != (?P<number>\d+)")
+#: A product of sizes and numbers, and the number that it must not be, or must exceed.
+NOT_PRODUCT = re.compile(rf"\(*(?P<product>{FACTOR}(?:\*{FACTOR})*)\)* (?:!=|>) (?P<number>\d+)")
 
 
 def drop_guards_of_ones(program: ExportedProgram, model: ConvertedGraphModule, args: tuple[Any, ...]) -> None:

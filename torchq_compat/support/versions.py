@@ -17,8 +17,8 @@ EXPORT_MODULE_TAKES_CHECK_GUARDS = (
     "check_guards" in inspect.signature(torch.export.ExportedProgram.module).parameters
 )
 
-#: The tested pairs of versions; torchao imports private names of torch, so they work in pairs. CONTRIBUTING.md
-#: says what of the suite each ran. The import warns about every other pair.
+#: The tested pairs of versions; torchao imports private names of torch, so they work in pairs.
+#: CONTRIBUTING.md says what of the suite each ran; the import warns about every other pair.
 TESTED = (("2.13", "0.18"), ("2.14", "0.18"), ("2.15", "0.18"))
 
 
