@@ -190,6 +190,8 @@ def _fuses_batch_norm(ops: tuple[SourcePartition, ...], backend: BackendTable) -
     """Return whether the backend fuses ``ops`` with a batch norm behind the first one. FX fuses modules once:
     a linear that has taken a batch norm in is not fused with a ReLU as well."""
     first, *rest = _pattern_parts(ops)
+    if any(kind in BATCH_NORMS for part in rest for kind in part):
+        return True  # Training keeps the batch norm, and it is one of ``ops``.
     return backend.find(first, BATCH_NORMS, *rest) is not None
 
 
