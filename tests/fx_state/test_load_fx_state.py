@@ -519,9 +519,7 @@ def test_a_computed_weight_takes_the_place_of_what_it_is_computed_of() -> None:
         other = parametrized(2, is_qat=False)
         prepared = tc.prepare_fx(other, X86, (given,))
         before = {name: value.clone() for name, value in prepared.state_dict().items()}
-        with pytest.raises(
-            CheckpointError, match=r"(?s)a tensor of 0, on one side.*model\.a\.weight"
-        ):
+        with pytest.raises(CheckpointError, match=r"(?s)a tensor of 0, on one side.*model\.a\.weight"):
             load_fx_state(prepared, state)
         assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
         # What the hint says.

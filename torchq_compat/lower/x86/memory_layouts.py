@@ -8,6 +8,8 @@ convolution returns, and a copy to channels-last, are told apart.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -70,7 +72,7 @@ def reads_by_layout(kernel: object) -> bool:
     return kernel in POOLS or str(kernel) in NORMS
 
 
-def layout_read(rank: int | None) -> dict[str, torch.memory_format]:
+def layout_read(rank: int | None) -> dict[str, Any]:
     """Return the keywords of the clone that is read as what it is."""
     return {"memory_format": FORMATS.get(rank or 0, torch.contiguous_format)}
 
