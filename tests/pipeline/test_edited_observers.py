@@ -171,3 +171,16 @@ def test_a_fake_quantize_of_a_weight_is_replaced_at_its_module() -> None:
     x = torch.randn(16, 3, 8, 8)
     plain = quantized(tc, lambda prepared: None, is_qat=True)
     assert sqnr(theirs(x), ours(x)) > 35 > sqnr(theirs(x), plain(x))
+
+
+def test_activations_fake_quantizes_on_trained_weights_are_told() -> None:
+    """In FX a loop over the names ``activation_post_process_N`` meets activations only."""
+    activation = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver, dtype=torch.quint8)
+
+    def by_name(prepared: GraphModule) -> None:
+        for name, _ in list(prepared.named_children()):
+            if name.startswith("activation_post_process"):
+                setattr(prepared, name, activation())
+
+    with pytest.warns(QuantizationWarning, match="of weights were replaced by those of activations"):
+        quantized(tc, by_name, is_qat=True)

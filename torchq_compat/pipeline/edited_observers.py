@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+import torch
 from torch.fx import GraphModule
 
 from torchq_compat.annotate.op_records import op_record
@@ -17,11 +18,13 @@ from torchq_compat.graph.graph_module import ModelRecord
 from torchq_compat.graph.replaced_observers import ObservedPlace, adopt_observers, observed_places
 from torchq_compat.qspecs.quantization_specs import OpSpecs
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.dtypes import plain_dtype
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = ["settle_observers", "with_removed_observers"]
 
 MAX_SHOWN = 5
+UNSIGNED = (torch.uint8, torch.uint16)
 
 
 def settle_observers(working: GraphModule, record: ModelRecord) -> tuple[ObservedPlace, ...]:
@@ -33,6 +36,8 @@ def settle_observers(working: GraphModule, record: ModelRecord) -> tuple[Observe
     adopted = adopt_observers(working)
     if not record.is_qat and record.rules is not None:
         _restore_weight_observers(working, record.rules, record.observed, adopted)
+    if record.is_qat and record.rules is not None:
+        _warn_of_activations_on_weights(working, record.observed, adopted)
     there = {place.target for place in observed_places(working)}
     removed = tuple(place for place in record.observed if place.target not in there)
     if removed:
@@ -64,6 +69,26 @@ def with_removed_observers(
         else decision
         for decision in decisions
     )
+
+
+def _warn_of_activations_on_weights(
+    working: GraphModule, observed: Collection[ObservedPlace], adopted: Collection[str]
+) -> None:
+    """Warn about weights that the script gave an observer of unsigned integers, which are for activations."""
+    replaced = [
+        f"{place.target} ({place.op})"
+        for place in observed
+        if place.is_weight
+        and place.target in adopted
+        and plain_dtype(working.get_submodule(place.target).dtype) in UNSIGNED  # type: ignore[arg-type]
+    ]
+    if replaced:
+        shown = ", ".join(replaced[:MAX_SHOWN]) + (", ..." if len(replaced) > MAX_SHOWN else "")
+        warn_user(
+            f"fake-quantizes of weights were replaced by those of activations: {shown}. In FX only "
+            "activations have names of this form; a weight's is weight_fake_quant of its module. Replace "
+            "those whose node has no get_attr as its argument."
+        )
 
 
 def _restore_weight_observers(

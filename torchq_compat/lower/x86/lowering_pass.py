@@ -164,7 +164,7 @@ class _Writer:
             self._write_kernel(node, self.plan.kernels[node])
         elif node in self.plan.carried:
             target = COPYING.get(node.target, node.target)
-            args = map_arg(node.args, self._quantized_or_size)
+            args: Any = map_arg(node.args, self._quantized_or_size)
             if reads_by_layout(node.target):
                 source = node.all_input_nodes[0]
                 args = (self._plain(source, self._as_quantized(source)), *args[1:])

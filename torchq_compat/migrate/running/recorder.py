@@ -230,7 +230,7 @@ def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
         yield f"    unlike FX: {KEEPS_ITS_WEIGHTS}"
     groups: dict[str, list[str]] = {}
     for decision in model.report:
-        if decision.unlike_fx and decision.action in (Action.QUANTIZED, Action.FLOAT):
+        if decision.unlike_fx:
             groups.setdefault(decision.unlike_fx, []).append(decision.path or "(model)")
     for told, paths in groups.items():
         yield f"    unlike FX: {_shortened(paths)}: {told}"
