@@ -38,10 +38,9 @@ SHOWN = 6
 PARAMETRIZATIONS = ".parametrizations."
 COMPUTED_WEIGHTS = (
     "after training the weight is computed once here, in QAT at every step; FX's state of a calibrated model "
-    "has what it is computed of, its converted state the weight. Load the former into the float model and "
-    "put the weight that this gives in its place: state['a.weight'] = model.a.weight.detach(). "
-    "A converted state of QAT is loaded into a model prepared after "
-    "torch.nn.utils.parametrize.remove_parametrizations."
+    "has what it is computed of, its converted state the weight. Load the former into the float model, and "
+    "the weight that this gives takes its place: state['a.weight'] = model.a.weight.detach(). A converted "
+    "state of QAT is for a model prepared after torch.nn.utils.parametrize.remove_parametrizations."
 )
 
 

@@ -166,7 +166,8 @@ class _Writer:
             target = COPYING.get(node.target, node.target)
             args: Any = map_arg(node.args, self._quantized_or_size)
             if reads_by_layout(node.target):
-                args = (self._plain(node.all_input_nodes[0], args[0]), *args[1:])
+                source = node.all_input_nodes[0]
+                args = (self._plain(source, self._as_quantized(source)), *args[1:])
             self.quantized[node] = self.graph.call_function(target, args, dict(node.kwargs))
             self.carried.add(self.quantized[node])
             _name_after(self.quantized[node], node)
