@@ -74,7 +74,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize(
+    "make", [Masked, pytest.param(Padded, marks=pytest.mark.slow), Decoded], ids=lambda make: make.__name__
+)
 def test_composite_modules_are_calls_as_in_fx(make: type[Masked], capfd: pytest.CaptureFixture[str]) -> None:
     model, mask = make().eval(), MODELS[make]
     batches = [(torch.randn(3, 5, 8), mask(3, 5)) for _ in range(3)]

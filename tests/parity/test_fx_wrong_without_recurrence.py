@@ -137,3 +137,59 @@ def test_a_result_behind_an_op_that_stays_float() -> None:
     assert sqnr(exact, found) + 10 < sqnr(exact, tc.convert_fx(ours)(x)) < 60
     (told,) = (each.unlike_fx for each in tc.explain(ours) if each.kind.startswith("reshape"))
     assert "FX quantizes its result with the qparams of another tensor" in told
+
+
+class Bounded(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.between = nn.Linear(8, 8), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.between(self.fc(x) * 3))
+
+
+@pytest.mark.parametrize(
+    ("between", "cut"),
+    [
+        (lambda y: y.chunk(2, 1)[0], True),
+        (lambda y: y[:, :4], True),
+        (torch.neg, True),
+        (torch.relu, False),
+        (lambda y: y.view(-1, 4).transpose(0, 1), False),
+        (nn.Dropout(), False),
+    ],
+    ids=["chunk", "slice", "neg", "relu", "view", "dropout"],
+)
+def test_inputs_of_a_tanh_that_fx_cuts_are_told(between: Callable[[Tensor], Tensor], cut: bool) -> None:
+    model, x = Bounded(between).eval(), torch.randn(256, 8)
+    ours, theirs = prepare_both(model, get_default_qconfig_mapping("x86"), x)
+    exact, found = model(x), tc.convert_to_reference_fx(ours)(x)
+    by_theirs = fx.convert_to_reference_fx(theirs)(x)
+    assert 15 < sqnr(exact, found) < 45
+    assert (sqnr(exact, by_theirs) + 4 < sqnr(exact, found)) is cut
+    assert (sqnr(by_theirs, found) > 40) is not cut
+    (told,) = (each.unlike_fx for each in tc.explain(ours) if each.kind.startswith("tanh"))
+    assert told == (
+        cut * "FX quantizes its input with the qparams of its own result, which cuts what is beyond"
+    )
+
+
+class Concatenated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.relu6 = nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU6()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.first(x) * 4, self.relu6(self.second(x))], 1)
+
+
+def test_a_join_with_what_fx_runs_on_integers() -> None:
+    """FX's lowering runs relu6 with the qparams of its input, and the join takes it to have its own."""
+    model, x = Concatenated().eval(), torch.randn(256, 8)
+    ours, theirs = prepare_both(model, get_default_qconfig_mapping("x86"), x)
+    reference = fx.convert_to_reference_fx(copy.deepcopy(theirs))(x)
+    found = tc.convert_fx(ours)(x)
+    assert sqnr(reference, found) > 40
+    assert sqnr(reference, fx.convert_fx(theirs)(x)) + 6 < sqnr(reference, found)
+    (told,) = (each.unlike_fx for each in tc.explain(ours) if each.kind.startswith("cat"))
+    assert "joins the integers before it, although they have different qparams" in told

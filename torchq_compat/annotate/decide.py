@@ -66,6 +66,7 @@ SCALED_IN_FX = (
 RESULT_BORROWED_IN_FX = (
     "FX quantizes its result with the qparams of another tensor, from before what computes it"
 )
+CUT_IN_FX = "FX quantizes its input with the qparams of its own result, which cuts what is beyond"
 BORROWED_IN_FX = "FX quantizes its input with the qparams of another tensor, from before what computes it"
 PRELU = (torch.ops.aten.prelu.default,)
 #: Ops that return values without computing, which are neither reported nor observed.
@@ -141,6 +142,11 @@ class _State:
     dtype_of: dict[Node, torch.dtype] = field(default_factory=dict)
     #: Edges already observed, by producer: consumers that want equal observers share one.
     edges_from: dict[Node, list[tuple[EdgeOrNode, QuantizationSpec]]] = field(default_factory=dict)
+    #: Outputs that share the observer of an input.
+    shared: set[EdgeOrNode] = field(default_factory=set)
+    #: Outputs of joins of such outputs, whose own inputs keep their observers: FX's lowering runs what shares
+    #: on integers, with the qparams of its input.
+    joins_shared: set[Node] = field(default_factory=set)
     #: A float result that FX treats as quantized -> what FX does to an op that reads it.
     quantized_in_fx_alone: dict[Node, str] = field(default_factory=dict)
 
@@ -208,10 +214,22 @@ class _State:
         told = next((told for each in inputs if (told := self.quantized_in_fx_alone.get(each))), "")
         if told and action is Action.SHARED and pattern.last.output is not None:
             self.quantized_in_fx_alone[pattern.last.output] = told
+        if not told and action is Action.SHARED and pattern.last.output in self.joins_shared:
+            return JOINED_IN_FX
         if not told and action is Action.QUANTIZED:
-            is_prelu = any(node.target in PRELU for node in pattern.first.nodes)
-            told = PRELU_IN_FX if is_prelu else _beyond_the_range_in_fx(pattern)
+            told = self._other_numbers_in_fx(pattern, inputs)
         return told if action in (Action.QUANTIZED, Action.SHARED) else ""
+
+    def _other_numbers_in_fx(self, pattern: FusedPattern, inputs: list[Node]) -> str:
+        """Return what FX does to an op that both quantize, if its numbers differ, else an empty string."""
+        if any(node.target in PRELU for node in pattern.first.nodes):
+            return PRELU_IN_FX
+        qconfig = pattern.selection.qconfig
+        is_float = any(producer not in self.dtype_of for producer in inputs)
+        is_fixed = qconfig and OpSpecs(qconfig).activation_constructor.settings.has_fixed_qparams
+        if is_float and is_fixed and _has_bounded_result(pattern.first):
+            return CUT_IN_FX
+        return _beyond_the_range_in_fx(pattern)
 
     def _result_in_fx(self, pattern: FusedPattern) -> str:
         """Return what FX does to a float op whose output is a result of the model."""
@@ -337,9 +355,13 @@ class _State:
         if first is None:
             return self._follow_opaque_call(partition, last, specs, set(dtypes))
         for source in sources[1:]:
-            if source is not None:
-                self.observed.share(source, first)
+            if source is None:
+                continue
+            if source in self.shared and not self.observed.use_one(source, first):
+                self.joins_shared.add(last.output)
+            self.observed.share(source, first)
         self.observed.share(last.output, first)
+        self.shared.add(last.output)
         self.dtype_of[last.output] = self.observed.dtype_at(first) or specs.activation_dtype
         return Action.SHARED, "its output shares the observer of its first input"
 

@@ -49,6 +49,10 @@ class ObservedEdges:
         and the edges joined with it: edges and nodes that share its old observer keep that one."""
         self._observer[self._first(edge_or_node)] = self._observer[self._first(leader)]
 
+    def use_one(self, edge_or_node: EdgeOrNode, other: EdgeOrNode) -> bool:
+        """Return whether ``edge_or_node`` and ``other`` use one observer."""
+        return self._observer[self._first(edge_or_node)] == self._observer[self._first(other)]
+
     def dtype_at(self, edge_or_node: EdgeOrNode) -> torch.dtype | None:
         """Return the dtype that the observer of ``edge_or_node`` quantizes to, or None."""
         return getattr(self._specs[self._observer[self._first(edge_or_node)]], "dtype", None)
