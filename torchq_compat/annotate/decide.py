@@ -214,11 +214,11 @@ class _State:
         told = next((told for each in inputs if (told := self.quantized_in_fx_alone.get(each))), "")
         if told and action is Action.SHARED and pattern.last.output is not None:
             self.quantized_in_fx_alone[pattern.last.output] = told
-        if not told and action is Action.SHARED and pattern.last.output in self.joins_shared:
-            return JOINED_IN_FX
-        if not told and action is Action.QUANTIZED:
-            told = self._other_numbers_in_fx(pattern, inputs)
-        return told if action in (Action.QUANTIZED, Action.SHARED) else ""
+        if told:
+            return told
+        if action is Action.SHARED:
+            return JOINED_IN_FX if pattern.last.output in self.joins_shared else ""
+        return self._other_numbers_in_fx(pattern, inputs)
 
     def _other_numbers_in_fx(self, pattern: FusedPattern, inputs: list[Node]) -> str:
         """Return what FX does to an op that both quantize, if its numbers differ, else an empty string."""

@@ -83,7 +83,7 @@ def _warn_of_activations_on_weights(
         and plain_dtype(working.get_submodule(place.target).dtype) in UNSIGNED  # type: ignore[arg-type]
     ]
     if replaced:
-        shown = ", ".join(replaced[:MAX_SHOWN]) + (", ..." if len(replaced) > MAX_SHOWN else "")
+        shown = _some(replaced)
         warn_user(
             f"fake-quantizes of weights were replaced by those of activations: {shown}. In FX only "
             "activations have names of this form; a weight's is weight_fake_quant of its module. Replace "
@@ -107,8 +107,12 @@ def _restore_weight_observers(
             working.set_submodule(str(node.target), spec.observer_or_fake_quant_ctr())
             restored.append(f"{node.target} ({records[0].label})")
     if restored:
-        shown = ", ".join(restored[:MAX_SHOWN]) + (", ..." if len(restored) > MAX_SHOWN else "")
+        shown = _some(restored)
         warn_user(
             f"observers of weights were replaced after prepare: {shown}. As in FX, which has none in the "
             "graph, weights are observed at convert, by the QConfig; give it another weight observer instead."
         )
+
+
+def _some(places: list[str]) -> str:
+    return ", ".join(places[:MAX_SHOWN]) + (", ..." if len(places) > MAX_SHOWN else "")

@@ -38,9 +38,11 @@ from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS
 from torchq_compat.qspecs.weight_observers import WeightObserver
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
-__all__ = ["in_sequential", "wanted_by_graph"]
+__all__ = ["PARAMETRIZATIONS", "in_sequential", "wanted_by_graph"]
 
 ATEN = torch.ops.aten
+#: Part of the names of what torch.nn.utils.parametrize computes a tensor of.
+PARAMETRIZATIONS = ".parametrizations."
 
 
 def wanted_by_graph(
@@ -406,7 +408,7 @@ class _Reader:
             path = self._path(record)
             for role, parameter in _parameters(node):
                 own = str(parameter.target)
-                if ".parametrizations." in own:
+                if PARAMETRIZATIONS in own:
                     continue  # The module's weight is computed of it.
                 # FX's state has a parameter that several modules share once for each of them.
                 of_module = (f"{path}.{role}", f"{path}.0.{role}", own, in_sequential(own))

@@ -21,7 +21,7 @@ from torchq_compat.fx_state.wanted import FoldedBatchNorm, Wanted, WantedObserve
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
-from torchq_compat.pipeline.fx_graph_names import wanted_by_graph
+from torchq_compat.pipeline.fx_graph_names import PARAMETRIZATIONS, wanted_by_graph
 from torchq_compat.qspecs.loaded_qparams import hold_qparams, release_qparams
 from torchq_compat.qspecs.observer_settings import FIXED_QPARAMS
 from torchq_compat.qspecs.weight_observers import WeightObserver
@@ -34,8 +34,6 @@ COUNTS = ("seen", "saturated")
 #: A buffer that observers saved by older versions of torch do not have.
 EPS = "eps"
 SHOWN = 6
-#: Part of the names of what torch.nn.utils.parametrize computes a tensor of.
-PARAMETRIZATIONS = ".parametrizations."
 COMPUTED_WEIGHTS = (
     "after training the weight is computed once here, in QAT at every step; FX's state of a calibrated model "
     "has what it is computed of, its converted state the weight. Load the former into the float model, and "

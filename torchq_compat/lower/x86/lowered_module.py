@@ -137,7 +137,7 @@ class LoweredGraphModule(ConvertedModel):
 
     def kernel_regions(self) -> Sequence[Region]:
         """Return the regions of integer kernels that torch.compile sees as operators, here and inside."""
-        return tuple(self._lowering.regions)
+        return self._lowering.regions
 
     def refresh_kernels(self) -> None:
         """Make the kernels again if the state they were made of has changed."""
@@ -184,7 +184,7 @@ class LoweredGraphModule(ConvertedModel):
             input_qparams=lowering.reference.input_qparams(),
             trials=lowering.trials,
             compiled=compiled,
-            regions=table.regions,
+            regions=tuple(table.regions),
         )
         self.graph = lowered.graph
 

@@ -13,6 +13,7 @@ from torchq_compat.config.old_keywords import KEYWORDS
 from torchq_compat.migrate.source.moved_tables import MOVED, MOVED_CLASSES, MOVED_FUNCTIONS, Moved, unchanged
 
 __all__ = [
+    "CONVERTING",
     "DICT_GETTERS",
     "EAGER_FUNCTIONS",
     "ENGINE_INTERNALS",
@@ -24,8 +25,13 @@ __all__ = [
     "NOT_IN_NAMESPACES",
     "NUMERIC_SUITE",
     "PARAMETERS",
+    "PREPARING",
     "Moved",
 ]
+
+#: The functions that prepare a model, and those that convert a prepared one.
+PREPARING = ("prepare_fx", "prepare_qat_fx")
+CONVERTING = ("convert_fx", "convert_to_reference_fx")
 
 
 #: Eager functions: only these names move, the rest of their modules stays.

@@ -8,6 +8,7 @@ import libcst as cst
 
 from torchq_compat.migrate.legacy_api.construct import Construct
 from torchq_compat.migrate.legacy_api.fx_calls import fx_calls, last_value, only_value
+from torchq_compat.migrate.legacy_api.legacy_names import PREPARING
 from torchq_compat.migrate.manual_review.review import ManualReview
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import Site
@@ -15,7 +16,6 @@ from torchq_compat.migrate.source.sites import Site
 __all__ = ["REVIEW"]
 
 
-PREPARING = ("prepare_fx", "prepare_qat_fx")
 MISSING = "torch.export captures the model by running it once"
 MAX_STEPS = 8
 #: The keys of a custom config dict.

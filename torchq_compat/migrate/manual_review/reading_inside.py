@@ -10,6 +10,7 @@ import libcst as cst
 
 from torchq_compat.migrate.legacy_api.construct import Construct
 from torchq_compat.migrate.legacy_api.fx_calls import fx_call, fx_calls, last_value, only_value
+from torchq_compat.migrate.legacy_api.legacy_names import CONVERTING, PREPARING
 from torchq_compat.migrate.manual_review.review import ManualReview
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import Site
@@ -17,8 +18,6 @@ from torchq_compat.migrate.source.sites import Site
 __all__ = ["REVIEW"]
 
 CODE = "TQ208"
-CONVERTS = ("convert_fx", "convert_to_reference_fx")
-PREPARES = ("prepare_fx", "prepare_qat_fx")
 #: Methods and attributes of a model by which code walks its modules or reads its weights.
 WALKS = frozenset(
     {
@@ -69,9 +68,9 @@ def find(source: ParsedSource) -> Iterator[Site]:
     """Yield attributes that only FX's converted model has in this form, keys of its state, and checks of its
     class; and the graphs and observers of prepared models."""
     functions = {call.function for call in fx_calls(source)}
-    if not functions.isdisjoint(PREPARES):
+    if not functions.isdisjoint(PREPARING):
         yield from _in_prepared(source)
-    if functions.isdisjoint(CONVERTS):
+    if functions.isdisjoint(CONVERTING):
         return
     for attribute in source.nodes(cst.Attribute):
         if _reads_inside(source, attribute):
@@ -98,7 +97,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 def _in_prepared(source: ParsedSource) -> Iterator[Site]:
     for attribute in source.nodes(cst.Attribute):
         graph_of = _graph_of(attribute)
-        if graph_of is not None and _is_made_by(source, graph_of, PREPARES):
+        if graph_of is not None and _is_made_by(source, graph_of, PREPARING):
             yield Site(CODE, source.start(attribute), source.code(attribute), refusal=LAYERS)
         elif OBSERVER.fullmatch(attribute.attr.value):
             yield Site(CODE, source.start(attribute), source.code(attribute), refusal=OBSERVERS)
@@ -125,7 +124,7 @@ def _reads_inside(source: ParsedSource, attribute: cst.Attribute) -> bool:
 
 def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
     """Return whether ``node`` is a variable that holds a converted model at this point."""
-    return _is_made_by(source, node, CONVERTS)
+    return _is_made_by(source, node, CONVERTING)
 
 
 def _is_made_by(source: ParsedSource, node: cst.BaseExpression, functions: tuple[str, ...]) -> bool:

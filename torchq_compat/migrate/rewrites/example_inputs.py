@@ -8,6 +8,7 @@ import libcst as cst
 
 from torchq_compat.migrate.legacy_api.construct import Construct
 from torchq_compat.migrate.legacy_api.fx_calls import FxCall, fx_calls, last_value
+from torchq_compat.migrate.legacy_api.legacy_names import PREPARING
 from torchq_compat.migrate.rewrites.declaration import Rewrite
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import Site
@@ -16,7 +17,6 @@ from torchq_compat.migrate.source.text_edits import Edit
 __all__ = ["REWRITE"]
 
 CODE = "TQ113"
-PREPARING = ("prepare_fx", "prepare_qat_fx")
 MAX_STEPS = 8
 #: Functions of torch that return one tensor.
 MAKING = frozenset(

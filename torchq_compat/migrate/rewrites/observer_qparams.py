@@ -9,6 +9,7 @@ import libcst as cst
 
 from torchq_compat.migrate.legacy_api.construct import Construct
 from torchq_compat.migrate.legacy_api.fx_calls import FX_NAMES, FxCall, fx_calls
+from torchq_compat.migrate.legacy_api.legacy_names import CONVERTING
 from torchq_compat.migrate.rewrites.declaration import Rewrite
 from torchq_compat.migrate.source.parsed_source import ParsedSource
 from torchq_compat.migrate.source.sites import Site
@@ -17,7 +18,6 @@ from torchq_compat.migrate.source.text_edits import Edit
 __all__ = ["REWRITE"]
 
 CODE = "TQ116"
-CONVERTING = ("convert_fx", "convert_to_reference_fx")
 ARGUMENT = "observer_qparams"
 QUANTIZATION = (
     "torch.ao.quantization.",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.errors import ExampleInputsError
+from torchq_compat.migrate.legacy_api.legacy_names import CONVERTING, PREPARING
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
@@ -24,8 +25,6 @@ from torchq_compat.support.user_warnings import warn_user
 __all__ = ["WaitingModel", "waiting_for_first_call"]
 
 EXAMPLES = "example_inputs"
-PREPARING = ("prepare_fx", "prepare_qat_fx")
-CONVERTING = ("convert_fx", "convert_to_reference_fx")
 #: Methods refused while a model for training waits: an optimizer would get the parameters of the float model.
 OF_TRAINING = ("parameters", "named_parameters")
 #: Methods that only the captured model can have -> the name of the operation in the error.

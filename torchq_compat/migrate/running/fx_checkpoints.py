@@ -19,11 +19,11 @@ from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import CheckpointError, QuantizationWarning
 from torchq_compat.fx_state.accepting import accept_fx_states
 from torchq_compat.graph.graph_module import QuantizationGraphModule, Stage
+from torchq_compat.migrate.legacy_api.legacy_names import CONVERTING
 from torchq_compat.support import metadata
 
 __all__ = ["accept_checkpoints", "remembering_prepared"]
 
-CONVERSIONS = ("convert_fx", "convert_to_reference_fx")
 Function = Callable[..., Any]
 
 
@@ -34,7 +34,7 @@ def accept_checkpoints() -> None:
 
 def remembering_prepared(function: Function) -> Function:
     """Return ``function``; if it converts, its results keep a copy of the prepared model."""
-    if function.__name__ not in CONVERSIONS:
+    if function.__name__ not in CONVERTING:
         return function
 
     @functools.wraps(function)

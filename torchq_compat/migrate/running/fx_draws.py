@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from torchq_compat.migrate.legacy_api.legacy_names import CONVERTING, PREPARING
 from torchq_compat.migrate.running.fx_switch import calling_fx, fx_is_called
 from torchq_compat.support import metadata
 
 __all__ = ["FxModel", "drawing_as_fx"]
 
-PREPARING = ("prepare_fx", "prepare_qat_fx")
-CONVERTING = ("convert_fx", "convert_to_reference_fx")
 EAGER = ("quantize_dynamic",)
 OURS = "torchq_compat."
 

@@ -6,15 +6,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CONVERSIONS", "converting_as_fx"]
+from torchq_compat.migrate.legacy_api.legacy_names import CONVERTING
 
-CONVERSIONS = ("convert_fx", "convert_to_reference_fx")
+__all__ = ["converting_as_fx"]
+
 Function = Callable[..., Any]
 
 
 def converting_as_fx(function: Function) -> Function:
     """Return ``function``; if it converts, with ``observer_qparams=True`` unless the script gives it."""
-    if function.__name__ not in CONVERSIONS:
+    if function.__name__ not in CONVERTING:
         return function
 
     @functools.wraps(function)

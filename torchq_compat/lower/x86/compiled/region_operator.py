@@ -75,8 +75,7 @@ def new_owner(owner: RegionOwner) -> int:
     return number
 
 
-def _region(owner: int, index: int, digest: str) -> Region:
-    region = _region_at(owner, index)
+def _checked(region: Region | None, digest: str) -> Region:
     if region is not None and region.digest == digest:
         return region
     raise InputError(
@@ -96,11 +95,12 @@ def _run(tensors: list[Tensor], sizes: list[int], owner: int, index: int, digest
     region = _region_at(owner, index)
     if region is not None and region.is_first:
         OWNERS[owner].refresh_kernels()
-    return _region(owner, index, digest).run(tensors, sizes)
+        region = _region_at(owner, index)
+    return _checked(region, digest).run(tensors, sizes)
 
 
 def _shapes(tensors: list[Tensor], sizes: list[int], owner: int, index: int, digest: str) -> list[Tensor]:
-    return _region(owner, index, digest).shapes(tensors, sizes)
+    return _checked(_region_at(owner, index), digest).shapes(tensors, sizes)
 
 
 # torch already has the operator after an import that failed half-way.
