@@ -170,7 +170,7 @@ def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
 def _cell(graph_module: GraphModule, recurrent: AtenRecurrent, direction: Direction) -> GraphModule:
     weights = direction.values(graph_module)
     cell = recurrent.kind.float_cell(weights, split_gates=False)
-    return capture_flat(cell, cell.example_inputs())
+    return capture_flat(cell, cell.example_inputs(), reads_sizes=False)
 
 
 def _replace(node: Node, results: Sequence[Node]) -> None:

@@ -44,14 +44,16 @@ def prepare_parts(
     input_dtypes: Mapping[str, torch.dtype],
     *,
     prefix: str = "",
+    reads_sizes: bool = True,
 ) -> GraphModule:
-    """Export ``module`` with dynamic sizes and insert the observers of ``parts``.
+    """Export ``module`` for any sizes and insert the observers of ``parts``.
 
     Args:
         input_dtypes: the quantized dtype of each input, by its name in ``forward``.
         prefix: the path, with a final dot, from ``module`` to the module in which the part names are paths.
+        reads_sizes: see ``capture_flat``.
     """
-    graph_module = capture_flat(module, example_inputs)
+    graph_module = capture_flat(module, example_inputs, reads_sizes=reads_sizes)
     _name_nodes_after_parts(graph_module, {f"{prefix}{part.name}": part for part in parts})
 
     def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:

@@ -40,6 +40,7 @@ def prepared_cell(
             "x": input_dtype or specs.op_specs.activation_dtype,
             "hx": specs.group_dtype(kind.states[0].group),
         },
+        reads_sizes=False,
     )
     return CellGraphModule.wrap(prepared)
 
