@@ -1,17 +1,22 @@
-"""One thread: the models are tiny, and synchronizing threads costs more than the computation.
+"""One thread, or TORCHQ_THREADS: the models are tiny, and synchronizing threads costs more than computing.
 
 Every test module is imported, and every test set up, with its own seed: what a test draws does not depend on
 which tests ran before it. `TORCHQ_SEED=2 pytest` draws different numbers for all tests; a test that fails
 then asserts more than is true.
+
+Graphs and symbols are millions of objects that live long: the garbage collector looks at them less often.
+`pytest --smoke` runs one case of each test that takes little time.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib.util
 import os
 import warnings
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 
@@ -20,9 +25,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from tests.costs import COSTLY
+from tests.helpers.once import SEED
 from torchq_compat.errors import QuantizationWarning
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("TORCHQ_THREADS", "1")))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start
 
 with warnings.catch_warnings():
@@ -30,7 +37,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("default", QuantizationWarning)
     import torchq_compat.support.torch_ao  # noqa: F401
 
-SEED = int(os.environ.get("TORCHQ_SEED", "0"))
+#: Of the kernel of recurrent modules; without it the best that the CPU has.
+INSTRUCTION_SET = os.environ.get("TORCHQ_INSTRUCTION_SET")
 LEFT_OUT = pytest.StashKey[int]()
 WITHOUT_EXECUTORCH = importlib.util.find_spec("executorch") is None
 #: The extra is optional; .ci/run installs it.
@@ -54,12 +62,40 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seed(item)
 
 
+def pytest_collection_finish() -> None:
+    if INSTRUCTION_SET:
+        from torchq_compat.custom_modules.recurrent.native.build import kernel_build
+
+        kernel = ctypes.CDLL(str(kernel_build().library))
+        assert kernel.torchq_compat_use_instruction_set(INSTRUCTION_SET.encode()) == 0, INSTRUCTION_SET
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--smoke", action="store_true", help="one case of each test that takes little time")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not WITHOUT_EXECUTORCH:
-        return
-    left_out = [item for item in items if item.get_closest_marker("executorch")]
-    config.hook.pytest_deselected(items=left_out)
+    left_out: set[pytest.Item] = set()
+    if WITHOUT_EXECUTORCH:
+        left_out.update(item for item in items if item.get_closest_marker("executorch"))
+    if config.getoption("--smoke"):
+        left_out.update(not_in_smoke(items))
+    config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def not_in_smoke(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the tests in ``costly.txt``, and of each other test all cases but the first."""
+    done = set(COSTLY.read_text().split())
+    for item in items:
+        path, _, rest = item.nodeid.partition(".py::")
+        name = f"{path.replace('/', '.')}::{rest.partition('[')[0]}"
+        if name in done:
+            yield item
+        done.add(name)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, get_default_qconfig
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import by_fx, calibrate, sqnr
 
 
@@ -23,6 +24,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.layer(x))
         return self.act(x) if self.relu is nn.ReLU else self.relu(x)
+
+
+@made_once
+def linear_block(*, is_functional: bool) -> tuple[nn.Module, Tensor]:
+    return Block(nn.Linear(8, 8), 8, F.relu if is_functional else nn.ReLU).eval(), torch.randn(64, 8)
 
 
 def mapping(*kinds: Any) -> QConfigMapping:
@@ -47,7 +53,7 @@ def mapping(*kinds: Any) -> QConfigMapping:
 def test_a_linear_with_a_folded_batch_norm_is_not_fused_with_its_relu(
     kinds: tuple[Any, ...], relu: Any, quantizes: bool
 ) -> None:
-    model, x = Block(nn.Linear(8, 8), 8, relu).eval(), torch.randn(64, 8)
+    model, x = linear_block(is_functional=relu is F.relu)
     _, theirs = by_fx(model, mapping(*kinds), [(x,)])
     prepared = tc.prepare_fx(model, mapping(*kinds), (x,))
     calibrate(prepared, [(x,)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +12,11 @@ import torch.ao.quantization.quantize_fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.oracle import by_fx, calibrate, leaves, sqnr
+from tests.helpers.side_by_side import side_by_side
 
 QAT = get_default_qat_qconfig_mapping("x86")
 
@@ -103,44 +105,63 @@ def batches() -> list[tuple[Tensor, ...]]:
     return [(torch.randn(2, 8, 6, 6),) for _ in range(3)]
 
 
+Runs = Sequence[Callable[..., Any]]
+
+
+def nets(runs: Runs, affine: bool = True) -> GraphModule:
+    """Return a net for each of ``runs`` side by side, all with the same weights."""
+    made = []
+    for run in runs:
+        torch.manual_seed(0)
+        made.append(Net(run, affine))
+    return side_by_side(made, [(0,)] * len(made)).eval()
+
+
+def each_sqnr(references: Sequence[Any], results: Sequence[Any]) -> list[float]:
+    return [sqnr(flat(a), flat(b)) for a, b in zip(references, results, strict=True)]
+
+
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_prepared_is_float_and_converted_is_fx(run: Callable[..., Any], affine: bool) -> None:
-    torch.manual_seed(0)
-    model, data = Net(run, affine).eval(), batches()
-    expected = flat(model(*data[0])).detach()
+def test_prepared_is_float_and_converted_is_fx(affine: bool, subtests: pytest.Subtests) -> None:
     mapping = get_default_qconfig_mapping("x86")
+    model, data = nets(RUNS, affine), batches()
+    expected = model(*data[0])
     prepared = tc.prepare_fx(model, mapping, data[0])
-    assert sqnr(expected, flat(prepared(*data[0]))) > 100
+    exact = each_sqnr(expected, prepared(*data[0]))
     calibrate(prepared, data)
-    found = sqnr(expected, flat(tc.convert_to_reference_fx(prepared)(*data[0])))
-    lowered = sqnr(expected, flat(tc.convert_fx(prepared)(*data[0])))
-    if run in FX_IS_WRONG:
-        assert 25 < found < 45
-    else:
-        _, by_the_oracle = by_fx(model, mapping, data)
-        oracle = sqnr(expected, flat(by_the_oracle(*data[0])))
-        assert abs(found - oracle) < 1
-        assert oracle > 20
-    assert abs(lowered - found) < 1
+    found = each_sqnr(expected, tc.convert_to_reference_fx(prepared)(*data[0]))
+    lowered = each_sqnr(expected, tc.convert_fx(prepared)(*data[0]))
+    right = [run for run in RUNS if run not in FX_IS_WRONG]
+    model = nets(right, affine)
+    _, by_the_oracle = by_fx(model, mapping, data)
+    oracle = dict(zip(right, each_sqnr(model(*data[0]), by_the_oracle(*data[0])), strict=True))
+    for index, run in enumerate(RUNS):
+        with subtests.test(run=run.__name__):
+            assert exact[index] > 100
+            if run in FX_IS_WRONG:
+                assert 25 < found[index] < 45
+            else:
+                assert abs(found[index] - oracle[run]) < 1
+                assert oracle[run] > 20
+            assert abs(lowered[index] - found[index]) < 1
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_qat_equals_float_without_fake_quantize(run: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    model, data = Net(run).eval(), batches()
-    expected = flat(model(*data[0])).detach()
-    prepared = tc.prepare_qat_fx(
-        copy.deepcopy(model).train(), get_default_qat_qconfig_mapping("x86"), data[0]
-    )
+def test_qat_equals_float_without_fake_quantize(subtests: pytest.Subtests) -> None:
+    model, data = nets(RUNS), batches()
+    expected = model(*data[0])
+    prepared = tc.prepare_qat_fx(copy.deepcopy(model).train(), QAT, data[0])
     prepared.eval()
     observed = copy.deepcopy(prepared)
     for module in observed.modules():
         if hasattr(module, "disable_fake_quant"):
             module.disable_fake_quant()
-    assert sqnr(expected, flat(observed(*data[0]))) > 100
+    exact = each_sqnr(expected, observed(*data[0]))
     calibrate(prepared, data)
-    assert 15 < sqnr(expected, flat(tc.convert_to_reference_fx(prepared)(*data[0]))) < 45
+    found = each_sqnr(expected, tc.convert_to_reference_fx(prepared)(*data[0]))
+    for run, one, other in zip(RUNS, exact, found, strict=True):
+        with subtests.test(run=run.__name__):
+            assert one > 100
+            assert 15 < other < 45
 
 
 def test_two_convolutions_with_one_weight_fold_their_own_batch_norms() -> None:

@@ -294,7 +294,7 @@ def counts_prepared_at(length: int) -> dict[str, int]:
 
 def test_what_prepare_and_convert_do_does_not_depend_on_the_length() -> None:
     short = counts_prepared_at(8)
-    assert short == counts_prepared_at(2048)
+    assert short == counts_prepared_at(256)
     # 14 in each of 4 cells: 7 parts with calibrated ranges, 5 with fixed ones, 2 weights. The other 5: the
     # input, both states, and the weight and output of the linear.
     assert short["observers"] == 4 * 14 + 5

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, sqnr
 from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
 from torchq_compat.capture.torch_export import capture
@@ -95,13 +96,17 @@ def writes_of(graph_module: GraphModule) -> list[str]:
     ]
 
 
+@made_once
+def captured(seed: int) -> GraphModule:
+    return capture(Program(seed), (torch.randn(3, 3, 3),))
+
+
 @pytest.mark.parametrize(
     "seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 1_000))]
 )
 def test_random_programs(seed: int) -> None:
     program, x = Program(seed), torch.randn(3, 3, 3)
-    expected = program(x)
-    graph_module = capture(program, (x.clone(),))
+    expected, graph_module = program(x), captured(seed)
     before = len(writes_of(graph_module))
     make_out_of_place(graph_module)
     graph_module.graph.lint()
@@ -113,7 +118,7 @@ def test_random_programs(seed: int) -> None:
 
 
 def test_random_programs_write() -> None:
-    counts = [len(writes_of(capture(Program(seed), (torch.randn(3, 3, 3),)))) for seed in range(30)]
+    counts = [len(writes_of(captured(seed))) for seed in range(30)]
     assert sum(count > 0 for count in counts) > 20
     assert max(counts) > 2
 
@@ -208,23 +213,35 @@ class Net(nn.Module):
 TRAINED = [by_another_name, masked, by_index]
 
 
-@pytest.mark.parametrize(
-    ("between", "is_qat"),
-    [*((each, False) for each in BETWEEN), *((each, True) for each in TRAINED)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_converted_models_see_what_was_written(between: Callable[[Tensor], Tensor], is_qat: bool) -> None:
+class Nets(nn.Module):
+    """Nets that have nothing but their input in common."""
+
+    def __init__(self, betweens: list[Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict({each.__name__: Net(each) for each in betweens})
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: net(x) for name, net in self.nets.items()}
+
+
+@pytest.mark.parametrize("is_qat", [False, True], ids=["ptq", "qat"])
+def test_converted_models_see_what_was_written(is_qat: bool, subtests: pytest.Subtests) -> None:
     torch.manual_seed(0)
-    model, x = Net(between).train(is_qat), torch.randn(2, 3, 8, 8)
+    model, x = Nets(TRAINED if is_qat else BETWEEN).train(is_qat), torch.randn(2, 3, 8, 8)
     mapping = (get_default_qat_qconfig_mapping if is_qat else get_default_qconfig_mapping)("x86")
     prepared = (tc.prepare_qat_fx if is_qat else tc.prepare_fx)(model, mapping, (x,))
     prepared(x)
     prepared.eval(), model.eval()
-    assert {row.action for row in tc.explain(prepared).find("first")} >= {"quantized"}
-    for converted in (tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
-        for batch in (x, torch.cat((x, x.flip(0), x))):
-            with torch.no_grad():
-                assert 24 < sqnr(model(batch), converted(batch)) < 60
+    forms = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    batches = x, torch.cat((x, x.flip(0), x))
+    with torch.no_grad():
+        results = [(model(batch), *(form(batch) for form in forms)) for batch in batches]
+    for name in model.nets:
+        with subtests.test(between=name):
+            assert {row.action for row in tc.explain(prepared).find(f"nets.{name}.first")} >= {"quantized"}
+            for floats, *converted in results:
+                for each in converted:
+                    assert 24 < sqnr(floats[name], each[name]) < 60
 
 
 def test_an_identity_in_front_of_an_op_in_place_adds_no_op() -> None:

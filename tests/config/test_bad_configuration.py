@@ -31,12 +31,14 @@ from torch.ao.quantization.backend_config import (
 from torch.ao.quantization.utils import MatchAllNode
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from torchq_compat.errors import ConfigError, ConvertError, QuantizationWarning
 
 X86 = get_default_qconfig("x86")
 X = torch.randn(2, 3, 7, 7)
 
 
+@made_once
 def model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
 

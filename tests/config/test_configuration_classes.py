@@ -39,8 +39,10 @@ from torch.ao.quantization.backend_config import (
 from torch.ao.quantization.fx._equalize import default_equalization_qconfig
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
 from torch.ao.quantization.utils import MatchAllNode
+from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import (
     activation_qparams,
     by_fx,
@@ -49,6 +51,7 @@ from tests.helpers.oracle import (
     leaves,
     sqnr,
 )
+from tests.helpers.side_by_side import side_by_side
 from torchq_compat.errors import ConfigError, QuantizationWarning
 
 Forward = Callable[..., Any]
@@ -78,10 +81,13 @@ def batches(*shapes: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
     return [tuple(torch.randn(*shape) for shape in shapes) for _ in range(3)]
 
 
-def check(model: nn.Module, mapping: QConfigMapping, data: Any, least_db: float, **kwargs: Any) -> None:
-    """Assert FX's activation qparams (1e-5), and an SQNR within 0.5 dB of FX's and at least ``least_db``."""
+def check(
+    model: nn.Module, mapping: QConfigMapping, data: Any, least_db: float, **kwargs: Any
+) -> GraphModule:
+    """Assert FX's activation qparams (1e-5), and an SQNR within 0.5 dB of FX's and at least ``least_db``, for
+    each result; return the prepared model."""
     model = model.eval()
-    theirs, ours = by_fx(model, mapping, data, **kwargs)[1], by_us(model, mapping, data, **kwargs)[1]
+    theirs, (prepared, ours) = by_fx(model, mapping, data, **kwargs)[1], by_us(model, mapping, data, **kwargs)
     a, b = sorted(fx_activation_qparams(theirs)), sorted(activation_qparams(ours))
     assert [(pytest.approx(scale, rel=1e-5), zero) for scale, zero in a] == b
     assert a
@@ -92,9 +98,25 @@ def check(model: nn.Module, mapping: QConfigMapping, data: Any, least_db: float,
             assert sqnr(reference, mine) > least_db
             assert sqnr(reference, mine) < 70
             assert sqnr(reference, mine) == pytest.approx(sqnr(reference, other), abs=0.5)
+    return prepared
 
 
 # -- fixed qparams
+
+
+def linear_add_linear(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.b(net.a(x) + y)
+
+
+def test_fixed_qparams_of_a_name_count_for_inputs_too() -> None:
+    torch.manual_seed(0)
+    mapping = get_default_qconfig_mapping("qnnpack")
+    for number, qconfig in ((0, FIXED), (3, FIXED_FAKE)):
+        mapping.set_module_name(f"{number}.a", qconfig)
+        mapping.set_module_name(f"{number + 1}.b", qconfig)
+        mapping.set_module_name_regex(rf"{number + 2}\.a", qconfig)
+    model = side_by_side([Net(linear_add_linear) for _ in range(6)], [(2 * i, 2 * i + 1) for i in range(6)])
+    check(model, mapping, batches(*[(4, 8)] * 12), 22)
 
 
 @pytest.mark.parametrize("qconfig", [FIXED, FIXED_FAKE], ids=["observer", "fake_quantize"])
@@ -102,18 +124,15 @@ def check(model: nn.Module, mapping: QConfigMapping, data: Any, least_db: float,
     "put",
     [
         lambda m, q: QConfigMapping().set_global(q),
-        lambda m, q: m.set_module_name("a", q),
-        lambda m, q: m.set_module_name("b", q),
-        lambda m, q: m.set_module_name_regex("a", q),
         lambda m, q: m.set_module_name_object_type_order("", nn.Linear, 0, q),
         lambda m, q: m.set_object_type(nn.Linear, q),
         lambda m, q: m.set_object_type(operator.add, q),
     ],
-    ids=["global", "a", "b", "regex", "order", "object_type", "add"],
+    ids=["global", "order", "object_type", "add"],
 )
 def test_fixed_qparams_count_for_inputs_too(put: Any, qconfig: QConfig) -> None:
     torch.manual_seed(0)
-    model = Net(lambda s, x, y: s.b(s.a(x) + y))
+    model = Net(linear_add_linear)
     check(model, put(get_default_qconfig_mapping("qnnpack"), qconfig), batches((4, 8), (4, 8)), 22)
 
 
@@ -152,14 +171,13 @@ FUNCTIONALS: dict[str, Forward] = {
 
 
 @pytest.mark.parametrize("functional", [FloatFunctional, FXFloatFunctional])
-@pytest.mark.parametrize("code", FUNCTIONALS.values(), ids=FUNCTIONALS)
-def test_functionals_fuse_as_in_fx(code: Forward, functional: type[nn.Module]) -> None:
+def test_functionals_fuse_as_in_fx(functional: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model = Net(code, functional)
-    data = batches((4, 8), (4, 8))
-    check(model, get_default_qconfig_mapping("qnnpack"), data, 30)
-    decisions = tc.explain(tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), data[0]))
-    assert not [d.path for d in decisions if "activation_post_process" in d.path]
+    models = [Net(code, functional) for code in FUNCTIONALS.values()]
+    # A concatenation replaces the observer of its second input by that of its first.
+    model = side_by_side(models, [(0, 2 if "cat" in name else 1) for name in FUNCTIONALS])
+    prepared = check(model, get_default_qconfig_mapping("qnnpack"), batches((4, 8), (4, 8), (4, 8)), 30)
+    assert not [d.path for d in tc.explain(prepared) if "activation_post_process" in d.path]
 
 
 # -- settings that contradict each other
@@ -220,22 +238,23 @@ def test_a_range_within_the_dtype_stays(limits: tuple[int, int]) -> None:
 # -- half precision in front of integers
 
 
-@pytest.mark.parametrize(
-    "join",
-    [
-        lambda a, b: torch.cat([a, b]),
-        lambda a, b: torch.cat([b, a]),
-        lambda a, b: F.max_pool1d(a, 3, 1, 1) + b,
-        lambda a, b: a.transpose(0, 1).transpose(0, 1) + b,
-        lambda a, b: torch.clamp(a, -0.5, 0.5) + b,
-    ],
-    ids=["cat", "cat second", "max_pool1d", "transpose", "clamp"],
-)
+JOINS: list[Forward] = [
+    lambda s, x, y: torch.cat([s.a(x), s.b(y)]),
+    lambda s, x, y: torch.cat([s.b(y), s.a(x)]),
+    lambda s, x, y: F.max_pool1d(s.a(x), 3, 1, 1) + s.b(y),
+    lambda s, x, y: s.a(x).transpose(0, 1).transpose(0, 1) + s.b(y),
+    lambda s, x, y: torch.clamp(s.a(x), -0.5, 0.5) + s.b(y),
+]
+
+
 @pytest.mark.parametrize("half", ["a", "b"])
-def test_integers_behind_half_precision(join: Any, half: str) -> None:
+def test_integers_behind_half_precision(half: str) -> None:
     torch.manual_seed(0)
-    mapping = get_default_qconfig_mapping("qnnpack").set_module_name(half, float16_static_qconfig)
-    check(Net(lambda s, x, y: join(s.a(x), s.b(y))), mapping, batches((4, 8), (4, 8)), 30)
+    mapping = get_default_qconfig_mapping("qnnpack")
+    for number in range(len(JOINS)):
+        mapping.set_module_name(f"{number}.{half}", float16_static_qconfig)
+    model = side_by_side([Net(join) for join in JOINS], [(0, 1)] * len(JOINS))
+    check(model, mapping, batches((4, 8), (4, 8)), 30)
 
 
 # -- patterns of a BackendConfig
@@ -300,8 +319,7 @@ def test_the_row_of_the_fused_module_counts(config: BackendConfig, conv_is_quant
     weight = MinMaxObserver.with_args(dtype=torch.qint8, quant_min=-128, quant_max=127)
     mapping = QConfigMapping().set_global(QConfig(activation, weight))
     data = [(torch.randn(1, 3, 10, 10),) for _ in range(3)]
-    check(Tutorial(), mapping, data, 40, backend_config=config)
-    prepared = tc.prepare_fx(Tutorial().eval(), mapping, data[0], backend_config=config)
+    prepared = check(Tutorial(), mapping, data, 40, backend_config=config)
     decided = {d.path: str(d.action) for d in tc.explain(prepared)}
     assert decided["conv"] == ("quantized" if conv_is_quantized else "float")
 
@@ -354,6 +372,14 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.head(self.encoder(x)))
+
+
+@made_once
+def named() -> nn.Module:
+    return Named().eval()
+
+
+NAMED_INPUT = (torch.randn(4, 8),)
 
 
 def default() -> QConfigMapping:
@@ -436,7 +462,7 @@ UNMATCHED: list[tuple[Any, Any, str]] = [
 def test_a_name_that_matches_nothing_is_warned_about(mapping: Any, config: Any, message: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        prepared = tc.prepare_fx(Named().eval(), mapping, (torch.randn(4, 8),), config)
+        prepared = tc.prepare_fx(named(), mapping, NAMED_INPUT, config)
     ours = [str(w.message) for w in caught if w.category is QuantizationWarning]
     assert len(ours) == 1
     assert re.search(message, ours[0])
@@ -458,9 +484,16 @@ def test_what_matches_is_not_warned_about(mapping: QConfigMapping) -> None:
     configs = tc.get_default_prepare_custom_config(), tc.get_default_convert_custom_config()
     with warnings.catch_warnings():
         warnings.simplefilter("error", QuantizationWarning)
-        prepared = tc.prepare_fx(Named().eval(), mapping, (torch.randn(4, 8),), configs[0])
+        prepared = tc.prepare_fx(named(), mapping, NAMED_INPUT, configs[0])
         prepared(torch.randn(4, 8))
         tc.convert_to_reference_fx(prepared, configs[1])
+
+
+@made_once
+def calibrated() -> GraphModule:
+    prepared = tc.prepare_fx(named(), default(), NAMED_INPUT)
+    prepared(torch.randn(4, 8))
+    return prepared
 
 
 @pytest.mark.parametrize(
@@ -483,22 +516,19 @@ def test_what_matches_is_not_warned_about(mapping: QConfigMapping) -> None:
     ],
 )
 def test_what_convert_cannot_use_is_warned_about(arguments: dict[str, Any], message: str) -> None:
-    prepared = tc.prepare_fx(Named().eval(), default(), (torch.randn(4, 8),))
-    prepared(torch.randn(4, 8))
     with pytest.warns(QuantizationWarning, match=message):
-        tc.convert_to_reference_fx(prepared, **arguments)
+        tc.convert_to_reference_fx(calibrated(), **arguments)
 
 
-@pytest.mark.parametrize("empty", [QConfigMapping(), {}, {"": None}])
-def test_an_equalization_config_that_asks_for_nothing(empty: Any) -> None:
-    example = (torch.randn(4, 8),)
-    with_empty = tc.prepare_fx(Named().eval(), default(), example, None, empty)
-    without = tc.prepare_fx(Named().eval(), default(), example)
-    assert tc.explain(with_empty).as_dicts() == tc.explain(without).as_dicts()
+def test_an_equalization_config_that_asks_for_nothing() -> None:
+    without = tc.prepare_fx(named(), default(), NAMED_INPUT)
     assert len(tc.explain(without)) > 2
+    for empty in (QConfigMapping(), {}, {"": None}):
+        with_empty = tc.prepare_fx(named(), default(), NAMED_INPUT, None, empty)
+        assert tc.explain(with_empty).as_dicts() == tc.explain(without).as_dicts(), empty
 
 
 def test_an_equalization_config_that_asks_for_something() -> None:
     asking = QConfigMapping().set_object_type(nn.Linear, default_equalization_qconfig)
     with pytest.raises(ConfigError, match="_equalization_config is not supported"):
-        tc.prepare_fx(Named().eval(), default(), (torch.randn(4, 8),), None, asking)
+        tc.prepare_fx(named(), default(), (torch.randn(4, 8),), None, asking)

@@ -14,6 +14,7 @@ from torch.ao.quantization import default_dynamic_qconfig, per_channel_dynamic_q
 from torch.ao.quantization import quantize_dynamic as by_torch_ao
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat.errors import ConfigError, QuantizationWarning
 
@@ -53,13 +54,21 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_numbers_of_torch_ao(name: str) -> None:
-    make, args, dtype = CASES[name]
+@made_once
+def quantized(name: str) -> tuple[nn.Module, dict[str, Tensor], nn.Module]:
+    """Return a float model, its state beforehand, and the quantized model."""
+    make, _, dtype = CASES[name]
     torch.manual_seed(0)
     model = Around(make()).eval()
     before = copy.deepcopy(model.state_dict())
-    ours, theirs = tc.quantize_dynamic(model, dtype=dtype), by_torch_ao(model, dtype=dtype)
+    return model, before, tc.quantize_dynamic(model, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_of_torch_ao(name: str) -> None:
+    _, args, dtype = CASES[name]
+    model, before, ours = quantized(name)
+    theirs = by_torch_ao(model, dtype=dtype)
     assert type(ours.inner) is not type(model.inner)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not hasattr(model.inner, "qconfig")
@@ -159,8 +168,7 @@ def test_rnn_and_mapping() -> None:
 
 @pytest.mark.parametrize("name", ["lstm", "batch first", "gru", "lstm cell", "gru cell", "linear", "bag"])
 def test_torchscript(name: str) -> None:
-    make, args, dtype = CASES[name]
-    made = tc.quantize_dynamic(nn.ModuleList([make()]).eval(), dtype=dtype)[0]  # type: ignore[index]
+    args, made = CASES[name][1], quantized(name)[2].inner
     buffer = io.BytesIO()
     torch.jit.save(torch.jit.script(made), buffer)
     buffer.seek(0)

@@ -6,11 +6,13 @@ Oracles: the float model; and, bit for bit, the shapes among each other.
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.observer import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -25,6 +27,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     get_default_x86_inductor_quantization_config,
 )
 
+from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat.errors import AtenLSTMError, QuantizationWarning
 from torchq_compat.exported_lstm.whole_op import product_of_scales
@@ -134,21 +137,42 @@ def float_model(kwargs: dict[str, Any]) -> Model:
     return Model(**kwargs).eval()
 
 
-def calibrated(
-    model: nn.Module, shape: str, kwargs: dict[str, Any], quantizer: Quantizer | None = None
-) -> GraphModule:
-    program = torch.export.export(model, batch(0, kwargs))
-    prepared = prepare_decomposed_lstm(decompose_lstm(program, shape), quantizer or OfLinears())
+QUANTIZERS: dict[str, Callable[[], Quantizer]] = {
+    "minmax": OfLinears,
+    "histogram": lambda: OfLinears(HistogramObserver),
+    "per_channel": lambda: OfLinears(per_channel=True),
+    "of inputs": lambda: X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config()),
+}
+
+
+@made_once
+def exported(*, training: bool = False, **kwargs: Any) -> ExportedProgram:
+    return torch.export.export(float_model(kwargs).train(training), batch(0, kwargs))
+
+
+@made_once
+def decomposed_from(shape: str, **kwargs: Any) -> tuple[ExportedProgram, GraphModule]:
+    """Return the program as it was left, and what was made of it."""
+    program = exported(**kwargs)
+    return program, decompose_lstm(program, shape)
+
+
+@made_once
+def calibrated(shape: str, quantizer: str = "minmax", **kwargs: Any) -> GraphModule:
+    _, decomposed = decomposed_from(shape, **kwargs)
+    return with_ranges(prepare_decomposed_lstm(decomposed, QUANTIZERS[quantizer]()), kwargs)
+
+
+@made_once
+def converted(shape: str, quantizer: str = "minmax", **kwargs: Any) -> GraphModule:
+    return convert_decomposed_lstm(calibrated(shape, quantizer, **kwargs))
+
+
+def with_ranges(prepared: GraphModule, kwargs: dict[str, Any]) -> GraphModule:
     with torch.no_grad():
         for seed in range(4):
             prepared(*batch(seed, kwargs))
     return prepared
-
-
-def converted(
-    model: nn.Module, shape: str, kwargs: dict[str, Any], quantizer: Quantizer | None = None
-) -> GraphModule:
-    return convert_decomposed_lstm(calibrated(model, shape, kwargs, quantizer))
 
 
 def graph_modules(module: nn.Module) -> list[GraphModule]:
@@ -181,10 +205,8 @@ def run(module: nn.Module, inputs: Batch) -> list[Tensor]:
 @pytest.mark.parametrize("kwargs", VARIANTS, ids=str)
 def test_the_decomposed_lstm_computes_what_the_program_computed(kwargs: dict[str, Any], shape: str) -> None:
     model = float_model(kwargs)
-    program = torch.export.export(model, batch(0, kwargs))
-    before = str(program.graph)
-    decomposed = decompose_lstm(program, shape)
-    assert str(program.graph) == before
+    program, decomposed = decomposed_from(shape, **kwargs)
+    assert str(program.graph) == str(exported(**kwargs).graph)
     assert ATEN.lstm.input not in targets(decomposed)
     assert targets(decomposed).count(ATEN.linear.default) >= 2
     for expected, result in zip(run(model, batch(7, kwargs)), run(decomposed, batch(7, kwargs)), strict=True):
@@ -194,7 +216,7 @@ def test_the_decomposed_lstm_computes_what_the_program_computed(kwargs: dict[str
 @pytest.mark.parametrize("shape", SHAPES)
 def test_from_a_graph_module_which_stays_as_it_is(shape: str) -> None:
     model = float_model({})
-    module = torch.export.export(model, batch(0, {})).module()
+    module = exported().module()
     before = module.code
     decomposed = decompose_lstm(module, shape)
     assert module.code == before
@@ -230,7 +252,7 @@ def test_dropout_of_a_program_captured_in_training(shape: str) -> None:
     """Everything is dropped between the layers: the second layer sees zeros, as in the float model."""
     kwargs = {"num_layers": 2, "dropout": 1.0}
     model = float_model(kwargs).train()
-    decomposed = decompose_lstm(torch.export.export(model, batch(0, kwargs)), shape)
+    decomposed = decompose_lstm(exported(training=True, **kwargs), shape)
     torch.testing.assert_close(
         run(decomposed, batch(7, kwargs)), run(model, batch(7, kwargs)), rtol=0, atol=1e-6
     )
@@ -243,7 +265,7 @@ def test_dropout_of_a_program_captured_in_training(shape: str) -> None:
 def test_three_shapes_have_the_same_qparams_and_bit_equal_results(kwargs: dict[str, Any]) -> None:
     model, inputs = float_model(kwargs), batch(7, kwargs)
     expected = run(model, inputs)
-    by_shape = {shape: converted(model, shape, kwargs) for shape in SHAPES}
+    by_shape = {shape: converted(shape, **kwargs) for shape in SHAPES}
     rolled = by_shape["rolled"]
     assert len(qparams(rolled)) > 12
     for shape in ("unrolled", "opaque"):
@@ -255,15 +277,11 @@ def test_three_shapes_have_the_same_qparams_and_bit_equal_results(kwargs: dict[s
 
 
 @pytest.mark.parametrize("kwargs", slow_but(1, {}, BOTH_DIRECTIONS))
-@pytest.mark.parametrize(
-    "quantizer",
-    [OfLinears(HistogramObserver), OfLinears(per_channel=True)],
-    ids=["histogram", "per_channel"],
-)
-def test_the_same_with_other_observers(quantizer: OfLinears, kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("quantizer", ["histogram", "per_channel"])
+def test_the_same_with_other_observers(quantizer: str, kwargs: dict[str, Any]) -> None:
     """A histogram depends on the order of its inputs: the steps come in the same order in all shapes."""
-    model, inputs = float_model(kwargs), batch(7, kwargs)
-    by_shape = [converted(model, shape, kwargs, quantizer) for shape in SHAPES]
+    inputs = batch(7, kwargs)
+    by_shape = [converted(shape, quantizer, **kwargs) for shape in SHAPES]
     assert qparams(by_shape[0]) == qparams(by_shape[1]) == qparams(by_shape[2])
     results = [run(module, inputs) for module in by_shape]
     for one, other, third in zip(*results, strict=True):
@@ -278,8 +296,7 @@ def test_the_same_with_a_quantizer_that_looks_around(kwargs: dict[str, Any]) -> 
     model, inputs = float_model(kwargs), batch(7, kwargs)
     results = []
     for shape in SHAPES:
-        quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
-        prepared = calibrated(model, shape, kwargs, quantizer)
+        prepared = calibrated(shape, "of inputs", **kwargs)
         if shape == "opaque":
             with pytest.warns(QuantizationWarning, match="stays float at output, h_n, c_n"):
                 module = convert_decomposed_lstm(prepared)
@@ -323,7 +340,7 @@ def test_as_many_observers_as_one_cell_has() -> None:
     kwargs = {"bidirectional": True}
     counts = {}
     for shape in SHAPES:
-        prepared = calibrated(float_model(kwargs), shape, kwargs)
+        prepared = calibrated(shape, **kwargs)
         counts[shape] = len({id(m) for graph in graph_modules(prepared) for _, m in observer_nodes(graph)})
     assert len(set(counts.values())) == 1, counts
 
@@ -339,7 +356,7 @@ def test_the_size_of_rolled_and_opaque_does_not_depend_on_the_length() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_are_folded_to_integers(shape: str) -> None:
-    module = converted(float_model({}), shape, {})
+    module = converted(shape)
     stored = [b for b in module.buffers() if b.dtype is torch.int8]
     assert sorted(tuple(b.shape) for b in stored) == [(4, HIDDEN), (4 * HIDDEN, INPUT), (4 * HIDDEN, HIDDEN)]
     assert len([b for b in module.buffers() if b.dtype is torch.int32 and b.dim() == 1]) == 3
@@ -350,10 +367,9 @@ def test_weights_are_folded_to_integers(shape: str) -> None:
 @pytest.mark.parametrize("prepared", [False, True])
 def test_any_length_and_batch(shape: str, prepared: bool) -> None:
     """The program was exported with 10 steps and a batch of 3, which export had fixed."""
-    kwargs = {"num_layers": 2, "bidirectional": True, "batch_first": True}
+    kwargs = VARIANTS[5]
     model = float_model(kwargs)
-    module = converted(model, shape, kwargs) if prepared else None
-    decomposed = module or decompose_lstm(torch.export.export(model, batch(0, kwargs)), shape)
+    decomposed = converted(shape, **kwargs) if prepared else decomposed_from(shape, **kwargs)[1]
     for steps, size in ((1, 3), (33, 1), (50, 6)):
         inputs = batch(steps, kwargs, steps, size)
         for value, result in zip(run(model, inputs), run(decomposed, inputs), strict=True):
@@ -389,8 +405,7 @@ def test_a_batch_that_was_exported_dynamic_stays_so(shape: str) -> None:
 
 
 def test_unrolled_refuses_another_length() -> None:
-    decomposed = decompose_lstm(torch.export.export(float_model({}), batch(0, {})), "unrolled")
-    for module in (decomposed, converted(float_model({}), "unrolled", {})):
+    for module in (decomposed_from("unrolled")[1], converted("unrolled")):
         with pytest.raises(RuntimeError, match="was unrolled for sequences of 10 steps"):
             module(*batch(0, {}, STEPS + 5))
         with pytest.raises(RuntimeError, match="was unrolled for sequences of 10 steps"):
@@ -399,7 +414,7 @@ def test_unrolled_refuses_another_length() -> None:
 
 @pytest.mark.parametrize("kwargs", slow_but(1, {}, {"num_layers": 2, "bidirectional": True}))
 def test_rolled_exported_again_with_dynamic_length_and_saved(kwargs: dict[str, Any]) -> None:
-    module = converted(float_model(kwargs), "rolled", kwargs)
+    module = converted("rolled", **kwargs)
     scans = [node for node in module.graph.nodes if node.target is SCAN]
     assert len(scans) == (4 if kwargs else 1)
     for scan in scans:
@@ -422,13 +437,10 @@ def test_rolled_exported_again_with_dynamic_length_and_saved(kwargs: dict[str, A
 def test_torchao_alone_does_for_the_rolled_shape_only(shape: str) -> None:
     """prepare_pt2e and convert_pt2e see the body of a scan; unrolled, every step has its own observers."""
     model, inputs = float_model({}), batch(7, {})
-    decomposed = decompose_lstm(torch.export.export(model, batch(0, {})), shape)
-    prepared = prepare_pt2e(decomposed, OfLinears())
+    prepared = with_ranges(prepare_pt2e(decomposed_from(shape)[1], OfLinears()), {})
     with torch.no_grad():
-        for seed in range(4):
-            prepared(*batch(seed, {}))
         module = convert_pt2e(prepared)
-    same = qparams(module) == qparams(converted(model, shape, {}))
+    same = qparams(module) == qparams(converted(shape))
     assert same == (shape == "rolled")
     assert 25 < sqnr(run(model, inputs)[0], run(module, inputs)[0]) < 45
 
@@ -443,7 +455,7 @@ def call_of(module: GraphModule) -> Node:
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
 def test_the_boundary_is_quantized_with_the_cells_qparams(kwargs: dict[str, Any]) -> None:
-    module = converted(float_model(kwargs), "opaque", kwargs)
+    module = converted("opaque", **kwargs)
     call = call_of(module)
     per_channel = OPS.dequantize_per_channel.default
     of_rows = per_channel if kwargs else DEQUANTIZE
@@ -460,7 +472,7 @@ def test_the_boundary_is_quantized_with_the_cells_qparams(kwargs: dict[str, Any]
 
 def test_the_boundary_changes_no_value() -> None:
     kwargs = {"num_layers": 2, "bidirectional": True}
-    module, inputs = converted(float_model(kwargs), "opaque", kwargs), batch(7, kwargs)
+    module, inputs = converted("opaque", **kwargs), batch(7, kwargs)
     inner = module.get_submodule(str(call_of(module).target))
     with torch.no_grad():
         results = inner(inputs[0], *inputs[1])
@@ -469,7 +481,7 @@ def test_the_boundary_changes_no_value() -> None:
 
 
 def test_a_consumer_with_the_same_qparams_does_not_quantize_again() -> None:
-    module = converted(float_model({}), "opaque", {})
+    module = converted("opaque")
     (linear,) = [n for n in module.graph.nodes if n.target is ATEN.linear.default]
     q_of_output = linear.args[0].args[0]
     assert q_of_output.args[0].args[0] is call_of(module)
@@ -484,7 +496,8 @@ def test_edges_a_quantizer_leaves_float_are_named() -> None:
                     node.meta.pop("quantization_annotation", None)
             return model
 
-    prepared = calibrated(float_model({}), "opaque", {}, LinearsOnly())
+    _, decomposed = decomposed_from("opaque")
+    prepared = with_ranges(prepare_decomposed_lstm(decomposed, LinearsOnly()), {})
     with pytest.warns(QuantizationWarning, match=r"'lstm_decomposed' stays float at c0, output, h_n, c_n"):
         module = convert_decomposed_lstm(prepared)
     assert [argument.target for argument in call_of(module).args][:2] == [DEQUANTIZE, DEQUANTIZE]
@@ -499,10 +512,9 @@ def test_bad_programs_are_refused() -> None:
         decompose_lstm(linear)
     with pytest.raises(AtenLSTMError, match="got LSTM"):
         decompose_lstm(nn.LSTM(2, 2))
-    program = torch.export.export(float_model({}), batch(0, {}))
     for shape in ("flat", "opaque text"):
         with pytest.raises(AtenLSTMError, match="the shapes are: rolled, unrolled, opaque\\."):
-            decompose_lstm(program, shape)
+            decompose_lstm(exported(), shape)
 
 
 def test_double_precision_is_refused() -> None:
@@ -522,6 +534,6 @@ def test_computed_weights_are_refused() -> None:
 
 
 def test_cells_prepared_by_torchao_alone_are_refused() -> None:
-    decomposed = decompose_lstm(torch.export.export(float_model({}), batch(0, {})), "opaque")
+    _, decomposed = decomposed_from("opaque")
     with pytest.raises(AtenLSTMError, match="has no observers"):
         convert_decomposed_lstm(prepare_pt2e(decomposed, OfLinears()))

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
+from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import of_arithmetic
 from torchq_compat.errors import AtenLSTMError
@@ -70,6 +72,14 @@ def batch(cls: type[nn.Module], options: dict[str, Any], seed: int, steps: int =
     return torch.randn(shape, generator=generator), *states
 
 
+@made_once
+def exported(cls: type[nn.Module], **options: Any) -> tuple[nn.Module, ExportedProgram]:
+    """Return a model and its program."""
+    torch.manual_seed(0)
+    model = Model(cls, options).eval()
+    return model, torch.export.export(model, batch(cls, options, 0))
+
+
 def calibrated(prepared: GraphModule, cls: type[nn.Module], options: dict[str, Any]) -> GraphModule:
     with torch.no_grad():
         for seed in range(4):
@@ -88,9 +98,7 @@ def within(model: nn.Module, module: nn.Module, inputs: tuple[Tensor, ...]) -> l
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_decomposed_in_three_shapes_with_the_same_bits(variant: Any) -> None:
     cls, options, op = variant
-    torch.manual_seed(0)
-    model, inputs = Model(cls, options).eval(), batch(cls, options, 0)
-    program = torch.export.export(model, inputs)
+    (model, program), inputs = exported(cls, **options), batch(cls, options, 0)
     assert [node.target for node in program.graph.nodes].count(op) == 1
     results = []
     for shape in SHAPES:
@@ -107,9 +115,8 @@ def test_decomposed_in_three_shapes_with_the_same_bits(variant: Any) -> None:
 def test_whole(variant: Any) -> None:
     """There is q-dq at x, each state, weight, bias and output; h0, output and h_n have the same qparams."""
     cls, options, op = variant
-    torch.manual_seed(0)
-    model, inputs = Model(cls, options).eval(), batch(cls, options, 0)
-    prepared = prepare_pt2e(torch.export.export(model, inputs).module(), whole_op_recurrent_quantizer())
+    (model, program), inputs = exported(cls, **options), batch(cls, options, 0)
+    prepared = prepare_pt2e(program.module(), whole_op_recurrent_quantizer())
     converted = convert_pt2e(calibrated(prepared, cls, options))
     (node,) = [n for n in converted.graph.nodes if n.target is op]
     dequantize = OPS.dequantize_per_tensor.default
@@ -125,15 +132,13 @@ def test_whole(variant: Any) -> None:
 
 
 def test_whole_lstm_leaves_the_others() -> None:
-    model, inputs = Model(nn.GRU, {}).eval(), batch(nn.GRU, {}, 0)
-    prepared = prepare_pt2e(torch.export.export(model, inputs).module(), whole_op_lstm_quantizer())
+    prepared = prepare_pt2e(exported(nn.GRU)[1].module(), whole_op_lstm_quantizer())
     assert all(node.op != "call_module" or "guards" in node.name for node in prepared.graph.nodes)
 
 
 def test_any_length_of_what_export_had_fixed() -> None:
     options = {"num_layers": 2, "bidirectional": True}
-    model = Model(nn.GRU, options).eval()
-    program = torch.export.export(model, batch(nn.GRU, options, 0))
+    model, program = exported(nn.GRU, **options)
     longer = batch(nn.GRU, options, 5, steps=23)
     for shape in ("rolled", "opaque"):
         results = decompose_recurrent(program, shape)(*longer)
@@ -149,15 +154,14 @@ def test_a_program_without_recurrent_operators_is_told_what_it_has() -> None:
         with pytest.raises(AtenLSTMError, match=r"it has aten.linear.default, aten.relu.default") as error:
             decompose(program)
         assert "aten.lstm.input" in str(error.value)
-    gru = torch.export.export(Model(nn.GRU, {}).eval(), batch(nn.GRU, {}, 0))
     with pytest.raises(AtenLSTMError, match=r"decompose_recurrent decomposes aten.gru.input"):
-        decompose_lstm(gru)
+        decompose_lstm(exported(nn.GRU)[1])
 
 
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
 def test_operators_of_packed_sequences_are_refused_by_name(cls: type[nn.Module]) -> None:
     op = {nn.LSTM: ATEN.lstm.data, nn.GRU: ATEN.gru.data, nn.RNN: ATEN.rnn_tanh.data}[cls]
-    module = torch.export.export(Model(cls, {}).eval(), batch(cls, {}, 0)).module()
+    module = exported(cls)[1].module()
     (node,) = [n for n in module.graph.nodes if str(n.target).endswith(".input")]
     node.target = op
     for decompose in (decompose_recurrent, decompose_lstm):

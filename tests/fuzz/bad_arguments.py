@@ -126,6 +126,15 @@ def float_module(name: str) -> nn.Module:
 
 
 @cache
+def _observed(name: str) -> nn.Module:
+    return getattr(import_module("torchq_compat.nn.quantizable"), name).from_float(float_module(name))
+
+
+def observed(name: str) -> nn.Module:
+    return copy.deepcopy(_observed(name))
+
+
+@cache
 def exported_lstm() -> Any:
     class Whole(nn.Module):
         def __init__(self) -> None:
@@ -226,9 +235,7 @@ GOOD: dict[str, Arguments] = {
     "get_default_prepare_custom_config": dict,
     "get_individually_observed_parts": lambda: {"float_module": lstm()},
     "get_lstm_with_individually_observed_parts": lambda: {"float_lstm": lstm()},
-    "get_reference_quantized_lstm_module": lambda: {
-        "observed_lstm": import_module("torchq_compat.nn.quantizable").LSTM.from_float(lstm())
-    },
+    "get_reference_quantized_lstm_module": lambda: {"observed_lstm": observed("LSTM")},
     "int8_parts": lambda: {"module": lstm()},
     "int8_products": lambda: {"module": lstm()},
     "int8_with_int16_cell": lambda: {"module": lstm()},
@@ -265,8 +272,9 @@ class EntryPoint:
     good: Arguments | None
 
 
+@cache
 def entry_points() -> list[EntryPoint]:
-    """Yield every callable in ``__all__`` of the public modules, each once."""
+    """Return every callable in ``__all__`` of the public modules, each once."""
     found: dict[int, EntryPoint] = {}
     for module_name in MODULES:
         module = import_module(module_name)
@@ -306,11 +314,8 @@ def _of_value(module: str, name: str, value: Any) -> Iterator[EntryPoint]:
             f"{module}.{name}.from_float", value.from_float, lambda: {"other": float_module(name)}
         )
     elif module == "torchq_compat.nn.quantized":
-        observed = getattr(import_module("torchq_compat.nn.quantizable"), name)
         yield EntryPoint(
-            f"{module}.{name}.from_observed",
-            value.from_observed,
-            lambda: {"other": observed.from_float(float_module(name))},
+            f"{module}.{name}.from_observed", value.from_observed, lambda: {"other": observed(name)}
         )
     elif callable(value):
         yield EntryPoint(name, value, GOOD.get(name))

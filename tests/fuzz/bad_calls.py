@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from tests.fuzz.outcomes import Case
 __all__ = ["cases"]
 
 BATCH, WIDTH, STEPS = 3, 6, 4
+STAGES = ("prepared", "converted", "lowered")
 
 
 class Around(nn.Module):
@@ -93,19 +94,21 @@ SUBJECTS: dict[str, Subject] = {
 
 
 @cache
-def stages(name: str) -> dict[str, nn.Module]:
+def made(name: str, stage: str) -> nn.Module:
+    if stage != "prepared":
+        convert = tc.convert_to_reference_fx if stage == "converted" else tc.convert_fx
+        return convert(made(name, "prepared"), tc.get_default_convert_custom_config())
     torch.manual_seed(0)
     subject = SUBJECTS[name]
     example = subject.example()
     custom = tc.get_default_prepare_custom_config()
     prepared = tc.prepare_fx(subject.model().eval(), get_default_qconfig_mapping("x86"), example, custom)
     prepared(*example)
-    made = tc.get_default_convert_custom_config()
-    return {
-        "prepared": prepared,
-        "converted": tc.convert_to_reference_fx(prepared, made),
-        "lowered": tc.convert_fx(prepared, made),
-    }
+    return prepared
+
+
+def call(name: str, stage: str, *args: Any) -> Any:
+    return copy.deepcopy(made(name, stage))(*args)
 
 
 Wrong = Callable[[Tensor], Any]
@@ -177,20 +180,17 @@ LISTS = "torch's generated code takes a list for a tuple: the same elements in t
 
 def cases() -> Iterator[Case]:
     for name, subject in SUBJECTS.items():
-        for stage in ("prepared", "converted", "lowered"):
-
-            def call(args: tuple[Any, ...], name: str = name, stage: str = stage) -> Any:
-                return copy.deepcopy(stages(name)[stage])(*args)
-
+        for stage in STAGES:
+            this = partial(call, name, stage)
             for what, wrong in WRONG.items():
                 yield Case(
                     f"{stage} {name}: {what}",
-                    lambda c=call, s=subject, w=wrong: c(_with_first(s.example(), w)),
+                    lambda c=this, s=subject, w=wrong: c(*_with_first(s.example(), w)),
                     accepted=accepted(stage, name, what),
                 )
-            yield Case(f"{stage} {name}: no arguments", lambda c=call: c(()))
+            yield Case(f"{stage} {name}: no arguments", this)
             yield Case(
-                f"{stage} {name}: one too many", lambda c=call, s=subject: c((*s.example(), *s.example()))
+                f"{stage} {name}: one too many", lambda c=this, s=subject: c(*s.example(), *s.example())
             )
     yield from _of_embedding()
     yield from _of_nested()
@@ -204,11 +204,11 @@ def _with_first(args: tuple[Any, ...], wrong: Wrong) -> tuple[Any, ...]:
 
 
 def _of_embedding() -> Iterator[Case]:
-    for stage in ("prepared", "converted", "lowered"):
+    for stage in STAGES:
         for index in (9, -1, 2**40):
             yield Case(
                 f"{stage} Embedding: index {index}",
-                lambda s=stage, i=index: stages("Embedding")[s](torch.full((2, 2), i)),
+                lambda s=stage, i=index: call("Embedding", s, torch.full((2, 2), i)),
             )
 
 
@@ -224,10 +224,10 @@ def _of_nested() -> Iterator[Case]:
         "None inside": (x, {"b": None}),
         "empty": (),
     }
-    for stage in ("prepared", "converted", "lowered"):
+    for stage in STAGES:
         for name, value in structures.items():
             yield Case(
                 f"{stage} nested: {name}",
-                lambda s=stage, v=value: stages("nested")[s](v),
+                partial(call, "nested", stage, value),
                 accepted=LISTS if name == "a list for the tuple" else "",
             )

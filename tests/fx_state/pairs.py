@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,6 +64,10 @@ class Saved:
 
     def prepared(self) -> GraphModule:
         """Return the model prepared here, uncalibrated."""
+        return copy.deepcopy(self._prepared)
+
+    @cached_property
+    def _prepared(self) -> GraphModule:
         prepare = tc.prepare_qat_fx if self.is_qat else tc.prepare_fx
         with warnings.catch_warnings():
             # Warnings that a size is free only under conditions of the model's code are not tested here.

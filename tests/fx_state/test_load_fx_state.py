@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.fx_state.pairs import DEFAULT, SLOW, differences_of, saved_by_fx, tensors_of
+from tests.helpers.once import made_once
 from tests.helpers.oracle import activation_qparams, fx_activation_qparams, sqnr
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import ArgumentError, CheckpointError
@@ -61,6 +62,7 @@ class ConvNet(nn.Module):
 X = (torch.randn(4, 3, 6, 6),)
 
 
+@made_once
 def calibrated_by_fx(is_qat: bool = False) -> GraphModule:
     torch.manual_seed(1)
     mapping = get_default_qat_qconfig_mapping("x86") if is_qat else X86
@@ -72,6 +74,7 @@ def calibrated_by_fx(is_qat: bool = False) -> GraphModule:
     return prepared
 
 
+@made_once
 def prepared_here(is_qat: bool = False) -> GraphModule:
     torch.manual_seed(2)
     mapping = get_default_qat_qconfig_mapping("x86") if is_qat else X86
@@ -140,7 +143,8 @@ def test_learned_scales() -> None:
 
     theirs, mapping = learned_by_fx()
     x = torch.randn(32, 8)
-    ours, converted = (tc.prepare_qat_fx(legacy.Net().train(), mapping, (x,)) for _ in range(2))
+    ours = tc.prepare_qat_fx(legacy.Net().train(), mapping, (x,))
+    converted = copy.deepcopy(ours)
     load_fx_state(ours, copy.deepcopy(theirs.state_dict()))
     expected = learning(theirs, 5)
     assert learning(ours, 5) == pytest.approx(expected, rel=1e-5)
@@ -183,6 +187,7 @@ def test_loaded_qparams_stay_until_the_observers_see_data() -> None:
     assert activation_qparams(tc.convert_to_reference_fx(again)) != expected
 
 
+@made_once
 def calibrated_here() -> GraphModule:
     prepared = prepared_here()
     prepared(3 * X[0])

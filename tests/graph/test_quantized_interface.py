@@ -15,6 +15,7 @@ from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, quantize_nodes, sqnr
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.qspecs.qparams import PerTensorQParams
@@ -71,10 +72,16 @@ def by_us(model: nn.Module, data: list[Any], inputs: list[int], outputs: list[in
     return tc.convert_fx(prepared)
 
 
-def test_integers_of_fx() -> None:
+@made_once
+def two_inputs(inputs: tuple[int, ...], outputs: tuple[int, ...], count: int = 5) -> tuple[nn.Module, Any]:
+    """Return a float model, and it converted, calibrated with so many batches."""
     torch.manual_seed(0)
-    model, data = TwoInputs().eval(), batches()
-    converted = by_us(model, data, [0], [0])
+    model = TwoInputs().eval()
+    return model, by_us(model, batches()[:count], list(inputs), list(outputs))
+
+
+def test_integers_of_fx() -> None:
+    (model, converted), data = two_inputs((0,), (0,)), batches()
     qparams = converted.input_qparams()[0]
     assert isinstance(qparams, PerTensorQParams)
     assert converted.input_qparams()[1] is None
@@ -94,8 +101,7 @@ def test_integers_of_fx() -> None:
 
 
 def test_the_graph_does_not_quantize_what_arrives_quantized() -> None:
-    model, data = TwoInputs().eval(), batches()
-    plain, integer = by_us(model, data, [], []), by_us(model, data, [0], [0])
+    (_, plain), (_, integer), data = two_inputs((), ()), two_inputs((0,), (0,)), batches()
     assert len(quantize_nodes(plain)) - len(quantize_nodes(integer)) == 1
     placeholder = integer.reference.graph.find_nodes(op="placeholder")[0]
     assert placeholder.meta["val"].dtype is torch.uint8
@@ -143,8 +149,7 @@ def test_a_quantized_input_goes_straight_into_an_lstm() -> None:
 
 def test_an_output_no_op_observes() -> None:
     """The placeholder y itself is returned: the setting adds an observer."""
-    model, data = TwoInputs().eval(), batches()
-    converted = by_us(model, data, [], [1])
+    (_, converted), data = two_inputs((), (1,)), batches()
     x, y = data[0]
     found, qparams = converted(x, y)[1], converted.output_qparams()[1]
     assert qparams is not None
@@ -153,8 +158,7 @@ def test_an_output_no_op_observes() -> None:
 
 
 def test_qparams_follow_loaded_states_and_copies() -> None:
-    model, data = TwoInputs().eval(), batches()
-    trained, fresh = by_us(model, data, [0], [0]), by_us(model, [data[0]], [0], [0])
+    (_, trained), (_, fresh) = two_inputs((0,), (0,)), two_inputs((0,), (0,), 1)
     assert trained.input_qparams() != fresh.input_qparams()
     fresh.load_state_dict(trained.state_dict())
     assert fresh.input_qparams() == trained.input_qparams()
@@ -163,7 +167,7 @@ def test_qparams_follow_loaded_states_and_copies() -> None:
 
 def test_bad_input() -> None:
     model, data = TwoInputs().eval(), batches()
-    converted = by_us(model, data, [0], [])
+    _, converted = two_inputs((0,), ())
     with pytest.raises(tc.TorchQCompatError, match=r"input 0 .* torch.uint8, got torch.float32") as caught:
         converted(*data[0])
     assert "input_qparams()[0].quantize(x)" in str(caught.value)

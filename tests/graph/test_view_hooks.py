@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from torchq_compat.errors import ModuleAttributeError
 from torchq_compat.graph.view_hooks import HOOKED
 
@@ -39,28 +41,26 @@ def watch(model: nn.Module, seen: Seen, paths: tuple[str, ...] = PATHS) -> list[
     return [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
 
 
-def on(side: Any, x: Tensor, *, is_qat: bool = False) -> tuple[nn.Module, nn.Module]:
+@made_once
+def on(name: str, *, is_qat: bool = False) -> tuple[Any, Any, Tensor]:
+    """Return a prepared model, it converted and the input of both, equal for "fx" and "ours"."""
+    side: Any = fx if name == "fx" else tc
     torch.manual_seed(0)
-    model = Net().train(is_qat)
+    model, x = Net().train(is_qat), torch.randn(4, 3, 9, 9)
     mapping = get_default_qat_qconfig_mapping("x86") if is_qat else get_default_qconfig_mapping("x86")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         prepared = (side.prepare_qat_fx if is_qat else side.prepare_fx)(model, mapping, (x,))
         prepared(x)
-        return prepared, side.convert_fx(copy.deepcopy(prepared).eval())
+        return prepared, side.convert_fx(copy.deepcopy(prepared).eval()), x
 
 
 def floats(value: Tensor) -> Tensor:
     return value.dequantize() if value.is_quantized else value
 
 
-@pytest.fixture(scope="module")
-def x() -> Tensor:
-    return torch.randn(4, 3, 9, 9)
-
-
-def test_converted_as_in_fx(x: Tensor) -> None:
-    (_, ours), (_, theirs) = on(tc, x), on(fx, x)
+def test_converted_as_in_fx() -> None:
+    (_, ours, x), (_, theirs, _) = on("ours"), on("fx")
     mine, expected = Seen(), Seen()
     handles = watch(ours, mine)
     watch(theirs, expected)
@@ -84,8 +84,8 @@ def test_converted_as_in_fx(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("is_qat", [False, True])
-def test_prepared_sees_what_the_modules_compute(is_qat: bool, x: Tensor) -> None:
-    prepared, _ = on(tc, x, is_qat=is_qat)
+def test_prepared_sees_what_the_modules_compute(is_qat: bool) -> None:
+    prepared, _, x = on("ours", is_qat=is_qat)
     seen = Seen()
     watch(prepared, seen)
     result = prepared(x)["logits"]
@@ -99,8 +99,8 @@ def test_prepared_sees_what_the_modules_compute(is_qat: bool, x: Tensor) -> None
         assert prepared.get_parameter("conv1.weight").grad is not None
 
 
-def test_reference_and_copies(x: Tensor) -> None:
-    _, converted = on(tc, x)
+def test_reference_and_copies() -> None:
+    _, converted, x = on("ours")
     seen = Seen()
     watch(converted, seen, ("fc",))
     converted.reference(x)
@@ -137,8 +137,8 @@ def test_a_module_called_twice() -> None:
     assert not torch.equal(seen["fc"][0][1].dequantize(), result)
 
 
-def test_what_hooks_return_and_raise(x: Tensor) -> None:
-    _, converted = on(tc, x)
+def test_what_hooks_return_and_raise() -> None:
+    _, converted, x = on("ours")
     before = converted(x)["logits"]
     handle = converted.fc.register_forward_hook(
         lambda module, args, kwargs, result: torch.quantize_per_tensor(
@@ -166,13 +166,14 @@ def test_what_hooks_return_and_raise(x: Tensor) -> None:
     assert torch.equal(converted(x)["logits"], before)
 
 
-def test_models_that_are_gone_are_forgotten(x: Tensor) -> None:
-    _, converted = on(tc, x)
+def test_models_that_are_gone_are_forgotten() -> None:
+    _, converted, _ = on("ours")
     converted.fc.register_forward_hook(print)
     others = len(HOOKED)
     assert others > 0
     del converted
-    import gc
-
-    gc.collect()
+    for generation in (1, 2):  # A model of now is found at once; all objects of all tests take a second.
+        gc.collect(generation)
+        if len(HOOKED) < others:
+            break
     assert len(HOOKED) < others

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import torchq_compat
+from tests.helpers.warm_python import warm_python
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 SCRIPT = ROOT / "migration" / "legacy" / "digits_qat.py"
 RUN = ("-m", "torchq_compat", "run")
-QUICK = ("--epochs", "2", "--qat-epochs", "3", "--observer-epochs", "1", "--bn-epochs", "2", "--hidden", "16")
+QUICK = (
+    *("--epochs", "2", "--qat-epochs", "3", "--observer-epochs", "1", "--bn-epochs", "2"),
+    *("--hidden", "16", "--batch", "128"),
+)
 HELD_OUT = 599
 #: Three decimals are printed; training again in another order of float operations changes an image or two.
 ONE_IMAGE = 1 / HELD_OUT + 0.001
@@ -25,14 +26,7 @@ SEEDS = (0, 1, 2)
 
 def accuracies(*command: object) -> tuple[dict[str, float], str]:
     """Return what the script prints, by model, and its standard error."""
-    result = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+    result = warm_python(*command)
     assert result.returncode == 0, result.stderr
     found = re.findall(r"^(\w+) +([01]\.\d{3}) accuracy$", result.stdout, re.MULTILINE)
     return {name: float(accuracy) for name, accuracy in found}, result.stderr

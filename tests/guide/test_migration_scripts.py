@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from tests.helpers.oracle import leaves, sqnr
+from tests.helpers.warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
 WHOLE_OP = ROOT / "migration" / "whole_op_lstm.py"
@@ -18,13 +16,8 @@ QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 
 
 def test_the_issues_script_has_a_quantize_node_after_each_output() -> None:
-    result = subprocess.run(
-        [sys.executable, str(WHOLE_OP)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = warm_python(WHOLE_OP)
+    assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-3:] == [f"output {index} -> {QUANTIZE}" for index in range(3)]
     assert "torch.ops.aten.lstm.input(" in result.stdout
 

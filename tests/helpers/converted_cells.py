@@ -10,6 +10,7 @@ from torch import nn
 from torch.ao.quantization import FixedQParamsObserver, get_default_qconfig
 
 from tests.helpers.lstm_flow import uniform
+from tests.helpers.once import made_once
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import ConvertedCellGraphModule
 from torchq_compat.nn import quantized
 from torchq_compat.recurrent_parts import get_individually_observed_parts
@@ -31,6 +32,7 @@ KINDS: dict[str, tuple[Callable[[], nn.RNNBase], dict[str, Any]]] = {
 }
 
 
+@made_once
 def converted(name: str, *, seed: int = 0, gain: float = 1.0) -> nn.Module:
     torch.manual_seed(seed)
     make, options = KINDS[name]

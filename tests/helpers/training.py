@@ -10,6 +10,7 @@ from torch.ao.quantization import (
 )
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM
 
 
@@ -50,9 +51,13 @@ class SequenceNet(nn.Module):
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {ConvNet: (8, 3, 10, 10), SequenceNet: (8, 4, 7)}
 
 
-def prepare(make: type[nn.Module], backend: str = "qnnpack", seed: int = 0) -> nn.Module:
+@made_once
+def _prepared(make: type[nn.Module], backend: str, seed: int, device: str) -> nn.Module:
     torch.manual_seed(seed)
-    model = make().train()
-    return tc.prepare_qat_fx(
-        model, get_default_qat_qconfig_mapping(backend), (torch.randn(SHAPES[make]),), MAP_LSTM
-    )
+    model = make().to(device).train()
+    example = (torch.randn(SHAPES[make], device=device),)
+    return tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping(backend), example, MAP_LSTM)
+
+
+def prepare(make: type[nn.Module], backend: str = "qnnpack", seed: int = 0, device: str = "cpu") -> nn.Module:
+    return _prepared(make, backend, seed, device)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.lstm_flow import uniform
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate
 
 MAPPING = get_default_qconfig_mapping("qnnpack")
@@ -97,6 +98,13 @@ class Around(nn.Module):
 
 def rows(count: int = 8, size: int = 16, width: int = 3) -> list[tuple[Tensor]]:
     return [(uniform(2.0, size, width),) for _ in range(count)]
+
+
+@made_once
+def classic() -> tuple[nn.Module, tuple[Tensor], GraphModule, GraphModule]:
+    """Return (float, arguments, prepared, converted) of the classic custom module in a model."""
+    model, data = Around().eval(), rows()
+    return model, data[0], *by_ours(model, data, CLASSIC)
 
 
 def with_weights_of(made: nn.Module, module: nn.Module) -> nn.Module:

@@ -3,46 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
 
-import torchq_compat as tc
+from tests.helpers.exported_models import converted_alone
 from tests.helpers.oracle import leaves
 
-STATIC = get_default_qconfig_mapping("qnnpack")
-DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
-RECURRENT: dict[str, tuple[Callable[[], nn.Module], QConfigMapping]] = {
-    "lstm": (lambda: nn.LSTM(8, 12, 2, bidirectional=True), STATIC),
-    "projected lstm": (lambda: nn.LSTM(8, 12, proj_size=5, batch_first=True), STATIC),
-    "gru": (lambda: nn.GRU(8, 12, bidirectional=True), STATIC),
-    "relu rnn": (lambda: nn.RNN(8, 12, nonlinearity="relu"), STATIC),
-    "dynamic lstm": (lambda: nn.LSTM(8, 12, 2), DYNAMIC),
-}
-
-
-class Model(nn.Module):
-    def __init__(self, recurrent: nn.Module) -> None:
-        super().__init__()
-        self.rnn = recurrent
-
-    def forward(self, x: Tensor) -> Any:
-        return self.rnn(x)
-
-
-def converted(name: str) -> GraphModule:
-    torch.manual_seed(0)
-    make, mapping = RECURRENT[name]
-    model = Model(make()).eval()
-    prepared = tc.prepare_fx(model, mapping, (torch.randn(5, 2, 8),), tc.get_default_prepare_custom_config())
-    prepared(torch.randn(20, 6, 8))
-    return tc.convert_to_reference_fx(prepared)
+NAMES = ("lstm", "projected", "bidirectional gru", "forward rnn", "dynamic")
 
 
 def exported(model: nn.Module, first: int, second: int) -> ExportedProgram:
@@ -60,9 +31,9 @@ def same_bits(model: nn.Module, program: ExportedProgram) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", NAMES)
 def test_rolled_with_the_same_bits(name: str) -> None:
-    model = converted(name)
+    model: Any = converted_alone(name)
     program = exported(model, 6, 3)
     scans = [n for n in program.graph.nodes if n.target is torch.ops.higher_order.scan]
     assert len(scans) == len(list(model.rnn.cells()))
@@ -71,7 +42,7 @@ def test_rolled_with_the_same_bits(name: str) -> None:
 
 @pytest.mark.slow
 def test_saved_loaded_and_exported_again() -> None:
-    model = converted("lstm")
+    model = converted_alone("lstm")
     program = exported(model, 6, 3)
     file = io.BytesIO()
     torch.export.save(program, file)
@@ -84,6 +55,6 @@ def test_saved_loaded_and_exported_again() -> None:
 
 
 def test_the_program_does_not_grow_with_the_length() -> None:
-    model = converted("gru")
+    model = converted_alone("bidirectional gru")
     sizes = {len(list(exported(model, steps, 3).graph.nodes)) for steps in (4, 64)}
     assert len(sizes) == 1

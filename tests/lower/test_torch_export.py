@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import torchq_compat as tc
 from tests.helpers.loop_models import LOOPS
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves
 from torchq_compat.errors import ExportError, RecurrentModuleError
 
@@ -89,6 +91,7 @@ def inputs_of(name: str, steps: int, batch: int) -> tuple[Tensor, ...]:
     return (torch.randn(batch, steps, 6),)
 
 
+@made_once
 def converted(name: str) -> Any:
     torch.manual_seed(0)
     make, mapping = MODELS[name]
@@ -98,6 +101,16 @@ def converted(name: str) -> Any:
     lowered = tc.convert_fx(prepared)
     assert any(each.requires_grad for each in prepared.parameters())
     return lowered
+
+
+@made_once
+def packs() -> tuple[Any, Any, tuple[Tensor, Tensor]]:
+    """Return a model prepared, its reference, and inputs."""
+    args = (torch.randn(5, 2, 6), torch.tensor([5, 3]))
+    prepared = tc.prepare_fx(Packs().eval(), STATIC, args, tc.get_default_prepare_custom_config())
+    calibrated = copy.deepcopy(prepared)
+    calibrated(*args)
+    return prepared, tc.convert_to_reference_fx(calibrated), args
 
 
 def check(name: str, model: nn.Module, *, strict: bool, decomposed: bool, reference: nn.Module) -> None:
@@ -132,12 +145,9 @@ def test_every_kind(name: str, strict: bool) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_cannot_be_exported_is_said_in_words(strict: bool) -> None:
-    args = (torch.randn(5, 2, 6), torch.tensor([5, 3]))
-    prepared = tc.prepare_fx(Packs().eval(), STATIC, args, tc.get_default_prepare_custom_config())
+    prepared, packed, args = packs()
     with pytest.raises(ExportError, match=r"HistogramObserver asks.*\nHint: export what convert_fx"):
         torch.export.export(prepared, args, strict=strict)
-    prepared(*args)
-    packed = tc.convert_to_reference_fx(prepared)
     with pytest.raises(
         RecurrentModuleError, match=r"'rnn' is called with a PackedSequence.*\nHint: torchq_c"
     ):

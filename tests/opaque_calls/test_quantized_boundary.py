@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, QConfig, QConfigMapping, default_weight_observer
 from torch.fx import GraphModule, Node
 
-import torchq_compat as tc
-from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, calibrate, count_nodes, quantize_nodes
+from tests.helpers.once import made_once
+from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, count_nodes, quantize_nodes
 from torchq_compat.graph.observed_graph import observer_nodes
 
 INPUTS, HIDDEN = 8, 16
@@ -38,12 +38,17 @@ def batch(steps: int = 5, size: int = 3, rows: int = 1) -> tuple[Tensor, Tensor,
     return torch.randn(steps, size, INPUTS), *(0.3 * torch.randn(rows, size, HIDDEN) for _ in range(2))
 
 
-def quantized(
-    model: nn.Module, mapping: QConfigMapping = MAPPING, rows: int = 1
-) -> tuple[GraphModule, GraphModule]:
+def quantized(model: nn.Module, mapping: QConfigMapping = MAPPING) -> tuple[GraphModule, GraphModule]:
     """Return (prepared, converted)."""
-    torch.manual_seed(0)
-    return by_us(model.eval(), mapping, [batch(rows=rows) for _ in range(2)], MAP_LSTM)
+    return by_us(model.eval(), mapping, [batch() for _ in range(2)], MAP_LSTM)
+
+
+@made_once
+def one_lstm(num_layers: int, directions: int, steps: int) -> tuple[OneLSTM, GraphModule, GraphModule]:
+    """Return (float, prepared, converted)."""
+    model = OneLSTM(num_layers, bidirectional=directions == 2).eval()
+    batches = [batch(steps, rows=num_layers * directions) for _ in range(2)]
+    return model, *by_us(model, MAPPING, batches, MAP_LSTM)
 
 
 def placeholders(graph_module: GraphModule) -> dict[str, Node]:
@@ -66,7 +71,7 @@ def results(call: Node) -> dict[int, Node]:
 
 
 def test_every_input_is_observed_and_quantized_once() -> None:
-    prepared, converted = quantized(OneLSTM())
+    _, prepared, converted = one_lstm(1, 1, 5)
     assert len(list(observer_nodes(prepared))) == 3
     (call,) = calls(converted)
     assert [arg.target for arg in call.args] == [QUANTIZE] * 3
@@ -76,10 +81,8 @@ def test_every_input_is_observed_and_quantized_once() -> None:
 
 
 def test_the_number_of_quantize_nodes_is_that_of_fx() -> None:
-    model = OneLSTM().eval()
-    batches = [batch()]
-    _, theirs = by_fx(model, MAPPING, batches, MAP_LSTM)
-    _, ours = by_us(model, MAPPING, batches, MAP_LSTM)
+    model, _, ours = one_lstm(1, 1, 5)
+    _, theirs = by_fx(model, MAPPING, [batch()], MAP_LSTM)
     of_fx = [node for node in theirs.graph.nodes if node.target is torch.quantize_per_tensor]
     assert len(quantize_nodes(ours)) == len(of_fx) == 3
 
@@ -202,8 +205,7 @@ def test_an_unused_output_leaves_no_node(pick: Callable[..., Tensor], index: int
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_every_used_output_leaves_through_one_dequantize(bidirectional: bool) -> None:
     """Layers and directions have their own qparams, so h_n and c_n with several rows are per-channel."""
-    rows = 4 if bidirectional else 1
-    _, converted = quantized(OneLSTM(rows // 2 or 1, bidirectional=bidirectional), rows=rows)
+    *_, converted = one_lstm(2, 2, 5) if bidirectional else one_lstm(1, 1, 5)
     (call,) = calls(converted)
     for getitem in results(call).values():
         (dequantize,) = getitem.users
@@ -284,9 +286,8 @@ def cell_paths(num_layers: int, *, bidirectional: bool) -> list[str]:
 
 @pytest.mark.parametrize(("num_layers", "bidirectional"), [(1, False), (2, False), (2, True)])
 def test_the_cells_stand_at_their_paths(num_layers: int, bidirectional: bool) -> None:
-    rows = num_layers * (2 if bidirectional else 1)
-    model = OneLSTM(num_layers, bidirectional=bidirectional)
-    for graph_module, has_observers in zip(quantized(model, rows=rows), (True, False), strict=True):
+    _, *stages = one_lstm(num_layers, 2 if bidirectional else 1, 5)
+    for graph_module, has_observers in zip(stages, (True, False), strict=True):
         found = [path for path, m in graph_module.named_modules() if path and isinstance(m, GraphModule)]
         assert found == cell_paths(num_layers, bidirectional=bidirectional)
         for path in found:
@@ -298,7 +299,7 @@ def test_the_cells_stand_at_their_paths(num_layers: int, bidirectional: bool) ->
 
 
 def test_the_weights_of_a_cell_are_int8_and_nothing_else_is_left() -> None:
-    _, converted = quantized(OneLSTM(2, bidirectional=True), rows=4)
+    *_, converted = one_lstm(2, 2, 5)
     for path in cell_paths(2, bidirectional=True):
         cell = converted.get_submodule(path)
         assert isinstance(cell, GraphModule)
@@ -316,17 +317,12 @@ def test_the_weights_of_a_cell_are_int8_and_nothing_else_is_left() -> None:
 
 def counts(steps: int) -> dict[str, int]:
     """Return the counts that must not grow with the sequence length."""
-    torch.manual_seed(0)
-    model = OneLSTM(2, bidirectional=True).eval()
-    prepared = tc.prepare_fx(model, MAPPING, batch(steps, rows=4), MAP_LSTM)
-    observed = len(list(prepared.modules()))
-    calibrate(prepared, [batch(steps, rows=4)])
-    converted = tc.convert_to_reference_fx(prepared)
+    _, prepared, converted = one_lstm(2, 2, steps)
     quantizes = [
         node for m in converted.modules() if isinstance(m, GraphModule) for node in quantize_nodes(m)
     ]
     return {
-        "modules prepared": observed,
+        "modules prepared": len(list(prepared.modules())),
         "nodes prepared": count_nodes(prepared),
         "modules converted": len(list(converted.modules())),
         "nodes converted": count_nodes(converted),
@@ -336,20 +332,14 @@ def counts(steps: int) -> dict[str, int]:
     }
 
 
-@pytest.fixture(scope="module")
-def counts_of_four_steps() -> dict[str, int]:
-    return counts(4)
-
-
-def test_what_the_counts_are(counts_of_four_steps: dict[str, int]) -> None:
+def test_what_the_counts_are() -> None:
+    found = counts(5)
     # x, h, c; 12 parts of 4 cells.
-    assert counts_of_four_steps["quantizes"] == 3 + 4 * 12
+    assert found["quantizes"] == 3 + 4 * 12
     # 7 observed parts of each cell are distinct; sigmoid and tanh have one fixed pair each.
-    assert counts_of_four_steps["distinct qparams"] == 3 + 4 * 7 + 2
+    assert found["distinct qparams"] == 3 + 4 * 7 + 2
 
 
 @pytest.mark.parametrize("steps", [64, pytest.param(512, marks=pytest.mark.slow)])
-def test_counts_do_not_depend_on_the_sequence_length(
-    steps: int, counts_of_four_steps: dict[str, int]
-) -> None:
-    assert counts(steps) == counts_of_four_steps
+def test_counts_do_not_depend_on_the_sequence_length(steps: int) -> None:
+    assert counts(steps) == counts(5)

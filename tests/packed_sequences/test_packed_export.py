@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ import torchq_compat as tc
 from tests.helpers.oracle import calibrate, leaves
 from tests.helpers.packed_models import PackedShape, Packs, map_all
 from tests.packed_sequences.test_packed_models import (
+    MODELS,
     Tagger,
-    masked_attention,
-    packs_returned,
+    converted,
     sequences,
-    to_a_fixed_length,
     unpacked,
 )
 from torchq_compat.errors import ExportError
@@ -59,17 +57,15 @@ def test_unrolled_programs() -> None:
             assert torch.equal(wanted, found)
 
 
-@pytest.mark.parametrize("forward", [masked_attention, to_a_fixed_length, packs_returned])
-def test_models(forward: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    prepared = tc.prepare_fx(Tagger(forward).eval(), MAPPING, sequences(4, 7), map_all())
-    calibrate(prepared, [sequences(5, 9) for _ in range(3)])
-    converted = tc.convert_to_reference_fx(prepared)
-    program = tc.export(converted, sequences(4, 7)).module()
+def test_models() -> None:
+    _, reference, _ = converted("results")
+    program = tc.export(reference, sequences(4, 7)).module()
     # The last example has padding behind its longest sequence.
     for given in (sequences(6, 9), sequences(2, 12), (torch.randn(2, 9, 6), torch.tensor([5, 3]))):
-        for wanted, found in zip(leaves(converted(*given)), leaves(program(*given)), strict=True):
-            assert torch.equal(wanted, found)
+        results = zip(MODELS["results"], reference(*given), program(*given), strict=True)
+        for forward, *of_forms in results:
+            for wanted, found in zip(*map(leaves, of_forms), strict=True):
+                assert torch.equal(wanted, found), forward.__name__
 
 
 def test_the_opaque_shape_is_refused() -> None:

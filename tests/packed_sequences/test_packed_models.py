@@ -15,9 +15,11 @@ from torch.ao.quantization import (
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
+from torch.fx import GraphModule
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.packed_models import map_all
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
@@ -123,20 +125,28 @@ def packs_returned(model: Any, x: Tensor, lengths: Tensor) -> Any:
     }
 
 
-WHOLE = (
-    old_sorting,
-    lengths_as_list,
-    sorted_lengths_as_list,
-    lengths_as_array,
-    masked_attention,
-    beside_its_input,
-    to_a_fixed_length,
-    several_readers,
-    ops_on_rows,
-    cut_to_the_longest,
-    last_steps,
-    packs_returned,
-)
+class Together(Tagger):
+    """Several forwards of the same modules. Those of one model give the recurrent module the same sequences:
+    its ranges are those of each forward alone."""
+
+    def __init__(self, *forwards: Forward) -> None:
+        super().__init__(lambda model, *given: [forward(model, *given) for forward in forwards])
+
+
+#: Forwards that one model has together, by what they read.
+MODELS: dict[str, tuple[Forward, ...]] = {
+    "ways to pack": (
+        old_sorting,
+        lengths_as_list,
+        sorted_lengths_as_list,
+        lengths_as_array,
+        beside_its_input,
+        several_readers,
+    ),
+    "results": (masked_attention, to_a_fixed_length, packs_returned),
+    "rows": (ops_on_rows,),
+    "steps": (cut_to_the_longest, last_steps),
+}
 
 
 def sequences(batch: int, steps: int) -> tuple[Tensor, Tensor]:
@@ -144,18 +154,29 @@ def sequences(batch: int, steps: int) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, steps, 6), lengths
 
 
-@pytest.mark.parametrize("forward", WHOLE)
-def test_models(forward: Forward) -> None:
+@made_once
+def converted(name: str) -> tuple[Together, GraphModule, GraphModule]:
+    """Return the float model, the reference and the lowered one."""
     torch.manual_seed(0)
-    model = Tagger(forward).eval()
+    model = Together(*MODELS[name]).eval()
     prepared = tc.prepare_fx(model, MAPPING, sequences(4, 7), map_all())
-    calibrate(prepared, [sequences(5, 9) for _ in range(6)])
-    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    calibrate(prepared, [sequences(5, 9) for _ in range(4)])
+    return model, tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, subtests: pytest.Subtests) -> None:
+    torch.manual_seed(0)
+    model, reference, lowered = converted(name)
+    forms = model, reference, lowered, with_plain_loops(reference, model)
     for batch, steps in ((3, 11), (6, 5)):
         given = sequences(batch, steps)
-        exact, found, fast = (leaves(each(*given)) for each in (model, reference, lowered))
-        check_against_plain_loops(exact, found, with_plain_loops(reference, model)(*given))
-        assert all(sqnr(b, c) > 40 for b, c in zip(found, fast, strict=True))
+        results = zip(MODELS[name], *(form(*given) for form in forms), strict=True)
+        for forward, *of_forms in results:
+            with subtests.test(forward=forward.__name__, batch=batch):
+                exact, found, fast, looped = (leaves(each) for each in of_forms)
+                check_against_plain_loops(exact, found, looped)
+                assert all(sqnr(b, c) > 40 for b, c in zip(found, fast, strict=True))
 
 
 def test_a_returned_pack_is_one_in_every_form() -> None:
@@ -282,20 +303,21 @@ def test_lengths_in_a_list_are_fixed_and_said() -> None:
         converted(x, [7, 5, 2])
 
 
-@pytest.mark.parametrize("lengths", [[6, 3, 2], [5, 3, 0], [5, 3, -1], [2, 3, 5], [5, 3]])
-def test_lengths_that_do_not_fit(lengths: list[int]) -> None:
+def test_lengths_that_do_not_fit() -> None:
     def sorted_lengths(model: Any, x: Tensor, lengths: Tensor) -> Any:
         return unpacked(model.rnn(pack_padded_sequence(x, lengths, batch_first=True))[0])
 
     model = Tagger(sorted_lengths).eval()
     prepared = tc.prepare_fx(model, MAPPING, sequences(4, 7), map_all())
     calibrate(prepared, [sequences(4, 7)])
-    given = torch.randn(3, 5, 6), torch.tensor(lengths)
-    with pytest.raises(RuntimeError):
-        model(*given)
-    for made in (prepared, tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
-        with pytest.raises(InputError, match=r"length|sorted|batch_size"):
-            made(*given)
+    forms = prepared, tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    for lengths in ([6, 3, 2], [5, 3, 0], [5, 3, -1], [2, 3, 5], [5, 3]):
+        given = torch.randn(3, 5, 6), torch.tensor(lengths)
+        with pytest.raises(RuntimeError):
+            model(*given)
+        for made in forms:
+            with pytest.raises(InputError, match=r"length|sorted|batch_size"):
+                made(*given)
 
 
 def test_dynamic_and_float_modules_take_packs() -> None:

@@ -12,17 +12,15 @@ from torch.fx import GraphModule
 
 from tests.helpers.lstm_flow import (
     FX,
-    OURS,
     Engine,
     batches_of,
     build,
     documented,
-    part_qparams,
     run_flow,
 )
 from tests.helpers.oracle import leaves, sqnr
 
-__all__ = ["FLOWS", "PROJECTIONS", "Flow", "fx_flow", "our_flow"]
+__all__ = ["FLOWS", "PROJECTIONS", "Flow", "fx_flow"]
 
 #: The parts that the documented flow leaves to the QConfig, so they are calibrated.
 PROJECTIONS = ("igates", "hgates")
@@ -53,16 +51,6 @@ def fx_flow(flow: Flow) -> dict[str, Any]:
     """Return FX's SQNR of each output, and the qparams of each projection for cells with joint gates."""
     sqnrs, prepared, _ = _run(FX, flow)
     found = {path: _observed(prepared.get_submodule(path)) for path in _cells(prepared, flow)}
-    return {"sqnr": sqnrs, "projections": found}
-
-
-def our_flow(flow: Flow) -> dict[str, Any]:
-    """Return the same for this package."""
-    sqnrs, _, converted = _run(OURS, flow)
-    found = {
-        path: {part: list(part_qparams(converted.get_submodule(path))[part][:2]) for part in PROJECTIONS}
-        for path in _cells(converted, flow)
-    }
     return {"sqnr": sqnrs, "projections": found}
 
 

@@ -15,6 +15,7 @@ from torch.ao.quantization import (
     get_default_qconfig_mapping,
 )
 
+from tests.helpers.once import made_once
 from tests.helpers.oracle import (
     activation_qparams,
     by_fx,
@@ -178,6 +179,30 @@ def test_reduced_range_saturates_where_fx_does() -> None:
         assert node.args[3:5] == (0, 255)
 
 
+class Paths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+class Additions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(self.c(torch.add(self.b(self.a(x)), x)), x)
+
+
+@made_once
+def with_data(kind: type[nn.Module]) -> tuple[nn.Module, list[tuple[Tensor]]]:
+    return kind().eval(), batches(2, 3, 4)
+
+
 @pytest.mark.parametrize(
     ("mapping", "quantized"),
     [
@@ -207,16 +232,8 @@ def test_reduced_range_saturates_where_fx_does() -> None:
 def test_selectors_and_their_precedence(mapping: object, quantized: set[str]) -> None:
     from torchq_compat import explain
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(4, 4)
-            self.b = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x))
-
-    prepared, _ = by_us(Model().eval(), mapping, batches(1, 3, 4))
+    model, data = with_data(Paths)
+    prepared, _ = by_us(model, mapping, data)
     assert {d.path for d in explain(prepared) if d.action == "quantized"} == quantized
 
 
@@ -236,17 +253,10 @@ def test_sigmoid_of_a_float_input_keeps_its_input_range() -> None:
 def test_call_order_rule_switches_one_call_off(object_type: object) -> None:
     from torchq_compat import explain
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.add(self.c(torch.add(self.b(self.a(x)), x)), x)
-
+    model, data = with_data(Additions)
     mapping = get_default_qconfig_mapping("x86").set_module_name_object_type_order("", object_type, 1, None)
-    prepared, ours = by_us(Model().eval(), mapping, batches(2, 3, 4))
-    _, theirs = by_fx(Model().eval(), mapping, batches(2, 3, 4))
+    prepared, ours = by_us(model, mapping, data)
+    _, theirs = by_fx(model, mapping, data)
     off = {nn.Linear: "b", torch.add: "add_1"}[object_type]
     assert {d.path for d in explain(prepared).left_float()} == {off}
     assert len(activation_qparams(ours)) == len(fx_activation_qparams(theirs))

@@ -25,6 +25,7 @@ from torch.ao.quantization import (
 from torch.ao.quantization.observer import MinMaxObserver
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 
 MIN_MAX = FakeQuantize.with_args(
     observer=MinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8, qscheme=torch.per_tensor_affine
@@ -68,17 +69,26 @@ def scales(prepared: nn.Module, side: Any) -> dict[str, Tensor]:
     }
 
 
-def on_both_sides(weight: Any, *, is_qat: bool, steps: int) -> tuple[nn.Module, nn.Module]:
-    """Return models calibrated or trained (by us, by FX) from equal weights."""
+@made_once
+def prepared_on_both(name: str, *, is_qat: bool) -> tuple[list[nn.Module], list[Tensor]]:
+    """Return models prepared (by us, by FX) from equal weights, which no name changes, and batches."""
     torch.manual_seed(0)
     model = Net().train(is_qat)
-    batches = [torch.randn(16, 3, 8, 8) for _ in range(max(steps, 1))]
-    made = []
-    for side in (tc, fx):
-        prepare = side.prepare_qat_fx if is_qat else side.prepare_fx
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            prepared = prepare(copy.deepcopy(model), mapping_of(weight), (batches[0],))
+    batches = [torch.randn(16, 3, 8, 8) for _ in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [
+            (side.prepare_qat_fx if is_qat else side.prepare_fx)(
+                copy.deepcopy(model), mapping_of((UNFUSED | FUSED)[name]), (batches[0],)
+            )
+            for side in (tc, fx)
+        ], batches
+
+
+def on_both_sides(name: str, *, is_qat: bool, steps: int) -> tuple[nn.Module, nn.Module]:
+    """Return models calibrated or trained (by us, by FX) from equal weights."""
+    made, batches = prepared_on_both(name, is_qat=is_qat)
+    for prepared in made:
         optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1) if is_qat else None
         for batch in batches[:steps]:
             loss = prepared(batch).square().mean()
@@ -86,7 +96,6 @@ def on_both_sides(weight: Any, *, is_qat: bool, steps: int) -> tuple[nn.Module, 
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        made.append(prepared)
     return made[0], made[1]
 
 
@@ -98,17 +107,18 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", [*UNFUSED, *FUSED])
 def test_calibrated_with_fake_quantizes(name: str) -> None:
     """Nothing was trained with the qparams of a fused kernel, so they are the observer's, as in FX."""
-    ours, theirs = on_both_sides((UNFUSED | FUSED)[name], is_qat=False, steps=2)
-    assert_equal(scales(ours, tc), scales(theirs, fx))
+    ours, theirs = on_both_sides(name, is_qat=False, steps=2)
+    found = scales(ours, tc)
+    assert_equal(found, scales(theirs, fx))
     widest = ours.get_parameter("fc.weight").detach().abs().max()
     if name != "minimum and maximum":  # The other observers are symmetric.
-        assert float(scales(ours, tc)["fc"].max()) == pytest.approx(float(widest) / 127.5, rel=1e-5)
+        assert float(found["fc"].max()) == pytest.approx(float(widest) / 127.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [*UNFUSED, *FUSED])
 def test_converted_without_training(name: str) -> None:
     """A fake-quantize that never ran observes the weight at convert: a scale of 1 would make it all 0."""
-    ours, theirs = on_both_sides((UNFUSED | FUSED)[name], is_qat=True, steps=0)
+    ours, theirs = on_both_sides(name, is_qat=True, steps=0)
     found = scales(ours, tc)
     assert_equal(found, scales(theirs, fx))
     assert all(float(each.max()) < 0.01 for each in found.values())
@@ -116,7 +126,7 @@ def test_converted_without_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNFUSED)
 def test_observers_that_are_on_look_at_the_trained_weight(name: str) -> None:
-    ours, theirs = on_both_sides(UNFUSED[name], is_qat=True, steps=4)
+    ours, theirs = on_both_sides(name, is_qat=True, steps=4)
     found, expected = scales(ours, tc), scales(theirs, fx)
     assert_equal(found, expected)
     with warnings.catch_warnings():
@@ -129,8 +139,9 @@ def test_observers_that_are_on_look_at_the_trained_weight(name: str) -> None:
 @pytest.mark.parametrize("name", FUSED)
 def test_a_fused_kernel_converts_with_the_scale_it_trained_with(name: str) -> None:
     """Return ``max(-min / 128, max / 127)``, where FX has ``max(-min, max) / 127.5``."""
-    ours, theirs = on_both_sides(FUSED[name], is_qat=True, steps=4)
+    ours, theirs = on_both_sides(name, is_qat=True, steps=4)
+    found, expected = scales(ours, tc), scales(theirs, fx)
     for place in PLACES:
-        ratio = scales(ours, tc)[place] / scales(theirs, fx)[place]
+        ratio = found[place] / expected[place]
         assert 127.5 / 128 - 1e-5 < float(ratio.min()) <= float(ratio.max()) < 127.5 / 127 + 1e-5
         assert float((ratio - 1).abs().max()) > 1e-4

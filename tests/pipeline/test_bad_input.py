@@ -22,6 +22,7 @@ from torch.ao.quantization import (
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, calibrate
 from torchq_compat.errors import (
     CaptureError,
@@ -270,11 +271,16 @@ def test_converting_what_is_no_model(convert: Callable[..., Any], value: Any) ->
         convert(value)
 
 
-@pytest.mark.parametrize("convert", CONVERTS)
-def test_converting_twice(convert: Callable[..., Any]) -> None:
+@made_once
+def calibrated() -> nn.Module:
     prepared = tc.prepare_fx(Model(), MAPPING, good_inputs(), MAP_LSTM)
     calibrate(prepared, [good_inputs()])
-    converted = convert(prepared)
+    return prepared
+
+
+@pytest.mark.parametrize("convert", CONVERTS)
+def test_converting_twice(convert: Callable[..., Any]) -> None:
+    converted = convert(calibrated())
     with refused(converted, ConvertError, "prepare_fx"):
         convert(converted)
 
@@ -329,8 +335,7 @@ def test_a_quantized_class_without_from_observed(convert: Callable[..., Any], fo
     config: Any = {"observed_to_quantized_custom_module_class": {"static": {observed: NoFromObserved}}}
     if form == "object":
         config = ConvertCustomConfig().set_observed_to_quantized_mapping(observed, NoFromObserved)
-    prepared = tc.prepare_fx(Model(), MAPPING, good_inputs(), MAP_LSTM)
-    calibrate(prepared, [good_inputs()])
+    prepared = calibrated()
     named = ("test_bad_input.NoFromObserved", "observed_to_quantized_mapping", "'from_observed'")
     with refused(prepared, CustomModuleError, *named):
         convert(prepared, config)
@@ -359,8 +364,7 @@ def test_an_unknown_key_of_prepare(prepare: Callable[..., Any], argument: str, k
 
 @pytest.mark.parametrize("convert", CONVERTS)
 def test_an_unknown_key_of_convert(convert: Callable[..., Any]) -> None:
-    prepared = tc.prepare_fx(Model(), MAPPING, good_inputs(), MAP_LSTM)
-    calibrate(prepared, [good_inputs()])
+    prepared = calibrated()
     key = "observed_to_quantized"
     with refused(prepared, ConfigError, "convert_custom_config", f"unknown key {key!r}"):
         convert(prepared, {key: {}})

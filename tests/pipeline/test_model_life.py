@@ -23,6 +23,7 @@ from torch.ao.quantization import (
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, calibrate, leaves, sqnr
 from torchq_compat.graph.graph_module import QuantizationGraphModule
 
@@ -70,11 +71,45 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@made_once
+def quantized_tagger() -> tuple[nn.Module, GraphModule, GraphModule]:
+    model = Tagger(bidirectional=True)
+    return model, *quantized(model, batches())
+
+
 @pytest.fixture
 def tagger() -> tuple[nn.Module, GraphModule, GraphModule]:
     """Return (float, prepared, converted)."""
-    model = Tagger(bidirectional=True)
-    return model, *quantized(model, batches())
+    return quantized_tagger()
+
+
+class Life(NamedTuple):
+    """A model of one direction at each stage."""
+
+    model: nn.Module
+    data: list[tuple[Tensor]]
+    prepared: GraphModule
+    calibrated: GraphModule
+    converted: GraphModule
+
+
+def mapping_of(backend: str) -> QConfigMapping:
+    return MAPPING if backend == "minmax" else get_default_qconfig_mapping(backend)
+
+
+@made_once
+def prepared_tagger(backend: str, number: int) -> tuple[nn.Module, GraphModule]:
+    """Return (float, prepared); every ``number`` has weights of its own."""
+    model = Tagger().eval()
+    return model, tc.prepare_fx(model, mapping_of(backend), batches(1)[0], MAP_LSTM)
+
+
+@made_once
+def life(backend: str) -> Life:
+    model, prepared = prepared_tagger(backend, 0)
+    data, calibrated = batches(size=4, steps=3), copy.deepcopy(prepared)
+    calibrate(calibrated, data)
+    return Life(model, data, prepared, calibrated, tc.convert_to_reference_fx(calibrated))
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:
@@ -88,51 +123,52 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 # Sizes
 
 
-@pytest.mark.parametrize(("size", "steps"), [(1, 1), (1, 9), (5, 1), (8, 6), (13, 40)])
 @pytest.mark.parametrize("example", [(1, 1), (1, 6), (4, 1), (3, 6), (4, 4), (INPUTS, INPUTS)])
 def test_any_batch_and_length_whatever_the_example_was(
-    example: tuple[int, int], size: int, steps: int
+    example: tuple[int, int], subtests: pytest.Subtests
 ) -> None:
     """torch.export fixes sizes 0 and 1, and treats equal sizes as one, unless told otherwise."""
     model = Tagger().eval()
     prepared = tc.prepare_fx(model, MAPPING, (torch.randn(*example, INPUTS),), MAP_LSTM)
     calibrate(prepared, batches())
     converted = tc.convert_fx(prepared)
-    x = torch.randn(size, steps, INPUTS)
-    assert is_close(prepared(x), model(x))
-    assert converted(x).shape == (size, steps, 5)
-    assert 22 < sqnr(model(x), converted(x)) < 60
+    for size, steps in [(1, 1), (1, 9), (5, 1), (8, 6), (13, 40)]:
+        with subtests.test(size=size, steps=steps):
+            x = torch.randn(size, steps, INPUTS)
+            assert is_close(prepared(x), model(x))
+            assert converted(x).shape == (size, steps, 5)
+            assert 22 < sqnr(model(x), converted(x)) < 60
 
 
-@pytest.mark.parametrize(
-    "lstm",
-    [
-        {},
-        {"num_layers": 2},
-        {"bidirectional": True},
-        {"num_layers": 2, "bidirectional": True, "bias": False},
-        {"num_layers": 2, "dropout": 0.5},
-        {"proj_size": 5},
-    ],
-    ids=str,
-)
+LSTMS: list[dict[str, Any]] = [
+    {},
+    {"num_layers": 2},
+    {"bidirectional": True},
+    {"num_layers": 2, "bidirectional": True, "bias": False},
+    {"num_layers": 2, "dropout": 0.5},
+    {"proj_size": 5},
+]
+
+
 @pytest.mark.parametrize("backend", ["x86", "qnnpack"])
-def test_prepared_computes_what_the_float_model_computes(lstm: dict[str, Any], backend: str) -> None:
+def test_prepared_computes_what_the_float_model_computes(backend: str, subtests: pytest.Subtests) -> None:
     class Everything(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm = nn.LSTM(INPUTS, HIDDEN, **lstm)
+            self.lstms = nn.ModuleList(nn.LSTM(INPUTS, HIDDEN, **lstm) for lstm in LSTMS)
 
         def forward(self, x: Tensor) -> Any:
-            return self.lstm(x)
+            return [lstm(x) for lstm in self.lstms]
 
     model = Everything().eval()
     mapping = get_default_qconfig_mapping(backend)
     prepared = tc.prepare_fx(model, mapping, (torch.randn(2, 3, INPUTS),), MAP_LSTM)
     for x in (torch.randn(7, 4, INPUTS), torch.randn(1, 1, INPUTS)):
-        for mine, exact in zip(leaves(prepared(x)), leaves(model(x)), strict=True):
-            assert float((mine - exact).abs().max()) < 1e-5
-            assert float(exact.detach().abs().max()) > 1e-2
+        for lstm, found, expected in zip(LSTMS, prepared(x), model(x), strict=True):
+            with subtests.test(lstm=lstm, shape=x.shape):
+                for mine, exact in zip(leaves(found), leaves(expected), strict=True):
+                    assert float((mine - exact).abs().max()) < 1e-5
+                    assert float(exact.detach().abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("example_steps", [1, 6])
@@ -166,27 +202,26 @@ def spread(model: nn.Module, x: Tensor) -> float:
     return float((model(x) - model(x)).abs().max())
 
 
-@pytest.mark.parametrize("stage", ["prepared", "converted"])
 @pytest.mark.parametrize(
     "dropout", [{"dropout": 0.5}, {"dropout": 0.0, "lstm_dropout": 0.5}], ids=["module", "between layers"]
 )
-def test_dropout_follows_train_and_eval(stage: str, dropout: dict[str, float]) -> None:
+def test_dropout_follows_train_and_eval(dropout: dict[str, float]) -> None:
     """FX drops the dropout between the layers, with a warning."""
     model = Tagger(num_layers=2, dropout=dropout["dropout"])
     model.lstm.dropout = dropout.get("lstm_dropout", 0.0)
-    graph_module = quantized(model, batches())[stage == "converted"]
     x = torch.randn(4, 7, INPUTS)
-    expected = graph_module(x)
-    for _ in range(2):
-        assert graph_module.train() is graph_module
-        assert graph_module.training
-        assert all(m.training for m in graph_module.modules())
-        assert spread(graph_module, x) > 0.01
-        assert graph_module.eval() is graph_module
-        assert not any(m.training for m in graph_module.modules())
+    for graph_module in quantized(model, batches()):
+        expected = graph_module(x)
+        for _ in range(2):
+            assert graph_module.train() is graph_module
+            assert graph_module.training
+            assert all(m.training for m in graph_module.modules())
+            assert spread(graph_module, x) > 0.01
+            assert graph_module.eval() is graph_module
+            assert not any(m.training for m in graph_module.modules())
+            assert_equal_bits(graph_module(x), expected)
+        graph_module.train(False)
         assert_equal_bits(graph_module(x), expected)
-    graph_module.train(False)
-    assert_equal_bits(graph_module(x), expected)
 
 
 def test_a_model_in_training_mode_is_observed_in_evaluation_mode() -> None:
@@ -208,13 +243,17 @@ def test_prepared_and_converted_say_they_are_in_evaluation_mode(
 # deepcopy
 
 
-def test_a_copy_gives_the_same_results(tagger: tuple[nn.Module, GraphModule, GraphModule]) -> None:
+def test_a_copy_gives_the_same_results_and_keeps_call_forms_train_and_explain() -> None:
+    """The originals are no copies themselves, unlike ``tagger``."""
     x = torch.randn(3, 9, INPUTS)
-    for original in tagger[1:]:
+    for original in quantized_tagger.__wrapped__()[1:]:  # type: ignore[attr-defined]
         twin = copy.deepcopy(original)
         assert isinstance(twin, QuantizationGraphModule)
         assert_equal_bits(twin(x), original(x))
         assert_equal_bits(copy.deepcopy(twin)(x), original(x))
+        assert_equal_bits(twin(x=x), original(x))
+        assert tc.explain(twin).as_dicts() == tc.explain(original).as_dicts()
+        assert twin.train().eval() is twin
 
 
 def test_a_copy_shares_nothing_with_its_original(tagger: tuple[nn.Module, GraphModule, GraphModule]) -> None:
@@ -286,37 +325,28 @@ def test_a_copy_of_prepared_converts_to_the_same(tagger: tuple[nn.Module, GraphM
     assert_equal_bits(tc.convert_fx(copy.deepcopy(prepared))(x), converted(x))
 
 
-def test_a_copy_keeps_call_forms_train_and_explain(
-    tagger: tuple[nn.Module, GraphModule, GraphModule],
-) -> None:
-    x = torch.randn(3, 9, INPUTS)
-    for original in tagger[1:]:
-        twin = copy.deepcopy(original)
-        assert_equal_bits(twin(x=x), original(x))
-        assert tc.explain(twin).as_dicts() == tc.explain(original).as_dicts()
-        assert twin.train().eval() is twin
-
-
 # state_dict
 
 
 @pytest.mark.parametrize("backend", ["x86", "qnnpack", "minmax"])
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_prepared_state_loads_into_a_second_prepared_model(backend: str, calibrated: bool) -> None:
+def test_prepared_state_loads_into_a_second_prepared_model(backend: str) -> None:
     """The loaded state replaces what the second model observed; x86 has per-channel weight observers."""
-    mapping = MAPPING if backend == "minmax" else get_default_qconfig_mapping(backend)
-    prepared, converted = quantized(Tagger(), batches(size=4, steps=3), mapping)
-    torch.manual_seed(1)
-    second = tc.prepare_fx(Tagger().eval(), mapping, batches(1)[0], MAP_LSTM)
-    if calibrated:
-        calibrate(second, [(5 * x,) for (x,) in batches(1)])
+    first, (_, fresh) = life(backend), prepared_tagger(backend, 1)
+    prepared, converted = first.calibrated, first.converted
+    calibrated = copy.deepcopy(fresh)
+    calibrate(calibrated, [(5 * x,) for (x,) in batches(1)])
     x = torch.randn(3, 9, INPUTS)
-    missing, unexpected = second.load_state_dict(saved(prepared.state_dict()))
-    assert (missing, unexpected) == ([], [])
-    assert_equal_bits(tc.convert_fx(second)(x), converted(x))
-    # From here on both models observe x as well.
-    assert_equal_bits(second(x), prepared(x))
-    assert_equal_bits(tc.convert_fx(second)(x), tc.convert_fx(prepared)(x))
+    state = saved(prepared.state_dict())
+    for second in (fresh, calibrated):
+        missing, unexpected = second.load_state_dict(copy.deepcopy(state))
+        assert (missing, unexpected) == ([], [])
+        assert_equal_bits(tc.convert_fx(second)(x), converted(x))
+    # From here on all models observe x as well.
+    result = prepared(x)
+    expected = tc.convert_fx(prepared)(x)
+    for second in (fresh, calibrated):
+        assert_equal_bits(second(x), result)
+        assert_equal_bits(tc.convert_fx(second)(x), expected)
 
 
 class StateGiven(nn.Module):
@@ -346,9 +376,9 @@ def test_converted_state_loads_into_a_second_converted_model(quantize: Callable[
 
 
 def test_a_second_converted_model_of_the_same_float_model_is_equal() -> None:
-    model, data = Tagger(), batches()
+    made = life("minmax")
     x = torch.randn(3, 9, INPUTS)
-    first, second = quantized(model, data)[1], quantized(model, data)[1]
+    first, second = made.converted, quantized(made.model, made.data)[1]
     assert_equal_bits(first(x), second(x))
     assert first.state_dict().keys() == second.state_dict().keys()
 
@@ -451,10 +481,16 @@ class Defaults(Recurrent):
         return self.out(y) * scale + shift
 
 
+@made_once
+def quantized_defaults(*, given: bool) -> tuple[nn.Module, tuple[GraphModule, GraphModule]]:
+    """Return (float, (prepared, converted)); with ``given``, the example gives the state."""
+    model = Defaults()
+    return model, quantized(model, [(steps(), *(states() if given else ())) for _ in range(3)])
+
+
 def test_called_by_name() -> None:
     x, (h, c) = steps(), states()
-    data = [(steps(), *states()) for _ in range(3)]
-    for graph_module in quantized(Defaults(), data):
+    for graph_module in quantized_defaults(given=True)[1]:
         expected = graph_module(x, h, c)
         assert_equal_bits(graph_module(x, c=c, h=h), expected)
         assert_equal_bits(graph_module(c=c, x=x, h=h), expected)
@@ -462,9 +498,9 @@ def test_called_by_name() -> None:
 
 def test_arguments_left_at_their_default() -> None:
     """The example omits them, and so do the calls; passing the default value changes nothing."""
-    model = Defaults()
+    model, graph_modules = quantized_defaults(given=False)
     x = steps()
-    for graph_module in quantized(model, [(steps(),) for _ in range(3)]):
+    for graph_module in graph_modules:
         expected = graph_module(x)
         assert sqnr(model(x), expected) > 25
         assert_equal_bits(graph_module(x, None, None), expected)
@@ -496,13 +532,13 @@ def test_one_tensor_given_twice_in_the_example() -> None:
 @pytest.mark.parametrize("kwargs", [{"scale": 3.0}, {"shift": 0.0}, {"unknown": 1}, {"x": 1}], ids=str)
 def test_an_argument_that_capture_fixed_is_refused(kwargs: dict[str, Any]) -> None:
     (name,) = kwargs
-    for graph_module in quantized(Defaults(), [(steps(),)]):
+    for graph_module in quantized_defaults(given=False)[1]:
         with pytest.raises(tc.TorchQCompatError, match=f"(?s)'{name}'.*Hint:"):
             graph_module(steps(), **kwargs)
 
 
 def test_a_missing_argument_is_refused() -> None:
-    for graph_module in quantized(Defaults(), [(steps(), *states())]):
+    for graph_module in quantized_defaults(given=True)[1]:
         with pytest.raises(tc.TorchQCompatError, match=r"(?s)missing argument 'c'.*Hint:"):
             graph_module(steps(), states()[0])
 
@@ -516,10 +552,7 @@ def test_calibration_in_every_grad_mode(
     context: Callable[[], AbstractContextManager[None]], backend: str
 ) -> None:
     """The second half runs under no_grad: observers must not keep inference tensors."""
-    mapping = MAPPING if backend == "minmax" else get_default_qconfig_mapping(backend)
-    model, data = Tagger().eval(), batches(size=4, steps=3)
-    _, expected = quantized(model, data, mapping)
-    prepared = tc.prepare_fx(model, mapping, data[0], MAP_LSTM)
+    _, data, prepared, _, expected = life(backend)
     with context():
         for batch in data[:2]:
             prepared(*batch)

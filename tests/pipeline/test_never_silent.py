@@ -19,11 +19,11 @@ from torch.ao.quantization import (
     default_weight_observer,
     float_qparams_weight_only_qconfig,
 )
-from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.fx import GraphModule
 
 import torchq_compat as tc
-from tests.helpers.oracle import MAP_LSTM, by_us, calibrate, op_decisions
+from tests.helpers.once import made_once
+from tests.helpers.oracle import MAP_LSTM, calibrate, op_decisions
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.support.decisions import Decision
 
@@ -55,11 +55,32 @@ def example(recurrent: type[nn.Module] = nn.LSTM) -> tuple[Tensor]:
     return (torch.randn(3, INPUTS) if is_cell else torch.randn(5, 3, INPUTS),)
 
 
+MAPPINGS = {
+    "everything": MAPPING,
+    "nothing": QConfigMapping(),
+    "weight only": QConfigMapping()
+    .set_global(QCONFIG)
+    .set_object_type(nn.LSTM, float_qparams_weight_only_qconfig),
+    "dynamic": QConfigMapping().set_global(QCONFIG).set_object_type(nn.LSTM, default_dynamic_qconfig),
+}
+CONFIGS = {"unmapped": None, "mapped": MAP_LSTM}
+
+
+@made_once
+def heard(
+    recurrent: type[nn.Module], mapping: str, config: str
+) -> tuple[nn.Module, GraphModule, list[warnings.WarningMessage]]:
+    """Return a float model, its prepared form and the warnings of this package."""
+    model = Model(recurrent).eval()
+    return model, *listen(
+        lambda: tc.prepare_fx(model, MAPPINGS[mapping], example(recurrent), CONFIGS[config])
+    )
+
+
 def prepare_and_listen(
-    recurrent: type[nn.Module], mapping: QConfigMapping, config: PrepareCustomConfig | None = None
+    recurrent: type[nn.Module], mapping: str, config: str = "unmapped"
 ) -> tuple[GraphModule, list[warnings.WarningMessage]]:
-    """Return the prepared model and the warnings of this package."""
-    return listen(lambda: tc.prepare_fx(Model(recurrent).eval(), mapping, example(recurrent), config))
+    return heard(recurrent, mapping, config)[1:]
 
 
 def listen(action: Callable[[], Any]) -> tuple[Any, list[warnings.WarningMessage]]:
@@ -88,7 +109,7 @@ UNMAPPED = [
 @pytest.mark.parametrize(("recurrent", "hint"), UNMAPPED)
 def test_a_recurrent_module_nothing_maps(recurrent: type[nn.Module], hint: str) -> None:
     """FX leaves it float silently."""
-    prepared, (record,) = prepare_and_listen(recurrent, MAPPING)
+    prepared, (record,) = prepare_and_listen(recurrent, "everything")
     assert record.filename == __file__
     message = str(record.message)
     assert f"{recurrent.__name__} at 'encoder.rnn' stays float" in message
@@ -101,10 +122,10 @@ def test_a_recurrent_module_nothing_maps(recurrent: type[nn.Module], hint: str) 
 
 @pytest.mark.parametrize(("recurrent", "hint"), UNMAPPED)
 def test_it_stays_float_and_its_neighbours_do_not(recurrent: type[nn.Module], hint: str) -> None:
-    torch.manual_seed(0)
-    model = Model(recurrent).eval()
-    (prepared, converted), records = listen(lambda: by_us(model, MAPPING, [example(recurrent)]))
-    assert len(records) == 1
+    model, prepared, records = heard(recurrent, "everything", "unmapped")
+    calibrate(prepared, [example(recurrent)])
+    converted, later = listen(lambda: tc.convert_to_reference_fx(prepared))
+    assert len(records + later) == 1
     x = example(recurrent)[0]
     assert float((prepared(x) - model(x)).abs().max()) < 1e-5
     assert decision_about(converted, "encoder.rnn").action.value == "float"
@@ -114,16 +135,16 @@ def test_it_stays_float_and_its_neighbours_do_not(recurrent: type[nn.Module], hi
     assert [tuple(w.shape) for w in weights] == [(INPUTS, INPUTS), (4, HIDDEN)]
 
 
-@pytest.mark.parametrize("mapping", [MAPPING, QConfigMapping()], ids=["quantized", "none"])
+@pytest.mark.parametrize("mapping", ["everything", "nothing"])
 @pytest.mark.parametrize("recurrent", [recurrent for recurrent, _ in UNMAPPED])
-def test_there_is_one_decision_about_a_module(recurrent: type[nn.Module], mapping: QConfigMapping) -> None:
+def test_there_is_one_decision_about_a_module(recurrent: type[nn.Module], mapping: str) -> None:
     prepared, _ = prepare_and_listen(recurrent, mapping)
     paths = [decision.path for decision in op_decisions(prepared)]
     assert sorted(paths) == ["encoder.rnn", "inp", "out"]
 
 
 def test_a_subclass_that_computes_like_its_base_is_mapped_with_it() -> None:
-    prepared, records = prepare_and_listen(OwnLSTM, MAPPING, MAP_LSTM)
+    prepared, records = prepare_and_listen(OwnLSTM, "everything", "mapped")
     assert not records
     assert decision_about(prepared, "encoder.rnn").action.value == "quantized"
 
@@ -133,7 +154,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_what_the_mapping_names() ->
         def forward(self, x: Any, hx: Any = None) -> Any:  # type: ignore[override]
             return super().forward(2 * x, hx)
 
-    _, records = prepare_and_listen(Doubling, MAPPING, MAP_LSTM)
+    _, records = prepare_and_listen(Doubling, "everything", "mapped")
     told = sorted(str(record.message) for record in records)
     assert len(told) == 2
     assert "'float_to_observed_mapping LSTM' is dropped" in told[0] + told[1]
@@ -143,9 +164,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_what_the_mapping_names() ->
 
 def test_a_mapped_lstm_whose_qconfig_is_weight_only() -> None:
     """FX leaves it float silently."""
-    mapping = QConfigMapping().set_global(QCONFIG)
-    mapping.set_object_type(nn.LSTM, float_qparams_weight_only_qconfig)
-    prepared, (record,) = prepare_and_listen(nn.LSTM, mapping, MAP_LSTM)
+    prepared, (record,) = prepare_and_listen(nn.LSTM, "weight only", "mapped")
     assert record.filename == __file__
     assert "LSTM at 'encoder.rnn' stays float" in str(record.message)
     assert "its qconfig is weight_only and its class is mapped for static qconfigs" in str(record.message)
@@ -155,21 +174,36 @@ def test_a_mapped_lstm_whose_qconfig_is_weight_only() -> None:
 
 def test_a_mapped_lstm_whose_qconfig_is_dynamic() -> None:
     """It is quantized dynamically, as in FX."""
-    mapping = QConfigMapping().set_global(QCONFIG).set_object_type(nn.LSTM, default_dynamic_qconfig)
-    prepared, records = prepare_and_listen(nn.LSTM, mapping, MAP_LSTM)
+    prepared, records = prepare_and_listen(nn.LSTM, "dynamic", "mapped")
     assert not records
     decision = decision_about(prepared, "encoder.rnn")
     assert decision.action.value == "quantized"
     assert "dynamically" in decision.reason
 
 
-@pytest.mark.parametrize("config", [None, MAP_LSTM], ids=["unmapped", "mapped"])
-@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU, nn.GRUCell])
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(INPUTS, INPUTS), nn.Linear(HIDDEN, 4)
+        kinds = {"lstm_rnn": nn.LSTM, "gru_rnn": nn.GRU, "cell_rnn": nn.GRUCell}
+        self.encoder = nn.ModuleDict({name: kind(INPUTS, HIDDEN) for name, kind in kinds.items()})
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y = self.inp(x)
+        lstm, gru, cell = self.encoder.values()
+        return [self.out(result) for result in (lstm(y)[0], gru(y)[0], cell(y[0]))]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     "mapping",
     [
         QConfigMapping(),
-        QConfigMapping().set_global(QCONFIG).set_module_name("encoder.rnn", None),
+        QConfigMapping()
+        .set_global(QCONFIG)
+        .set_module_name("encoder.lstm_rnn", None)
+        .set_module_name("encoder.gru_rnn", None)
+        .set_module_name("encoder.cell_rnn", None),
         QConfigMapping().set_global(QCONFIG).set_module_name("encoder", None),
         QConfigMapping().set_global(QCONFIG).set_module_name_regex("enc.*rnn", None),
         QConfigMapping()
@@ -181,14 +215,14 @@ def test_a_mapped_lstm_whose_qconfig_is_dynamic() -> None:
     ],
     ids=["empty", "name", "parent", "regex", "type", "others only"],
 )
-def test_qconfig_none_is_a_decision_and_no_warning(
-    mapping: QConfigMapping, recurrent: type[nn.Module], config: PrepareCustomConfig | None
-) -> None:
-    prepared, records = prepare_and_listen(recurrent, mapping, config)
+def test_qconfig_none_is_a_decision_and_no_warning(mapping: QConfigMapping, config: str) -> None:
+    model = Three().eval()
+    prepared, records = listen(lambda: tc.prepare_fx(model, mapping, example(), CONFIGS[config]))
     assert records == []
-    decision = decision_about(prepared, "encoder.rnn")
-    assert decision.action.value == "float"
-    assert "its qconfig is None" in decision.reason
+    for name in model.encoder:
+        decision = decision_about(prepared, f"encoder.{name}")
+        assert decision.action.value == "float"
+        assert "its qconfig is None" in decision.reason
 
 
 def test_every_one_of_several_is_named() -> None:
@@ -205,7 +239,7 @@ def test_every_one_of_several_is_named() -> None:
 
 
 def test_a_mapped_lstm_is_not_warned_about() -> None:
-    prepared, records = prepare_and_listen(nn.LSTM, MAPPING, MAP_LSTM)
+    prepared, records = prepare_and_listen(nn.LSTM, "everything", "mapped")
     assert records == []
     assert decision_about(prepared, "encoder.rnn").action.value == "quantized"
 
@@ -215,7 +249,7 @@ def test_a_mapped_lstm_is_not_warned_about() -> None:
 
 @pytest.mark.parametrize("convert", [tc.convert_fx, tc.convert_to_reference_fx])
 def test_converting_what_has_seen_no_data(convert: Callable[[GraphModule], GraphModule]) -> None:
-    prepared = tc.prepare_fx(Model(nn.LSTM).eval(), MAPPING, example(), MAP_LSTM)
+    prepared, _ = prepare_and_listen(nn.LSTM, "everything", "mapped")
     _, (record,) = listen(lambda: convert(prepared))
     assert record.filename == __file__
     message = str(record.message)
@@ -233,14 +267,16 @@ def test_parts_of_cells_are_named() -> None:
 
 
 def test_converting_what_was_calibrated_says_nothing() -> None:
-    (_, converted), records = listen(lambda: by_us(Model(nn.LSTM).eval(), MAPPING, [example()], MAP_LSTM))
-    assert records == []
+    prepared, told = prepare_and_listen(nn.LSTM, "everything", "mapped")
+    calibrate(prepared, [example()])
+    converted, records = listen(lambda: tc.convert_to_reference_fx(prepared))
+    assert told + records == []
     assert isinstance(converted, GraphModule)
 
 
 def test_the_warning_comes_again_for_every_model_and_call() -> None:
     """Python shows a warning of one line only once, which must not hide that of the second model."""
-    prepared = tc.prepare_fx(Model(nn.LSTM).eval(), MAPPING, example(), MAP_LSTM)
+    prepared, _ = prepare_and_listen(nn.LSTM, "everything", "mapped")
     for _ in range(2):
         assert len(listen(lambda: tc.convert_fx(prepared))[1]) == 1
     calibrate(prepared, [example()])
@@ -265,9 +301,9 @@ STAGES = ("float", "prepared", "converted")
 
 @pytest.fixture(scope="module")
 def stages() -> dict[str, nn.Module]:
-    torch.manual_seed(0)
-    model = Model(nn.LSTM).eval()
-    prepared, converted = by_us(model, MAPPING, [example()], MAP_LSTM)
+    model, prepared, _ = heard(nn.LSTM, "everything", "mapped")
+    calibrate(prepared, [example()])
+    converted = tc.convert_to_reference_fx(prepared)
     return dict(zip(STAGES, (model, prepared, converted), strict=True))
 
 

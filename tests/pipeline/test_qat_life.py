@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from torch.ao.quantization import (
 from torch.optim.swa_utils import AveragedModel
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, activation_qparams, calibrate, fx_activation_qparams, sqnr
 from tests.helpers.training import SHAPES, ConvNet, SequenceNet, prepare
 from torchq_compat.checkpoints import load_checkpoint, save_checkpoint
@@ -148,17 +150,17 @@ def test_eval_keeps_the_eps_of_batch_norm() -> None:
 @pytest.mark.parametrize("make", [ConvNet, SequenceNet])
 def test_resumed_training_is_uninterrupted_training(make: type[nn.Module], tmp_path: Path) -> None:
     whole = prepare(make)
-    straight = train(whole, make, 20)
+    straight = train(whole, make, 8)
     first = prepare(make)
     optimizer = torch.optim.SGD(first.parameters(), lr=0.05, momentum=0.9)
-    losses = train(first, make, 10, optimizer=optimizer)
+    losses = train(first, make, 4, optimizer=optimizer)
     save_checkpoint({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     second = prepare(make, seed=7)
     state = load_checkpoint(tmp_path / "c.pt")
     second.load_state_dict(state["model"])
     optimizer = torch.optim.SGD(second.parameters(), lr=0.05, momentum=0.9)
     optimizer.load_state_dict(state["optimizer"])
-    losses += train(second, make, 10, first=10, optimizer=optimizer)
+    losses += train(second, make, 4, first=4, optimizer=optimizer)
     assert losses == straight
     x = torch.randn(SHAPES[make])
     assert torch.equal(tc.convert_fx(second)(x), tc.convert_fx(whole)(x))
@@ -241,9 +243,9 @@ def test_threads_calibrate_as_one() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LSTM(8, 8)).eval()
     mapping = QConfigMapping().set_global(QConfig(MinMaxObserver, default_weight_observer))
     batches = [(torch.randn(5, 4, 8) * (1 + i % 3),) for i in range(24)]
-    alone = tc.prepare_fx(model, mapping, batches[0], MAP_LSTM)
-    calibrate(alone, batches)
     together = tc.prepare_fx(model, mapping, batches[0], MAP_LSTM)
+    alone = copy.deepcopy(together)
+    calibrate(alone, batches)
     threads = [threading.Thread(target=calibrate, args=(together, batches[i::4])) for i in range(4)]
     for thread in threads:
         thread.start()
@@ -267,8 +269,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [ConvNet, SequenceNet])
 def test_everything_follows_the_device_of_the_model(make: type[nn.Module], device: str) -> None:
-    mapping, x = get_default_qat_qconfig_mapping("x86"), torch.randn(SHAPES[make], device=device)
-    prepared = tc.prepare_qat_fx(make().to(device).train(), mapping, (x,), MAP_LSTM)
+    prepared, x = prepare(make, "x86", device=device), torch.randn(SHAPES[make], device=device)
     prepared(x).sum().backward()
     prepared.apply(disable_observer).eval()
     converted = tc.convert_fx(prepared)
@@ -279,10 +280,7 @@ def test_everything_follows_the_device_of_the_model(make: type[nn.Module], devic
 
 @pytest.mark.parametrize("make", [ConvNet, SequenceNet])
 def test_training_on_meta_stays_there(make: type[nn.Module]) -> None:
-    mapping, shape = get_default_qat_qconfig_mapping("x86"), SHAPES[make]
-    prepared = tc.prepare_qat_fx(
-        make().to("meta").train(), mapping, (torch.randn(shape, device="meta"),), MAP_LSTM
-    )
+    prepared = prepare(make, "x86", device="meta")
     assert {t.device.type for t in (*prepared.parameters(), *prepared.buffers())} == {"meta"}
 
 
@@ -375,23 +373,29 @@ def test_two_processes_get_the_same_qparams(tmp_path: Path) -> None:
     assert all(torch.equal(value, second[key]) for key, value in first.items())
 
 
-def calibrated() -> tuple[nn.Module, Callable[[], Tensor]]:
+def converted_output(prepared: nn.Module) -> Tensor:
+    return tc.convert_fx(prepared)(torch.ones(5, 4, 8))[0]
+
+
+@made_once
+def calibrated() -> tuple[nn.Module, Tensor]:
+    """Return a prepared model, and what it computes converted."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)).eval()
     mapping = QConfigMapping().set_global(QConfig(MinMaxObserver, default_weight_observer))
     prepared = tc.prepare_fx(model, mapping, (torch.randn(5, 4, 8),), MAP_LSTM)
     calibrate(prepared, [(torch.randn(5, 4, 8),)])
-    return prepared, lambda: tc.convert_fx(prepared)(torch.ones(5, 4, 8))[0]
+    return prepared, converted_output(prepared).detach()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_batch_that_is_not_finite_is_named_at_convert(bad: float) -> None:
-    prepared, convert = calibrated()
+    prepared, _ = calibrated()
     prepared(torch.full((5, 4, 8), bad))
     with pytest.raises(
         ConvertError, match=r"NaN or infinity.*1\.layers\.0\.layer_fw\.cell\.igates"
     ) as caught:
-        convert()
+        converted_output(prepared)
     assert "Hint:" in str(caught.value)
 
 
@@ -408,10 +412,9 @@ def test_an_observer_that_cannot_take_a_batch_is_named() -> None:
 
 
 def test_an_empty_batch_changes_nothing() -> None:
-    prepared, convert = calibrated()
-    expected = convert()
+    prepared, expected = calibrated()
     prepared(torch.zeros(5, 0, 8))
-    assert torch.equal(convert(), expected)
+    assert torch.equal(converted_output(prepared), expected)
 
 
 def test_a_branch_that_calibration_never_reaches_is_named() -> None:
@@ -431,24 +434,22 @@ def test_a_branch_that_calibration_never_reaches_is_named() -> None:
 
 
 def test_a_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
-    prepared, convert = calibrated()
-    expected = convert()
+    prepared, expected = calibrated()
     save_checkpoint(prepared, tmp_path / "c.pt")
     content = (tmp_path / "c.pt").read_bytes()
     (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_checkpoint(tmp_path / "cut.pt", prepared)
-    assert torch.equal(convert(), expected)
+    assert torch.equal(converted_output(prepared), expected)
 
 
 def test_a_checkpoint_of_another_model_is_refused_whole() -> None:
-    prepared, convert = calibrated()
-    expected = convert()
+    prepared, expected = calibrated()
     other = {k: v for k, v in prepared.state_dict().items() if "igates" not in k}
     other["0.bias"] = torch.zeros(8)
     with pytest.raises(CheckpointError, match="does not belong to this model"):
         prepared.load_state_dict(other)
-    assert torch.equal(convert(), expected)
+    assert torch.equal(converted_output(prepared), expected)
 
 
 @pytest.mark.parametrize(
@@ -462,29 +463,28 @@ def test_a_checkpoint_of_another_model_is_refused_whole() -> None:
     ],
 )
 def test_a_range_that_is_no_range_is_refused(make: Callable[[Tensor], Tensor], problem: str) -> None:
-    prepared, convert = calibrated()
-    expected, state = convert(), prepared.state_dict()
+    prepared, expected = calibrated()
+    state = prepared.state_dict()
     names = [name for name in state if name.endswith("min_val") and state[name].numel() == 1]
     for name in names[:1] + names[-1:]:
         with pytest.raises(CheckpointError, match=rf"{re.escape(name)} {problem}.*\nHint: "):
             prepared.load_state_dict({**state, name: make(state[name])})
-    assert torch.equal(convert(), expected)
+    assert torch.equal(converted_output(prepared), expected)
 
 
 @pytest.mark.parametrize("numbers", [torch.ones(0), torch.ones(3)])
 @pytest.mark.parametrize("end", ["min_val", "max_val"])
 def test_a_range_whose_ends_differ_in_number_is_refused(end: str, numbers: Tensor) -> None:
-    prepared, convert = calibrated()
-    expected, state = convert(), prepared.state_dict()
+    prepared, expected = calibrated()
+    state = prepared.state_dict()
     name = next(name for name in state if name.endswith(end) and state[name].numel() == 1)
     with pytest.raises(CheckpointError, match=r"min_val holds \d numbers, where .* holds \d.*\nHint: "):
         prepared.load_state_dict({**state, name: numbers})
-    assert torch.equal(convert(), expected)
+    assert torch.equal(converted_output(prepared), expected)
 
 
 def test_integers_that_would_wrap_around_are_refused() -> None:
-    prepared, convert = calibrated()
-    expected = convert()
+    prepared, expected = calibrated()
     for model in (tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
         state = model.state_dict()
         name = next(name for name, value in state.items() if value.dtype is torch.int8)
@@ -493,24 +493,26 @@ def test_integers_that_would_wrap_around_are_refused() -> None:
             with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is {wrong.dtype} where"):
                 model.load_state_dict({**state, name: wrong})
         assert torch.equal(model.state_dict()[name], state[name])
-    assert torch.equal(convert(), expected)
+    assert torch.equal(converted_output(prepared), expected)
 
 
-KILLED_SAVE = """
-import os, sys, torch
-from torchq_compat.checkpoints import save_checkpoint
-def die(*_):
-    os._exit(9)
-torch.save, real = (lambda content, file: (real(content, file), file.flush(), die())), torch.save
-save_checkpoint({"w": torch.ones(1000)}, sys.argv[1])
-"""
+def save_and_die(content: object, target: Path) -> None:
+    """Save in a process that ends when the content is written, and nothing after it has run."""
+    child = os.fork()
+    if child == 0:
+        try:
+            real = torch.save
+            torch.save = lambda content, file: (real(content, file), file.flush(), os._exit(9))
+            save_checkpoint(content, target)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
 def test_a_save_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "c.pt"
     save_checkpoint({"w": torch.zeros(3)}, target)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED_SAVE, str(target)], check=False)
-    assert done.returncode == 9
+    save_and_die({"w": torch.ones(1000)}, target)
     assert torch.equal(load_checkpoint(target)["w"], torch.zeros(3))
 
 

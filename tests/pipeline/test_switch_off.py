@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 import warnings
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch.ao.quantization import (
 )
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, activation_qparams, calibrate, fx_activation_qparams
 from torchq_compat.errors import ConfigError
 
@@ -69,10 +69,12 @@ REFUSED: dict[str, Callable[[QConfigMapping], QConfigMapping]] = {
 X = torch.randn(2, 3, 7, 7, generator=torch.Generator().manual_seed(0))
 
 
-def prepared_by(engine: Any, model: nn.Module) -> Any:
+@made_once
+def prepared_by(engine: str) -> Any:
+    prepare = {"FX": fx.prepare_fx, "ours": tc.prepare_fx}[engine]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        prepared = engine.prepare_fx(copy.deepcopy(model), base(), (X,))
+        prepared = prepare(model(), base(), (X,))
         calibrate(prepared, [(X,)])
     return prepared
 
@@ -88,7 +90,7 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("switch_off", OFF.values(), ids=list(OFF))
 def test_as_fx(switch_off: Callable[[QConfigMapping], QConfigMapping]) -> None:
-    ours, theirs = prepared_by(tc, model()), prepared_by(fx, model())
+    ours, theirs = prepared_by("ours"), prepared_by("FX")
     mine = tc.convert_to_reference_fx(ours, qconfig_mapping=switch_off(base()))
     reference = fx.convert_to_reference_fx(theirs, qconfig_mapping=switch_off(base()))
     assert activation_qparams(mine) == fx_activation_qparams(reference)
@@ -102,13 +104,13 @@ def test_as_fx(switch_off: Callable[[QConfigMapping], QConfigMapping]) -> None:
 @pytest.mark.parametrize(("what", "mapping"), REFUSED.items(), ids=list(REFUSED))
 def test_refused_where_fx_refuses(what: str, mapping: Callable[[QConfigMapping], QConfigMapping]) -> None:
     with pytest.raises(AssertionError):
-        fx.convert_to_reference_fx(prepared_by(fx, model()), qconfig_mapping=mapping(base()))
+        fx.convert_to_reference_fx(prepared_by("FX"), qconfig_mapping=mapping(base()))
     with pytest.raises(ConfigError, match=f"(?s)qconfig_mapping.*{what}.*Hint:"):
-        tc.convert_to_reference_fx(prepared_by(tc, model()), qconfig_mapping=mapping(base()))
+        tc.convert_to_reference_fx(prepared_by("ours"), qconfig_mapping=mapping(base()))
 
 
 def test_explain_says_what_convert_switched_off() -> None:
-    prepared = prepared_by(tc, model())
+    prepared = prepared_by("ours")
     converted = tc.convert_fx(prepared, qconfig_mapping=base().set_module_name("fc2", None))
     (decision,) = tc.explain(converted).find("fc2")
     assert decision.action == "float"
@@ -117,10 +119,9 @@ def test_explain_says_what_convert_switched_off() -> None:
 
 
 def test_everything_off_is_the_float_model() -> None:
-    float_model = model()
-    converted = tc.convert_fx(prepared_by(tc, float_model), qconfig_mapping=OFF["all of them"](base()))
+    converted = tc.convert_fx(prepared_by("ours"), qconfig_mapping=OFF["all of them"](base()))
     assert quantized_paths(converted) == set()
-    torch.testing.assert_close(converted(X), float_model(X), atol=0.05, rtol=0.05)
+    torch.testing.assert_close(converted(X), model()(X), atol=0.05, rtol=0.05)
 
 
 def test_trained_conv_and_batch_norm_switched_off_are_float() -> None:

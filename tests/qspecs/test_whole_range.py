@@ -19,6 +19,7 @@ from torch.ao.quantization import (
 )
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import sqnr
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.x86.lowered_module import LoweredGraphModule
@@ -63,8 +64,16 @@ def built(name: str) -> tuple[Tagger, Tensor]:
     return MODELS[name]().eval(), torch.randn(9, 4, 16)
 
 
-def converted(model: nn.Module, qconfig: Any, x: Tensor) -> Any:
+@made_once
+def _converted(name: str, whole: bool, engine: str) -> Any:
+    assert torch.backends.quantized.engine == engine
+    model, x = built(name)
+    qconfig = whole_range_dynamic() if whole else default_dynamic_qconfig
     return tc.convert_fx(tc.prepare_fx(model, QConfigMapping().set_global(qconfig), (x,)))
+
+
+def converted(name: str, *, whole: bool) -> Any:
+    return _converted(name, whole, torch.backends.quantized.engine)
 
 
 def chosen_ranges(graph: Any) -> set[tuple[int, int]]:
@@ -82,14 +91,14 @@ def test_a_bit_more_on_x86_and_equal_numbers_on_every_engine(
         exact = model(x)
         for each in ENGINES:
             engine(each)
-            found = converted(model, whole_range_dynamic(), x)
+            found = converted(name, whole=True)
             assert isinstance(found, LoweredGraphModule)
             assert chosen_ranges(found.reference) == {(0, 255)}
             # The integers are the same; float sums are in another order.
             assert sqnr(found.reference(x), found(x)) > 55
             results[each] = found(x)
         engine("x86")
-        reduced = converted(model, default_dynamic_qconfig, x)
+        reduced = converted(name, whole=False)
         assert chosen_ranges(reduced.reference) == {(0, 127)}
         gain = sqnr(exact, results["x86"]) - sqnr(exact, reduced(x))
     assert 3 < gain < 9
@@ -99,8 +108,8 @@ def test_a_bit_more_on_x86_and_equal_numbers_on_every_engine(
 
 def test_explain_state_and_export_know_the_range(engine: Callable[[str], None]) -> None:
     engine("x86")
-    model, x = built("gru")
-    whole, reduced = (converted(model, each, x) for each in (whole_range_dynamic(), default_dynamic_qconfig))
+    x = built("gru")[1]
+    whole, reduced = (converted("gru", whole=each) for each in (True, False))
     (shown,) = [d.values for d in tc.explain(whole).find("head") if d.values]
     assert [value.spread for value in shown if value.dynamic] == [(0, 255)]
     assert "over 0 to 255" in str(tc.explain(whole))

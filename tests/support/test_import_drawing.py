@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-import torchq_compat
+from tests.helpers.package_trees import PACKAGE as ROOT
+from tests.helpers.package_trees import package_trees
 from torchq_compat.support.metadata import KEYS
 
-ROOT = Path(torchq_compat.__file__).parent
 PACKAGE = ROOT.name
 
 
@@ -31,13 +32,14 @@ def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
         yield from statements(node)
 
 
+@functools.cache
 def drawing() -> dict[str, set[str]]:
     """Return module -> the modules of the package that it imports."""
-    files = {module_name(path): path for path in ROOT.rglob("*.py")}
+    files = {module_name(path): tree for path, tree in package_trees().items()}
     drawn: dict[str, set[str]] = {}
-    for name, path in files.items():
+    for name, tree in files.items():
         found: set[str] = set()
-        for statement in statements(ast.parse(path.read_text())):
+        for statement in statements(tree):
             if isinstance(statement, ast.Import):
                 found.update(alias.name for alias in statement.names)
             else:
@@ -85,8 +87,7 @@ def test_no_circles_inside_rooms() -> None:
 
 
 def test_circles_are_found() -> None:
-    drawn = drawing()
-    drawn["torchq_compat.errors"] = {"torchq_compat.pipeline.prepare"}
+    drawn = {**drawing(), "torchq_compat.errors": {"torchq_compat.pipeline.prepare"}}
     with pytest.raises(CycleError):
         TopologicalSorter(drawn).prepare()
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import torchq_compat
 from tests.helpers.oracle import sqnr
+from tests.helpers.package_trees import PACKAGE, package_trees
 from torchq_compat.support import quantized_tensors as qt
 
-PACKAGE = Path(torchq_compat.__file__).parent
 DOOR = "support/quantized_tensors.py"
 METHODS = {
     "dequantize",
@@ -61,8 +59,8 @@ def uses(tree: ast.AST) -> list[str]:
 def test_one_module_uses_them() -> None:
     found = {
         path.relative_to(PACKAGE).as_posix(): names
-        for path in PACKAGE.rglob("*.py")
-        if (names := uses(ast.parse(path.read_text())))
+        for path, tree in package_trees().items()
+        if (names := uses(tree))
     }
     assert set(found) == {DOOR}
     assert {"value.is_quantized", "int_repr", "torch.ops.quantized"} <= set(found[DOOR])

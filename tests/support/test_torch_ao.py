@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-import torchq_compat
 from tests.helpers.hidden_engine import environment_without_engine
 from tests.helpers.oracle import sqnr
-from tests.migrate.running.test_script_pairs import LEGACY, NAMES, OUTPUTS, SCORES, outputs_in, run
+from tests.helpers.package_trees import PACKAGE, package_trees
+from tests.helpers.warm_python import Ran, warm_python
+from tests.migrate.running.test_script_pairs import LEGACY, NAMES, OUTPUTS, SCORES, outputs, run
 from torchq_compat.support import torch_ao
 
-PACKAGE = Path(torchq_compat.__file__).parent
 DOOR = "support/torch_ao.py"
 NAMESPACES = (
     "torch.ao",
@@ -56,30 +53,6 @@ except errors.FxError as error:
     print(error.message)
 print([name for name in sys.modules if "quantize_fx" in name and name.startswith("torch.")])
 """
-
-
-#: Run each script as ``torchq-compat run`` does, in a fork: the imports take longer than most scripts.
-SCRIPTS = """\
-import json, os, sys
-from pathlib import Path
-import torchq_compat.migrate.running.recorder
-from torchq_compat.migrate.running.run_options import RunOptions
-from torchq_compat.migrate.running.script_process import main
-
-folder, commands = Path(sys.argv[1]), json.loads(sys.argv[2])
-for script, *args in commands:
-    child = os.fork()
-    if not child:
-        for stream, suffix in ((1, "out"), (2, "err")):
-            os.dup2(os.open(folder / f"{Path(script).name}.{suffix}", os.O_WRONLY | os.O_CREAT), stream)
-        sys.argv = ["-c", "", RunOptions("", "", False).to_json(), script, *args]
-        sys.exit(main())
-    _, status = os.waitpid(child, 0)
-    if status:
-        sys.exit((folder / f"{Path(script).name}.err").read_text())
-"""
-
-
 #: Functions whose first argument names a module.
 IMPORTS = ("import_module", "__import__", "find_spec")
 
@@ -107,8 +80,8 @@ def names_of_torch_ao(tree: ast.AST) -> list[str]:
 def test_one_module_imports_torch_ao() -> None:
     found = {
         path.relative_to(PACKAGE).as_posix(): names
-        for path in PACKAGE.rglob("*.py")
-        if (names := names_of_torch_ao(ast.parse(path.read_text())))
+        for path, tree in package_trees().items()
+        if (names := names_of_torch_ao(tree))
     }
     assert list(found) == [DOOR]
     assert len(found[DOOR]) > 30
@@ -142,25 +115,27 @@ def test_what_the_engine_lacks_matches_nothing() -> None:
     assert not isinstance(torch.fx.Tracer(), absent)
 
 
-def without_engine(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [sys.executable, *command],
-        env=environment_without_engine(folder),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result
+Python = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def without_engine(tmp_path_factory: pytest.TempPathFactory) -> Python:
+    env = environment_without_engine(tmp_path_factory.mktemp("without_engine"))
+
+    def python(*args: object) -> Ran:
+        result = warm_python(*args, env=env)
+        assert result.returncode == 0, result.stderr
+        return result
+
+    return python
 
 
 def numbers(line: str) -> Tensor:
     return torch.tensor([float(value) for value in line.split()[1:]])
 
 
-def test_library_without_the_engine(tmp_path: Path) -> None:
-    lines = without_engine(tmp_path, "-c", LIBRARY).stdout.splitlines()
+def test_library_without_the_engine(without_engine: Python) -> None:
+    lines = without_engine("-c", LIBRARY).stdout.splitlines()
     assert 30 < sqnr(numbers(lines[0]), numbers(lines[1])) < 60
     assert lines[2] == "ConvReLU1d"
     assert "No module named 'torch.ao.quantization.quantize_fx'" in lines[3]
@@ -169,22 +144,21 @@ def test_library_without_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [pytest.param(QUICK), pytest.param(NAMES, marks=pytest.mark.slow)])
-def test_scripts_run_without_the_engine(names: Sequence[str], tmp_path: Path) -> None:
-    commands = [(str(LEGACY / name), *SCORES.get(name, ())) for name in names]
-    without_engine(tmp_path, "-c", SCRIPTS, str(tmp_path), json.dumps(commands))
+def test_scripts_run_without_the_engine(names: Sequence[str], without_engine: Python) -> None:
     for name in names:
-        assert "quantized" in (tmp_path / f"{name}.err").read_text()  # the summary of ``run``
-        printed = (tmp_path / f"{name}.out").read_text()
+        command = ("-m", "torchq_compat", "run", LEGACY / name, *SCORES.get(name, ()))
+        result = without_engine(*command)
+        assert "quantized" in result.stderr  # the summary of ``run``
         if name in SCORES:
-            assert printed == run("-m", "torchq_compat", "run", LEGACY / name, *SCORES[name]).stdout
+            assert result.stdout == run(*command).stdout
         else:
             low, high = OUTPUTS[name].sqnr
-            found = outputs_in(printed)
+            found = outputs(result)
             assert low < sqnr(found["float"], found["quantized"]) < high
 
 
 @pytest.mark.slow
-def test_a_script_that_needs_the_engine_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_script_that_needs_the_engine_says_what_is_missing(tmp_path: Path, without_engine: Python) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from torch.ao.quantization.quantize_fx import QConfigMapping, prepare_fx, prepare_qat_fx\n"
@@ -192,6 +166,6 @@ def test_a_script_that_needs_the_engine_says_what_is_missing(tmp_path: Path) -> 
         "print(QConfigMapping.__name__, fx.prepare_fx is prepare_fx)\n"
         "try:\n    fx._swap_ff_with_fxff\nexcept AttributeError as error:\n    print(error)\n"
     )
-    lines = without_engine(tmp_path, "-m", "torchq_compat", "run", str(script)).stdout.splitlines()
+    lines = without_engine("-m", "torchq_compat", "run", script).stdout.splitlines()
     assert lines[0] == "QConfigMapping True"
     assert "'_swap_ff_with_fxff': torch has removed the module" in lines[1]

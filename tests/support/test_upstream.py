@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from torch import nn
 from torch.ao.quantization import FixedQParamsObserver
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
 
-import torchq_compat
+from tests.helpers.package_trees import PACKAGE, package_trees
 from torchq_compat.support import upstream
 
-PACKAGE = Path(torchq_compat.__file__).parent
 #: Public and private names of torch.ao have a module of their own.
 HOMES = (PACKAGE / "support" / "upstream.py", PACKAGE / "support" / "torch_ao.py")
 
@@ -28,8 +26,8 @@ def wrapped(x: torch.Tensor) -> torch.Tensor:
 
 def test_private_modules_are_imported_in_one_place() -> None:
     found = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in package_trees().items():
+        for node in ast.walk(tree):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]

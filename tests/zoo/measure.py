@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 import traceback
 import warnings
@@ -107,6 +108,7 @@ def name_of_sizes(sizes: Mapping[str, int]) -> str:
     return " ".join(f"{name} {size}" for name, size in sizes.items())
 
 
+@functools.cache
 def _warm_up() -> None:
     """Import and compile what is needed once, so that it counts in no measured time."""
     model, given = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval(), (torch.randn(3, 2),)

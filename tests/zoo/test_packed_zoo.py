@@ -33,7 +33,7 @@ def test_packed_model(entry: PackedEntry) -> None:
     model = entry.make().eval()
     settle(model, [entry.batch(32, 12)])
     prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), entry.batch(4, 7), map_all())
-    calibrate(prepared, [entry.batch(8, 11) for _ in range(10)])
+    calibrate(prepared, [entry.batch(8, 11) for _ in range(4)])
     reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
     recurrent = [name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
     assert len(recurrent) == entry.recurrent

@@ -19,6 +19,7 @@ from torch.ao.quantization import (
 
 import torchq_compat as tc
 from tests.helpers.loop_models import LOOPS, LoopCase
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
 from torchq_compat.errors import InputError
@@ -34,14 +35,21 @@ def prepared_model(case: LoopCase, model: nn.Module, steps: int = 6, mapping: An
     return tc.prepare_fx(model, mapping, case.inputs(steps), prepare_custom_config=settings)
 
 
+@made_once
+def prepared_loop(name: str) -> tuple[nn.Module, Any]:
+    """Return the float model and the prepared one."""
+    case = LOOPS[name]
+    model = case.model()
+    return model, prepared_model(case, model)
+
+
 def node_count(model: Any) -> int:
     return sum(len(m.graph.nodes) for m in model.modules() if isinstance(m, torch.fx.GraphModule))
 
 
 def check_rolled(name: str) -> None:
     case = LOOPS[name]
-    model = case.model()
-    prepared = prepared_model(case, model)
+    model, prepared = prepared_loop(name)
     assert [path for path, _ in prepared.named_children() if path.startswith("loop")] == [
         "loop",
         "loop_1",
@@ -71,7 +79,7 @@ def test_every_rolled_loop(name: str) -> None:
 @pytest.mark.parametrize("name", ROLLED)
 def test_the_exported_form(name: str) -> None:
     case = LOOPS[name]
-    prepared = prepared_model(case, case.model())
+    _, prepared = prepared_loop(name)
     calibrate(prepared, [case.inputs(9, seed=seed) for seed in range(3)])
     reference = tc.convert_to_reference_fx(prepared)
     program = tc.export(reference, case.inputs(6))
@@ -144,7 +152,7 @@ def test_a_step_keeps_the_rules_of_its_modules() -> None:
 
 def test_its_state_is_saved_and_loaded() -> None:
     case = LOOPS["over_columns"]
-    prepared = prepared_model(case, case.model())
+    _, prepared = prepared_loop("over_columns")
     other = copy.deepcopy(prepared)
     calibrate(prepared, [case.inputs(9)])
     other.load_state_dict(prepared.state_dict())
@@ -159,7 +167,7 @@ def test_its_state_is_saved_and_loaded() -> None:
 
 def test_it_computes_what_its_step_does_in_a_plain_loop() -> None:
     case = LOOPS["over_columns"]
-    prepared = prepared_model(case, case.model())
+    _, prepared = prepared_loop("over_columns")
     calibrate(prepared, [case.inputs(9)])
     reference = tc.convert_to_reference_fx(prepared)
     (x,) = case.inputs(17, 3)

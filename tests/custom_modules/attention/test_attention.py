@@ -30,6 +30,7 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.lstm_flow import part_qparams, uniform
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from torchq_compat.errors import CustomModuleError, QuantizationWarning, TorchQCompatError
 from torchq_compat.nn import quantizable, quantized
@@ -225,12 +226,15 @@ QUICK = (
     "unbatched_masked",
 )
 EVERY_STYLE = pytest.mark.parametrize(
-    "style",
-    [
-        pytest.param(style, id=name, marks=() if name in QUICK else pytest.mark.slow)
-        for name, style in STYLES.items()
-    ],
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in STYLES]
 )
+
+
+@made_once
+def prepared_as(name: str) -> tuple[Model, GraphModule]:
+    """Return (float, prepared), which has seen no data."""
+    model = STYLES[name].build()
+    return model, tc.prepare_fx(model, MAPPING, STYLES[name].example(), MAP)
 
 
 def together(results: list[Any]) -> list[Tensor]:
@@ -238,11 +242,10 @@ def together(results: list[Any]) -> list[Tensor]:
 
 
 @EVERY_STYLE
-def test_prepared_equals_float_and_converted_is_close(style: Style) -> None:
-    model = style.build()
-    prepared = tc.prepare_fx(model, MAPPING, style.example(), MAP)
+def test_prepared_equals_float_and_converted_is_close(name: str) -> None:
+    model, prepared = prepared_as(name)
     assert isinstance(prepared.attention, nnqa.MultiheadAttention)
-    data = style.data()
+    data = STYLES[name].data()
     with torch.no_grad():
         exact = [model(*args) for args in data]
         observed = [prepared(*args) for args in data]
@@ -382,8 +385,7 @@ def test_inside_a_transformer_decoder_layer() -> None:
 def test_weights_that_are_never_returned_are_not_missed() -> None:
     """Their observer sees nothing, which is warned about only where the weights are returned."""
     for name, missed in (("self_no_weights", False), ("cross", True)):
-        style = STYLES[name]
-        prepared = tc.prepare_fx(style.build(), MAPPING, style.example(), MAP)
+        style, (_, prepared) = STYLES[name], prepared_as(name)
         attention = prepared.attention
         for args in style.data():
             inputs = args * 3 if style.self_attention else args
@@ -435,16 +437,20 @@ def test_quantization_aware_training() -> None:
         assert sqnr(prepared(x), converted(x)) < 60
 
 
-@pytest.fixture(scope="module")
-def cross() -> tuple[Style, Model, GraphModule, GraphModule]:
-    style = STYLES["cross"]
-    model = style.build()
-    prepared = tc.prepare_fx(model, MAPPING, style.example(), MAP)
-    calibrate(prepared, style.data())
-    return style, model, prepared, tc.convert_fx(prepared, CONVERT)
+Data = list[tuple[Tensor, ...]]
+Stages = tuple[Style, Data, Model, GraphModule, GraphModule]
 
 
-Stages = tuple[Style, Model, GraphModule, GraphModule]
+@made_once
+def calibrated_and_converted() -> tuple[Data, Model, GraphModule, GraphModule]:
+    (model, prepared), data = prepared_as("cross"), STYLES["cross"].data()
+    calibrate(prepared, data)
+    return data, model, prepared, tc.convert_fx(prepared, CONVERT)
+
+
+@pytest.fixture
+def cross() -> Stages:
+    return STYLES["cross"], *calibrated_and_converted()
 
 
 def assert_equal(a: Any, b: Any) -> None:
@@ -452,32 +458,31 @@ def assert_equal(a: Any, b: Any) -> None:
 
 
 def test_the_module_can_be_called_itself(cross: Stages) -> None:
-    style, model, prepared, converted = cross
-    args = style.data()[0]
+    _, data, model, prepared, converted = cross
     for module, low, high in ((prepared.attention, 100, float("inf")), (converted.attention, 30, 60)):
         for kwargs in ({}, {"need_weights": False}):
-            exact, found = model.attention(*args, **kwargs), module(*args, **kwargs)
-            assert (exact[1] is None) == (found[1] is None)
-            for a, b in zip(leaves(exact), leaves(found), strict=True):
+            exact, found = ([m(*args, **kwargs) for args in data] for m in (model.attention, module))
+            assert [each[1] is None for each in exact] == [each[1] is None for each in found]
+            for a, b in zip(together(exact), together(found), strict=True):
                 assert low < sqnr(a, b) <= high
         for name in ("embed_dim", "num_heads", "dropout", "batch_first", "kdim", "vdim", "head_dim"):
             assert getattr(module, name) == getattr(model.attention, name)
 
 
 def test_copies_and_state(cross: Stages) -> None:
-    style, _, prepared, converted = cross
-    args = style.data()[0]
-    for original in (prepared, converted):
+    style, data, _, prepared, converted = cross
+    args = data[0]
+    other_model = style.build()
+    for parameter in other_model.parameters():
+        parameter.data.mul_(0.5)
+    other_prepared = tc.prepare_fx(other_model, MAPPING, style.example(), MAP)
+    calibrated = copy.deepcopy(other_prepared)
+    calibrate(calibrated, style.data())
+    others = (other_prepared, tc.convert_fx(calibrated, CONVERT))
+    for original, other in zip((prepared, converted), others, strict=True):
         before = original(*args)
         twin = copy.deepcopy(original)
         assert_equal(twin(*args), before)
-        other_model = style.build()
-        for parameter in other_model.parameters():
-            parameter.data.mul_(0.5)
-        other = tc.prepare_fx(other_model, MAPPING, style.example(), MAP)
-        if original is converted:
-            calibrate(other, style.data())
-            other = tc.convert_fx(other, CONVERT)
         assert not torch.equal(other(*args)[0], before[0])
         other.load_state_dict(copy.deepcopy(original.state_dict()))
         assert_equal(other(*args), before)
@@ -487,7 +492,7 @@ def test_copies_and_state(cross: Stages) -> None:
 
 
 def test_explain_lists_the_parts(cross: Stages) -> None:
-    for stage in cross[2:]:
+    for stage in cross[3:]:
         found = [d.path for d in tc.explain(stage).find("attention") if "/" not in d.path]
         parts = {**LEGACY_PARTS, "quant_attn_output_weights": "returned_weights"}
         assert found == ["attention", *(f"attention.{graph}.{part}" for part, graph in parts.items())]

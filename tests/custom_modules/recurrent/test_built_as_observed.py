@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,45 +17,53 @@ from torchq_compat.nn import quantizable
 
 
 class Model(nn.Module):
-    def __init__(self, rnn: nn.Module) -> None:
+    """Calls cells with ``step``, and modules over sequences with ``x``."""
+
+    def __init__(self, rnns: list[Any]) -> None:
         super().__init__()
-        self.rnn = rnn
+        self.rnns = nn.ModuleList(rnns)
 
-    def forward(self, x: Tensor) -> Any:
-        return self.rnn(x)
+    def forward(self, x: Tensor, step: Tensor) -> list[Any]:
+        return [rnn(step if "Cell" in type(rnn).__name__ else x) for rnn in self.rnns]
 
 
-@pytest.mark.parametrize("split_gates", [False, True])
-@pytest.mark.parametrize(
-    ("cls", "options", "gates"),
-    [
-        (quantizable.LSTM, {"num_layers": 2, "bidirectional": True}, 4),
-        (quantizable.LSTM, {"proj_size": 5}, 4),
-        (quantizable.GRU, {"batch_first": True}, 3),
-        (quantizable.LSTMCell, {}, 4),
-        (quantizable.GRUCell, {"bias": False}, 3),
-    ],
-)
-def test_built_then_prepared(cls: Any, options: dict[str, Any], gates: int, split_gates: bool) -> None:
-    torch.manual_seed(0)
-    rnn = cls(6, 10, split_gates=split_gates, **options)
-    assert rnn.split_gates is split_gates
-    projections = sum("igates" in name and "weight" in name for name, _ in rnn.named_parameters())
-    rows = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
-    assert projections == rows * (gates if split_gates else 1)
-    x = torch.randn(4, 6) if "Cell" in cls.__name__ else torch.randn(5, 4, 6)
-    expected = leaves(rnn.as_float()(x))
-    torch.testing.assert_close(leaves(rnn(x)), expected, rtol=0, atol=1e-6)
+CASES: list[tuple[Any, dict[str, Any], int]] = [
+    (quantizable.LSTM, {"num_layers": 2, "bidirectional": True}, 4),
+    (quantizable.LSTM, {"proj_size": 5}, 4),
+    (quantizable.GRU, {"batch_first": True}, 3),
+    (quantizable.LSTMCell, {}, 4),
+    (quantizable.GRUCell, {"bias": False}, 3),
+]
 
-    model = Model(rnn).eval()
-    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("fbgemm"), (x,))
-    prepared(x)
+
+def test_built_then_prepared(subtests: pytest.Subtests) -> None:
+    rnns, expected = [], []
+    args = torch.randn(5, 4, 6), torch.randn(4, 6)
+    for split_gates, (cls, options, gates) in itertools.product((False, True), CASES):
+        rnn = cls(6, 10, split_gates=split_gates, **options)
+        assert rnn.split_gates is split_gates
+        projections = sum("igates" in name and "weight" in name for name, _ in rnn.named_parameters())
+        rows = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
+        assert projections == rows * (gates if split_gates else 1)
+        x = args["Cell" in cls.__name__]
+        expected.append(leaves(rnn.as_float()(x)))
+        torch.testing.assert_close(leaves(rnn(x)), expected[-1], rtol=0, atol=1e-6)
+        rnns.append(rnn)
+
+    model = Model(rnns).eval()
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("fbgemm"), args)
+    prepared(*args)
     converted = tc.convert_to_reference_fx(prepared)
-    assert converted.rnn.split_gates is split_gates
-    for value, result in zip(expected, leaves(converted(x)), strict=True):
-        assert 25 < sqnr(value, result) < 50
-    assert tc.explain(converted).find("rnn")[0].reason == "the model was built with it, qconfig from global"
-    torch.testing.assert_close(leaves(model(x)), expected, rtol=0, atol=1e-6)  # the user's model is unchanged
+    report, found, unchanged = tc.explain(converted), converted(*args), model(*args)
+    for index, rnn in enumerate(rnns):
+        with subtests.test(cls=type(rnn).__name__, split_gates=rnn.split_gates):
+            assert converted.get_submodule(f"rnns.{index}").split_gates is rnn.split_gates
+            for value, result in zip(expected[index], leaves(found[index]), strict=True):
+                assert 25 < sqnr(value, result) < 50
+            reason = report.find(f"rnns.{index}")[0].reason
+            assert reason == "the model was built with it, qconfig from global"
+            # The user's model is unchanged.
+            torch.testing.assert_close(leaves(unchanged[index]), expected[index], rtol=0, atol=1e-6)
 
 
 def test_state_goes_to_another_one() -> None:

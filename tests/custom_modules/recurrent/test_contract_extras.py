@@ -15,6 +15,8 @@ from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import torchq_compat as tc
+from tests.helpers.lstm_flow import uniform
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, by_us, leaves, sqnr
 from torchq_compat.errors import InputError, TorchQCompatError
 from torchq_compat.nn import quantizable
@@ -42,6 +44,17 @@ def wide(module: nn.Module) -> nn.Module:
 RELU_RNN = functools.partial(nn.RNN, nonlinearity="relu")
 
 
+@made_once
+def stages(make: Callable[..., nn.RNNBase], bidirectional: bool) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """Return the float, the prepared and the converted module, of a model of two layers."""
+    recurrent = make(8, 12, 2, bidirectional=bidirectional)
+    model = Whole(wide(recurrent) if make is not RELU_RNN else recurrent).eval()
+    observed: Any = getattr(quantizable, type(recurrent).__name__)
+    config = PrepareCustomConfig().set_float_to_observed_mapping(type(recurrent), observed)
+    prepared, converted = by_us(model, MAPPING, [(uniform(1.7, 9, 48, 8),) for _ in range(6)], config)
+    return model.lstm, prepared.lstm, converted.lstm
+
+
 @pytest.mark.parametrize(
     ("make", "bidirectional", "with_state", "enforce_sorted"),
     [
@@ -52,20 +65,15 @@ RELU_RNN = functools.partial(nn.RNN, nonlinearity="relu")
 def test_packed_sequences_go_through_the_modules_themselves(
     make: Callable[..., nn.RNNBase], bidirectional: bool, with_state: bool, enforce_sorted: bool
 ) -> None:
-    torch.manual_seed(0)
-    recurrent = make(8, 12, 2, bidirectional=bidirectional)
-    model = Whole(wide(recurrent) if make is not RELU_RNN else recurrent).eval()
-    observed: Any = getattr(quantizable, type(recurrent).__name__)
-    config = PrepareCustomConfig().set_float_to_observed_mapping(type(recurrent), observed)
-    prepared, converted = by_us(model, MAPPING, [(torch.randn(9, 6, 8),) for _ in range(6)], config)
+    recurrent, prepared, converted = stages(make, bidirectional)
     lengths = [7, 5, 5, 1] if enforce_sorted else [5, 7, 1, 5]
-    packed = pack_sequence([torch.randn(n, 8) for n in lengths], enforce_sorted=enforce_sorted)
+    packed = pack_sequence([uniform(1.7, n, 8) for n in lengths], enforce_sorted=enforce_sorted)
     rows = 4 if bidirectional else 2
     states = [torch.rand(rows, 4, 12) - 0.5 for _ in range(2 if make is nn.LSTM else 1)]
     state = (tuple(states) if make is nn.LSTM else states[0]) if with_state else None
-    exact = leaves(model.lstm(packed, state)[1])
-    data = model.lstm(packed, state)[0].data
-    for module, low, high in ((prepared.lstm, 100, float("inf")), (converted.lstm, 25, 60)):
+    exact = leaves(recurrent(packed, state)[1])
+    data = recurrent(packed, state)[0].data
+    for module, low, high in ((prepared, 100, float("inf")), (converted, 25, 60)):
         output, last = module(packed, state)
         assert isinstance(output, PackedSequence)
         assert torch.equal(output.batch_sizes, packed.batch_sizes)

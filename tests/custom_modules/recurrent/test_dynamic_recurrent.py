@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, count_nodes, leaves, sqnr
 
 INPUTS, HIDDEN = 12, 24
@@ -31,15 +33,15 @@ QCONFIGS = {
 }
 SEQUENCES = {
     "lstm": lambda: nn.LSTM(INPUTS, HIDDEN),
-    "deep lstm": lambda: nn.LSTM(INPUTS, HIDDEN, 2, bidirectional=True, batch_first=True),
+    "deep_lstm": lambda: nn.LSTM(INPUTS, HIDDEN, 2, bidirectional=True, batch_first=True),
     "gru": lambda: nn.GRU(INPUTS, HIDDEN),
-    "deep gru": lambda: nn.GRU(INPUTS, HIDDEN, 2, bidirectional=True),
+    "deep_gru": lambda: nn.GRU(INPUTS, HIDDEN, 2, bidirectional=True),
 }
 CELLS = {
-    "lstm cell": lambda: nn.LSTMCell(INPUTS, HIDDEN),
-    "gru cell": lambda: nn.GRUCell(INPUTS, HIDDEN),
-    "rnn cell": lambda: nn.RNNCell(INPUTS, HIDDEN),
-    "relu cell": lambda: nn.RNNCell(INPUTS, HIDDEN, nonlinearity="relu"),
+    "lstm_cell": lambda: nn.LSTMCell(INPUTS, HIDDEN),
+    "gru_cell": lambda: nn.GRUCell(INPUTS, HIDDEN),
+    "rnn_cell": lambda: nn.RNNCell(INPUTS, HIDDEN),
+    "relu_cell": lambda: nn.RNNCell(INPUTS, HIDDEN, nonlinearity="relu"),
 }
 
 
@@ -55,13 +57,21 @@ class Model(nn.Module):
 ENGINES = ("x86", "qnnpack")
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+@contextmanager
+def using(engine: str) -> Iterator[None]:
     """x86's kernels use half of the range of dynamic activations, qnnpack's the whole range."""
     before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = request.param
-    yield request.param
-    torch.backends.quantized.engine = before
+    torch.backends.quantized.engine = engine
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    with using(request.param):
+        yield request.param
 
 
 def build(make: Any) -> Model:
@@ -74,14 +84,45 @@ def example(model: Model, steps: int = 7, batch: int = 3) -> Tensor:
     return torch.randn(batch, INPUTS) if is_cell else torch.randn(steps, batch, INPUTS)
 
 
-def by_fx(model: Model, mapping: QConfigMapping, x: Tensor) -> GraphModule:
+def by_fx(model: nn.Module, mapping: QConfigMapping, *args: Tensor) -> GraphModule:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return fx.convert_fx(fx.prepare_fx(copy.deepcopy(model), mapping, (x,)))
+        return fx.convert_fx(fx.prepare_fx(copy.deepcopy(model), mapping, args))
 
 
 def by_us(model: Model, mapping: QConfigMapping, x: Tensor) -> GraphModule:
     return tc.convert_to_reference_fx(tc.prepare_fx(model, mapping, (x,)))
+
+
+class All(nn.Module):
+    """A module of every kind; ``x`` goes through those over sequences, and ``step`` through the cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnns = nn.ModuleDict({name: build(make).rnn for name, make in (SEQUENCES | CELLS).items()})
+
+    def forward(self, x: Tensor, step: Tensor) -> dict[str, Any]:
+        return {name: rnn(step if name in CELLS else x) for name, rnn in self.rnns.items()}
+
+
+def inputs_of_all(steps: int, batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(steps, batch, INPUTS), torch.randn(batch, INPUTS)
+
+
+@made_once
+def all_prepared(qconfig: str) -> tuple[nn.Module, GraphModule]:
+    model = All().eval()
+    mapping = QConfigMapping().set_global(QCONFIGS[qconfig])
+    return model, tc.prepare_fx(model, mapping, inputs_of_all(7, 3))
+
+
+@made_once
+def all_converted(qconfig: str, engine: str) -> tuple[nn.Module, GraphModule, GraphModule]:
+    """Return the float model, FX's and ours; the engine is asked while converting."""
+    model, prepared = all_prepared(qconfig)
+    with using(engine):
+        theirs = by_fx(model, QConfigMapping().set_global(QCONFIGS[qconfig]), *inputs_of_all(7, 3))
+        return model, theirs, tc.convert_to_reference_fx(prepared)
 
 
 @pytest.mark.parametrize(
@@ -89,28 +130,37 @@ def by_us(model: Model, mapping: QConfigMapping, x: Tensor) -> GraphModule:
     [(engine, name) for engine in ENGINES for name in QCONFIGS if (engine, name) != ("qnnpack", "float16")],
     indirect=["engine"],
 )
-@pytest.mark.parametrize("name", [*SEQUENCES, *CELLS])
-def test_numbers_of_torch_ao(name: str, qconfig: str, engine: str) -> None:
-    """float16 is not compared on qnnpack, which has no such kernels."""
-    model = build({**SEQUENCES, **CELLS}[name])
-    mapping = QConfigMapping().set_global(QCONFIGS[qconfig])
-    theirs, ours = (run(model, mapping, example(model)) for run in (by_fx, by_us))
-    assert type(theirs.rnn).__module__.startswith("torch.ao.nn.quantized.dynamic")
-    x = example(model, steps=11, batch=5)
+def test_numbers_of_torch_ao(qconfig: str, engine: str, subtests: pytest.Subtests) -> None:
+    """float16 is not compared on qnnpack, which has no such kernels. The numbers are always the same ones: a
+    hidden state midway between two integers, one in some 100,000, may go to either."""
+    model, theirs, ours = all_converted(qconfig, engine)
+    torch.manual_seed(0)
+    args = inputs_of_all(steps=11, batch=5)
     with torch.no_grad():
-        exact, expected, found = leaves(model(x)), leaves(theirs(x)), leaves(ours(x))
-    for float_value, fx_value, value in zip(exact, expected, found, strict=True):
-        torch.testing.assert_close(value, fx_value, rtol=0, atol=2e-6)
-        assert 30 < sqnr(float_value, value) < (90 if qconfig == "float16" else 55)
+        exact, expected, found = (run(*args) for run in (model, theirs, ours))
+    for name in (*SEQUENCES, *CELLS):
+        with subtests.test(name=name):
+            kind = type(theirs.get_submodule(f"rnns.{name}"))
+            assert kind.__module__.startswith("torch.ao.nn.quantized.dynamic")
+            values = (leaves(results[name]) for results in (exact, expected, found))
+            for float_value, fx_value, value in zip(*values, strict=True):
+                torch.testing.assert_close(value, fx_value, rtol=0, atol=2e-6)
+                assert 30 < sqnr(float_value, value) < (90 if qconfig == "float16" else 55)
+
+
+@made_once
+def prepared_without_bias() -> tuple[Model, GraphModule]:
+    model = build(lambda: nn.GRU(INPUTS, HIDDEN, bias=False))
+    mapping = QConfigMapping().set_global(default_dynamic_qconfig)
+    return model, tc.prepare_fx(model, mapping, (example(model),))
 
 
 def test_without_bias_where_fx_fails(engine: str) -> None:
-    model = build(lambda: nn.GRU(INPUTS, HIDDEN, bias=False))
-    mapping = QConfigMapping().set_global(default_dynamic_qconfig)
+    model, prepared = prepared_without_bias()
     x = example(model)
     with pytest.raises(KeyError, match="bias_ih_l0"):
-        by_fx(model, mapping, x)
-    converted = by_us(model, mapping, x)
+        by_fx(model, QConfigMapping().set_global(default_dynamic_qconfig), x)
+    converted = tc.convert_to_reference_fx(prepared)
     with torch.no_grad():
         assert all(30 < sqnr(a, b) < 55 for a, b in zip(leaves(model(x)), leaves(converted(x)), strict=True))
 
@@ -124,8 +174,7 @@ def test_projection_where_torch_ao_has_none() -> None:
 
 
 def test_integer_weights_and_no_observers() -> None:
-    model = build(SEQUENCES["deep lstm"])
-    prepared = tc.prepare_fx(model, QConfigMapping().set_global(default_dynamic_qconfig), (example(model),))
+    model, prepared = all_prepared("per_tensor")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         converted = tc.convert_fx(prepared)  # nothing to calibrate, so no warning
@@ -135,7 +184,7 @@ def test_integer_weights_and_no_observers() -> None:
 
 @pytest.mark.slow
 def test_nodes_do_not_depend_on_the_length() -> None:
-    model = build(SEQUENCES["deep gru"])
+    model = build(SEQUENCES["deep_gru"])
     mapping = QConfigMapping().set_global(default_dynamic_qconfig)
     counts = {count_nodes(by_us(model, mapping, example(model, steps=steps))) for steps in (2, 9, 64)}
     assert len(counts) == 1
@@ -152,12 +201,11 @@ def test_the_static_mapping_is_not_asked() -> None:
 
 
 def test_packed_sequence(engine: str) -> None:
-    model = build(SEQUENCES["lstm"])
-    mapping = QConfigMapping().set_global(default_dynamic_qconfig)
-    theirs, ours = (run(model, mapping, example(model)) for run in (by_fx, by_us))
-    packed = pack_padded_sequence(example(model, steps=6, batch=3), torch.tensor([6, 4, 1]))
+    _, theirs, ours = all_converted("per_tensor", engine)
+    packed = pack_padded_sequence(torch.randn(6, 3, INPUTS), torch.tensor([6, 4, 1]))
     with torch.no_grad():
-        expected, found = (pad_packed_sequence(m.rnn(packed)[0])[0] for m in (theirs, ours))
+        of_each = (m.get_submodule("rnns.lstm")(packed) for m in (theirs, ours))
+        expected, found = (pad_packed_sequence(output)[0] for output, _ in of_each)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 

@@ -46,8 +46,9 @@ from tests.helpers.lstm_flow import (
     run_flow,
     user_classes,
 )
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
-from tests.parity.fx_parts import FLOWS, PROJECTIONS, Flow, fx_flow, our_flow
+from tests.parity.fx_parts import FLOWS, MEASURED, PROJECTIONS, Flow, fx_flow
 from tests.parity.fx_results import PARTS as FX_PARTS
 from tests.parity.fx_results import stored
 from torchq_compat import lstm_utils, profiles
@@ -102,13 +103,35 @@ STRUCTURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES.keys())
-def test_every_part_has_exactly_the_qparams_given(structure: dict[str, Any]) -> None:
-    model = build(**structure)
-    _, converted = run_flow(OURS, model, batches_of(model), **documented())
-    layers = range(structure.get("num_layers", 1))
-    directions = ("layer_fw", "layer_bw") if structure.get("bidirectional") else ("layer_fw",)
-    cells = dict(cells_of(converted))
+@dataclass
+class Documented:
+    """A model, the batches it was calibrated with, unseen arguments, and what the flow made of it."""
+
+    model: MyModel
+    batches: list[tuple[Tensor, Tensor, Tensor]]
+    args: tuple[Tensor, Tensor, Tensor]
+    prepared: GraphModule
+    converted: GraphModule
+
+
+@made_once
+def by_flow(structure: str = "one", *, split_gates: bool = False) -> Documented:
+    model = build(gain=2.0, **STRUCTURES[structure])
+    batches, args = batches_of(model), model.batch(*MEASURED)
+    made = run_flow(OURS, model, batches, split_gates=split_gates, **documented())
+    return Documented(model, batches, args, *made)
+
+
+def assert_equal(model: nn.Module, other: nn.Module, args: tuple[Tensor, ...]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(leaves(model(*args)), leaves(other(*args)), strict=True))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_every_part_has_exactly_the_qparams_given(structure: str) -> None:
+    options = STRUCTURES[structure]
+    layers = range(options.get("num_layers", 1))
+    directions = ("layer_fw", "layer_bw") if options.get("bidirectional") else ("layer_fw",)
+    cells = dict(cells_of(by_flow(structure).converted))
     assert list(cells) == [f"my_lstm.layers.{i}.{d}.cell" for i in layers for d in directions]
     for cell in cells.values():
         found = part_qparams(cell)
@@ -137,7 +160,14 @@ def assert_as_fx(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.id)
 def test_as_fx_was(flow: Flow) -> None:
-    assert_as_fx(our_flow(flow), stored(FX_PARTS)[flow.id])
+    made = by_flow(flow.structure, split_gates=flow.split_gates)
+    projections = {
+        path: {part: list(part_qparams(cell)[part][:2]) for part in PROJECTIONS}
+        for path, cell in cells_of(made.converted)
+        if not flow.split_gates
+    }
+    found = {"sqnr": quality(made.model, made.converted, made.args), "projections": projections}
+    assert_as_fx(found, stored(FX_PARTS)[flow.id])
 
 
 @pytest.mark.parametrize(
@@ -155,11 +185,10 @@ def test_fx_is_as_it_was(flow: Flow) -> None:
             assert qparams == pytest.approx(before["projections"][path][part], rel=1e-5)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES.keys())
-def test_accuracy_in_every_structure(structure: dict[str, Any]) -> None:
-    model = build(gain=2.0, **structure)
-    _, converted = run_flow(OURS, model, batches_of(model), **documented())
-    assert_between(quality(model, converted, model.batch(9, 64)), 31)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_accuracy_in_every_structure(structure: str) -> None:
+    made = by_flow(structure)
+    assert_between(quality(made.model, made.converted, made.args), 31)
 
 
 # FX's own decomposed form, which a PT2E user would start from.
@@ -174,10 +203,9 @@ def float_cell(model: MyModel) -> Callable[[Tensor, Tensor, Tensor], tuple[Tenso
 def test_the_decomposed_cell_of_fx_gives_zeros_and_ours_does_not() -> None:
     """A FixedQParamsObserver of any dtype has the range 0..255, and the decomposed quantize clamps to it: the
     gates' zero point of 2^15 alone makes every gate sum -15.9."""
-    model = build(gain=2.0)
-    batches = batches_of(model)
-    _, ours = run_flow(OURS, model, batches, **documented())
-    fx_prepared, _ = run_flow(FX, model, batches, **documented())
+    made = by_flow()
+    model, ours = made.model, made.converted
+    fx_prepared, _ = run_flow(FX, model, made.batches, **documented())
     fx_cell = fx._convert_to_reference_decomposed_fx(
         copy.deepcopy(fx_prepared.get_submodule("my_lstm.layers.0.layer_fw.cell")),
         backend_config=backend_with_32_bits(),
@@ -194,11 +222,10 @@ def test_the_decomposed_cell_of_fx_gives_zeros_and_ours_does_not() -> None:
 
 
 def test_fx_leaves_legacy_quantized_tensors_in_the_decomposed_model_and_we_do_not() -> None:
-    model = build()
-    batches = batches_of(model)
-    _, ours = run_flow(OURS, model, batches, **documented())
+    made = by_flow()
+    ours = made.converted
     decomposing = Engine(fx_lstm_utils, fx.prepare_fx, fx._convert_to_reference_decomposed_fx)
-    _, theirs = run_flow(decomposing, model, batches, **documented())
+    _, theirs = run_flow(decomposing, made.model, made.batches, **documented())
     (fx_cell,) = [m for name, m in theirs.named_modules() if name.endswith("layer_fw.cell")]
     assert sum(n.target is torch.quantize_per_tensor for n in fx_cell.graph.nodes) > len(PARTS)
     (cell,) = [cell for _, cell in cells_of(ours)]
@@ -215,13 +242,12 @@ def test_fx_leaves_legacy_quantized_tensors_in_the_decomposed_model_and_we_do_no
 # What the classes of a script may rely on.
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_instances_of_the_legacy_classes(bidirectional: bool) -> None:
-    model = build(bidirectional=bidirectional)
-    prepared, converted = run_flow(OURS, model, batches_of(model), **documented())
-    assert isinstance(prepared.get_submodule("my_lstm"), torch.ao.nn.quantizable.LSTM)
-    assert isinstance(converted.get_submodule("my_lstm"), torch.ao.nn.quantized.LSTM)
-    assert not isinstance(model.my_lstm, torch.ao.nn.quantizable.LSTM)
+@pytest.mark.parametrize("structure", ["one", "bidirectional"])
+def test_instances_of_the_legacy_classes(structure: str) -> None:
+    made = by_flow(structure)
+    assert isinstance(made.prepared.get_submodule("my_lstm"), torch.ao.nn.quantizable.LSTM)
+    assert isinstance(made.converted.get_submodule("my_lstm"), torch.ao.nn.quantized.LSTM)
+    assert not isinstance(made.model.my_lstm, torch.ao.nn.quantizable.LSTM)
 
 
 def test_legacy_names_and_signatures() -> None:
@@ -250,12 +276,9 @@ def test_legacy_names_and_signatures() -> None:
 
 
 def test_example_inputs_are_not_needed() -> None:
-    model = build()
-    batches = batches_of(model)
-    _, given = run_flow(OURS, model, batches, **documented())
-    _, omitted = run_flow(OURS, model, batches, give_examples=False, **documented())
-    args = model.batch(9, 4)
-    assert all(torch.equal(a, b) for a, b in zip(leaves(given(*args)), leaves(omitted(*args)), strict=True))
+    given = by_flow()
+    _, omitted = run_flow(OURS, given.model, given.batches, give_examples=False, **documented())
+    assert_equal(given.converted, omitted, given.model.batch(9, 4))
 
 
 def test_on_ones_own_without_a_model() -> None:
@@ -283,16 +306,21 @@ MAPPINGS: dict[str, Callable[[type, type], dict[type, type] | None]] = {
 }
 
 
+@made_once
+def prepared_with_a_users_class() -> tuple[type[nn.Module], type[nn.Module], GraphModule]:
+    given = by_flow()
+    observed, quantized = user_classes(lstm_utils, **documented())
+    config = PrepareCustomConfig().set_float_to_observed_mapping(nn.LSTM, observed)
+    prepared = tc.prepare_fx(given.model, get_default_qconfig_mapping("qnnpack"), given.batches[0], config)
+    calibrate(prepared, given.batches)
+    return observed, quantized, prepared
+
+
 @pytest.mark.parametrize("make_mapping", MAPPINGS.values(), ids=MAPPINGS.keys())
 def test_every_convert_mapping_gives_the_converted_lstm(
     make_mapping: Callable[[type, type], dict[type, type] | None],
 ) -> None:
-    model = build()
-    batches = batches_of(model)
-    observed, quantized = user_classes(lstm_utils, **documented())
-    config = PrepareCustomConfig().set_float_to_observed_mapping(nn.LSTM, observed)
-    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), batches[0], config)
-    calibrate(prepared, batches)
+    observed, quantized, prepared = prepared_with_a_users_class()
     mapping = make_mapping(observed, quantized)
     converted = tc.convert_fx(
         prepared,
@@ -304,11 +332,8 @@ def test_every_convert_mapping_gives_the_converted_lstm(
         (4 * HIDDEN, INPUTS),
         (4 * HIDDEN, HIDDEN),
     ]
-    _, reference = run_flow(OURS, model, batches, **documented())
-    args = model.batch(9, 4)
-    assert all(
-        torch.equal(a, b) for a, b in zip(leaves(converted(*args)), leaves(reference(*args)), strict=True)
-    )
+    reference = by_flow()
+    assert_equal(converted, reference.converted, reference.model.batch(9, 4))
 
 
 # As many q-dq pairs as the dtypes require.
@@ -349,9 +374,7 @@ def test_hidden_state_of_another_dtype_is_quantized_again_before_the_projection(
 
 
 def test_hidden_state_of_the_projections_dtype_is_not() -> None:
-    model = build(2)
-    _, converted = run_flow(OURS, model, batches_of(model), **documented())
-    for _, cell in cells_of(converted):
+    for _, cell in cells_of(by_flow("two_layers").converted):
         for node in cell.graph.nodes:
             if node.op == "placeholder" and node.target in ("x", "hx"):
                 assert reader_chain(node) == [torch.ops.aten.linear.default]
@@ -389,9 +412,7 @@ def test_gate_inputs_apart_from_gate_sums(split_gates: bool) -> None:
 
 
 def test_no_gate_input_is_quantized_where_no_constructor_asks_for_it() -> None:
-    model = build()
-    _, converted = run_flow(OURS, model, batches_of(model), **documented())
-    (cell,) = [cell for _, cell in cells_of(converted)]
+    (cell,) = [cell for _, cell in cells_of(by_flow().converted)]
     nodes = dict(part_nodes(cell))
     assert reader_chain(nodes["gates"]) == [torch.int32, torch.ops.aten.sigmoid.default]
     for gate in GATES:
@@ -474,14 +495,11 @@ def widths(cell: GraphModule) -> set[int]:
     return {size for shape in (*shapes.seen, *recorded) for size in shape if isinstance(size, int)}
 
 
-@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES.keys())
-def test_split_gates(structure: dict[str, Any]) -> None:
-    model = build(gain=2.0, **structure)
-    batches = batches_of(model)
-    whole = run_flow(OURS, model, batches, **documented())
-    split = run_flow(OURS, model, batches, split_gates=True, **documented())
-    for graph_module, is_split in [(m, False) for m in whole] + [(m, True) for m in split]:
-        for _, cell in cells_of(graph_module):
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_split_gates(structure: str) -> None:
+    whole, split = by_flow(structure), by_flow(structure, split_gates=True)
+    for made, is_split in ((whole, False), (split, True)):
+        for _, cell in (*cells_of(made.prepared), *cells_of(made.converted)):
             assert (4 * HIDDEN in widths(cell)) is not is_split
             names = [name for name, _ in part_nodes(cell)]
             for part in ("igates", "hgates", "gates"):
@@ -490,11 +508,11 @@ def test_split_gates(structure: dict[str, Any]) -> None:
             linears = [n for n in cell.graph.nodes if n.target is torch.ops.aten.linear.default]
             assert len(linears) == (8 if is_split else 2)
             assert len(names) == len(set(names)) == len(PARTS) + (9 if is_split else 0)
-    args = model.batch(9, 64)
     with torch.no_grad():
-        for exact, mine in zip(leaves(model(*args)), leaves(split[0](*args)), strict=True):
-            assert float((exact - mine).abs().max()) < 1e-5
-    assert_between(quality(model, split[1], args), 31)
+        exact, mine = (leaves(run(*split.args)) for run in (split.model, split.prepared))
+    for a, b in zip(exact, mine, strict=True):
+        assert float((a - b).abs().max()) < 1e-5
+    assert_between(quality(split.model, split.converted, split.args), 31)
 
 
 def test_split_gates_have_observers_of_their_own() -> None:
@@ -555,13 +573,19 @@ PROFILES = [
 ]
 
 
+@made_once
+def by_profile(
+    make: Callable[..., Constructors], *, split_gates: bool = False
+) -> tuple[MyModel, GraphModule, GraphModule]:
+    model = build(gain=2.0, bidirectional=True)
+    options = {"backend_config": None, "split_gates": split_gates}
+    return model, *run_flow(OURS, model, batches_of(model), **options, **make())
+
+
 @pytest.mark.parametrize("split_gates", [False, True])
 @pytest.mark.parametrize("profile", PROFILES, ids=str)
 def test_profile(profile: Profile, split_gates: bool) -> None:
-    model = build(gain=2.0, bidirectional=True)
-    _, converted = run_flow(
-        OURS, model, batches_of(model), backend_config=None, split_gates=split_gates, **profile.make()
-    )
+    model, _, converted = by_profile(profile.make, split_gates=split_gates)
     for _, cell in cells_of(converted):
         for name, found in part_qparams(cell).items():
             part = name.split(".")[0]
@@ -573,25 +597,17 @@ def test_profile(profile: Profile, split_gates: bool) -> None:
 
 
 def test_the_documented_profile_is_the_documented_flow() -> None:
-    model = build()
-    batches = batches_of(model)
-    _, by_hand = run_flow(OURS, model, batches, **documented())
-    _, ready = run_flow(OURS, model, batches, **profiles.int16_parts())
-    args = model.batch(9, 8)
-    assert all(torch.equal(a, b) for a, b in zip(leaves(by_hand(*args)), leaves(ready(*args)), strict=True))
+    by_hand = by_flow()
+    _, ready = run_flow(OURS, by_hand.model, by_hand.batches, **profiles.int16_parts())
+    assert_equal(by_hand.converted, ready, by_hand.model.batch(9, 8))
 
 
 def test_the_int16_cell_state_lies_on_the_smallest_power_of_two_that_covers_it() -> None:
-    model = build(gain=2.0)
-    batches = batches_of(model)
-    prepared, converted = run_flow(
-        OURS, model, batches, backend_config=None, **profiles.int8_with_int16_cell()
-    )
-    (cell,) = [cell for _, cell in cells_of(converted)]
-    (observed,) = [cell for _, cell in cells_of(prepared)]
-    for name, node in part_nodes(observed):
-        if name in CELL_STATE:
-            (reader,) = node.users
+    _, prepared, converted = by_profile(profiles.int8_with_int16_cell)
+    for (_, observed), (_, cell) in zip(cells_of(prepared), cells_of(converted), strict=True):
+        nodes = dict(part_nodes(observed))
+        for name in CELL_STATE:
+            (reader,) = nodes[name].users
             observer = observed.get_submodule(str(reader.target))
             largest = max(float(observer.max_val) / 32767, float(-observer.min_val) / 32768)
             scale, zero_point, _ = part_qparams(cell)[name]

@@ -20,8 +20,10 @@ from torch.ao.quantization import (
 )
 from torch.ao.quantization.fx import lstm_utils as fx_lstm_utils
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
+from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, calibrate, sqnr
 from torchq_compat import lstm_utils
 from torchq_compat.custom_modules.parts.part_graph import part_nodes
@@ -189,9 +191,16 @@ def test_b11_constructors_fx_does_not_have() -> None:
         assert quantize.args[1] == scale
 
 
+@made_once
+def observed_by_a_subclass() -> tuple[type[nn.Module], nn.Module, list[tuple[Tensor, ...]], GraphModule]:
+    observed, model, data = observed_by(lstm_utils), Model().eval(), batches()
+    prepared, _ = by_us(model, get_default_qconfig_mapping("qnnpack"), data, mapped(observed))
+    return observed, model, data, prepared
+
+
 @pytest.mark.parametrize("keyed_on", ["base", "subclass", "stock"])
 def test_b12_the_key_of_the_convert_mapping(keyed_on: str) -> None:
-    observed = observed_by(lstm_utils)
+    observed, model, data, prepared = observed_by_a_subclass()
 
     class Quantized(torch.ao.nn.quantized.LSTM):
         @classmethod
@@ -200,8 +209,6 @@ def test_b12_the_key_of_the_convert_mapping(keyed_on: str) -> None:
 
     key = observed if keyed_on == "subclass" else torch.ao.nn.quantizable.LSTM
     value = torch.ao.nn.quantized.LSTM if keyed_on == "stock" else Quantized
-    model, data = Model().eval(), batches()
-    prepared, _ = by_us(model, get_default_qconfig_mapping("qnnpack"), data, mapped(observed))
     config = ConvertCustomConfig().set_observed_to_quantized_mapping(key, value)
     converted = tc.convert_fx(prepared, config)
     assert isinstance(converted.lstm, torch.ao.nn.quantized.LSTM)
@@ -260,10 +267,15 @@ def test_b20_projection() -> None:
         by_fx(model, get_default_qconfig_mapping("qnnpack"), data, MAP_LSTM)
 
 
+@made_once
+def prepared_whole() -> GraphModule:
+    model, x = Whole(nn.LSTM(4, 4)).eval(), torch.randn(5, 2, 4)
+    return tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), (x,), MAP_LSTM)
+
+
 def test_b21_initial_state_qparams_are_used() -> None:
     """FX's cell has the attributes, but no code reads them."""
-    model = Whole(nn.LSTM(4, 4)).eval()
-    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), (torch.randn(5, 2, 4),), MAP_LSTM)
+    prepared = prepared_whole()
     calibrate(prepared, [(torch.randn(9, 4, 4),)])
     x = torch.randn(1, 2, 4)
     plain = tc.convert_fx(prepared)(x)[1][1]
@@ -278,7 +290,6 @@ def test_b21_initial_state_qparams_are_used() -> None:
 
 
 def test_a_sequence_without_steps_is_refused() -> None:
-    model = Whole(nn.LSTM(4, 4)).eval()
-    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), (torch.randn(5, 2, 4),), MAP_LSTM)
+    prepared = prepared_whole()
     with pytest.raises(CustomModuleError, match=r"module 'lstm'.*has no steps"):
         prepared(torch.zeros(0, 2, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, calibrate, leaves, sqnr
 from torchq_compat.errors import QuantizationWarning
 
@@ -32,10 +34,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: type[nn.Module] = Block) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 3, 1)
-        self.block = Block()
+        self.block = block()
         self.last = nn.Conv2d(3, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,14 +55,6 @@ def inner(inputs: list[int], outputs: list[int]) -> PrepareCustomConfig:
 
 def by_name(mapping: Any, inside: Any) -> PrepareCustomConfig:
     return PrepareCustomConfig().set_standalone_module_name("block", mapping, images()[0], inside, None)
-
-
-def by_class(mapping: Any, inside: Any) -> PrepareCustomConfig:
-    return PrepareCustomConfig().set_standalone_module_class(Block, mapping, images()[0], inside, None)
-
-
-def as_dict(mapping: Any, inside: Any) -> dict[str, Any]:
-    return {"standalone_module_name": [("block", mapping, images()[0], inside, None)]}
 
 
 def reference_of_fx(model: nn.Module, config: Any) -> GraphModule:
@@ -82,20 +76,61 @@ def build() -> Net:
     return Net().eval()
 
 
-@pytest.mark.parametrize("config", [by_name, by_class, as_dict])
-@pytest.mark.parametrize("own", [None, MAPPING], ids=["parent's qconfig", "own mapping"])
-@pytest.mark.parametrize("interface", [([], []), ([0], []), ([], [0]), ([0], [0])], ids=str)
-def test_bit_equal_to_fx(config: Any, own: Any, interface: Any) -> None:
-    model, made = build(), config(own, inner(*interface))
-    expected, found = reference_of_fx(model, made), ours(model, made)
+INTERFACES = (([], []), ([0], []), ([], [0]), ([0], [0]))
+#: The parent's qconfig or an own mapping, for each interface.
+CASES = list(itertools.product((None, MAPPING), INTERFACES))
+BLOCKS = [type(f"Block{index}", (Block,), {}) for index in range(len(CASES))]
+
+
+class Nets(nn.Module):
+    """The same ``Net`` for each case, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList(map(Net, BLOCKS))
+        for net in self.nets:
+            net.load_state_dict(build().state_dict())
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [net(x) for net in self.nets]
+
+
+def configured(by: str) -> Any:
+    rows = [(own, images()[0], inner(*interface), None) for own, interface in CASES]
+    names = [f"nets.{index}.block" for index in range(len(CASES))]
+    if by == "dict":
+        return {"standalone_module_name": [(name, *row) for name, row in zip(names, rows, strict=True)]}
+    config = PrepareCustomConfig()
+    for name, block, row in zip(names, BLOCKS, rows, strict=True):
+        if by == "name":
+            config.set_standalone_module_name(name, *row)
+        else:
+            config.set_standalone_module_class(block, *row)
+    return config
+
+
+@pytest.mark.parametrize("by", ["name", "class", "dict"])
+def test_bit_equal_to_fx(by: str) -> None:
+    model, config = Nets().eval(), configured(by)
+    expected, found = reference_of_fx(model, config), ours(model, config)
     x = torch.randn(3, 3, 6, 6)
     with torch.no_grad():
-        assert torch.equal(found(x), expected(x))
-        assert 25 < sqnr(model(x), found(x)) < 60
+        for case, a, b, c in zip(CASES, model(x), expected(x), found(x), strict=True):
+            assert torch.equal(c, b), case
+            assert 25 < sqnr(a, c) < 60, case
+
+
+@made_once
+def with_integers_on_both_sides() -> tuple[GraphModule, GraphModule]:
+    """Return (prepared, converted); the prepared model has seen no data."""
+    prepared = tc.prepare_fx(build(), MAPPING, images()[0], by_name(None, inner([0], [0])))
+    calibrated = copy.deepcopy(prepared)
+    calibrate(calibrated, images())
+    return prepared, tc.convert_fx(calibrated)
 
 
 def test_a_model_of_its_own_at_its_own_path() -> None:
-    converted = ours(build(), by_name(None, inner([0], [0])))
+    _, converted = with_integers_on_both_sides()
     assert isinstance(converted.block, GraphModule)
     placeholder = converted.block.graph.find_nodes(op="placeholder")[0]
     assert placeholder.meta["val"].dtype is torch.uint8
@@ -114,11 +149,10 @@ def test_switched_off_inside_only() -> None:
 
 
 def test_deepcopy_and_state_dict() -> None:
-    model, config, x = build(), by_name(None, inner([0], [0])), torch.randn(1, 3, 4, 4)
-    converted = ours(model, config)
+    (prepared, converted), x = with_integers_on_both_sides(), torch.randn(1, 3, 4, 4)
     assert torch.equal(copy.deepcopy(converted)(x), converted(x))
     with pytest.warns(QuantizationWarning, match="have seen no data"):
-        fresh = tc.convert_fx(tc.prepare_fx(model, MAPPING, images()[0], config))
+        fresh = tc.convert_fx(prepared)
     assert not torch.equal(fresh(x), converted(x))
     fresh.load_state_dict(converted.state_dict())
     assert torch.equal(fresh(x), converted(x))

@@ -31,6 +31,7 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.lstm_flow import uniform
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, quantize_nodes, sqnr
 from tests.helpers.recurrent_points import together
 from tests.helpers.user_modules import (
@@ -42,6 +43,7 @@ from tests.helpers.user_modules import (
     ObservedCustom,
     StaticCustom,
     by_ours,
+    classic,
     mirror,
     rows,
     settings_for,
@@ -278,9 +280,15 @@ def scorer_data(size: int = 16) -> tuple[Tensor, Tensor]:
     return uniform(1.0, size, 4), (torch.rand(size, 6) > 0.3).float()
 
 
-def test_a_dict_in_and_a_dataclass_out() -> None:
+@made_once
+def scores_twice() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], GraphModule, GraphModule]:
+    """Return (float, data, prepared, converted)."""
     model, data = ScoresTwice().eval(), [scorer_data() for _ in range(5)]
-    prepared, converted = by_ours(model, data, SCORER)
+    return model, data, *by_ours(model, data, SCORER)
+
+
+def test_a_dict_in_and_a_dataclass_out() -> None:
+    model, data, prepared, converted = scores_twice()
     x, mask = data[0]
     exact, observed, found = model(x, mask), prepared(x, mask), converted(x, mask)
     assert found["exact"] is True
@@ -620,8 +628,7 @@ def test_two_lstms_feed_a_users_module() -> None:
 
 
 def test_copies_and_state() -> None:
-    model, data = ScoresTwice().eval(), [scorer_data() for _ in range(4)]
-    prepared, converted = by_ours(model, data, SCORER)
+    _, data, prepared, converted = scores_twice()
     torch.manual_seed(1)
     others = by_ours(ScoresTwice().eval(), [(3 * x, mask) for x, mask in data], SCORER)
     args = data[0]
@@ -663,19 +670,17 @@ def test_quantization_aware_training() -> None:
 
 
 def test_explain_names_the_module_and_its_class() -> None:
-    model, data = Around().eval(), rows()
-    for stage in by_ours(model, data, CLASSIC):
+    for stage in classic()[2:]:
         (decision,) = [d for d in tc.explain(stage) if d.path == "custom"]
         assert decision.action == "quantized"
         assert "ObservedCustom" in decision.reason
 
 
 def test_without_an_entry_for_its_class_a_module_stays_observed() -> None:
-    model, data = Around().eval(), rows()
-    prepared, _ = by_ours(model, data, CLASSIC)
+    model, args, prepared, _ = classic()
     with pytest.warns(QuantizationWarning, match="ObservedCustom at 'custom' stays observed"):
         converted = tc.convert_fx(prepared)
-    assert 25 < sqnr(model(*data[0]), converted(*data[0])) < 60
+    assert 25 < sqnr(model(*args), converted(*args)) < 60
 
 
 # Shapes that depend on data: a handler states them

@@ -26,6 +26,7 @@ from tests.helpers.user_modules import (
     ObservedCustom,
     StaticCustom,
     by_ours,
+    classic,
     mirror,
     rows,
     settings_for,
@@ -178,14 +179,13 @@ def test_a_from_observed_that_makes_no_module(make: Any, problem: str) -> None:
     """The prepared model is unchanged, and converts with the right class."""
     quantized = type("Bad", (StaticCustom,), {"from_observed": classmethod(make)})
     _, config = settings_for(Custom, ObservedCustom, quantized)
-    model, data = Around().eval(), rows()
-    prepared, converted = by_ours(model, data, CLASSIC)
+    _, args, prepared, converted = classic()
     before = copy.deepcopy(prepared.state_dict())
     with pytest.raises(TorchQCompatError, match=f"Bad.{problem}") as caught:
         tc.convert_fx(prepared, config)
     assert "\nHint: from_observed" in str(caught.value)
     assert all(map(torch.equal, prepared.state_dict().values(), before.values()))
-    assert torch.equal(tc.convert_fx(prepared, CLASSIC[1])(*data[0]), converted(*data[0]))
+    assert torch.equal(tc.convert_fx(prepared, CLASSIC[1])(*args), converted(*args))
 
 
 def test_a_from_observed_that_uses_up_what_it_gets_leaves_the_prepared_model_alone() -> None:
@@ -196,12 +196,11 @@ def test_a_from_observed_that_uses_up_what_it_gets_leaves_the_prepared_model_alo
             observed.linear = None
             raise RuntimeError("half done")
 
-    model, data = Around().eval(), rows()
-    prepared, _ = by_ours(model, data, CLASSIC)
-    before = prepared(*data[0])
+    _, args, prepared, _ = classic()
+    before = prepared(*args)
     with pytest.raises(TorchQCompatError, match="RuntimeError: half done"):
         tc.convert_fx(prepared, settings_for(Custom, ObservedCustom, Breaks)[1])
-    assert torch.equal(prepared(*data[0]), before)
+    assert torch.equal(prepared(*args), before)
 
 
 def test_a_from_float_that_uses_up_what_it_gets_leaves_the_model_alone() -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -48,12 +49,31 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("name", slow_but(("lstm",), RECURRENT))
-def test_recurrent_modules_at_every_length_and_batch(name: str) -> None:
-    model = RECURRENT[name]()
-    x = torch.randn(3, 2, 8)
+class Made(NamedTuple):
+    """A program, its file, its model, and what the model computed from ``x`` before it was exported."""
+
+    program: ExecutorchProgram
+    path: Path
+    model: GraphModule
+    x: Tensor
+    before: list[Tensor]
+
+
+def made(name: str, folder: Path) -> Made:
+    torch.manual_seed(0)
+    model, x, path = RECURRENT[name](), torch.randn(3, 2, 8), folder / "tagger.pte"
     before = leaves(model(x))
-    program = to_executorch(model, (torch.randn(12, 4, 8),))
+    return Made(to_executorch(model, (torch.randn(12, 4, 8),), path=path), path, model, x, before)
+
+
+@pytest.fixture(scope="module")
+def lstm(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made("lstm", tmp_path_factory.mktemp("lstm"))
+
+
+@pytest.mark.parametrize("name", slow_but(("lstm",), RECURRENT))
+def test_recurrent_modules_at_every_length_and_batch(name: str, lstm: Made, tmp_path: Path) -> None:
+    program, _, model, x, before = lstm if name == "lstm" else made(name, tmp_path)
     # Short after long and long after short: buffers keep values of the previous call.
     sizes = (3, 2), (12, 4), (1, 1), (7, 4), (12, 1)
     assert same_bits(model, program, *(torch.randn(*size, 8) for size in sizes))
@@ -130,12 +150,10 @@ def test_a_program_without_loops_is_left_as_it_is() -> None:
     assert size_loop_results(pte) is pte
 
 
-def test_a_file_is_read_and_run(tmp_path: Path) -> None:
-    model, path = tagger(nn.LSTM(8, 12)), tmp_path / "tagger.pte"
-    program = to_executorch(model, (torch.randn(12, 4, 8),), path=path)
-    assert path.read_bytes() == program.pte
-    read = ExecutorchProgram.read(path)
-    assert same_bits(model, read, torch.randn(12, 4, 8), torch.randn(2, 1, 8))
+def test_a_file_is_read_and_run(lstm: Made) -> None:
+    assert lstm.path.read_bytes() == lstm.program.pte
+    read = ExecutorchProgram.read(lstm.path)
+    assert same_bits(lstm.model, read, torch.randn(12, 4, 8), torch.randn(2, 1, 8))
     assert isinstance(read(torch.randn(2, 1, 8)), tuple)
 
 

@@ -30,6 +30,7 @@ from torchao.quantization.pt2e.observer import MinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import ByHand, annotate
 from torchq_compat import recurrent_parts
@@ -338,12 +339,12 @@ def check_default_exporter(model: nn.Module, x: Tensor, other: Tensor | None = N
 
 def test_the_default_exporter_works() -> None:
     """From a lowered model the exporter gets the reference, in operators that it exports correctly."""
-    check_default_exporter(tc.convert_fx(prepared_linear()), torch.randn(3, 8))
+    check_default_exporter(linear("convert_fx"), torch.randn(3, 8))
 
 
 def test_the_default_exporter_of_a_model_around_it() -> None:
     x = torch.randn(3, 8)
-    around = nn.Sequential(tc.convert_to_reference_fx(prepared_linear()), nn.Softmax(-1)).eval()
+    around = nn.Sequential(linear("convert_to_reference_fx"), nn.Softmax(-1)).eval()
     (exact, _), operators = by_default_exporter(around, x)
     torch.testing.assert_close(exact[0], around(x), rtol=0, atol=1e-6)
     assert {"QuantizeLinear", "DequantizeLinear", "Softmax"} <= set(operators)
@@ -390,17 +391,19 @@ def test_the_default_exporter_of_dynamic_qparams() -> None:
 
 
 def test_the_old_exporter_says_what_to_do() -> None:
-    model, x = tc.convert_fx(prepared_linear()), torch.randn(3, 8)
+    model, x = linear("convert_fx"), torch.randn(3, 8)
     with pytest.raises(OnnxError, match=r"to_onnx\(converted, example_inputs"):
         torch.onnx.export(model, (x,), "never.onnx", dynamo=False)
     assert not Path("never.onnx").exists()
 
 
-def prepared_linear() -> GraphModule:
+@made_once
+def linear(convert: str) -> GraphModule:
+    """Return a small model that the named function of this package converted."""
     torch.manual_seed(0)
     prepared = tc.prepare_fx(nn.Sequential(nn.Linear(8, 6), nn.ReLU()).eval(), X86, (torch.randn(3, 8),))
     prepared(torch.randn(30, 8))
-    return prepared
+    return getattr(tc, convert)(prepared)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -417,13 +420,13 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_bad_arguments(case: str) -> None:
     settings, error, message = BAD[case]
     with pytest.raises(error, match=message):
-        tc.to_onnx(tc.convert_to_reference_fx(prepared_linear()), (torch.randn(3, 8),), **settings)
+        tc.to_onnx(linear("convert_to_reference_fx"), (torch.randn(3, 8),), **settings)
 
 
 @pytest.mark.parametrize(("place", "message"), [("not/there.onnx", "No such file"), ("", "Is a directory")])
 def test_a_path_that_cannot_be_written(tmp_path: Path, place: str, message: str) -> None:
     with pytest.raises(OnnxFileError, match=f"{message}.*") as found:
-        tc.to_onnx(tc.convert_to_reference_fx(prepared_linear()), (torch.randn(3, 8),), path=tmp_path / place)
+        tc.to_onnx(linear("convert_to_reference_fx"), (torch.randn(3, 8),), path=tmp_path / place)
     assert isinstance(found.value, OSError)
     assert "Hint:" in str(found.value)
     assert not list(tmp_path.iterdir())
@@ -435,7 +438,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
 
     there = tmp_path / "model.onnx"
     there.write_bytes(b"older")
-    made = tc.to_onnx(tc.convert_to_reference_fx(prepared_linear()), (torch.randn(3, 8),))
+    made = tc.to_onnx(linear("convert_to_reference_fx"), (torch.randn(3, 8),))
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OnnxFileError, match="No space left"):
         made.save(there)
@@ -453,7 +456,7 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(packages, "import_module", missing)
     with pytest.raises(OnnxError, match=r"torchq-compat\[onnx\]"):
-        tc.to_onnx(tc.convert_to_reference_fx(prepared_linear()), (torch.randn(3, 8),))
+        tc.to_onnx(linear("convert_to_reference_fx"), (torch.randn(3, 8),))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_d
 
 import torchq_compat as tc
 from tests.helpers.loop_models import LOOPS
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.packed_models import map_all
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
@@ -57,11 +58,13 @@ def last_step(model: Any, x: Tensor) -> Any:
     return model.fc(model.rnn(x)[0][:, -1])
 
 
-def prepared_and_converted(forward: Forward) -> tuple[nn.Module, Any, Any]:
+@made_once
+def prepared_and_converted(name: str) -> tuple[nn.Module, Any, Any]:
+    """Return a model with the forward of this module that ``name`` names, its reference, and it lowered."""
     torch.manual_seed(0)
-    model = Model(forward).eval()
+    model = Model(globals()[name]).eval()
     prepared = tc.prepare_fx(model, MAPPING, (torch.randn(3, 7, 6),), map_all())
-    calibrate(prepared, [(torch.randn(4, 9, 6),) for _ in range(4)])
+    calibrate(prepared, [(torch.randn(16, 9, 6),)])
     return model, tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
 
 
@@ -76,12 +79,13 @@ def random_pieces(x: Tensor, seed: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("forward", [tagger, zeros_of_its_own, last_step])
 def test_pieces_give_the_bits_of_the_whole(forward: Forward) -> None:
-    model, reference, lowered = prepared_and_converted(forward)
+    model, reference, lowered = prepared_and_converted(forward.__name__)
+    looped = with_plain_loops(reference, model)
+    streams = [(converted, tc.streaming(converted)) for converted in (reference, lowered)]
     for seed, (batch, steps) in enumerate([(2, 13), (5, 6), (1, 4)]):
         x = torch.randn(batch, steps, 6)
-        for converted in (reference, lowered):
-            stream = tc.streaming(converted) if not seed else stream_of[id(converted)]
-            stream_of[id(converted)] = stream
+        exact, by_loops = model(x), looped(x)
+        for converted, stream in streams:
             stream.reset()
             whole = leaves(converted(x))
             pieces = [leaves(stream(piece)) for piece in random_pieces(x, seed)]
@@ -89,14 +93,11 @@ def test_pieces_give_the_bits_of_the_whole(forward: Forward) -> None:
                 has_steps = found.dim() == 3 and found.size(1) == steps and forward is not last_step
                 joined = torch.cat(parts, 1) if has_steps and found.shape[0] == batch else parts[-1]
                 assert torch.equal(joined, found)
-            check_against_plain_loops(model(x), whole, with_plain_loops(reference, model)(x))
-
-
-stream_of: dict[int, Any] = {}
+            check_against_plain_loops(exact, whole, by_loops)
 
 
 def test_single_streams_begin_again() -> None:
-    _, reference, _ = prepared_and_converted(zeros_of_its_own)
+    _, reference, _ = prepared_and_converted("zeros_of_its_own")
     stream, x, y = tc.streaming(reference), torch.randn(3, 5, 6), torch.randn(3, 4, 6)
     stream(x)
     stream.reset([1, -1])
@@ -146,7 +147,7 @@ def test_the_states_of_the_caller_stay_the_callers() -> None:
 
 
 def test_an_exported_stream() -> None:
-    _, reference, _ = prepared_and_converted(zeros_of_its_own)
+    _, reference, _ = prepared_and_converted("zeros_of_its_own")
     # The batch differs from the one the model was prepared with; one chunk has a single step.
     x = torch.randn(5, 9, 6)
     program = tc.export(tc.streaming(reference), (x[:, :4],)).module()
@@ -208,9 +209,10 @@ def no_recurrence(model: Any, x: Tensor) -> Any:
     ],
 )
 def test_what_needs_all_steps_is_refused(forward: Forward, says: str) -> None:
-    _, _, converted = prepared_and_converted(forward)
+    prepared = tc.prepare_fx(Model(forward).eval(), MAPPING, (torch.randn(3, 7, 6),), map_all())
+    calibrate(prepared, [(torch.randn(2, 3, 6),)])
     with pytest.raises(StreamingError, match=says) as caught:
-        tc.streaming(converted)
+        tc.streaming(tc.convert_fx(prepared))
     assert "Hint:" in str(caught.value)
 
 
@@ -233,7 +235,7 @@ def test_a_dynamic_module_is_said_and_close() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_stream_keeps_its_states() -> None:
-    _, _, lowered = prepared_and_converted(tagger)
+    _, _, lowered = prepared_and_converted("tagger")
     x = torch.randn(2, 7, 6)
     stream, compiled = tc.streaming(lowered), torch.compile(tc.streaming(lowered))
     for piece in (x[:, :3], x[:, 3:4], x[:, 4:]):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat.errors import ExportError, QuantizationWarning
 
@@ -55,6 +56,67 @@ class Nested(nn.Module):
         return {"joined": joined[:, :4] * pair[0], "half": joined.split(8, 1)[1] + pair[1]}
 
 
+class Rows(nn.Module):
+    """A loop over any number of rows, with a state and a result for every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = c = torch.zeros(x.shape[1], 8)
+        results = []
+        for row in x:
+            h, c = self.cell(row, (h, c))
+            results.append(self.out(h))
+        return torch.stack(results), h
+
+
+class Between(nn.Module):
+    """A recurrent module that reads a quantized layer's integers and passes integers to another one."""
+
+    def __init__(self, recurrent: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 8)
+        self.recurrent = recurrent
+        self.behind = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, _ = self.recurrent(self.before(x).relu())
+        return self.behind(output)
+
+
+#: Models, and what each is prepared and calibrated with.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+    "classifier": (Classifier, lambda: (torch.randn(4, 3, 9, 9),) * 2),
+    "tagger": (Tagger, lambda: (torch.randint(20, (5, 3)),) * 2),
+    "rows": (Rows, lambda: (torch.randn(4, 2, 8), torch.randn(9, 3, 8))),
+    "LSTM": (lambda: Between(nn.LSTM(8, 4, bidirectional=True)), lambda: (torch.randn(5, 2, 6),) * 2),
+    "GRU": (lambda: Between(nn.GRU(8, 8)), lambda: (torch.randn(5, 2, 6),) * 2),
+}
+
+
+@made_once
+def stages(name: str) -> dict[str, Any]:
+    """Return a model, prepared, as a reference and lowered, and its inputs of ``MODELS``."""
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model, (x, calibrated) = make().eval(), inputs()
+    is_recurrent = name != "classifier"
+    config = tc.get_default_prepare_custom_config() if is_recurrent else None
+    prepared = tc.prepare_fx(model, MAPPING, (x,), config)
+    prepared(calibrated)
+    convert_config = tc.get_default_convert_custom_config() if is_recurrent else None
+    return {
+        "model": model,
+        "prepared": prepared,
+        "reference": tc.convert_to_reference_fx(prepared, convert_config),
+        "lowered": tc.convert_fx(prepared, convert_config),
+        "inputs": (x, calibrated),
+    }
+
+
 def script(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     return torch.jit.script(model)
 
@@ -78,22 +140,12 @@ def check_equal(model: nn.Module, scripted: Any, inputs: tuple[Any, ...]) -> Non
         torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
 
 
-def classifier(stage: str) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model, x = Classifier().eval(), torch.randn(4, 3, 9, 9)
-    prepared = tc.prepare_fx(model, MAPPING, (x,))
-    prepared(x)
-    if stage == "prepared":
-        return model, prepared
-    return model, tc.convert_fx(prepared) if stage == "lowered" else tc.convert_to_reference_fx(prepared)
-
-
 @pytest.mark.parametrize("how", [script, trace])
 @pytest.mark.parametrize("stage", ["lowered", "reference", "prepared"])
 @pytest.mark.filterwarnings("ignore:TorchScript of a prepared model")
 def test_classifier(stage: str, how: Callable[..., Any]) -> None:
-    model, quantized = classifier(stage)
-    x = torch.randn(4, 3, 9, 9)
+    made, x = stages("classifier"), torch.randn(4, 3, 9, 9)
+    model, quantized = made["model"], made[stage]
     again = loaded_again(how(quantized, (x,)))
     for sizes in ((4, 3, 9, 9), (7, 3, 9, 9), (1, 3, 12, 9)):
         check_equal(quantized, again, (torch.randn(*sizes),))
@@ -108,18 +160,16 @@ def test_classifier(stage: str, how: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("how", [script, trace])
 def test_mapped_lstm(how: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(20, (5, 3))
-    model = Tagger().eval()
-    prepared = tc.prepare_fx(model, MAPPING, (tokens,), tc.get_default_prepare_custom_config())
-    prepared(tokens)
+    made = stages("tagger")
+    model, prepared, quantized, (tokens, _) = (
+        made[key] for key in ("model", "prepared", "lowered", "inputs")
+    )
     with (
         pytest.warns(UserWarning, match="does not observe"),
         pytest.raises(ExportError, match="at every step") as error,
     ):
         how(prepared, (tokens,))
     assert "what convert_fx returns" in str(error.value)
-    quantized = tc.convert_fx(prepared, tc.get_default_convert_custom_config())
     again = loaded_again(how(quantized, (tokens,)))
     for sizes in ((5, 3), (9, 1)):
         check_equal(quantized, again, (torch.randint(20, sizes),))
@@ -172,30 +222,10 @@ def test_a_fixed_size_is_checked() -> None:
         scripted(torch.randn(4, 8))
 
 
-class Rows(nn.Module):
-    """A loop over any number of rows, with a state and a result for every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(8, 8)
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = c = torch.zeros(x.shape[1], 8)
-        results = []
-        for row in x:
-            h, c = self.cell(row, (h, c))
-            results.append(self.out(h))
-        return torch.stack(results), h
-
-
 @pytest.mark.parametrize("how", [script, trace])
 def test_a_loop_is_a_loop(how: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    model, x, longer = Rows().eval(), torch.randn(4, 2, 8), torch.randn(9, 3, 8)
-    prepared = tc.prepare_fx(model, MAPPING, (x,), tc.get_default_prepare_custom_config())
-    prepared(longer)
-    quantized = tc.convert_fx(prepared, tc.get_default_convert_custom_config())
+    made = stages("rows")
+    model, quantized, (x, longer) = (made[key] for key in ("model", "lowered", "inputs"))
     again = loaded_again(how(quantized, (x,)))
     for call in (x, longer):
         results, last = again(call)
@@ -205,7 +235,7 @@ def test_a_loop_is_a_loop(how: Callable[..., Any]) -> None:
 
 
 def test_inside_another_module() -> None:
-    _, quantized = classifier("lowered")
+    quantized = stages("classifier")["lowered"]
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -219,28 +249,11 @@ def test_inside_another_module() -> None:
     check_equal(Outer(), loaded_again(torch.jit.script(Outer())), (x,))
 
 
-class Between(nn.Module):
-    """A recurrent module that reads a quantized layer's integers and passes integers to another one."""
-
-    def __init__(self, recurrent: nn.Module) -> None:
-        super().__init__()
-        self.before = nn.Linear(6, 8)
-        self.recurrent = recurrent
-        self.behind = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output, _ = self.recurrent(self.before(x).relu())
-        return self.behind(output)
-
-
 @pytest.mark.parametrize("how", [script, trace])
-@pytest.mark.parametrize("recurrent", [nn.LSTM(8, 4, bidirectional=True), nn.GRU(8, 8)], ids=["LSTM", "GRU"])
-def test_integers_go_in_and_out_of_a_recurrent_module(recurrent: nn.Module, how: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    model, x = Between(recurrent).eval(), torch.randn(5, 2, 6)
-    prepared = tc.prepare_fx(model, MAPPING, (x,), tc.get_default_prepare_custom_config())
-    prepared(x)
-    quantized = tc.convert_fx(prepared, tc.get_default_convert_custom_config())
+@pytest.mark.parametrize("recurrent", ["LSTM", "GRU"])
+def test_integers_go_in_and_out_of_a_recurrent_module(recurrent: str, how: Callable[..., Any]) -> None:
+    made = stages(recurrent)
+    model, quantized, (x, _) = (made[key] for key in ("model", "lowered", "inputs"))
     again = loaded_again(how(quantized, (x,)))
     for call in (x, torch.randn(9, 3, 6)):
         check_equal(quantized, again, (call,))

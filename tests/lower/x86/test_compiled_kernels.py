@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.ao.quantization import (
-    QConfigMapping,
-    default_dynamic_qconfig,
-    get_default_qconfig_mapping,
-)
+from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.recording_backend import Recorder
 from torchq_compat.custom_config import PrepareCustomConfig
 from torchq_compat.errors import InputError, QuantizationWarning
 from torchq_compat.lower.x86.compiled.region_operator import REGION_OPERATOR
-
-X86 = get_default_qconfig_mapping("x86")
 
 
 class Between(nn.Module):
@@ -83,16 +79,6 @@ class Attending(nn.Module):
         return self.out(self.layer(x)).mean(1)
 
 
-def prepare(model: nn.Module, example: tuple[Any, ...], mapping: Any = X86) -> Any:
-    return tc.prepare_fx(model, mapping, example, tc.get_default_prepare_custom_config())
-
-
-def convert(model: nn.Module, example: tuple[Any, ...]) -> Any:
-    prepared = prepare(model, example)
-    calibrate(prepared, [example])
-    return tc.convert_fx(prepared)
-
-
 def compiled(model: nn.Module, backend: Any = "eager") -> Any:
     torch.compiler.reset()
     return torch.compile(model, backend=backend, fullgraph=True)
@@ -114,48 +100,150 @@ def ids(*shape: int) -> tuple[Tensor, ...]:
     return (torch.randint(0, 20, shape),)
 
 
-DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
-ONEDNN = get_default_qconfig_mapping("onednn")
-QNNPACK = get_default_qconfig_mapping("qnnpack")
+class Block(nn.Module):
+    """Two regions with floats between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.erf(self.a(x)))
+
+
+class Blocks(nn.Module):
+    """The first block runs before all kernels of the model itself, and is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = Block(), Block(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.first(x)) + self.first(-x))
+
+
+class OnlyBlock(nn.Module):
+    """A model without kernels of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.erf(self.first(x))
+
+
+class Steps(nn.Module):
+    """A loop over time around kernels, between kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 8)
+        for t in range(x.shape[1]):
+            h = torch.cos(self.x(x[:, t]) + self.h(h))
+        return self.out(h)
+
+
+def standalone(*names: str, integers: bool = False) -> Any:
+    inner = None
+    if integers:
+        inner = PrepareCustomConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
+    config = tc.get_default_prepare_custom_config()
+    for name in names:
+        config.set_standalone_module_name(name, None, floats(3, 8), inner, None)
+    return config
+
+
+MAPPINGS = {
+    "dynamic": QConfigMapping().set_global(default_dynamic_qconfig),
+    **{name: get_default_qconfig_mapping(name) for name in ("x86", "onednn", "qnnpack")},
+}
+BOTH = ("first", "second")
+#: A class of models; what makes an input of it, and the sizes behind the batch; and the settings.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...]], tuple[int, ...], Any]] = {
+    "between": (Between, floats, (8,), standalone()),
+    "images": (Images, images, (), standalone()),
+    "channels last": (Images, channels_last, (), standalone()),
+    "text": (Text, ids, (7,), standalone()),
+    "attention": (Attending, floats, (5, 16), standalone()),
+    "blocks": (Blocks, floats, (8,), standalone(*BOTH)),
+    "blocks of integers": (Blocks, floats, (8,), standalone(*BOTH, integers=True)),
+    "one block": (Blocks, floats, (8,), standalone("second")),
+    "only a block": (OnlyBlock, floats, (8,), standalone("first")),
+    "loop": (Steps, floats, (3, 8), standalone()),
+}
+
+
+@made_once
+def prepared(name: str, mapping: str = "x86") -> tuple[nn.Module, Any]:
+    kind, example, rest, config = MODELS[name]
+    model = kind().eval()
+    return model, tc.prepare_fx(model, MAPPINGS[mapping], example(3, *rest), config)
+
+
+def converted(name: str, prepared_model: Any) -> Any:
+    _, example, rest, _ = MODELS[name]
+    calibrate(prepared_model, [example(64, *rest)])
+    return tc.convert_fx(prepared_model)
+
+
+@made_once
+def lowered(name: str, mapping: str = "x86") -> tuple[nn.Module, Any]:
+    """Return a float model and it lowered."""
+    model, prepared_model = prepared(name, mapping)
+    return model, converted(name, prepared_model)
+
+
+def with_other_weights(name: str) -> Any:
+    _, prepared_model = prepared(name)
+    with torch.no_grad():
+        for parameter in prepared_model.parameters():
+            parameter.normal_(std=0.3)
+    return converted(name, prepared_model)
+
+
+def convert(model: nn.Module, example: tuple[Any, ...]) -> Any:
+    made = tc.prepare_fx(model, MAPPINGS["x86"], example, tc.get_default_prepare_custom_config())
+    calibrate(made, [example])
+    return tc.convert_fx(made)
 
 
 @pytest.mark.parametrize(
-    ("kind", "example", "rest", "mapping", "regions"),
+    ("name", "mapping", "regions"),
     [
-        pytest.param(Between, floats, (8,), X86, 4, id="floats between"),
-        pytest.param(Between, floats, (8,), DYNAMIC, 3, id="dynamic"),
-        pytest.param(Images, images, (), X86, 2, id="images"),
-        pytest.param(Images, channels_last, (), X86, 2, id="channels last"),
-        pytest.param(Images, images, (), ONEDNN, 2, id="onednn", marks=pytest.mark.slow),
-        pytest.param(Images, images, (), QNNPACK, 2, id="qnnpack", marks=pytest.mark.slow),
-        pytest.param(Text, ids, (7,), X86, 1, id="recurrent"),
-        pytest.param(Attending, floats, (5, 16), X86, 3, id="attention"),
+        pytest.param("between", "x86", 4, id="floats between"),
+        pytest.param("between", "dynamic", 3, id="dynamic"),
+        pytest.param("images", "x86", 2, id="images"),
+        pytest.param("channels last", "x86", 2, id="channels last"),
+        pytest.param("images", "onednn", 2, id="onednn", marks=pytest.mark.slow),
+        pytest.param("images", "qnnpack", 2, id="qnnpack", marks=pytest.mark.slow),
+        pytest.param("text", "x86", 1, id="recurrent"),
+        pytest.param("attention", "x86", 3, id="attention"),
     ],
 )
-def test_the_bits_of_the_lowered_model(
-    kind: Any, example: Any, rest: tuple[int, ...], mapping: Any, regions: int
-) -> None:
-    float_model = kind().eval()
-    prepared = prepare(float_model, example(3, *rest), mapping)
-    calibrate(prepared, [example(64, *rest)])
-    model = tc.convert_fx(prepared)
+def test_the_bits_of_the_lowered_model(name: str, mapping: str, regions: int) -> None:
+    float_model, model = lowered(name, mapping)
+    _, example, rest, _ = MODELS[name]
     backend = Recorder()
     fast = compiled(model, backend)
     with torch.no_grad():
         for batch in (3, 5, 1):
             x = example(batch, *rest)
-            plain, lowered, found = float_model(*x), model(*x), fast(*x)
-            assert all(map(torch.equal, leaves(lowered), leaves(found)))
+            plain, expected, found = float_model(*x), model(*x), fast(*x)
+            assert all(map(torch.equal, leaves(expected), leaves(found)))
             assert all(15 < sqnr(a, b) < 60 for a, b in zip(leaves(plain), leaves(found), strict=True))
     targets = [str(node.target) for node in backend.graphs[0].graph.nodes]
     assert targets.count(str(REGION_OPERATOR)) == regions == len(model.kernel_regions())
-    if kind is not Attending:  # An attention's graphs are its own.
+    if name != "attention":  # An attention's graphs are its own.
         assert not [target for target in targets if target.startswith(("aten.linear", "aten.conv"))]
 
 
 @pytest.fixture
 def between() -> Any:
-    return convert(Between().eval(), floats(3, 8))
+    return lowered("between")[1]
 
 
 def test_keywords_and_sizes_as_without_the_compiler(between: Any) -> None:
@@ -192,7 +280,8 @@ def test_other_weights_reach_compiled_code(between: Any) -> None:
         flipped = fast(x)[0]
         assert torch.equal(flipped, between(x)[0])
         assert sqnr(before, flipped) < 20
-        other = convert(Between().eval(), floats(3, 8))
+        other = with_other_weights("between")
+        assert not torch.equal(other(x)[0], flipped)
         between.load_state_dict(other.state_dict())
         assert torch.equal(fast(x)[0], other(x)[0])
 
@@ -292,94 +381,18 @@ class MovedTwice(nn.Module):
         return y, y.reshape(-1, 4), y.t()
 
 
-class Block(nn.Module):
-    """Two regions with floats between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.erf(self.a(x)))
-
-
-class Blocks(nn.Module):
-    """The first block runs before all kernels of the model itself, and is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.out = Block(), Block(), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.second(self.first(x)) + self.first(-x))
-
-
-class OnlyBlock(nn.Module):
-    """A model without kernels of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.erf(self.first(x))
-
-
-class Steps(nn.Module):
-    """A loop over time around kernels, between kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.x, self.h, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros(x.shape[0], 8)
-        for t in range(x.shape[1]):
-            h = torch.cos(self.x(x[:, t]) + self.h(h))
-        return self.out(h)
-
-
-def standalone(*names: str, integers: bool = False) -> Any:
-    inner = None
-    if integers:
-        inner = PrepareCustomConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
-    config = tc.get_default_prepare_custom_config()
-    for name in names:
-        config.set_standalone_module_name(name, None, floats(3, 8), inner, None)
-    return config
-
-
-def nested(kind: Any, config: Any, *rest: int, mapping: Any = X86) -> tuple[nn.Module, Any]:
-    model = kind().eval()
-    prepared = tc.prepare_fx(model, mapping, floats(3, *rest), config)
-    calibrate(prepared, [floats(64, *rest)])
-    return model, tc.convert_fx(prepared)
-
-
-BOTH = ("first", "second")
-
-
 @pytest.mark.parametrize(
-    ("kind", "config", "rests", "regions"),
+    ("name", "rests", "regions"),
     [
-        pytest.param(Blocks, standalone(*BOTH), [(8,)], [7, 7], id="standalone", marks=pytest.mark.slow),
-        pytest.param(
-            Blocks,
-            standalone(*BOTH, integers=True),
-            [(8,)],
-            [7, 7],
-            id="integers between",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(Blocks, standalone("second"), [(8,)], [5, 5], id="one", marks=pytest.mark.slow),
-        pytest.param(OnlyBlock, standalone("first"), [(8,)], [2, 2], id="no kernels outside"),
-        pytest.param(Steps, standalone(), [(3, 8), (5, 8)], [4, 6], id="loop"),
+        pytest.param("blocks", [(8,)], [7, 7], id="standalone", marks=pytest.mark.slow),
+        pytest.param("blocks of integers", [(8,)], [7, 7], id="integers between", marks=pytest.mark.slow),
+        pytest.param("one block", [(8,)], [5, 5], id="one", marks=pytest.mark.slow),
+        pytest.param("only a block", [(8,)], [2, 2], id="no kernels outside"),
+        pytest.param("loop", [(3, 8), (5, 8)], [4, 6], id="loop"),
     ],
 )
-def test_kernels_inside_modules(
-    kind: Any, config: Any, rests: list[tuple[int, ...]], regions: list[int]
-) -> None:
-    float_model, model = nested(kind, config, *rests[0])
+def test_kernels_inside_modules(name: str, rests: list[tuple[int, ...]], regions: list[int]) -> None:
+    float_model, model = lowered(name)
     for batch, rest, count in zip((3, 1), rests * 2, regions, strict=False):
         backend, (x,) = Recorder(), floats(batch, *rest)
         fast = compiled(model, backend)
@@ -391,28 +404,28 @@ def test_kernels_inside_modules(
         assert not [target for target in targets if target.startswith("aten.linear")]
 
 
-@pytest.mark.parametrize("kind", [Blocks, pytest.param(Steps, marks=pytest.mark.slow)])
-def test_other_weights_reach_kernels_inside_modules(kind: Any) -> None:
-    rest = (8,) if kind is Blocks else (3, 8)
-    (x,) = floats(4, *rest)
-    _, model = nested(kind, standalone(*BOTH) if kind is Blocks else standalone(), *rest)
+@pytest.mark.parametrize("name", ["blocks", pytest.param("loop", marks=pytest.mark.slow)])
+def test_other_weights_reach_kernels_inside_modules(name: str) -> None:
+    (x,) = floats(4, *MODELS[name][2])
+    _, model = lowered(name)
     fast = compiled(model)
     with torch.no_grad():
         before = fast(x)
-        for name, value in model.state_dict().items():
-            if value.dtype is torch.int8 and not name.startswith("out"):
+        for path, value in model.state_dict().items():
+            if value.dtype is torch.int8 and not path.startswith("out"):
                 value.copy_(value.flip(0))
         after = fast(x)
         assert torch.equal(after, model(x))
         assert sqnr(before, after) < 20
-        _, other = nested(kind, standalone(*BOTH) if kind is Blocks else standalone(), *rest)
+        other = with_other_weights(name)
+        assert not torch.equal(other(x), after)
         model.load_state_dict(other.state_dict())
         assert torch.equal(fast(x), other(x))
 
 
 def test_standalone_modules_of_a_reference_model() -> None:
     """Dynamo calls ``forward`` of a graph module, not ``__call__``, and cannot look at its graph."""
-    _, model = nested(Blocks, standalone(*BOTH, integers=True), 8)
+    _, model = lowered("blocks of integers")
     reference, (x,) = model.reference, floats(4, 8)
     with torch.no_grad():
         assert torch.equal(compiled(reference)(x), reference(x))
@@ -420,19 +433,19 @@ def test_standalone_modules_of_a_reference_model() -> None:
 
 @pytest.mark.slow
 def test_standalone_modules_with_other_qparams() -> None:
-    _, model = nested(Blocks, standalone(*BOTH, integers=True), 8)
+    _, model = lowered("blocks of integers")
     reference, (x,) = model.reference, floats(4, 8)
     with torch.no_grad():
-        loaded = nested(Blocks, standalone(*BOTH, integers=True), 8)[1].reference
+        loaded = with_other_weights("blocks of integers").reference
         loaded.load_state_dict(reference.state_dict())
         assert torch.equal(compiled(copy.deepcopy(loaded))(x), reference(x))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Between, Images])
-def test_inductor(kind: Any) -> None:
-    example = floats(3, 8) if kind is Between else images(3)
-    model = convert(kind().eval(), example)
+@pytest.mark.parametrize("name", ["between", "images"])
+def test_inductor(name: str) -> None:
+    _, example, rest, _ = MODELS[name]
+    example, (_, model) = example(3, *rest), lowered(name)
     fast = compiled(model, "inductor")
     with torch.no_grad():
         for expected, found in zip(leaves(model(*example)), leaves(fast(*example)), strict=True):

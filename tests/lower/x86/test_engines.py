@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.graph.graph_module import ConvertedModel
@@ -70,12 +71,22 @@ class Speech(nn.Module):
         return F.gelu(self.second(hidden)), self.second(hidden[-1])
 
 
-def converted(model: nn.Module, mapping: QConfigMapping, *shape: int) -> ConvertedModel:
+def prepared(model: nn.Module, mapping: QConfigMapping, *shape: int) -> Any:
     batches = [(torch.randn(shape),) for _ in range(4)]
-    config = tc.get_default_prepare_custom_config()
-    prepared = tc.prepare_fx(model, mapping, batches[0], config)
-    calibrate(prepared, batches)
-    return tc.convert_fx(prepared)
+    made = tc.prepare_fx(model, mapping, batches[0], tc.get_default_prepare_custom_config())
+    calibrate(made, batches)
+    return made
+
+
+def converted(model: nn.Module, mapping: QConfigMapping, *shape: int) -> ConvertedModel:
+    return tc.convert_fx(prepared(model, mapping, *shape))
+
+
+@made_once
+def prepared_speech() -> Any:
+    """Return a calibrated model, whatever engine it is converted for."""
+    torch.manual_seed(0)
+    return prepared(Speech().eval(), get_default_qconfig_mapping("qnnpack"), 6, 3, 12)
 
 
 def actions(model: Any) -> dict[str, Action]:
@@ -128,8 +139,7 @@ def test_linears_and_recurrent_modules_run_on_the_own_product(engine: Callable[[
     results = {}
     for name in ("qnnpack", "x86"):
         engine(name)
-        torch.manual_seed(0)
-        found = converted(Speech().eval(), get_default_qconfig_mapping("qnnpack"), 6, 3, 12)
+        found = tc.convert_fx(prepared_speech())
         assert isinstance(found, LoweredGraphModule)
         torch.manual_seed(1)
         x = torch.randn(9, 2, 12)
@@ -147,9 +157,8 @@ def test_linears_and_recurrent_modules_run_on_the_own_product(engine: Callable[[
 def test_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph has no quantized tensors: floats on the quantization grid, and products on integers."""
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    torch.manual_seed(0)
     with pytest.warns(QuantizationWarning, match="recurrent modules and linear layers on integers.*riscv64"):
-        found = converted(Speech().eval(), get_default_qconfig_mapping("qnnpack"), 6, 3, 12)
+        found = tc.convert_fx(prepared_speech())
     assert isinstance(found, LoweredGraphModule)
     (decision,) = [d for d in tc.explain(found) if d.kind == "convert_fx"]
     assert (decision.action, decision.warn) == ("reference", True)

@@ -21,10 +21,12 @@ from torch.ao.quantization import (
 )
 from torch.ao.quantization.backend_config import get_onednn_backend_config
 from torch.ao.quantization.observer import MinMaxObserver
+from torch.ao.quantization.qconfig import qconfig_equals
 
 import torchq_compat as tc
 from tests.helpers.lowered_walk import check_explained
 from tests.helpers.marks import slow_but
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, sqnr
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.lower.x86 import plan
@@ -126,16 +128,47 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def settings(engine: str) -> Iterator[tuple[str, QConfigMapping, Any]]:
-    default = get_default_qconfig_mapping(engine)
-    yield "default", default, None
-    some = copy.deepcopy(default)
-    for left_float in (F.hardswish, nn.Hardswish, nn.LeakyReLU, nn.Flatten, torch.tanh, nn.Softmax):
-        some.set_object_type(left_float, None)
-    yield "some float", some, None
-    yield "dynamic", QConfigMapping().set_global(default_dynamic_qconfig), None
-    if engine == "onednn":
-        yield "fused", EIGHT_BITS, get_onednn_backend_config()
+#: The defaults of these engines are the same qconfigs.
+DEFAULTS_OF = {"x86": "x86", "fbgemm": "x86", "onednn": "onednn"}
+SETTINGS = ("default", "some float", "dynamic")
+
+
+def settings(label: str, defaults: str) -> tuple[QConfigMapping, Any]:
+    """Return a mapping and a backend config."""
+    if label == "dynamic":
+        return QConfigMapping().set_global(default_dynamic_qconfig), None
+    if label == "fused":
+        return EIGHT_BITS, get_onednn_backend_config()
+    mapping = get_default_qconfig_mapping(defaults)
+    if label == "some float":
+        for left_float in (F.hardswish, nn.Hardswish, nn.LeakyReLU, nn.Flatten, torch.tanh, nn.Softmax):
+            mapping.set_object_type(left_float, None)
+    return mapping, None
+
+
+@made_once
+def calibrated(name: str, label: str, defaults: str) -> tuple[Any, Any]:
+    """Return a prepared model, whatever engine it is lowered for, and what it was calibrated with first."""
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model, data = build().eval(), [(torch.randn(shape),) for _ in range(2)]
+    mapping, backend = settings(label, defaults)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = tc.prepare_fx(model, mapping, data[0], backend_config=backend)
+        calibrate(prepared, data)
+    return prepared, data[0]
+
+
+def test_the_defaults_of_x86_are_those_of_fbgemm() -> None:
+    ours, theirs = (get_default_qconfig_mapping(name) for name in ("x86", "fbgemm"))
+    assert ours.object_type_qconfigs.keys() == theirs.object_type_qconfigs.keys()
+    pairs = [(ours.global_qconfig, theirs.global_qconfig)]
+    pairs += [
+        (ours.object_type_qconfigs[key], theirs.object_type_qconfigs[key])
+        for key in ours.object_type_qconfigs
+    ]
+    assert all(qconfig_equals(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("name", slow_but([name for name in MODELS if name != "mobile"], MODELS))
@@ -144,19 +177,15 @@ def test_what_explain_says_is_what_runs(
     name: str, name_of_engine: str, engine: Callable[[str], None]
 ) -> None:
     engine(name_of_engine)
-    torch.manual_seed(0)
-    build, shape = MODELS[name]
-    model, data = build().eval(), [(torch.randn(shape),) for _ in range(2)]
-    for label, mapping, backend in settings(name_of_engine):
+    for label in (*SETTINGS, "fused") if name_of_engine == "onednn" else SETTINGS:
+        prepared, x = calibrated(name, label, DEFAULTS_OF[name_of_engine])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            prepared = tc.prepare_fx(model, mapping, data[0], backend_config=backend)
-            calibrate(prepared, data)
             lowered = tc.convert_fx(prepared)
-        found = check_explained(lowered, *data[0])
+        found = check_explained(lowered, *x)
         # Convolutions have no dynamic kernel, as in FX.
         assert ("integers" in found.values()) == (label != "dynamic" or "linear" in found), label
-        assert sqnr(lowered.reference(*data[0]), lowered(*data[0])) > 25, label
+        assert sqnr(lowered.reference(*x), lowered(*x)) > 25, label
 
 
 def test_onednn_fuses_what_fx_fuses(engine: Callable[[str], None]) -> None:
@@ -193,17 +222,22 @@ def conv1d_that_is(off_by: int, packings: tuple[str, ...]) -> Callable[[Site], K
     return faulty
 
 
-def speech() -> tuple[nn.Module, Tensor]:
+@made_once
+def speech() -> tuple[Any, Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(16, 16, 8, padding=4, groups=4), nn.GELU()).eval(), torch.randn(2, 16, 70)
+    model, x = (
+        nn.Sequential(nn.Conv1d(16, 16, 8, padding=4, groups=4), nn.GELU()).eval(),
+        torch.randn(2, 16, 70),
+    )
+    prepared = tc.prepare_fx(model, SEVEN_BITS, (x,))
+    calibrate(prepared, [(x,)])
+    return prepared, x
 
 
 def lowered_with(
     faulty: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[Decision], list[str], Tensor]:
-    model, x = speech()
-    prepared = tc.prepare_fx(model, SEVEN_BITS, (x,))
-    calibrate(prepared, [(x,)])
+    prepared, x = speech()
     monkeypatch.setitem(plan.RULES, ATEN.conv1d.default, faulty)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

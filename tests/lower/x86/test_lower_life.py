@@ -14,6 +14,7 @@ from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, calibrate, sqnr
 from torchq_compat.custom_modules.registry import handler_of
 from torchq_compat.errors import ConfigError, QuantizationWarning
@@ -38,14 +39,22 @@ def images(count: int = 4) -> Tensor:
     return torch.randn(count, 3, 9, 9)
 
 
-def convert(seed: int, config: Any = None) -> Any:
+def prepare(seed: int, config: Any = None) -> Any:
     torch.manual_seed(seed)
     prepared = tc.prepare_fx(Net().eval(), MAPPING, (images(),), config)
     calibrate(prepared, [(images(),)])
-    return tc.convert_fx(prepared)
+    return prepared
 
 
-@pytest.fixture(scope="module")
+prepared_once = made_once(prepare)
+
+
+@made_once
+def convert(seed: int) -> Any:
+    return tc.convert_fx(prepared_once(seed))
+
+
+@pytest.fixture
 def trained() -> Any:
     return convert(0)
 
@@ -114,7 +123,7 @@ def test_the_modes_of_the_reference(other: Any) -> None:
 
 
 def test_calls_and_attributes_of_the_float_model() -> None:
-    converted = convert(0, PrepareCustomConfig().set_preserved_attributes(["tag"]))
+    converted = tc.convert_fx(prepare(0, PrepareCustomConfig().set_preserved_attributes(["tag"])))
     x = images()
     assert converted.tag == copy.deepcopy(converted).tag == "kept"
     assert torch.equal(converted(x=x), converted(x))
@@ -163,6 +172,16 @@ class Tagger(nn.Module):
         return self.out(self.lstm(self.inp(x))[0])
 
 
+@made_once
+def tagger(*, both_ways: bool) -> tuple[nn.Module, Any]:
+    """Return a float model, and it prepared and calibrated."""
+    torch.manual_seed(0)
+    model = Tagger(both_ways=both_ways).eval()
+    prepared = tc.prepare_fx(model, MAPPING, (torch.randn(7, 3, 5),), MAP_LSTM)
+    calibrate(prepared, [(torch.randn(7, 3, 5),) for _ in range(4)])
+    return model, prepared
+
+
 #: The two directions have two sets of qparams.
 HEADS = {
     False: "quantized.linear_relu.default",
@@ -172,10 +191,7 @@ HEADS = {
 
 @pytest.mark.parametrize("both_ways", HEADS)
 def test_integers_cross_the_boundary_of_an_opaque_call(both_ways: bool) -> None:
-    torch.manual_seed(0)
-    model = Tagger(both_ways=both_ways).eval()
-    prepared = tc.prepare_fx(model, MAPPING, (torch.randn(7, 3, 5),), MAP_LSTM)
-    calibrate(prepared, [(torch.randn(7, 3, 5),) for _ in range(4)])
+    model, prepared = tagger(both_ways=both_ways)
     lowered = tc.convert_fx(prepared, CONVERT_LSTM)
     for length, batch in ((7, 3), (1, 1), (20, 2)):
         x = torch.randn(length, batch, 5)
@@ -188,9 +204,7 @@ def test_integers_cross_the_boundary_of_an_opaque_call(both_ways: bool) -> None:
 
 def test_a_kind_lowers_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler's module is called in place of the opaque module, which keeps path and state."""
-    torch.manual_seed(0)
-    prepared = tc.prepare_fx(Tagger(both_ways=False).eval(), MAPPING, (torch.randn(7, 3, 5),), MAP_LSTM)
-    calibrate(prepared, [(torch.randn(7, 3, 5),)])
+    _, prepared = tagger(both_ways=False)
     reference = tc.convert_to_reference_fx(prepared, CONVERT_LSTM)
     handler, made = handler_of(reference.lstm), []
 
@@ -269,7 +283,7 @@ def test_standalone_modules_are_lowered(indexes: list[int]) -> None:
 def test_quantized_inputs_and_outputs() -> None:
     torch.manual_seed(0)
     config = PrepareCustomConfig().set_input_quantized_indexes([0]).set_output_quantized_indexes([0])
-    lowered = convert(0, config)
+    lowered = tc.convert_fx(prepare(0, config))
     (qparams_in,), (qparams_out,) = lowered.input_qparams(), lowered.output_qparams()
     integers = qparams_in.quantize(images())
     found = lowered(integers)
@@ -310,7 +324,7 @@ def test_elsewhere_the_reference_graph_and_a_warning(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("platform.machine", lambda: "aarch64")
         with pytest.warns(QuantizationWarning, match="the machine is aarch64"):
-            converted = convert(0)
+            converted = tc.convert_fx(prepared_once(0))
     assert not any("quantized." in str(node.target) for node in converted.graph.nodes)
     (decision,) = [d for d in tc.explain(converted) if d.kind == "convert_fx"]
     assert (decision.action, decision.warn) == ("reference", True)

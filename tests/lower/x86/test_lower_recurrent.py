@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
@@ -13,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import torchq_compat as tc
 from tests.helpers.lstm_flow import uniform
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from torchq_compat.profiles import int8_with_int16_cell
 from torchq_compat.support.decisions import Action
@@ -38,13 +38,20 @@ def batch(steps: int, size: int) -> tuple[Any, ...]:
     return uniform(2.0, size, steps, 6), (uniform(0.3, 2, size, 20), uniform(0.5, 2, size, 20))
 
 
-@pytest.fixture(scope="module")
-def prepared() -> torch.fx.GraphModule:
+@made_once
+def prepared() -> tuple[nn.Module, Any]:
+    """Return a float model, and it prepared, which has seen nothing."""
     torch.manual_seed(0)
-    config = tc.get_default_prepare_custom_config()
-    made = tc.prepare_fx(Encoder().eval(), get_default_qconfig_mapping(), batch(9, 4), config)
-    calibrate(made, [batch(9, 4) for _ in range(4)])
-    return made
+    model, config = Encoder().eval(), tc.get_default_prepare_custom_config()
+    return model, tc.prepare_fx(model, get_default_qconfig_mapping(), batch(9, 4), config)
+
+
+@made_once
+def converted() -> tuple[nn.Module, Any, Any]:
+    """Return a float model, its reference, and it lowered."""
+    model, made = prepared()
+    calibrate(made, [batch(9, 16)])
+    return model, tc.convert_to_reference_fx(made), tc.convert_fx(made)
 
 
 def lowered_paths(model: torch.fx.GraphModule) -> dict[str, Action]:
@@ -52,8 +59,8 @@ def lowered_paths(model: torch.fx.GraphModule) -> dict[str, Action]:
 
 
 @torch.no_grad()
-def test_a_model_at_lengths_it_never_saw(prepared: torch.fx.GraphModule) -> None:
-    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+def test_a_model_at_lengths_it_never_saw() -> None:
+    _, reference, lowered = converted()
     assert set(lowered_paths(lowered).values()) == {Action.LOWERED}
     for steps, size in ((9, 4), (1, 1), (170, 2)):
         inputs = batch(steps, size)
@@ -63,11 +70,9 @@ def test_a_model_at_lengths_it_never_saw(prepared: torch.fx.GraphModule) -> None
 
 
 @torch.no_grad()
-def test_the_float_model_is_as_far_away_as_from_the_reference(prepared: torch.fx.GraphModule) -> None:
+def test_the_float_model_is_as_far_away_as_from_the_reference() -> None:
     inputs = batch(60, 4)
-    torch.manual_seed(0)
-    model = Encoder().eval()
-    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    model, reference, lowered = converted()
     for expected, by_reference, found in zip(
         *(leaves(each(*inputs)) for each in (model, reference, lowered)), strict=True
     ):
@@ -76,18 +81,18 @@ def test_the_float_model_is_as_far_away_as_from_the_reference(prepared: torch.fx
 
 
 @torch.no_grad()
-def test_copies_and_states(prepared: torch.fx.GraphModule) -> None:
-    lowered, inputs = tc.convert_fx(prepared), batch(12, 3)
-    reference = tc.convert_to_reference_fx(prepared)
+def test_copies_and_states() -> None:
+    (_, reference, lowered), inputs = converted(), batch(12, 3)
     assert list(lowered.state_dict()) == list(reference.state_dict())
     before = leaves(lowered(*inputs))
     copied = copy.deepcopy(lowered)
     assert all(map(torch.equal, before, leaves(copied(*inputs))))
-    torch.manual_seed(7)
-    config = tc.get_default_prepare_custom_config()
-    other = tc.prepare_fx(Encoder().eval(), get_default_qconfig_mapping(), inputs, config)
+    _, other = prepared()
+    for parameter in other.parameters():
+        parameter.uniform_(-0.3, 0.3)
     calibrate(other, [inputs])
     other = tc.convert_fx(other)
+    assert not any(map(torch.equal, leaves(other(*inputs)), before))
     copied.load_state_dict(other.state_dict())
     assert all(map(torch.equal, leaves(other(*inputs)), leaves(copied(*inputs))))
     assert all(map(torch.equal, before, leaves(lowered(*inputs))))
@@ -122,13 +127,14 @@ def test_sixteen_bit_parts_run_on_integers_too() -> None:
 
 
 @torch.no_grad()
-def test_the_lowered_module_itself_takes_what_the_float_one_takes(prepared: torch.fx.GraphModule) -> None:
-    converted: Any = tc.convert_to_reference_fx(prepared).get_submodule("first")
-    lowered = converted.lowered()
+def test_the_lowered_module_itself_takes_what_the_float_one_takes() -> None:
+    _, reference, _ = converted()
+    module = reference.get_submodule("first")
+    lowered = module.lowered()
     x = uniform(2.0, 4, 11, 6)
     packed = pack_padded_sequence(x, torch.tensor([3, 11, 3, 7]), batch_first=True, enforce_sorted=False)
     for given in (x, x[0], packed, x.double()):
-        for expected, found in zip(leaves(converted(given)), leaves(lowered(given)), strict=True):
+        for expected, found in zip(leaves(module(given)), leaves(lowered(given)), strict=True):
             assert expected.dtype == found.dtype
             if expected.is_floating_point():
                 assert sqnr(expected, found) > 38

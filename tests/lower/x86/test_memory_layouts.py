@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -62,34 +62,54 @@ def close(lowered: GraphModule, batches: list[Any]) -> None:
     reference = lowered.reference
     for batch in batches:
         with torch.no_grad():
-            expected, found = reference(*batch), lowered(*batch)
-        assert found.shape == expected.shape
-        steps = expected.unique().diff().min()  # a quantization step, or several
-        # The mean of four integers is often a tie, which kernels round to the other side.
-        assert (found - expected).abs().max() <= 1.01 * steps
-        assert sqnr(expected, found) > 18
+            check_close(reference(*batch), lowered(*batch))
+
+
+def check_close(expected: Tensor, found: Tensor, name: str = "") -> None:
+    assert found.shape == expected.shape, name
+    steps = expected.unique().diff().min()  # a quantization step, or several
+    # The mean of four integers is often a tie, which kernels round to the other side.
+    assert (found - expected).abs().max() <= 1.01 * steps, name
+    assert sqnr(expected, found) > 18, name
 
 
 def runs_on_a_kernel(lowered: GraphModule, kind: str) -> bool:
     return any(kind in str(node.target) for node in lowered.graph.nodes if node.op == "call_function")
 
 
-@pytest.mark.parametrize(
-    ("op", "sizes"),
-    [
-        *(pytest.param(op, (4, 6), id=f"{name}2d") for name, op in PLANES.items()),
-        *(pytest.param(op, (24,), id=f"{name}1d") for name, op in LINES.items()),
-        pytest.param(lambda x: F.avg_pool3d(x, 2), (2, 4, 3), id="avg_pool3d"),
-        pytest.param(lambda x: F.max_pool3d(x, 2), (2, 4, 3), id="max_pool3d"),
-        pytest.param(lambda x: F.interpolate(x, scale_factor=2), (2, 4, 3), id="nearest3d"),
-    ],
-)
-def test_a_batch_of_one_behind_a_transpose(op: Op, sizes: tuple[int, ...]) -> None:
-    model = Tokens(op, sizes).eval()
-    prepared, _ = by_us(model, MAPPING, [(torch.randn(2, 24, 6),) for _ in range(3)])
+#: Ops, and the sizes of the image that they read.
+OPS: dict[str, tuple[Op, tuple[int, ...]]] = {
+    **{f"{name}2d": (op, (4, 6)) for name, op in PLANES.items()},
+    **{f"{name}1d": (op, (24,)) for name, op in LINES.items()},
+    "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), (2, 4, 3)),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 2), (2, 4, 3)),
+    "nearest3d": (lambda x: F.interpolate(x, scale_factor=2), (2, 4, 3)),
+}
+
+
+class Branches(nn.Module):
+    """Models side by side, each with an input and a result of its own."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return [model(x) for model, x in zip(self.models, inputs, strict=True)]
+
+
+def test_a_batch_of_one_behind_a_transpose() -> None:
+    model = Branches(Tokens(*each) for each in OPS.values()).eval()
+    prepared, _ = by_us(model, MAPPING, [([torch.randn(2, 24, 6) for _ in OPS],) for _ in range(3)])
     lowered = tc.convert_fx(prepared)
-    assert runs_on_a_kernel(lowered, "quantized.linear")
-    close(lowered, [(torch.randn(batch, 24, 6),) for batch in (1, 2, 3)])
+    linears = [node for node in lowered.graph.nodes if "quantized.linear" in str(node.target)]
+    assert len(linears) == len(OPS)
+    for batch in (1, 2, 3):
+        x = [torch.randn(batch, 24, 6) for _ in OPS]
+        with torch.no_grad():
+            results = zip(OPS, lowered.reference(x), lowered(x), strict=True)
+        for name, expected, found in results:
+            check_close(expected, found, name)
 
 
 @pytest.mark.parametrize("name", ["adaptive_avg_pool", "bilinear", "nearest"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -26,6 +25,7 @@ from torch.ao.quantization import (
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, fx_activation_qparams, leaves, sqnr
 from torchq_compat import lstm_utils
 from torchq_compat.errors import CaseError, FxError, QuantizationWarning
@@ -110,6 +110,12 @@ def same_qparams(place: Point) -> bool:
     return ours is not None and fx is not None and ours.same_qparams(fx)
 
 
+@made_once
+def plain() -> tuple[nn.Module, list[tuple[Tensor, ...]], Comparison]:
+    model, batches = build(Plain), plain_batches()
+    return model, batches, tc.compare(model, EXACT, batches[0], batches)
+
+
 @pytest.fixture(scope="module")
 def uneven() -> tuple[nn.Module, list[tuple[Tensor, ...]], Comparison]:
     model = build(Tagger)
@@ -118,8 +124,7 @@ def uneven() -> tuple[nn.Module, list[tuple[Tensor, ...]], Comparison]:
 
 
 def test_numbers_agree_with_the_oracle() -> None:
-    model, batches = build(Plain), plain_batches()
-    comparison = tc.compare(model, EXACT, batches[0], batches)
+    model, batches, comparison = plain()
     _, ours = by_us(model, EXACT, batches)
     _, theirs = by_fx(model, EXACT, batches)
     exact = torch.cat([model(*batch) for batch in batches])
@@ -295,9 +300,8 @@ def test_without_fx_when_not_asked() -> None:
 
 
 def test_the_model_is_not_touched() -> None:
-    model, batches = build(Plain), plain_batches()
-    before = copy.deepcopy(model.state_dict())
-    tc.compare(model, EXACT, batches[0], batches)
+    before = build(Plain).state_dict()
+    model, _, _ = plain()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(hasattr(module, "qconfig") for module in model.modules())
 
@@ -313,8 +317,8 @@ def test_evaluation_data_are_what_is_measured() -> None:
 
 
 def test_sizes_and_latency() -> None:
-    model, batches = build(Plain), plain_batches()
-    costs = tc.compare(model, EXACT, batches[0], batches).capture.costs
+    model, _, comparison = plain()
+    costs = comparison.capture.costs
     assert costs.float_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
     assert costs.fx_bytes is not None
     weights = sum(p.numel() for name, p in model.named_parameters() if name.endswith("weight"))

@@ -20,6 +20,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.helpers.oracle import MAP_LSTM
+from tests.helpers.warm_python import ENVIRONMENT, Ran, warm_python
 from torchq_compat.errors import CaseError
 from torchq_compat.migrate.cli import main
 from torchq_compat.migrate.comparison.comparison_process import case_of_function
@@ -27,7 +28,6 @@ from torchq_compat.migrate.comparison.measure.script_recorder import Recording, 
 from torchq_compat.migrate.comparison.measure.targets import Target
 
 ROOT = Path(tc.__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 MODEL = """
 import sys
@@ -134,13 +134,10 @@ value = 3
 """
 
 
-def compare(folder: Path, *args: str, **files: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in ``folder``, which contains ``files`` (name without suffix -> source)."""
-    for name, source in files.items():
-        (folder / f"{name}.py").write_text(source)
+def python(*args: str, cwd: Path) -> Ran:
     return subprocess.run(
-        [sys.executable, "-m", "torchq_compat", "compare", *args],
-        cwd=folder,
+        [sys.executable, *args],
+        cwd=cwd,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -149,7 +146,14 @@ def compare(folder: Path, *args: str, **files: str) -> subprocess.CompletedProce
     )
 
 
-def assert_error(result: subprocess.CompletedProcess[str], message: str) -> None:
+def compare(folder: Path, *args: str, start: Callable[..., Ran] = warm_python, **files: str) -> Ran:
+    """Run the command in ``folder``, which contains ``files`` (name without suffix -> source)."""
+    for name, source in files.items():
+        (folder / f"{name}.py").write_text(source)
+    return start("-m", "torchq_compat", "compare", *args, cwd=folder)
+
+
+def assert_error(result: Ran, message: str) -> None:
     """Assert one line on standard error, with a hint, and nothing on standard output."""
     last = result.stderr.splitlines()[-1]
     assert last.startswith("torchq-compat: error: ")
@@ -158,7 +162,7 @@ def assert_error(result: subprocess.CompletedProcess[str], message: str) -> None
     assert (result.returncode, result.stdout) == (2, "")
 
 
-def comparisons(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+def comparisons(result: Ran) -> list[dict[str, Any]]:
     data = json.loads(result.stdout)
     assert data.keys() == {"version", "comparisons"}
     assert data["version"] == 1
@@ -314,7 +318,8 @@ print("trained to", *trained.flatten().tolist())
     ],
 )
 def test_bad_scripts(tmp_path: Path, source: str, message: str) -> None:
-    result = compare(tmp_path, "--html", "page.html", "script.py", script=source)
+    start = python if "exit(3)" in source else warm_python  # one of them as a person starts it
+    result = compare(tmp_path, "--html", "page.html", "script.py", start=start, script=source)
     assert_error(result, message)
     assert not (tmp_path / "page.html").exists()
     if "late" in source:  # the traceback begins at the script
@@ -387,7 +392,7 @@ def ended(folder: Path) -> bool:
 @pytest.mark.slow
 def test_a_script_that_hangs_is_stopped_with_all_it_started(tmp_path: Path) -> None:
     start = time.monotonic()
-    result = compare(tmp_path, "--timeout", "15", "hangs.py", hangs=HANGS)
+    result = compare(tmp_path, "--timeout", "15", "hangs.py", start=python, hangs=HANGS)
     assert time.monotonic() - start < 100
     assert_error(result, "hangs.py did not end within 15 seconds and was stopped.")
     wait_until(lambda: ended(tmp_path), 10)
@@ -507,10 +512,7 @@ def test_only_one_module_calls_the_fx_engine() -> None:
         "from torchq_compat.migrate.comparison.measure import collect;"
         "print('torchq_compat.migrate.comparison.measure.fx_engine' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "False\n"
+    assert warm_python("-c", code).stdout == "False\n"
 
 
 def test_the_model_may_be_on_any_module_path() -> None:

@@ -34,7 +34,7 @@ from torchq_compat.migrate.comparison.report.summary_sentence import (
     worst_places,
 )
 from torchq_compat.migrate.comparison.report.terminal_report import as_text
-from torchq_compat.migrate.comparison.results import ComparedModel, Finding, FxOutcome, Kind, Point
+from torchq_compat.migrate.comparison.results import Capture, ComparedModel, Finding, FxOutcome, Kind, Point
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 #: Headless, without anything that connects to the network by itself.
@@ -158,11 +158,17 @@ def test_tables_and_findings(comparison: Comparison, text: str) -> None:
         assert f"<dt>{label}</dt>" in text
 
 
+def without_parts(capture: Capture) -> Capture:
+    """Return ``capture`` with few pictures to draw: outputs, modules and ops."""
+    points = tuple(point for point in capture.points if point.kind is not Kind.PART)
+    return replace(capture, points=points, cells=(), series=())
+
+
 def test_a_reason_is_told_once(comparison: Comparison) -> None:
     findings = [Finding(f"place{index}", f"what{index}", "the reason", "the#link") for index in range(9)]
     findings.insert(1, Finding("apart", "else", "another reason", ""))
     verdict = replace(comparison.verdict, findings=tuple(findings))
-    of_many = ComparedModel(comparison.capture, verdict)
+    of_many = ComparedModel(without_parts(comparison.capture), verdict)
     shown = page((of_many,))
     assert shown.count("the reason") == shown.count("another reason") == 1
     assert [f"<dt>{finding.where}</dt>" in shown for finding in findings] == [True] * 10
@@ -241,7 +247,7 @@ def test_without_fx_nothing_speaks_of_its_columns(comparison: Comparison) -> Non
     def alone(points: tuple[Point, ...]) -> tuple[Point, ...]:
         return tuple(replace(point, fx=None, steps=None) for point in points)
 
-    capture = comparison.capture
+    capture = without_parts(comparison.capture)
     fx = replace(capture.fx, outcome=FxOutcome.NOT_ASKED)
     capture = replace(capture, outputs=alone(capture.outputs), points=alone(capture.points), fx=fx)
     shown = page((ComparedModel(capture, comparison.verdict),))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -14,10 +11,9 @@ from torch import nn
 from torch.ao.quantization import get_default_qconfig_mapping
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 
-import torchq_compat
 from tests.helpers.oracle import sqnr
+from tests.helpers.warm_python import warm_python
 
-ROOT = Path(torchq_compat.__file__).parents[1]
 SCRIPT = """
 import torch
 from torch import nn
@@ -51,13 +47,7 @@ def test_states_of_fx_are_loaded(tmp_path: Path) -> None:
         expected = converted(x)
     torch.save(x, tmp_path / "x.pt")
     (tmp_path / "legacy.py").write_text(SCRIPT)
-    ran = subprocess.run(
-        [sys.executable, "-m", "torchq_compat", "run", "legacy.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    ran = warm_python("-m", "torchq_compat", "run", "legacy.py", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "All keys matched" in ran.stdout
     step = float(converted.state_dict()["2.scale"])

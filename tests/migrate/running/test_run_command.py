@@ -1,15 +1,19 @@
 """``torchq-compat run``: the script runs as itself, its FX names are ours, the summary is on standard error.
 
-``python SCRIPT`` is the oracle for everything that a script can see of how it was started.
+``python SCRIPT`` is the oracle for everything that a script can see of how it was started. What it sees,
+which signals reach it and what standard error shows is that of a command started as a person does.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +23,7 @@ import torch
 from torch import nn
 
 import torchq_compat
+from tests.helpers.warm_python import ENVIRONMENT, Ran, warm_python
 from torchq_compat.migrate.cli import main
 from torchq_compat.migrate.legacy_api.legacy_names import MOVED_FUNCTIONS
 from torchq_compat.migrate.running.recorder import MAX_LINES, Recorder
@@ -26,8 +31,6 @@ from torchq_compat.migrate.running.recorder import MAX_LINES, Recorder
 ROOT = Path(torchq_compat.__file__).parents[1]
 CHAR_LM = ROOT / "migration" / "legacy" / "char_lm.py"
 RUN = ("-m", "torchq_compat", "run")
-#: One thread: the numbers of two runs have to be comparable, and other tests may run at the same time.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 MODEL = """
 import warnings
@@ -64,11 +67,9 @@ def script(tmp_path: Path) -> Script:
     return write
 
 
-def python(*args: object, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def python(*args: object) -> Ran:
     return subprocess.run(
         [sys.executable, *map(str, args)],
-        input=stdin,
-        cwd=cwd,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -109,7 +110,7 @@ def test_every_import_style_is_redirected(script: Script) -> None:
         print(custom_config.PrepareCustomConfig is ours.PrepareCustomConfig)
         """
     )
-    result = python(*RUN, path)
+    result = warm_python(*RUN, path)
     assert result.stdout == "35 ['torchq_compat.lstm_utils', 'torchq_compat.quantize_fx']\nTrue\n"
     assert result.stderr == "torchq-compat: legacy.py prepared no model with FX graph mode quantization.\n"
     assert result.returncode == 0
@@ -151,34 +152,83 @@ def test_the_table_names_functions_on_both_sides() -> None:
         assert moved.names
 
 
-def test_a_script_sees_what_python_shows_it(script: Script, tmp_path: Path) -> None:
-    script(
-        """
-        '''The docstring.'''
-        import atexit, inspect, os, pickle, sys
-        import beside
+LOOKS_AROUND = """\
+'''The docstring.'''
+import atexit, inspect, os, pickle, signal, sys, time
+import beside
 
-        class Local:
-            pass
+class Local:
+    pass
 
-        @atexit.register
-        def at_exit():
-            print("exit", sys.modules["__main__"].Local.__module__)
+@atexit.register
+def at_exit():
+    print("exit", sys.modules["__main__"].Local.__module__)
 
-        print(sys.argv, sys.path[0], os.getcwd(), beside.VALUE)
-        print(__name__, __doc__, __file__, __spec__, __package__, __loader__.name, __loader__.path)
-        print(sorted(name for name in globals() if name not in ("__annotations__", "__cached__")))
-        print(sys.stdin.read(), type(pickle.loads(pickle.dumps(Local()))).__name__)
-        print(inspect.getsource(at_exit), os.environ.get("PYTHONSTARTUP"), sys.flags.optimize)
-        """
-    )
-    (tmp_path / "beside.py").write_text("VALUE = 5\n")
-    # torch's imports must not come from the folder in which the tool is started.
-    (tmp_path / "cwd").mkdir()
-    (tmp_path / "cwd" / "typing_extensions.py").write_text("raise ImportError('shadowed')\n")
+def on_signal(signum, frame):
+    print("cleaned up", signum, flush=True)
+    sys.exit(3)
+
+print(sys.argv, sys.path[0], os.getcwd(), beside.VALUE)
+print(__name__, __doc__, __file__, __spec__, __package__, __loader__.name, __loader__.path)
+print(sorted(name for name in globals() if name not in ("__annotations__", "__cached__")))
+print(sys.stdin.read(), type(pickle.loads(pickle.dumps(Local()))).__name__)
+print(inspect.getsource(at_exit), os.environ.get("PYTHONSTARTUP"), sys.flags.optimize)
+signal.signal(signal.SIGINT, on_signal)
+signal.signal(signal.SIGTERM, on_signal)
+beside.quantize()
+print("ready", flush=True)
+time.sleep(60)
+"""
+#: The module beside that script; Python itself runs one that only prints the same.
+QUANTIZES = f"""
+{MODEL}
+VALUE = 5
+
+def quantize():
+    prepared = prepare_fx(fuse_fx(Model().eval()), mapping, (x,), config)
+    prepared(x)
+    print(tuple(convert_fx(prepared)(x).shape))
+    warnings.warn("of the script")
+"""
+PRINTS = "VALUE = 5\ndef quantize():\n    print((3, 2, 2))\n"
+
+
+@functools.cache
+def by_python_and_by_run(signum: signal.Signals) -> tuple[Ran, Ran]:
+    """Return what ``LOOKS_AROUND`` does, with a line typed and a signal in the end, in both."""
     args = ["../legacy.py", "--steps", "3", "-h", "--", "-x", ""]
-    expected = python(*args, stdin="typed", cwd=tmp_path / "cwd")
-    by_us = python("-P", *RUN, *args, stdin="typed", cwd=tmp_path / "cwd")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "legacy.py").write_text(LOOKS_AROUND)
+        # torch's imports must not come from the folder in which the tool is started.
+        Path(folder, "cwd").mkdir()
+        Path(folder, "cwd", "typing_extensions.py").write_text("raise ImportError('shadowed')\n")
+        results = []
+        for command, module in (((), PRINTS), (("-P", *RUN), QUANTIZES)):
+            Path(folder, "beside.py").write_text(module)
+            results.append(signalled(signum, "-B", *command, *args, cwd=Path(folder, "cwd")))
+    expected, by_us = results
+    return expected, by_us
+
+
+def signalled(signum: signal.Signals, *args: str, cwd: Path) -> Ran:
+    command, pipe = [sys.executable, *args], subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=ENVIRONMENT
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write("typed")
+        process.stdin.close()
+        printed = "".join(itertools.takewhile("ready\n".__ne__, process.stdout))
+        process.send_signal(signum)
+        printed += process.stdout.read()
+        assert process.stderr
+        told = process.stderr.read()
+    return subprocess.CompletedProcess(command, process.returncode, printed, told)
+
+
+def test_a_script_sees_what_python_shows_it() -> None:
+    expected, by_us = by_python_and_by_run(signal.SIGTERM)
     assert "typed Local" in expected.stdout, expected.stderr
     assert by_us.stdout == expected.stdout
 
@@ -194,7 +244,7 @@ def test_a_script_sees_what_python_shows_it(script: Script, tmp_path: Path) -> N
 )
 def test_exit_code_and_traceback_are_the_scripts_own(script: Script, ending: str, code: int) -> None:
     path = script(f"import sys\nprint('started')\n{ending}\n")
-    expected, result = python(path), python(*RUN, path)
+    expected, result = python(path), warm_python(*RUN, path)
     assert result.returncode == expected.returncode == code
     assert result.stdout == expected.stdout
     *lines, last = result.stderr.splitlines()
@@ -203,28 +253,11 @@ def test_exit_code_and_traceback_are_the_scripts_own(script: Script, ending: str
 
 
 @pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_signal_reaches_the_script(script: Script, signum: signal.Signals) -> None:
-    path = script(
-        """
-        import signal, sys, time
-
-        def on_signal(signum, frame):
-            print("cleaned up", signum, flush=True)
-            sys.exit(3)
-
-        signal.signal(signal.SIGINT, on_signal)
-        signal.signal(signal.SIGTERM, on_signal)
-        print("ready", flush=True)
-        time.sleep(60)
-        """
-    )
-    command = [sys.executable, *RUN, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signum)
-        assert process.stdout.read() == f"cleaned up {signum.value}\n"
-    assert process.returncode == 3
+def test_a_signal_reaches_the_script(signum: signal.Signals) -> None:
+    expected, by_us = by_python_and_by_run(signum)
+    assert by_us.stdout.splitlines()[-2:] == [f"cleaned up {signum.value}", "exit __main__"]
+    assert by_us.returncode == expected.returncode == 3
+    assert expected.stderr == ""
 
 
 @pytest.mark.slow
@@ -261,19 +294,9 @@ def test_a_script_killed_by_a_signal_exits_as_a_shell_says_it(script: Script) ->
     assert python(*RUN, path).returncode == 128 + signal.SIGKILL
 
 
-def test_summary_and_warnings_on_standard_error(script: Script) -> None:
-    path = script(
-        MODEL
-        + """
-prepared = prepare_fx(fuse_fx(Model().eval()), mapping, (x,), config)
-prepared(x)
-print(tuple(convert_fx(prepared)(x).shape))
-warnings.warn("of the script")
-"""
-    )
-    result = python(*RUN, path)
-    assert result.returncode == 0
-    assert result.stdout == "(3, 2, 2)\n"
+def test_summary_and_warnings_on_standard_error() -> None:
+    _, result = by_python_and_by_run(signal.SIGTERM)
+    assert "(3, 2, 2)\n" in result.stdout
     head, model, *float_lines = result.stderr[result.stderr.index("torchq-compat:") :].splitlines()
     assert head == "torchq-compat: legacy.py on torch.export and torchao (PT2E)"
     assert model == "  Model, converted: 2 quantized (1 LSTM, 1 Linear), 1 float"
@@ -287,7 +310,7 @@ warnings.warn("of the script")
 
 
 def test_an_error_of_ours_in_the_script_is_an_ordinary_traceback(script: Script) -> None:
-    result = python(*RUN, script(MODEL + "prepare_fx(Model(), mapping, None)\n"))
+    result = warm_python(*RUN, script(MODEL + "prepare_fx(Model(), mapping, None)\n"))
     assert result.returncode == 1
     assert "Traceback (most recent call last):" in result.stderr
     assert "prepare_fx(Model(), mapping, None)" in result.stderr

@@ -6,22 +6,16 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import torchq_compat
+from tests.helpers.warm_python import Ran, warm_python
 from torchq_compat.migrate import compare
 from torchq_compat.migrate import run as run_command
 from torchq_compat.migrate.cli import main
 from torchq_compat.migrate.running.script_arguments import tell_misplaced_options
-
-ROOT = Path(torchq_compat.__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 SCRIPT = """
 import torch
@@ -51,18 +45,10 @@ print("done")
 """
 
 
-def run(tmp_path: Path, *options: str, module: str = "nn.Linear(4, 4)") -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *options: str, module: str = "nn.Linear(4, 4)") -> Ran:
     path = tmp_path / "legacy.py"
     path.write_text(SCRIPT.format(name="gru" if "GRU" in module else "fc", module=module))
-    return subprocess.run(
-        [sys.executable, "-m", "torchq_compat", "run", *options, path.name],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return warm_python("-m", "torchq_compat", "run", *options, path.name, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +137,8 @@ def test_strict_has_nothing_against_ops_that_compute_nothing(tmp_path: Path) -> 
 def test_options_behind_the_script_are_its_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint(sys.argv[1:])\n")
-    command = [sys.executable, "-m", "torchq_compat", "run", str(script), "--strict", "--explain"]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    result = warm_python("-m", "torchq_compat", "run", script, "--strict", "--explain")
+    assert result.returncode == 0
     assert result.stdout == "['--strict', '--explain']\n"
 
 

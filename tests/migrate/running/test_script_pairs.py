@@ -6,10 +6,7 @@ model, or the scores of each.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +16,13 @@ from torch import Tensor
 
 import torchq_compat
 from tests.helpers.oracle import sqnr
+from tests.helpers.warm_python import Ran, warm_python
 from torchq_compat.migrate.scanning.rewriter import rewrite_text
 from torchq_compat.migrate.scanning.scanner import scan_paths
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 LEGACY, PORTED = ROOT / "migration" / "legacy", ROOT / "migration" / "ported"
 NAMES = sorted(path.name for path in LEGACY.glob("*.py"))
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 #: Scripts that train and print scores, in a short run; test_run_command and test_digits_qat compare with FX.
 SCORES = {
     "char_lm.py": ("--steps", "30", "--hidden", "16", "--eval-chars", "4000", "--batch", "8"),
@@ -62,29 +59,18 @@ OUTPUTS = {
     "static_tutorial.py": Expected(EQUAL, (25, 60)),
     "torchscript_helpers.py": Expected(EQUAL, (25, 60)),
 }
-#: Each pair takes two processes: every run has these, of different kinds; the slow run has all pairs.
+#: Every run has these, of different kinds; the slow run has all pairs.
 DEFAULT = ("lstm_16bit_parts.py", "quantize_dynamic_lm.py")
 
 
-def run(*command: object) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run(*command: object) -> Ran:
+    result = warm_python(*command)
     assert result.returncode == 0, result.stderr
     return result
 
 
-def outputs(result: subprocess.CompletedProcess[str]) -> dict[str, Tensor]:
-    return outputs_in(result.stdout)
-
-
-def outputs_in(printed: str) -> dict[str, Tensor]:
-    lines = re.findall(r"^(float|quantized) (.*)$", printed, re.MULTILINE)
+def outputs(result: Ran) -> dict[str, Tensor]:
+    lines = re.findall(r"^(float|quantized) (.*)$", result.stdout, re.MULTILINE)
     return {name: torch.tensor([float(value) for value in values.split()]) for name, values in lines}
 
 

@@ -65,28 +65,33 @@ def test_metadata_that_say_nothing_are_no_reason_to_leave_a_notebook_out(
     assert main(["scan", str(tmp_path)]) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"\xff\xfe\x00", "binary"),
-        (b"x = '\xff'\n", "decoded"),
-        (b"# coding: no-such-coding\n", "decoded"),
-        (b"prepare_fx = " + b"(" * 5000 + b")" * 5000, ""),
-        (b"prepare_fx = " + b"-" * 50_000 + b"1", ""),
-        (b"prepare_fx = " + b"1+" * 50_000 + b"1", ""),
-        (b"prepare_fx = a" + b".a" * 20_000, ""),
-        (b"prepare_fx" + b"()" * 20_000, ""),
-    ],
-)
-def test_a_file_that_is_no_python(tmp_path: Path, content: bytes, problem: str) -> None:
+#: Name -> content, and a word of the problem that is told.
+NO_PYTHON = {
+    "binary.py": (b"\xff\xfe\x00", "binary"),
+    "latin.py": (b"x = '\xff'\n", "decoded"),
+    "coding.py": (b"# coding: no-such-coding\n", "decoded"),
+    "parentheses.py": (b"prepare_fx = " + b"(" * 5000 + b")" * 5000, ""),
+    "signs.py": (b"prepare_fx = " + b"-" * 50_000 + b"1", ""),
+    "sums.py": (b"prepare_fx = " + b"1+" * 50_000 + b"1", ""),
+    "attributes.py": (b"prepare_fx = a" + b".a" * 20_000, ""),
+    "calls.py": (b"prepare_fx" + b"()" * 20_000, ""),
+}
+
+
+def test_files_that_are_no_python(tmp_path: Path) -> None:
     """In a process of its own: a parser that overflows the stack would end this one."""
-    (tmp_path / "a.py").write_bytes(content)
-    (tmp_path / "b.py").write_text(GOOD)
+    for name, (content, _) in NO_PYTHON.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "good.py").write_text(GOOD)
     done = command("scan", str(tmp_path), "--json", stdout=subprocess.PIPE)
     data = json.loads(done.stdout)
     assert done.returncode == 2
-    assert [problem in each["reason"] for each in data["problems"]] == [True]
-    assert {Path(each["file"]).name for each in data["findings"]} == {"b.py"}
+    told = {Path(each["file"]).name: each["reason"] for each in data["problems"]}
+    assert len(told) == len(data["problems"])
+    assert {name: NO_PYTHON[name][1] in reason for name, reason in told.items()} == dict.fromkeys(
+        NO_PYTHON, True
+    )
+    assert {Path(each["file"]).name for each in data["findings"]} == {"good.py"}
 
 
 def test_a_pipe_a_device_and_a_huge_file(tmp_path: Path) -> None:

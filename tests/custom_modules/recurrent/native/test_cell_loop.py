@@ -7,10 +7,10 @@ import itertools
 import os
 import re
 import resource
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +26,14 @@ from torch.ao.quantization import (
     get_default_qconfig,
     per_channel_dynamic_qconfig,
 )
+from torch.fx import GraphModule
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import torchq_compat as tc
 from tests.helpers.cell_loop_shared import X_QPARAMS, attribute, inputs_of, native, on
 from tests.helpers.converted_cells import KINDS, cells_of, converted
 from tests.helpers.lstm_flow import uniform
+from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import ConvertedCellGraphModule
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection
@@ -73,22 +75,20 @@ def steps_between(cell: ConvertedCellGraphModule, found: Any, expected: Any) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("batch", [1, 3, 8, 19])
-def test_one_step_is_within_a_step_of_the_graph(name: str, batch: int) -> None:
-    for cell in cells_of(converted(name)):
+def test_one_step_is_within_a_step_of_the_graph(name: str) -> None:
+    for cell, batch in itertools.product(cells_of(converted(name)), (1, 3, 8, 19)):
         x, states = inputs_of(cell, 1, batch)
         columns = column_qparams(X_QPARAMS, x.shape[-1], 3)
         expected = RecurrentDirection(cell)(x, states)
         worst, share = steps_between(cell, native(cell, x, states, columns=columns), expected)
-        assert worst <= 1.01
-        assert share <= 0.01
+        assert worst <= 1.01, batch
+        assert share <= 0.01, batch
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_long_sequence_follows_the_graph(name: str, backward: bool) -> None:
+def test_a_long_sequence_follows_the_graph(name: str) -> None:
     """A value on the edge between two steps may fall to the other side; later steps then differ as well."""
-    for cell in cells_of(converted(name)):
+    for cell, backward in itertools.product(cells_of(converted(name)), (False, True)):
         x, states = inputs_of(cell, 150, 2)
         output, last = RecurrentDirection(cell)(x, states, backward=backward)
         found, found_last = native(cell, x, states, backward=backward)
@@ -177,6 +177,7 @@ def test_weights_that_are_not_symmetric(channels: bool) -> None:
     assert steps_between(cell, native(cell, x, states), expected)[0] <= 1.01
 
 
+@made_once
 def cell_of_width(width: int, hidden: int) -> ConvertedCellGraphModule:
     torch.manual_seed(0)
     module: Any = nn.LSTM(width, hidden).eval()
@@ -205,7 +206,7 @@ def test_threads_share_the_units_without_changing_a_bit(hidden: int, monkeypatch
 
 def test_blocks_of_steps_join_without_a_seam() -> None:
     """The input is projected in blocks of steps; the results do not depend on the size of the blocks."""
-    cell = cell_of_width(70, 20)
+    cell = cell_of_width(70, 33)
     x, states = inputs_of(cell, 200, 1)
     columns = column_qparams(X_QPARAMS, 70, 3)
     whole, last = native(cell, x, states, columns=columns)
@@ -261,45 +262,56 @@ def test_new_qparams_are_in_the_program() -> None:
 
 
 WITHOUT_A_COMPILER = """
-import warnings, torch
-from tests.helpers.cell_loop_shared import inputs_of, native
+import importlib, sys, traceback, warnings, torch
+from tests.helpers.cell_loop_shared import native
 from tests.helpers.converted_cells import cells_of, converted
+from torchq_compat.custom_modules.recurrent.native import op
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
+    given = torch.load(sys.argv[1])
     (cell,) = cells_of(converted("split lstm"))
-    x, states = inputs_of(cell, 6, 2)
-    found = [native(cell, x, states), native(cell, x, states)]
-    module = converted("lstm")
-    x = torch.load(sys.argv[1])["x"]
-    found.append(module.lowered()(x))
+    found = [native(cell, *given["of_cell"]) for _ in range(2)]
+    found.append(converted("lstm").lowered()(given["x"]))
 told = [str(each.message) for each in caught if "kernel" in str(each.message)]
-torch.save({"found": found, "told": told, "has": torch._C._dispatch_has_kernel_for_dispatch_key(
-    "torchq_compat_native::recurrent", "CPU")}, sys.argv[2])
+has = torch._C._dispatch_has_kernel_for_dispatch_key("torchq_compat_native::recurrent", "CPU")
+problem = ""
+try:
+    del sys.modules[op.__name__]
+    importlib.import_module(op.__name__)
+except Exception:
+    problem = traceback.format_exc()
+torch.save({"found": found, "told": told, "has": has, "problem of the second import": problem}, sys.argv[2])
 """
 
 
-def run_in_child(script: str, tmp_path: Path, x: Tensor, **settings: str) -> Any:
-    """Return what ``script`` saves; it runs in its own process, because a loaded library stays loaded."""
-    torch.save({"x": x}, tmp_path / "given")
-    command = [sys.executable, "-c", "import sys\n" + script, tmp_path / "given", tmp_path / "found"]
-    environment = {**os.environ, "TORCHQ_COMPAT_CACHE_DIR": str(tmp_path / "cache"), **settings}
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environment)
-    return torch.load(tmp_path / "found")
+@pytest.fixture(scope="module")
+def without_a_compiler(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a process was given and found; it is another one, because a loaded library stays loaded."""
+    path = tmp_path_factory.mktemp("without_a_compiler")
+    (cell,) = cells_of(converted("split lstm"))
+    given = {"x": on(X_QPARAMS, uniform(2.0, 11, 4, 8)), "of_cell": inputs_of(cell, 6, 2)}
+    torch.save(given, path / "given")
+    settings = {"TORCHQ_COMPAT_CACHE_DIR": str(path / "cache"), "CXX": str(path / "no-such-compiler")}
+    command = [sys.executable, "-c", WITHOUT_A_COMPILER, path / "given", path / "found"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300, env={**os.environ, **settings})
+    return given, torch.load(path / "found")
 
 
-def test_without_a_compiler_it_says_so_once_and_computes_the_same(tmp_path: Path) -> None:
-    x = on(X_QPARAMS, uniform(2.0, 11, 4, 8))
-    made = run_in_child(WITHOUT_A_COMPILER, tmp_path, x, CXX=str(tmp_path / "no-such-compiler"))
+def test_without_a_compiler_it_says_so_once_and_computes_the_same(without_a_compiler: Any) -> None:
+    given, made = without_a_compiler
     assert not made["has"]
     assert len(made["told"]) == 1
     assert re.search(r"no-such-compiler.*Hint: install a C\+\+ compiler", made["told"][0])
     first, second, whole = made["found"]
     assert leaves(first)[0].equal(leaves(second)[0])
     (cell,) = cells_of(converted("split lstm"))
-    x_of_cell, states = inputs_of(cell, 6, 2)
-    assert steps_between(cell, first, RecurrentDirection(cell)(x_of_cell, states))[0] <= 2.01
-    for a, b in zip(leaves(converted("lstm")(x)), leaves(whole), strict=True):
+    assert steps_between(cell, first, RecurrentDirection(cell)(*given["of_cell"]))[0] <= 2.01
+    for a, b in zip(leaves(converted("lstm")(given["x"])), leaves(whole), strict=True):
         assert sqnr(a, b) > 40
+
+
+def test_the_operator_is_registered_again_after_an_import_that_failed(without_a_compiler: Any) -> None:
+    assert without_a_compiler[1]["problem of the second import"] == ""
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -409,9 +421,8 @@ DYNAMIC = {"per tensor": default_dynamic_qconfig, "per channel": per_channel_dyn
 
 
 class Dynamic(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         self.lstm = nn.LSTM(8, 20, 2, bidirectional=True)
         self.gru = nn.GRU(40, 12)
         self.cell = nn.RNNCell(12, 9)
@@ -422,46 +433,51 @@ class Dynamic(nn.Module):
         return output, state, self.cell(output[-1])
 
 
-def dynamic(qconfig: QConfig, seed: int = 0) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Return (reference, lowered)."""
-    x = uniform(2.0, 9, 4, 8)
-    prepared = tc.prepare_fx(Dynamic(seed).eval(), QConfigMapping().set_global(qconfig), (x,))
-    return tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+@made_once
+def dynamic(scheme: str) -> tuple[nn.Module, GraphModule, GraphModule, GraphModule]:
+    """Return (float, prepared, reference, lowered)."""
+    model, x = Dynamic().eval(), uniform(2.0, 9, 4, 8)
+    prepared = tc.prepare_fx(model, QConfigMapping().set_global(DYNAMIC[scheme]), (x,))
+    return model, prepared, tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+
+
+def assert_same_qparams(reference: nn.Module, lowered: Any) -> None:
+    """Assert that results for most inputs are equal but for the order in which floats are summed.
+
+    A sum near the middle of two integers may round to the other one, and change the qparams of what follows.
+    """
+    inputs = [uniform(3.0, 31, 5, 8) for _ in range(5)]
+    with torch.no_grad():
+        ratios = [list(map(sqnr, leaves(reference(x)), leaves(lowered(x)))) for x in inputs]
+    assert all(statistics.median(column) > 55 for column in zip(*ratios, strict=True)), ratios
 
 
 @pytest.mark.parametrize("scheme", DYNAMIC)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_dynamic_qparams_are_chosen_as_in_the_graph(
-    scheme: str, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference, lowered = dynamic(DYNAMIC[scheme])
+def test_dynamic_qparams_are_chosen_as_in_the_graph(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _, reference, lowered = dynamic(scheme)
     monkeypatch.setattr(op, "WORK_PER_THREAD", 1)
-    torch.set_num_threads(threads)
-    x = uniform(3.0, 31, 5, 8)
-    with torch.no_grad():
-        expected, found, plain = (leaves(m(x)) for m in (reference, lowered, Dynamic().eval()))
-    for a, b, c in zip(expected, found, plain, strict=True):
-        # Floats are summed in another order, so a sum near the middle of two integers may round to the other
-        # one.
-        assert sqnr(a, b) > 55
-        assert 20 < sqnr(c, b) < 60
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert_same_qparams(reference, lowered)
+        x = uniform(3.0, 31, 5, 8)
+        with torch.no_grad():
+            for a, b in zip(leaves(plain(x)), leaves(lowered(x)), strict=True):
+                assert 20 < sqnr(a, b) < 60, threads
 
 
 def test_a_loaded_state_reaches_the_dynamic_loop() -> None:
-    _, lowered = dynamic(default_dynamic_qconfig)
-    reference, other = dynamic(default_dynamic_qconfig, seed=3)
-    lowered.load_state_dict(other.state_dict())
+    _, prepared, before, lowered = dynamic("per tensor")
+    for parameter in prepared.parameters():
+        parameter.data = uniform(0.4, *parameter.shape)
+    lowered.load_state_dict(tc.convert_fx(prepared).state_dict())
+    reference = tc.convert_to_reference_fx(prepared)
+    assert_same_qparams(reference, lowered)
     x = uniform(3.0, 31, 5, 8)
-    with torch.no_grad():
-        for a, b in zip(leaves(reference(x)), leaves(lowered(x)), strict=True):
-            assert sqnr(a, b) > 55
+    assert all(sqnr(*pair) < 20 for pair in zip(leaves(before(x)), leaves(lowered(x)), strict=True))
 
 
 def test_dynamic_modules_compile_to_calls_of_the_loop() -> None:
     torch._dynamo.reset()
-    reference, lowered = dynamic(default_dynamic_qconfig)
-    compiled = torch.compile(lowered, backend="eager", fullgraph=True)
-    x = uniform(3.0, 31, 5, 8)
-    with torch.no_grad():
-        for a, b in zip(leaves(reference(x)), leaves(compiled(x)), strict=True):
-            assert sqnr(a, b) > 55
+    _, prepared, reference, _ = dynamic("per tensor")
+    compiled = torch.compile(tc.convert_fx(prepared), backend="eager", fullgraph=True)
+    assert_same_qparams(reference, compiled)

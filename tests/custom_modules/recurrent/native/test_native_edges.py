@@ -33,6 +33,7 @@ import torchq_compat as tc
 from tests.helpers.cell_loop_shared import inputs_of, native
 from tests.helpers.converted_cells import cells_of, converted
 from tests.helpers.native_edges_shared import Whole
+from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from tests.native_harness.calls import _Cell, as_numbers, random_call
 from torchq_compat.custom_modules.recurrent.modules.layers import RecurrentDirection
@@ -60,9 +61,9 @@ class Model(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
+@made_once
 def lowered_pair(dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
     """Return (float, reference, lowered)."""
-    torch.manual_seed(0)
     model, x = Model(nn.LSTM(6, 8)).eval().to(dtype), torch.randn(9, 3, 6).to(dtype)
     config = tc.get_default_prepare_custom_config()
     prepared = tc.prepare_fx(model, get_default_qconfig_mapping(), (x,), config)
@@ -119,15 +120,20 @@ def test_what_is_no_number_goes_as_in_the_graph(name: str, value: float) -> None
             assert sqnr(a.nan_to_num(), b.nan_to_num()) > 30
 
 
+@made_once
+def dynamic_pair() -> tuple[Any, Any]:
+    """Return (reference, lowered)."""
+    mapping = QConfigMapping().set_global(default_dynamic_qconfig)
+    prepared = tc.prepare_fx(Whole(nn.GRU(6, 8)).eval(), mapping, (torch.randn(4, 3, 6),))
+    return tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_goes_as_in_the_dynamic_graph(value: float) -> None:
     x = torch.randn(4, 3, 6)
-    prepared = tc.prepare_fx(
-        Whole(nn.GRU(6, 8)).eval(), QConfigMapping().set_global(default_dynamic_qconfig), (x,)
-    )
     x[2, 1, 3] = value
-    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    reference, lowered = dynamic_pair()
     for a, b in zip(leaves(reference(x)), leaves(lowered(x)), strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         assert a.isnan().any()
@@ -217,13 +223,17 @@ def test_lowered_models_follow_their_weights(how: str) -> None:
     assert sqnr(reference(x), before) > 45
 
 
+@made_once
+def quantized_dynamically() -> Any:
+    return tc.quantize_dynamic(Model(nn.LSTM(6, 8)).eval(), {nn.LSTM})
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
 @pytest.mark.parametrize("how", ["data", "swapped"])
 def test_dynamic_modules_follow_tensors_that_get_other_numbers(how: str, dtype: torch.dtype) -> None:
     """Setting ``data``, as ``nn.Module.to`` does, changes neither the tensor nor its version."""
-    torch.manual_seed(0)
-    made, x = tc.quantize_dynamic(Model(nn.LSTM(6, 8)).eval(), {nn.LSTM}), torch.randn(9, 3, 6)
+    made, x = quantized_dynamically(), torch.randn(9, 3, 6)
     assert torch.equal(made(x), made(x))
     own = chain(made.rnn.named_parameters(), made.rnn.named_buffers())
     tensor = next(value for _, value in own if value.dtype is dtype)
@@ -287,18 +297,6 @@ def test_a_fork_after_threads_were_used_computes_with_one(
         os.waitpid(child, 0)
     assert ended == (child, 0)
     assert (tmp_path / "found").read_bytes() == expected.numpy().tobytes()
-
-
-def test_the_operator_is_registered_again_after_an_import_that_failed() -> None:
-    script = (
-        "import sys, torch, torchq_compat.custom_modules.recurrent.native.op as op\n"
-        "name = op.__name__\n"
-        "del sys.modules[name]\n"
-        "import importlib; importlib.import_module(name)\n"
-    )
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True, timeout=120
-    )
 
 
 #: A compiler that takes no time: it copies the kernel of this process and records its calls.

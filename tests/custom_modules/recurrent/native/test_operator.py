@@ -20,6 +20,7 @@ import torchq_compat as tc
 from tests.helpers.cell_loop_shared import X_QPARAMS, on
 from tests.helpers.converted_cells import converted
 from tests.helpers.lstm_flow import uniform
+from tests.helpers.once import made_once
 from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, leaves, sqnr
 from torchq_compat.custom_modules.recurrent.native import op
 from torchq_compat.custom_modules.recurrent.native.by_operators import run_by_operators
@@ -57,13 +58,14 @@ def arguments(steps: int = 3, batch: int = 2, layers: int = 1) -> tuple[Tensor, 
     return uniform(2.0, steps, batch, 16), (uniform(0.5, layers, batch, 24), uniform(0.7, layers, batch, 24))
 
 
-def prepared(layers: int = 1) -> GraphModule:
-    torch.manual_seed(0)
+@made_once
+def decoder(layers: int) -> tuple[GraphModule, GraphModule]:
+    """Return (reference, lowered)."""
     model = Decoder(layers).eval()
     made = tc.prepare_fx(model, get_default_qconfig_mapping(), arguments(layers=layers), MAP_LSTM)
     for _ in range(3):
         made(*arguments(9, 4, layers))
-    return made
+    return tc.convert_to_reference_fx(made), tc.convert_fx(made)
 
 
 def conversions(graph: Any, *words: str) -> int:
@@ -72,14 +74,13 @@ def conversions(graph: Any, *words: str) -> int:
 
 @torch.no_grad()
 def test_no_more_conversions_than_in_the_graph_that_fx_lowers() -> None:
-    torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x, state = arguments()
         legacy = fx.prepare_fx(WithoutTuples().eval(), get_default_qconfig_mapping(), (x, *state), MAP_LSTM)
         legacy(x, *state)
         by_fx = fx.convert_fx(legacy, CONVERT_LSTM).graph
-    ours = tc.convert_fx(prepared()).graph
+    ours = decoder(1)[1].graph
     assert (conversions(by_fx, "quantize_per_tensor"), conversions(by_fx, "dequantize")) == (3, 3)
     # Values that are float outside are quantized and dequantized inside the call.
     assert conversions(ours, ".quantize_per_tensor") == 0
@@ -89,8 +90,7 @@ def test_no_more_conversions_than_in_the_graph_that_fx_lowers() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [1, 2])
 def test_integers_across_the_boundary_change_no_result(layers: int) -> None:
-    made = prepared(layers)
-    reference, lowered = tc.convert_to_reference_fx(made), tc.convert_fx(made)
+    reference, lowered = decoder(layers)
     for steps, batch in ((3, 2), (1, 1), (40, 5)):
         given = arguments(steps, batch, layers)
         for expected, found in zip(leaves(reference(*given)), leaves(lowered(*given)), strict=True):
@@ -99,7 +99,7 @@ def test_integers_across_the_boundary_change_no_result(layers: int) -> None:
 
 @torch.no_grad()
 def test_arguments_nested_in_another_way_are_refused() -> None:
-    lowered = tc.convert_fx(prepared())
+    _, lowered = decoder(1)
     x, (h, c) = arguments()
     for wrong in ((x, torch.stack([h, c])), ((x, h), c), (x, (h, c, c)), (x, (h, (c,)))):
         with pytest.raises((CallError, CustomModuleError), match="Hint: "):
@@ -108,11 +108,16 @@ def test_arguments_nested_in_another_way_are_refused() -> None:
 
 
 def kept() -> int:
-    """Return how many modules have packed weights, after those of collected modules are dropped."""
-    gc.collect()
+    """Return how many modules have packed weights."""
     op.drop_forgotten()
     count: int = OPS.kept.default()
     return count
+
+
+def kept_in_the_end() -> int:
+    """Return the same, after modules that nothing refers to are collected."""
+    gc.collect()
+    return kept()
 
 
 @torch.no_grad()
@@ -120,7 +125,7 @@ def test_packed_weights_are_kept_while_they_are_true_and_no_longer() -> None:
     module: Any = converted("lstm")
     lowered = module.lowered()
     x = on(X_QPARAMS, uniform(2.0, 5, 3, 8))
-    before = kept()
+    before = kept_in_the_end()
     first = leaves(lowered(x))
     assert kept() == before + 1
     for _ in range(3):
@@ -136,7 +141,7 @@ def test_packed_weights_are_kept_while_they_are_true_and_no_longer() -> None:
     assert all(map(torch.equal, leaves(copied(x)), second))
     assert kept() == before + 2
     del module, lowered, copied
-    assert kept() == before
+    assert kept_in_the_end() == before
 
 
 class FedBack(nn.Module):
@@ -164,7 +169,7 @@ def test_a_call_is_bound_once_for_every_place_in_the_graph() -> None:
     )
     made(*example)
     lowered = tc.convert_fx(made)
-    before = kept()
+    before = kept_in_the_end()
     first = lowered(*example)
     assert sqnr(lowered.reference(*example), first) > 45
     places = kept() - before
@@ -183,7 +188,7 @@ def test_a_call_is_bound_once_for_every_place_in_the_graph() -> None:
     assert sqnr(lowered.reference(*example), second) > 45
     assert kept() - before == places
     del lowered, module, made, bias
-    assert kept() == before
+    assert kept_in_the_end() == before
 
 
 @torch.no_grad()
@@ -251,8 +256,8 @@ def test_threads_share_one_module() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["lstm", "projected lstm", "16-bit lstm", "gru", "relu rnn"])
 @pytest.mark.parametrize("form", ["steps", "batch first", "packed", "integers"])
+@pytest.mark.parametrize("name", ["lstm", "projected lstm", "16-bit lstm", "gru", "relu rnn"])
 def test_torchs_operators_compute_the_same(name: str, form: str) -> None:
     """The fallback without a compiler, on the operator's own arguments."""
     bound = converted(name).lowered().bound()

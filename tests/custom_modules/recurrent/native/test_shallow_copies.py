@@ -12,14 +12,15 @@ from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.helpers.native_edges_shared import Whole
+from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves
 
 X = torch.linspace(-1, 1, 72).reshape(4, 3, 6)
 
 
+@made_once
 def converted() -> tuple[Any, Any]:
     """Return (reference, lowered)."""
-    torch.manual_seed(0)
     config = tc.get_default_prepare_custom_config()
     prepared = tc.prepare_fx(Whole(nn.LSTM(6, 8)).eval(), get_default_qconfig_mapping(), (X,), config)
     prepared(X)

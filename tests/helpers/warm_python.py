@@ -1,0 +1,164 @@
+"""Python processes without their imports: one process imports torch and this package, and forks for commands.
+
+Importing takes ten times as long as most scripts run. A fork is a process too: what a command redirects,
+prints and leaves behind, and how it ends, is its own. What is shown while torch is imported, what the
+interpreter knows of its start, and signals are for tests that start a process of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+from torchq_compat.migrate.running.import_noise import import_noise_held_back
+
+__all__ = ["ENVIRONMENT", "Ran", "warm_python"]
+
+ROOT = Path(__file__).parents[2]
+#: One thread: the numbers of two runs have to be comparable, and other tests may run at the same time.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+SECONDS = 600
+SERVE = "from tests.helpers.warm_python import serve; serve()"
+RUNNING = "torchq_compat.migrate.running"
+#: What ``run`` and ``compare`` import before the script.
+IMPORTED = (
+    "torchq_compat.migrate.cli",
+    "torchq_compat.migrate.comparison.comparing",
+    f"{RUNNING}.first_call",
+    f"{RUNNING}.fx_checkpoints",
+    f"{RUNNING}.fx_draws",
+    f"{RUNNING}.fx_qparams",
+    f"{RUNNING}.numeric_suite",
+    f"{RUNNING}.recorder",
+    f"{RUNNING}.redirections",
+    f"{RUNNING}.removed_imports",
+    f"{RUNNING}.script_process",
+)
+Ran = subprocess.CompletedProcess[str]
+
+
+def warm_python(*args: object, cwd: Path | None = None, env: Mapping[str, str] = ENVIRONMENT) -> Ran:
+    """Do what ``python ARGS`` does, with SCRIPT, -m MODULE or -c CODE; a process for each ``env`` imports."""
+    server = _server(tuple(env.items()))
+    assert server.stdin
+    assert server.stdout
+    command = [*map(str, args)]
+    with TemporaryDirectory() as folder:
+        files = [str(Path(folder, name)) for name in ("stdout", "stderr")]
+        print(json.dumps((command, str(cwd or Path.cwd()), files)), file=server.stdin, flush=True)
+        code = int(server.stdout.readline())
+        return subprocess.CompletedProcess(command, code, *(Path(file).read_text() for file in files))
+
+
+@functools.cache
+def _server(env: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-P", "-c", SERVE], subprocess.PIPE
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=dict(env))
+    atexit.register(server.communicate)  # it ends with its input
+    return server
+
+
+def serve() -> None:
+    """Import, then run each command that a line of standard input names, and print its exit code."""
+    with import_noise_held_back():
+        for name in IMPORTED:
+            importlib.import_module(name)
+    torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))  # its first call imports
+    for name in ("run", "compare"):
+        module = importlib.import_module(f"torchq_compat.migrate.{name}")
+        vars(module)["subprocess"] = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        command, cwd, files = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            os.chdir(cwd)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for descriptor, file in enumerate(files, 1):
+                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+            _run_and_exit(command)
+        print(_code_of(pid), flush=True)
+
+
+class Fork:
+    """What the commands use of ``subprocess.Popen``; this process has what the new one would import."""
+
+    def __init__(
+        self, command: Sequence[str], stdout: int | None = None, *, start_new_session: bool = False
+    ) -> None:
+        self.pid, self.code = os.fork(), 0
+        if not self.pid:
+            if start_new_session:
+                os.setsid()
+            if stdout is not None:
+                os.dup2(stdout, 1)
+            _run_and_exit(command[1:])
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is None
+        self.code = _code_of(self.pid)
+        return self.code
+
+    def poll(self) -> int:
+        return self.code
+
+
+def _code_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _run_and_exit(command: Sequence[str]) -> None:
+    """Run ``command`` and end as the interpreter does, with no frame of this process unwound."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.alarm(SECONDS)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the process above
+    code: object = 0
+    try:
+        _run(*command)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit((int(code or 0) if isinstance(code, int | None) else 1) & 0xFF)
+
+
+def _run(first: str, *args: str) -> None:
+    sys.modules["__main__"] = ModuleType("__main__")
+    if first == "-P":
+        _run(*args)
+    elif first == "-c":
+        sys.argv = ["-c", *args[1:]]
+        exec(args[0], vars(sys.modules["__main__"]))
+    elif first == "-m":
+        sys.argv = list(args)
+        runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+    else:
+        from torchq_compat.migrate.running.script_process import execute_script
+
+        sys.path.insert(0, "")
+        execute_script(first, list(args))
