@@ -173,7 +173,10 @@ def _no_trace() -> Iterator[None]:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
-            torch.manual_seed(0)
+            # torch.manual_seed queues a call and its stack for every kind of device that is not in use.
+            torch.default_generator.manual_seed(0)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.manual_seed_all(0)
             random.seed(0)
             if numpy is not None:
                 numpy.seed(0)
