@@ -34,7 +34,6 @@ def hide_unfoldable_batch_norms(graph_module: GraphModule) -> None:
     """Hide the batch norms that torchao's prepare must not fold; see ``unfoldable_batch_norms``."""
     for node in unfoldable_batch_norms(graph_module):
         node.target = kept_batch_norm
-    graph_module.recompile()
 
 
 def show_batch_norms(graph_module: GraphModule) -> None:
@@ -67,7 +66,8 @@ def kept_batch_norm(*args: object) -> Tensor:
 
 
 def _replace(graph_module: GraphModule, target: object, replacement: object) -> None:
-    for node in graph_module.graph.nodes:
-        if node.target is target:
-            node.target = replacement
-    graph_module.recompile()
+    replaced = [node for node in graph_module.graph.nodes if node.target is target]
+    for node in replaced:
+        node.target = replacement
+    if replaced:
+        graph_module.recompile()

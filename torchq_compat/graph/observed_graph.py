@@ -190,11 +190,12 @@ def _call_shared_observers_by_one_name(prepared: GraphModule) -> None:
     """Call each shared observer by its first name: torchao registers it once per node, but
     ``named_modules()`` has only the first name."""
     first = {module: path for path, module in prepared.named_modules()}
-    for node, observer in observer_nodes(prepared):
-        if node.target != first[observer]:
-            prepared.delete_submodule(str(node.target))
-            node.target = first[observer]
-    prepared.recompile()
+    again = [(node, first[m]) for node, m in observer_nodes(prepared) if node.target != first[m]]
+    for node, path in again:
+        prepared.delete_submodule(str(node.target))
+        node.target = path
+    if again:
+        prepared.recompile()
 
 
 def _prepare_bodies(prepared: GraphModule, asked: OuterGraphQuantizer) -> None:
@@ -342,7 +343,6 @@ def _cast_around_observers(prepared: GraphModule) -> None:
             wide = graph.call_function(TO_DTYPE, (node, value.dtype))
         wide.meta["val"] = value
         node.replace_all_uses_with(wide, delete_user_cb=partial(operator.is_not, wide))
-    prepared.recompile()
 
 
 def _comes_out_narrow(module: nn.Module, dtype: torch.dtype) -> bool:

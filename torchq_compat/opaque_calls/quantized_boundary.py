@@ -40,7 +40,6 @@ def quantize_boundaries(graph_module: GraphModule) -> None:
         output_qparams = module.opaque_output_qparams(call.meta["val"])
         _apply(graph_module, call, module, inputs, output_qparams)
     graph_module.graph.eliminate_dead_code()
-    graph_module.recompile()
 
 
 def refresh_boundaries(graph_module: GraphModule) -> None:

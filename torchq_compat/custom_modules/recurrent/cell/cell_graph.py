@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -103,9 +103,14 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
     def recompile(self) -> Any:
         """Recompile ``forward``, and derive the qparams, functions and program from the graph again."""
         self._state_qparams = converted_qparams(self)
-        self._functions = CellFunctions.of(self, self.graph)
+        self.__dict__.pop("_functions", None)
         self._program = program_or_problem(("", self))
         return super().recompile()
+
+    # Not in recompile, which copies and passes call again and again: six functions are compiled.
+    @cached_property
+    def _functions(self) -> CellFunctions:
+        return CellFunctions.of(self, self.graph)
 
     def program(self) -> CellProgram | None:
         """Return the program, see ``CellGraphModule``; None also if the cell has hooks."""
