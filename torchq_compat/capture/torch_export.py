@@ -85,15 +85,10 @@ def capture(
     return graph_module
 
 
-def capture_flat(model: nn.Module, args: tuple[Tensor, ...], *, reads_sizes: bool = True) -> GraphModule:
+def capture_flat(model: nn.Module, args: tuple[Tensor, ...], dynamic_shapes: Any = None) -> GraphModule:
     """Return the graph of a module that takes tensors and returns a tuple of tensors, without pytree in its
-    calling code, because the graph is called once per time step.
-
-    Args:
-        reads_sizes: whether the module's Python reads a size. If not, its graph is right at every size though
-            it is captured at those of ``args``, which takes a third of the time.
-    """
-    captured = capture(model, args, None if reads_sizes else (None,) * len(args))
+    calling code, because the graph is called once per time step."""
+    captured = capture(model, args, dynamic_shapes)
     make_out_of_place(captured)
     flat = GraphModule(captured, captured.graph)
     flat.graph.set_codegen(torch.fx.graph.CodeGen())

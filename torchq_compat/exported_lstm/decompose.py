@@ -14,7 +14,7 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from torchq_compat.capture.torch_export import capture_flat
+from torchq_compat.capture.capture_by_structure import capture_by_structure
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape
 from torchq_compat.errors import AtenLSTMError
 from torchq_compat.exported_lstm.aten_recurrent import (
@@ -170,7 +170,7 @@ def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
 def _cell(graph_module: GraphModule, recurrent: AtenRecurrent, direction: Direction) -> GraphModule:
     weights = direction.values(graph_module)
     cell = recurrent.kind.float_cell(weights, split_gates=False)
-    return capture_flat(cell, cell.example_inputs(), reads_sizes=False)
+    return capture_by_structure(cell, cell.example_inputs())
 
 
 def _replace(node: Node, results: Sequence[Node]) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from torchq_compat.capture.torch_export import capture_flat
 from torchq_compat.custom_modules.attention.projections import (
     OUT_PARTS,
     PROJECTION_PARTS,
@@ -207,4 +208,4 @@ class ConvertedMultiheadAttention(AttentionModule, quantized.MultiheadAttention)
 def _prepare(
     module: nn.Module, example: tuple[Tensor, ...], parts: Any, specs: PartSpecs, input_dtypes: Any
 ) -> PartGraphModule:
-    return PartGraphModule.wrap(prepare_parts(module, example, parts, specs, input_dtypes))
+    return PartGraphModule.wrap(prepare_parts(capture_flat(module, example), parts, specs, input_dtypes))

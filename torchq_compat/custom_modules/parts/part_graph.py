@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec
 
 from torchq_compat.annotate.annotation import NodeSpecs
-from torchq_compat.capture.torch_export import capture_flat
 from torchq_compat.custom_modules.parts.part import Part, PartKind
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.graph.observed_graph import convert_graph, prepare_graph
@@ -37,29 +36,25 @@ __all__ = [
 
 
 def prepare_parts(
-    module: nn.Module,
-    example_inputs: tuple[Tensor, ...],
+    captured: GraphModule,
     parts: Sequence[Part],
     specs: PartSpecs,
     input_dtypes: Mapping[str, torch.dtype],
     *,
     prefix: str = "",
-    reads_sizes: bool = True,
 ) -> GraphModule:
-    """Export ``module`` for any sizes and insert the observers of ``parts``.
+    """Insert the observers of ``parts`` into ``captured``, the graph of a module, which is changed.
 
     Args:
         input_dtypes: the quantized dtype of each input, by its name in ``forward``.
-        prefix: the path, with a final dot, from ``module`` to the module in which the part names are paths.
-        reads_sizes: see ``capture_flat``.
+        prefix: the path, with a final dot, from the module to the one in which the part names are paths.
     """
-    graph_module = capture_flat(module, example_inputs, reads_sizes=reads_sizes)
-    _name_nodes_after_parts(graph_module, {f"{prefix}{part.name}": part for part in parts})
+    _name_nodes_after_parts(captured, {f"{prefix}{part.name}": part for part in parts})
 
-    def decide(captured: GraphModule) -> dict[Node, NodeSpecs]:
-        return _decide(captured, specs, input_dtypes)
+    def decide(graph_module: GraphModule) -> dict[Node, NodeSpecs]:
+        return _decide(graph_module, specs, input_dtypes)
 
-    return prepare_graph(graph_module, decide, is_qat=False)
+    return prepare_graph(captured, decide, is_qat=False)
 
 
 class PartGraphModule(GraphModule):

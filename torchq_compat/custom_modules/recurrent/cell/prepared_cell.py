@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from torchq_compat.capture.capture_by_structure import capture_by_structure
 from torchq_compat.custom_modules.parts.part_graph import prepare_parts
 from torchq_compat.custom_modules.parts.part_specs import PartSpecs
 from torchq_compat.custom_modules.recurrent.cell.cell_graph import CellGraphModule
@@ -32,15 +33,13 @@ def prepared_cell(
     kind = kind_of(module)
     cell, weights = float_cell(module, suffix, split_gates=split_gates), _weights(module, suffix)
     prepared = prepare_parts(
-        cell,
-        cell.example_inputs(),
+        capture_by_structure(cell, cell.example_inputs()),
         kind.parts(split_gates=split_gates, projected="weight_hr" in weights),
         specs,
         {
             "x": input_dtype or specs.op_specs.activation_dtype,
             "hx": specs.group_dtype(kind.states[0].group),
         },
-        reads_sizes=False,
     )
     return CellGraphModule.wrap(prepared)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from torchq_compat.capture.capture_by_structure import capture_by_structure
 from torchq_compat.custom_modules.parts.part import PartKind
 from torchq_compat.custom_modules.parts.part_graph import PartGraphModule, prepare_parts
 from torchq_compat.custom_modules.parts.part_specs import DynamicPartSpecs, PartSpecs
@@ -195,4 +196,5 @@ def _prepare(
     kind: CellKind, module: nn.Module, example: tuple[Tensor, ...], specs: PartSpecs, prefix: str = ""
 ) -> GraphModule:
     linears = [part for part in kind.parts(split_gates=False, projected=True) if part.kind is PartKind.LINEAR]
-    return prepare_parts(module, example, linears, specs, {}, prefix=prefix)
+    captured = capture_by_structure(module, example)
+    return prepare_parts(captured, linears, specs, {}, prefix=prefix)
