@@ -104,6 +104,7 @@ class DynamicRecurrent(RecurrentModule):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied._bind()
         return copied
 
     def __reduce__(self) -> Any:
