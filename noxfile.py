@@ -41,6 +41,13 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or ["-n", "2"]))
 
 
+@nox.session
+def smoke(session: nox.Session) -> None:
+    """One case of each test that takes little time."""
+    install(session, "test", "executorch")
+    session.run("pytest", "--smoke", "-n", "2", *session.posargs)
+
+
 @nox.session(python=PYTHONS)
 def matrix(session: nox.Session) -> None:
     """The default tests with one version of Python each."""

@@ -49,6 +49,7 @@ from tests.helpers.oracle import (
     by_us,
     fx_activation_qparams,
     leaves,
+    nodes_of_each_result,
     sqnr,
 )
 from tests.helpers.side_by_side import side_by_side
@@ -85,12 +86,14 @@ def check(
     model: nn.Module, mapping: QConfigMapping, data: Any, least_db: float, **kwargs: Any
 ) -> GraphModule:
     """Assert FX's activation qparams (1e-5), and an SQNR within 0.5 dB of FX's and at least ``least_db``, for
-    each result; return the prepared model."""
+    each result alone; return the prepared model."""
     model = model.eval()
     theirs, (prepared, ours) = by_fx(model, mapping, data, **kwargs)[1], by_us(model, mapping, data, **kwargs)
-    a, b = sorted(fx_activation_qparams(theirs)), sorted(activation_qparams(ours))
-    assert [(pytest.approx(scale, rel=1e-5), zero) for scale, zero in a] == b
-    assert a
+    of_results = zip(nodes_of_each_result(theirs), nodes_of_each_result(ours), strict=True)
+    for number, (in_fx, in_ours) in enumerate([(None, None), *of_results]):
+        a, b = sorted(fx_activation_qparams(theirs, in_fx)), sorted(activation_qparams(ours, in_ours))
+        assert [(pytest.approx(scale, rel=1e-5), zero) for scale, zero in a] == b, number
+        assert a
     with torch.no_grad():
         for reference, other, mine in zip(
             leaves(model(*data[0])), leaves(theirs(*data[0])), leaves(ours(*data[0])), strict=True

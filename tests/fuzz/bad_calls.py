@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.fuzz.outcomes import Case
+from tests.helpers.histograms import coarse_qconfig_mapping
 
 __all__ = ["cases"]
 
@@ -102,7 +102,7 @@ def made(name: str, stage: str) -> nn.Module:
     subject = SUBJECTS[name]
     example = subject.example()
     custom = tc.get_default_prepare_custom_config()
-    prepared = tc.prepare_fx(subject.model().eval(), get_default_qconfig_mapping("x86"), example, custom)
+    prepared = tc.prepare_fx(subject.model().eval(), coarse_qconfig_mapping("x86"), example, custom)
     prepared(*example)
     return prepared
 

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.fuzz.outcomes import Case
+from tests.helpers.histograms import coarse_qconfig_mapping
 from tests.helpers.oracle import sqnr
 
 __all__ = ["cases", "one_structure"]
 
 WIDTH = 4
-MAPPING = get_default_qconfig_mapping("x86")
+MAPPING = coarse_qconfig_mapping("x86")
 
 
 class Pair(NamedTuple):

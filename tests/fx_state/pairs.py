@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.histograms import searched_in_arrays
 from tests.helpers.oracle import activation_qparams, fx_activation_qparams, leaves
 from tests.parity.comparison import converted_outputs, same_outputs, same_qparams, with_statistics
 from tests.parity.configs import BACKENDS, MAPPINGS, QAT_MAPPINGS
@@ -102,7 +103,7 @@ def saved_from(
         lowered: whether FX can lower it.
     """
     model = with_statistics(model).train(is_qat)
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), searched_in_arrays():
         warnings.simplefilter("ignore")
         prepared = (fx.prepare_qat_fx if is_qat else fx.prepare_fx)(
             copy.deepcopy(model), make_mapping(), batches[0], backend_config=BACKENDS["default"]()

@@ -125,7 +125,7 @@ def test_the_graph_does_not_quantize_what_arrives_quantized() -> None:
 def test_the_tuple_of_an_lstm(model_class: type[nn.Module], indexes: list[int], integers: set[int]) -> None:
     """FX ignores the setting for a tuple returned whole (B19), which counts as output 0 in FX."""
     torch.manual_seed(0)
-    model, x = model_class().eval(), torch.randn(6, 2, 4)
+    model, x = model_class().eval(), torch.randn(3, 4, 4)
     converted = by_us(model, [(x,)], [], indexes)
     with torch.no_grad():
         exact, found = leaves(model(x)), leaves(converted(x))
@@ -137,7 +137,7 @@ def test_the_tuple_of_an_lstm(model_class: type[nn.Module], indexes: list[int], 
 
 def test_a_quantized_input_goes_straight_into_an_lstm() -> None:
     torch.manual_seed(0)
-    model, x = Whole().eval(), torch.randn(6, 2, 4)
+    model, x = Whole().eval(), torch.randn(3, 4, 4)
     converted = by_us(model, [(x,)], [0], [])
     plain = by_us(model, [(x,)], [], [])
     qparams = converted.input_qparams()[0]

@@ -56,7 +56,7 @@ def _key(case: CaptureCase) -> bytes | None:
     given = (model, case.runs.model, case.args, case.dynamic_shapes, case.ones)
     try:
         _Writer(written).dump((*given, torch.get_default_dtype(), torch.is_grad_enabled()))
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, AttributeError, RuntimeError, TypeError):
         return None
     return written.getvalue()
 

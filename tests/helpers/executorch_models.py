@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import by_us, leaves
 from torchq_compat.custom_config import PrepareCustomConfig
-from torchq_compat.lower.executorch import ExecutorchProgram
+from torchq_compat.lower.executorch import ExecutorchProgram, to_executorch
 from torchq_compat.profiles import int16_parts
 from torchq_compat.recurrent_parts import get_individually_observed_parts
 
@@ -25,6 +27,8 @@ __all__ = [
     "Words",
     "converted",
     "image_classifier",
+    "linear",
+    "linear_program",
     "same_bits",
     "tagger",
 ]
@@ -87,6 +91,17 @@ def tagger(
 ) -> GraphModule:
     """A converted Tagger of 8 inputs."""
     return converted(Tagger(recurrent, features), mapping, lambda: torch.randn(12, 4, 8), custom)
+
+
+@made_once
+def linear() -> GraphModule:
+    return converted(nn.Sequential(nn.Linear(8, 4)), PER_TENSOR, lambda: torch.randn(16, 8))
+
+
+@functools.cache
+def linear_program() -> ExecutorchProgram:
+    """The program of ``linear``, which no test changes."""
+    return to_executorch(linear(), (torch.randn(16, 8),))
 
 
 def same_bits(model: nn.Module, program: ExecutorchProgram, *inputs: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareC
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.histograms import searched_in_arrays
 from torchq_compat.support.decisions import Action, Decision
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "count_nodes",
     "fx_activation_qparams",
     "leaves",
+    "nodes_of_each_result",
     "op_decisions",
     "quantize_nodes",
     "sqnr",
@@ -82,7 +84,8 @@ def by_fx(
         prepared = fx.prepare_fx(copy.deepcopy(model), mapping, batches[0], prepare_config, **kwargs)
         calibrate(prepared, batches)
         config = CONVERT_LSTM if prepare_config is not None else None
-        return prepared, fx.convert_to_reference_fx(copy.deepcopy(prepared), config)
+        with searched_in_arrays():
+            return prepared, fx.convert_to_reference_fx(copy.deepcopy(prepared), config)
 
 
 def quantize_nodes(graph_module: GraphModule) -> list[torch.fx.Node]:
@@ -101,19 +104,41 @@ def op_decisions(model: nn.Module) -> list[Decision]:
     return [d for d in tc.explain(model) if d.action not in (Action.FREE, Action.FIXED)]
 
 
-def activation_qparams(graph_module: GraphModule) -> set[tuple[float, int]]:
+def nodes_of_each_result(graph_module: GraphModule) -> list[set[torch.fx.Node]]:
+    """Return, for each result of ``graph_module``, the nodes that it is computed of."""
+    results = graph_module.graph.output_node().all_input_nodes
+    found = []
+    for result in results:
+        nodes, left = set(), [result]
+        while left:
+            node = left.pop()
+            if node not in nodes:
+                nodes.add(node)
+                left += node.all_input_nodes
+        found.append(nodes)
+    return found
+
+
+def activation_qparams(
+    graph_module: GraphModule, among: Container[torch.fx.Node] | None = None
+) -> set[tuple[float, int]]:
     """Return the distinct (scale, zero point) of the activations of our converted outer graph."""
     return {
         (round(float(n.args[1]), 9), int(n.args[2]))
         for n in quantize_nodes(graph_module)
         if n.target is torch.ops.quantized_decomposed.quantize_per_tensor.default
+        and (among is None or n in among)
     }
 
 
-def fx_activation_qparams(graph_module: GraphModule) -> set[tuple[float, int]]:
+def fx_activation_qparams(
+    graph_module: GraphModule, among: Container[torch.fx.Node] | None = None
+) -> set[tuple[float, int]]:
     """Return the same for FX's reference graph, where qparams are buffers."""
     found = set()
     for node in graph_module.graph.nodes:
+        if among is not None and node not in among:
+            continue
         # The weight of a functional is quantized in the graph, too.
         if node.target is torch.quantize_per_tensor and node.args[0].op != "get_attr":
             scale, zero_point = (getattr(graph_module, str(arg.target)) for arg in node.args[1:3])

@@ -121,9 +121,10 @@ def check(name: str, model: nn.Module, *, strict: bool, decomposed: bool, refere
     program = torch.export.export(model, args, dynamic_shapes=shapes, strict=strict)
     if decomposed:
         program = program.run_decompositions()
+    module = program.module()
     for steps, batch in ((6, 3), (11, 2)):
         given = inputs_of(name, steps, batch)
-        pairs = zip(leaves(reference(*given)), leaves(program.module()(*given)), strict=True)
+        pairs = zip(leaves(reference(*given)), leaves(module(*given)), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
 
 

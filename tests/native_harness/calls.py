@@ -338,7 +338,7 @@ def results_of(call: Call) -> bytes:
 def calls_of_modules() -> Iterator[Call]:
     """Yield calls of every kind of converted cell."""
     for name in KINDS:
-        for cell in cells_of(converted(name)):
+        for cell in cells_of(converted.itself(name)):
             program: CellProgram | None = cell.program()
             assert program is not None
             names = [name for of_linear in program.weights for name in of_linear]

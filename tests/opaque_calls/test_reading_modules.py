@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
 
 import torchq_compat as tc
+from tests.helpers.histograms import coarse_qconfig_mapping
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import MAP_LSTM, by_us, leaves, sqnr
 from tests.helpers.user_modules import Mixer, by_ours, mirror
 from torchq_compat.errors import QuantizationWarning
 
-MAPPING = get_default_qconfig_mapping("qnnpack")
+MAPPING = coarse_qconfig_mapping("qnnpack")
 MAPPING_BUT_LSTM = get_default_qconfig_mapping("qnnpack").set_object_type(nn.LSTM, None)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.ao.quantization import get_default_qconfig_mapping
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import torchq_compat as tc
+from tests.helpers.histograms import coarse_qconfig_mapping
 from tests.helpers.oracle import calibrate, leaves
 from tests.helpers.packed_models import PackedShape, Packs, map_all
 from tests.packed_sequences.test_packed_models import (
@@ -21,7 +21,7 @@ from tests.packed_sequences.test_packed_models import (
 )
 from torchq_compat.errors import ExportError
 
-MAPPING = get_default_qconfig_mapping("x86")
+MAPPING = coarse_qconfig_mapping("x86")
 
 
 def converted_packs(shape: PackedShape) -> tuple[Packs, Any]:

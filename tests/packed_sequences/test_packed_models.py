@@ -19,13 +19,14 @@ from torch.fx import GraphModule
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
+from tests.helpers.histograms import coarse_qconfig_mapping
 from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.packed_models import map_all
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
 from torchq_compat.errors import CaptureError, InputError
 
-MAPPING = get_default_qconfig_mapping("x86")
+MAPPING = coarse_qconfig_mapping("x86")
 Forward = Callable[..., Any]
 
 
@@ -167,7 +168,7 @@ def converted(name: str) -> tuple[Together, GraphModule, GraphModule]:
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, subtests: pytest.Subtests) -> None:
     torch.manual_seed(0)
-    model, reference, lowered = converted(name)
+    model, reference, lowered = converted.itself(name)
     forms = model, reference, lowered, with_plain_loops(reference, model)
     for batch, steps in ((3, 11), (6, 5)):
         given = sequences(batch, steps)

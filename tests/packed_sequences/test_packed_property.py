@@ -12,17 +12,17 @@ from torch.ao.quantization import (
     QConfigMapping,
     default_fused_per_channel_wt_fake_quant,
     disable_observer,
-    get_default_qconfig_mapping,
 )
 
 import torchq_compat as tc
+from tests.helpers.histograms import coarse_qconfig_mapping
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.packed_models import PADDING, PackedShape, Packs, map_all, random_shapes
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
 from torchq_compat.capture.checked.trial_runs import run_prepared
 from torchq_compat.support.upstream import is_activation_post_process
 
-MAPPING = get_default_qconfig_mapping("x86")
+MAPPING = coarse_qconfig_mapping("x86")
 
 
 @pytest.mark.parametrize(

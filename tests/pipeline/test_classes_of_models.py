@@ -19,6 +19,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, 
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 
 import torchq_compat as tc
+from tests.helpers.histograms import coarse_qconfig_mapping
 from tests.helpers.oracle import leaves, quantize_nodes, sqnr
 from torchq_compat.nn import quantizable
 
@@ -43,7 +44,8 @@ ROOTS: list[tuple[nn.Module, tuple[Any, ...]]] = [
 def test_a_model_that_is_a_custom_module_is_quantized(model: nn.Module, args: tuple[Any, ...]) -> None:
     model.eval()
     expected = flat(model(*args)).detach()
-    prepared = tc.prepare_fx(model, MAPPING, args, tc.get_default_prepare_custom_config())
+    mapping = coarse_qconfig_mapping("x86")
+    prepared = tc.prepare_fx(model, mapping, args, tc.get_default_prepare_custom_config())
     assert sqnr(expected, flat(prepared(*args))) > 100
     prepared(*args)
     reference = tc.convert_to_reference_fx(prepared)

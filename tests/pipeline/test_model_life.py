@@ -23,6 +23,7 @@ from torch.ao.quantization import (
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.histograms import coarse_qconfig_mapping
 from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, calibrate, leaves, sqnr
 from torchq_compat.graph.graph_module import QuantizationGraphModule
@@ -94,7 +95,7 @@ class Life(NamedTuple):
 
 
 def mapping_of(backend: str) -> QConfigMapping:
-    return MAPPING if backend == "minmax" else get_default_qconfig_mapping(backend)
+    return MAPPING if backend == "minmax" else coarse_qconfig_mapping(backend)
 
 
 @made_once
@@ -297,7 +298,7 @@ def test_converted_shares_nothing_with_prepared(
     """Not even where convert reads the weights of prepared, and copies none of them beforehand."""
     model, x = Tied(), torch.randn(5, 3, INPUTS)
     is_qat = prepare is tc.prepare_qat_fx
-    mapping = get_default_qat_qconfig_mapping() if is_qat else get_default_qconfig_mapping()
+    mapping = get_default_qat_qconfig_mapping() if is_qat else coarse_qconfig_mapping("x86")
     prepared = prepare(model.train(is_qat), mapping, (x,), tc.get_default_prepare_custom_config())
     prepared(x)
     prepared.eval().apply(disable_observer)  # type: ignore[arg-type]
@@ -331,8 +332,8 @@ def test_a_copy_of_prepared_converts_to_the_same(tagger: tuple[nn.Module, GraphM
 @pytest.mark.parametrize("backend", ["x86", "qnnpack", "minmax"])
 def test_prepared_state_loads_into_a_second_prepared_model(backend: str) -> None:
     """The loaded state replaces what the second model observed; x86 has per-channel weight observers."""
-    first, (_, fresh) = life(backend), prepared_tagger(backend, 1)
-    prepared, converted = first.calibrated, first.converted
+    first, (_, fresh) = life.itself(backend), prepared_tagger(backend, 1)
+    prepared, converted = copy.deepcopy(first.calibrated), first.converted
     calibrated = copy.deepcopy(fresh)
     calibrate(calibrated, [(5 * x,) for (x,) in batches(1)])
     x = torch.randn(3, 9, INPUTS)
@@ -376,7 +377,7 @@ def test_converted_state_loads_into_a_second_converted_model(quantize: Callable[
 
 
 def test_a_second_converted_model_of_the_same_float_model_is_equal() -> None:
-    made = life("minmax")
+    made = life.itself("minmax")
     x = torch.randn(3, 9, INPUTS)
     first, second = made.converted, quantized(made.model, made.data)[1]
     assert_equal_bits(first(x), second(x))
@@ -552,7 +553,8 @@ def test_calibration_in_every_grad_mode(
     context: Callable[[], AbstractContextManager[None]], backend: str
 ) -> None:
     """The second half runs under no_grad: observers must not keep inference tensors."""
-    _, data, prepared, _, expected = life(backend)
+    _, data, fresh, _, expected = life.itself(backend)
+    prepared = copy.deepcopy(fresh)
     with context():
         for batch in data[:2]:
             prepared(*batch)

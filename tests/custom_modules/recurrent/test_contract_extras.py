@@ -46,7 +46,9 @@ RELU_RNN = functools.partial(nn.RNN, nonlinearity="relu")
 
 @made_once
 def stages(make: Callable[..., nn.RNNBase], bidirectional: bool) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """Return the float, the prepared and the converted module, of a model of two layers."""
+    """Return the float, the prepared and the converted module, of a model of two layers.
+
+    All tests call the prepared one, so its observers see more than the converted one was made from."""
     recurrent = make(8, 12, 2, bidirectional=bidirectional)
     model = Whole(wide(recurrent) if make is not RELU_RNN else recurrent).eval()
     observed: Any = getattr(quantizable, type(recurrent).__name__)
@@ -65,7 +67,7 @@ def stages(make: Callable[..., nn.RNNBase], bidirectional: bool) -> tuple[nn.Mod
 def test_packed_sequences_go_through_the_modules_themselves(
     make: Callable[..., nn.RNNBase], bidirectional: bool, with_state: bool, enforce_sorted: bool
 ) -> None:
-    recurrent, prepared, converted = stages(make, bidirectional)
+    recurrent, prepared, converted = stages.itself(make, bidirectional)
     lengths = [7, 5, 5, 1] if enforce_sorted else [5, 7, 1, 5]
     packed = pack_sequence([uniform(1.7, n, 8) for n in lengths], enforce_sorted=enforce_sorted)
     rows = 4 if bidirectional else 2

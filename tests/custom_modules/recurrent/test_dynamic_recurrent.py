@@ -119,7 +119,7 @@ def all_prepared(qconfig: str) -> tuple[nn.Module, GraphModule]:
 @made_once
 def all_converted(qconfig: str, engine: str) -> tuple[nn.Module, GraphModule, GraphModule]:
     """Return the float model, FX's and ours; the engine is asked while converting."""
-    model, prepared = all_prepared(qconfig)
+    model, prepared = all_prepared.itself(qconfig)
     with using(engine):
         theirs = by_fx(model, QConfigMapping().set_global(QCONFIGS[qconfig]), *inputs_of_all(7, 3))
         return model, theirs, tc.convert_to_reference_fx(prepared)
@@ -133,7 +133,7 @@ def all_converted(qconfig: str, engine: str) -> tuple[nn.Module, GraphModule, Gr
 def test_numbers_of_torch_ao(qconfig: str, engine: str, subtests: pytest.Subtests) -> None:
     """float16 is not compared on qnnpack, which has no such kernels. The numbers are always the same ones: a
     hidden state midway between two integers, one in some 100,000, may go to either."""
-    model, theirs, ours = all_converted(qconfig, engine)
+    model, theirs, ours = all_converted.itself(qconfig, engine)
     torch.manual_seed(0)
     args = inputs_of_all(steps=11, batch=5)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def prepared_without_bias() -> tuple[Model, GraphModule]:
 
 
 def test_without_bias_where_fx_fails(engine: str) -> None:
-    model, prepared = prepared_without_bias()
+    model, prepared = prepared_without_bias.itself()
     x = example(model)
     with pytest.raises(KeyError, match="bias_ih_l0"):
         by_fx(model, QConfigMapping().set_global(default_dynamic_qconfig), x)
@@ -174,7 +174,7 @@ def test_projection_where_torch_ao_has_none() -> None:
 
 
 def test_integer_weights_and_no_observers() -> None:
-    model, prepared = all_prepared("per_tensor")
+    model, prepared = all_prepared.itself("per_tensor")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         converted = tc.convert_fx(prepared)  # nothing to calibrate, so no warning
@@ -201,7 +201,7 @@ def test_the_static_mapping_is_not_asked() -> None:
 
 
 def test_packed_sequence(engine: str) -> None:
-    _, theirs, ours = all_converted("per_tensor", engine)
+    _, theirs, ours = all_converted.itself("per_tensor", engine)
     packed = pack_padded_sequence(torch.randn(6, 3, INPUTS), torch.tensor([6, 4, 1]))
     with torch.no_grad():
         of_each = (m.get_submodule("rnns.lstm")(packed) for m in (theirs, ours))

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.lstm_flow import fixed, uniform
-from tests.helpers.oracle import by_us, leaves, sqnr
+from tests.helpers.oracle import calibrate, leaves, sqnr
 from torchq_compat.custom_modules.recurrent.cell.cell_parts import GRU_PARTS, RNN_RELU_PARTS, RNN_TANH_PARTS
 from torchq_compat.errors import (
     CaptureError,
@@ -62,19 +62,31 @@ def batch(name: str) -> tuple[Tensor]:
     return (uniform(1.5, *((64, 6) if "Cell" in name else (5, 9, 6))),)
 
 
+@functools.cache
+def prepared_as(name: str) -> tuple[nn.Module, GraphModule]:
+    """Return (float, prepared), which has seen no data."""
+    torch.manual_seed(0)
+    model = Tagger(MAKERS[name]()).eval()
+    return model, tc.prepare_fx(model, MAPPING, batch(name), MAP_ALL)
+
+
 @pytest.fixture(params=MAKERS, scope="module")
 def stages(request: pytest.FixtureRequest) -> tuple[str, Quantized]:
     torch.manual_seed(0)
-    model = Tagger(MAKERS[request.param]()).eval()
-    return request.param, (model, *by_us(model, MAPPING, [batch(request.param) for _ in range(4)], MAP_ALL))
+    model, prepared = copy.deepcopy(prepared_as(request.param))
+    calibrate(prepared, [batch(request.param) for _ in range(4)])
+    return request.param, (model, prepared, tc.convert_to_reference_fx(prepared))
 
 
 @functools.cache
 def others(name: str) -> tuple[GraphModule, GraphModule]:
     """Return (prepared, converted) with other weights and other data."""
     torch.manual_seed(1)
-    model = Tagger(MAKERS[name]()).eval()
-    return by_us(model, MAPPING, [(3 * x,) for (x,) in [batch(name)]], MAP_ALL)
+    prepared = copy.deepcopy(prepared_as(name)[1])
+    for parameter in prepared.parameters():
+        parameter.data = uniform(0.3, *parameter.shape)
+    calibrate(prepared, [(3 * x,) for (x,) in [batch(name)]])
+    return prepared, tc.convert_to_reference_fx(prepared)
 
 
 def assert_equal(a: Any, b: Any) -> None:

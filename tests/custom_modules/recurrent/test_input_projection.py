@@ -35,7 +35,7 @@ def assert_same_integers(cell: GraphModule, found: tuple[Tensor, ...], expected:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_projection_and_step_are_the_cell(name: str) -> None:
-    for cell in cells_of(converted(name)):
+    for cell in cells_of(converted.itself(name)):
         x, *states = cell_inputs(cell)
         projected = cell.project(x)
         assert all(each.shape[:2] == (7, 3) for each in projected)
@@ -54,7 +54,7 @@ def linears(graph: Graph) -> int:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_nothing_of_the_input_is_left_to_the_step(name: str) -> None:
-    for cell in cells_of(converted(name)):
+    for cell in cells_of(converted.itself(name)):
         of_input = [node for part, node in part_nodes(cell) if part.startswith("igates")]
         assert linears(cell.projection_graph()) == len(of_input) in (1, 3, 4)
         assert linears(cell.step_graph()) == linears(cell.graph) - len(of_input) > 0
@@ -66,7 +66,7 @@ def test_nothing_of_the_input_is_left_to_the_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_new_qparams_reach_both_halves(name: str) -> None:
-    module, other = converted(name), converted(name, seed=1, gain=3.0)
+    module, other = converted.itself(name), converted(name, seed=1, gain=3.0)
     x = uniform(1.0, 7, 3, 8)
     with torch.no_grad():
         expected = leaves(module(x))
@@ -76,7 +76,7 @@ def test_new_qparams_reach_both_halves(name: str) -> None:
 
 
 def test_a_copy_has_halves_of_its_own() -> None:
-    module = converted("lstm")
+    module = converted.itself("lstm")
     x = uniform(1.0, 7, 3, 8)
     with torch.no_grad():
         expected = leaves(module(x))
@@ -120,7 +120,7 @@ def test_a_cell_with_hooks_is_called_itself() -> None:
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "split lstm"])
 def test_packed_sequences(name: str) -> None:
-    module, lengths = converted(name), [7, 4, 1]
+    module, lengths = converted.itself(name), [7, 4, 1]
     padded = uniform(1.0, 7, 3, 8)
     with torch.no_grad():
         packed, _ = module(pack_padded_sequence(padded, lengths))

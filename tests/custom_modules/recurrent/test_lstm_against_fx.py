@@ -22,6 +22,7 @@ from tests.helpers.oracle import (
     sqnr,
 )
 from torchq_compat import explain
+from torchq_compat.support.decisions import Report
 
 INPUTS, HIDDEN = 12, 16
 BACKENDS = ("x86", "qnnpack")
@@ -85,6 +86,7 @@ class Both:
     ours: GraphModule
     fx_prepared: GraphModule
     theirs: GraphModule
+    report: Report
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=str)
@@ -96,7 +98,7 @@ def both(request: pytest.FixtureRequest) -> Both:
     batches = [variant.batch(steps=3, batch=40) for _ in range(2)]
     _, ours = by_us(model, mapping, batches, MAP_LSTM)
     fx_prepared, theirs = by_fx(model, mapping, batches, MAP_LSTM)
-    return Both(variant, model, ours, fx_prepared, theirs)
+    return Both(variant, model, ours, fx_prepared, theirs, explain(ours))
 
 
 @pytest.mark.parametrize(("steps", "batch"), [(11, 3), (1, 20)])
@@ -119,12 +121,11 @@ def test_qparams_of_the_outer_graph_equal(both: Both) -> None:
 
 @pytest.mark.parametrize("part", OBSERVED_PARTS)
 def test_qparams_of_a_part_equal(both: Both, part: str) -> None:
-    report = explain(both.ours)
     for layer in range(both.variant.num_layers):
         path = f"lstm.layers.{layer}.layer_fw.cell.{part}"
         observer = both.fx_prepared.get_submodule(f"{path}.activation_post_process")
         scale, zero_point = observer.calculate_qparams()
-        (decision,) = report.find(path)
+        (decision,) = both.report.find(path)
         assert decision.details["scale"] == pytest.approx(float(scale), rel=1e-6)
         assert decision.details["zero_point"] == int(zero_point)
         assert decision.details["dtype"] is torch.uint8
@@ -132,7 +133,6 @@ def test_qparams_of_a_part_equal(both: Both, part: str) -> None:
 
 @pytest.mark.parametrize("part", FIXED_PARTS)
 def test_qparams_of_sigmoid_and_tanh_are_fixed_as_in_fx(both: Both, part: str) -> None:
-    report = explain(both.ours)
     for layer in range(both.variant.num_layers):
         path = f"lstm.layers.{layer}.layer_fw.cell.{part}"
         # FX has no observer there: the quantized kernel defines the qparams.
@@ -140,7 +140,7 @@ def test_qparams_of_sigmoid_and_tanh_are_fixed_as_in_fx(both: Both, part: str) -
         activated = gate(torch.quantize_per_tensor(torch.randn(2, 3), 0.05, 128, torch.quint8))
         expected = (activated.q_scale(), activated.q_zero_point())
         assert expected == ((1 / 128, 128) if part == "cell_gate" else (1 / 256, 0))
-        (decision,) = report.find(path)
+        (decision,) = both.report.find(path)
         assert (decision.details["scale"], decision.details["zero_point"]) == expected
 
 

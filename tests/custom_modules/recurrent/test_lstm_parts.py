@@ -105,7 +105,10 @@ STRUCTURES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Documented:
-    """A model, the batches it was calibrated with, unseen arguments, and what the flow made of it."""
+    """A model, the batches it was calibrated with, unseen arguments, and what the flow made of it.
+
+    Tests call ``prepared``, so its observers have seen more than the batches ``converted`` was made from.
+    """
 
     model: MyModel
     batches: list[tuple[Tensor, Tensor, Tensor]]
@@ -131,7 +134,7 @@ def test_every_part_has_exactly_the_qparams_given(structure: str) -> None:
     options = STRUCTURES[structure]
     layers = range(options.get("num_layers", 1))
     directions = ("layer_fw", "layer_bw") if options.get("bidirectional") else ("layer_fw",)
-    cells = dict(cells_of(by_flow(structure).converted))
+    cells = dict(cells_of(by_flow.itself(structure).converted))
     assert list(cells) == [f"my_lstm.layers.{i}.{d}.cell" for i in layers for d in directions]
     for cell in cells.values():
         found = part_qparams(cell)
@@ -160,7 +163,7 @@ def assert_as_fx(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.id)
 def test_as_fx_was(flow: Flow) -> None:
-    made = by_flow(flow.structure, split_gates=flow.split_gates)
+    made = by_flow.itself(flow.structure, split_gates=flow.split_gates)
     projections = {
         path: {part: list(part_qparams(cell)[part][:2]) for part in PROJECTIONS}
         for path, cell in cells_of(made.converted)
@@ -187,7 +190,7 @@ def test_fx_is_as_it_was(flow: Flow) -> None:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_accuracy_in_every_structure(structure: str) -> None:
-    made = by_flow(structure)
+    made = by_flow.itself(structure)
     assert_between(quality(made.model, made.converted, made.args), 31)
 
 
@@ -203,7 +206,7 @@ def float_cell(model: MyModel) -> Callable[[Tensor, Tensor, Tensor], tuple[Tenso
 def test_the_decomposed_cell_of_fx_gives_zeros_and_ours_does_not() -> None:
     """A FixedQParamsObserver of any dtype has the range 0..255, and the decomposed quantize clamps to it: the
     gates' zero point of 2^15 alone makes every gate sum -15.9."""
-    made = by_flow()
+    made = by_flow.itself()
     model, ours = made.model, made.converted
     fx_prepared, _ = run_flow(FX, model, made.batches, **documented())
     fx_cell = fx._convert_to_reference_decomposed_fx(
@@ -222,7 +225,7 @@ def test_the_decomposed_cell_of_fx_gives_zeros_and_ours_does_not() -> None:
 
 
 def test_fx_leaves_legacy_quantized_tensors_in_the_decomposed_model_and_we_do_not() -> None:
-    made = by_flow()
+    made = by_flow.itself()
     ours = made.converted
     decomposing = Engine(fx_lstm_utils, fx.prepare_fx, fx._convert_to_reference_decomposed_fx)
     _, theirs = run_flow(decomposing, made.model, made.batches, **documented())
@@ -244,7 +247,7 @@ def test_fx_leaves_legacy_quantized_tensors_in_the_decomposed_model_and_we_do_no
 
 @pytest.mark.parametrize("structure", ["one", "bidirectional"])
 def test_instances_of_the_legacy_classes(structure: str) -> None:
-    made = by_flow(structure)
+    made = by_flow.itself(structure)
     assert isinstance(made.prepared.get_submodule("my_lstm"), torch.ao.nn.quantizable.LSTM)
     assert isinstance(made.converted.get_submodule("my_lstm"), torch.ao.nn.quantized.LSTM)
     assert not isinstance(made.model.my_lstm, torch.ao.nn.quantizable.LSTM)
@@ -276,7 +279,7 @@ def test_legacy_names_and_signatures() -> None:
 
 
 def test_example_inputs_are_not_needed() -> None:
-    given = by_flow()
+    given = by_flow.itself()
     _, omitted = run_flow(OURS, given.model, given.batches, give_examples=False, **documented())
     assert_equal(given.converted, omitted, given.model.batch(9, 4))
 
@@ -308,7 +311,7 @@ MAPPINGS: dict[str, Callable[[type, type], dict[type, type] | None]] = {
 
 @made_once
 def prepared_with_a_users_class() -> tuple[type[nn.Module], type[nn.Module], GraphModule]:
-    given = by_flow()
+    given = by_flow.itself()
     observed, quantized = user_classes(lstm_utils, **documented())
     config = PrepareCustomConfig().set_float_to_observed_mapping(nn.LSTM, observed)
     prepared = tc.prepare_fx(given.model, get_default_qconfig_mapping("qnnpack"), given.batches[0], config)
@@ -332,7 +335,7 @@ def test_every_convert_mapping_gives_the_converted_lstm(
         (4 * HIDDEN, INPUTS),
         (4 * HIDDEN, HIDDEN),
     ]
-    reference = by_flow()
+    reference = by_flow.itself()
     assert_equal(converted, reference.converted, reference.model.batch(9, 4))
 
 
@@ -374,7 +377,7 @@ def test_hidden_state_of_another_dtype_is_quantized_again_before_the_projection(
 
 
 def test_hidden_state_of_the_projections_dtype_is_not() -> None:
-    for _, cell in cells_of(by_flow("two_layers").converted):
+    for _, cell in cells_of(by_flow.itself("two_layers").converted):
         for node in cell.graph.nodes:
             if node.op == "placeholder" and node.target in ("x", "hx"):
                 assert reader_chain(node) == [torch.ops.aten.linear.default]
@@ -412,7 +415,7 @@ def test_gate_inputs_apart_from_gate_sums(split_gates: bool) -> None:
 
 
 def test_no_gate_input_is_quantized_where_no_constructor_asks_for_it() -> None:
-    (cell,) = [cell for _, cell in cells_of(by_flow().converted)]
+    (cell,) = [cell for _, cell in cells_of(by_flow.itself().converted)]
     nodes = dict(part_nodes(cell))
     assert reader_chain(nodes["gates"]) == [torch.int32, torch.ops.aten.sigmoid.default]
     for gate in GATES:
@@ -497,7 +500,7 @@ def widths(cell: GraphModule) -> set[int]:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_split_gates(structure: str) -> None:
-    whole, split = by_flow(structure), by_flow(structure, split_gates=True)
+    whole, split = by_flow.itself(structure), by_flow.itself(structure, split_gates=True)
     for made, is_split in ((whole, False), (split, True)):
         for _, cell in (*cells_of(made.prepared), *cells_of(made.converted)):
             assert (4 * HIDDEN in widths(cell)) is not is_split
@@ -585,7 +588,7 @@ def by_profile(
 @pytest.mark.parametrize("split_gates", [False, True])
 @pytest.mark.parametrize("profile", PROFILES, ids=str)
 def test_profile(profile: Profile, split_gates: bool) -> None:
-    model, _, converted = by_profile(profile.make, split_gates=split_gates)
+    model, _, converted = by_profile.itself(profile.make, split_gates=split_gates)
     for _, cell in cells_of(converted):
         for name, found in part_qparams(cell).items():
             part = name.split(".")[0]
@@ -597,13 +600,13 @@ def test_profile(profile: Profile, split_gates: bool) -> None:
 
 
 def test_the_documented_profile_is_the_documented_flow() -> None:
-    by_hand = by_flow()
+    by_hand = by_flow.itself()
     _, ready = run_flow(OURS, by_hand.model, by_hand.batches, **profiles.int16_parts())
     assert_equal(by_hand.converted, ready, by_hand.model.batch(9, 8))
 
 
 def test_the_int16_cell_state_lies_on_the_smallest_power_of_two_that_covers_it() -> None:
-    _, prepared, converted = by_profile(profiles.int8_with_int16_cell)
+    _, prepared, converted = by_profile.itself(profiles.int8_with_int16_cell)
     for (_, observed), (_, cell) in zip(cells_of(prepared), cells_of(converted), strict=True):
         nodes = dict(part_nodes(observed))
         for name in CELL_STATE:

@@ -80,6 +80,7 @@ INTERFACES = (([], []), ([0], []), ([], [0]), ([0], [0]))
 #: The parent's qconfig or an own mapping, for each interface.
 CASES = list(itertools.product((None, MAPPING), INTERFACES))
 BLOCKS = [type(f"Block{index}", (Block,), {}) for index in range(len(CASES))]
+globals().update((block.__name__, block) for block in BLOCKS)  # for pickle
 
 
 class Nets(nn.Module):
@@ -130,7 +131,7 @@ def with_integers_on_both_sides() -> tuple[GraphModule, GraphModule]:
 
 
 def test_a_model_of_its_own_at_its_own_path() -> None:
-    _, converted = with_integers_on_both_sides()
+    _, converted = with_integers_on_both_sides.itself()
     assert isinstance(converted.block, GraphModule)
     placeholder = converted.block.graph.find_nodes(op="placeholder")[0]
     assert placeholder.meta["val"].dtype is torch.uint8

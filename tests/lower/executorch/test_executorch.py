@@ -27,6 +27,8 @@ from tests.helpers.executorch_models import (
     Words,
     converted,
     image_classifier,
+    linear,
+    linear_program,
     same_bits,
     tagger,
 )
@@ -145,8 +147,7 @@ def test_weights_are_stored_as_int8() -> None:
 
 
 def test_a_program_without_loops_is_left_as_it_is() -> None:
-    model = converted(nn.Sequential(nn.Linear(8, 4)), PER_TENSOR, lambda: torch.randn(6, 8))
-    pte = to_executorch(model, (torch.randn(6, 8),)).pte
+    pte = linear_program().pte
     assert size_loop_results(pte) is pte
 
 
@@ -160,7 +161,7 @@ def test_a_file_is_read_and_run(lstm: Made) -> None:
 def test_a_failed_write_leaves_the_file_that_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, path = converted(nn.Linear(8, 4), PER_TENSOR, lambda: torch.randn(6, 8)), tmp_path / "linear.pte"
+    path = tmp_path / "linear.pte"
     path.write_bytes(b"of yesterday")
 
     def full(descriptor: int) -> None:
@@ -168,7 +169,7 @@ def test_a_failed_write_leaves_the_file_that_was_there(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        to_executorch(model, (torch.randn(6, 8),), path=path)
+        to_executorch(linear(), (torch.randn(6, 8),), path=path)
     assert path.read_bytes() == b"of yesterday"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -12,6 +12,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers import executorch_models
 from tests.helpers.executorch_models import PER_TENSOR, converted
 from torchq_compat.errors import (
     ArgumentError,
@@ -27,14 +28,14 @@ def rows(count: int = 16) -> Tensor:
     return torch.randn(count, 8)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def linear() -> GraphModule:
-    return converted(nn.Sequential(nn.Linear(8, 4)), PER_TENSOR, rows)
+    return executorch_models.linear()
 
 
-@pytest.fixture(scope="module")
-def program(linear: GraphModule) -> ExecutorchProgram:
-    return to_executorch(linear, (rows(),))
+@pytest.fixture
+def program() -> ExecutorchProgram:
+    return executorch_models.linear_program()
 
 
 def test_inputs_the_program_was_not_made_for(program: ExecutorchProgram) -> None:
@@ -108,12 +109,12 @@ def test_a_recurrent_module_that_was_not_mapped_is_not_unrolled_in_silence() -> 
             outputs: Tensor = self.rnn(x)[0]
             return outputs
 
-    x = torch.randn(5, 2, 8)
+    x = torch.randn(3, 2, 8)
     with pytest.warns(QuantizationWarning, match="'rnn' stays float"):
         prepared = tc.prepare_fx(Float().eval(), PER_TENSOR, (x,))
     prepared(x)
     model = tc.convert_to_reference_fx(prepared)
-    sizes = pytest.warns(QuantizationWarning, match="fixes sizes .* x in dimension 0 to 5")
+    sizes = pytest.warns(QuantizationWarning, match="fixes sizes .* x in dimension 0 to 3")
     with sizes, pytest.warns(QuantizationWarning, match="computes these in floats: rnn"):
         to_executorch(model, (x,))
 

@@ -11,7 +11,8 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
 from torch import Tensor, nn
 
 import torchq_compat as tc
-from tests.helpers.oracle import calibrate, quantize_nodes, sqnr
+from tests.helpers.oracle import calibrate, nodes_of_each_result, quantize_nodes, sqnr
+from torchq_compat.errors import QuantizationWarning
 
 
 class Tagger(nn.Module):
@@ -24,26 +25,39 @@ class Tagger(nn.Module):
         return self.out(found[0] if isinstance(found, tuple) else found)
 
 
+class Taggers(nn.Module):
+    """Taggers side by side, each with an input and a result of its own."""
+
+    def __init__(self, kinds: list[type[nn.Module]]) -> None:
+        super().__init__()
+        self.taggers = nn.ModuleDict({kind.__name__: Tagger(kind) for kind in kinds})
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return [tagger(x) for tagger, x in zip(self.taggers.values(), inputs, strict=True)]
+
+
 @pytest.mark.parametrize(
-    "recurrent",
-    [
-        pytest.param(nn.LSTM, marks=pytest.mark.slow),
-        nn.GRU,
-        pytest.param(nn.RNN, marks=pytest.mark.slow),
-        nn.GRUCell,
-    ],
+    "kinds",
+    [pytest.param([nn.LSTM, nn.RNN], marks=pytest.mark.slow), [nn.GRU, nn.GRUCell]],
+    ids=["lstm and rnn", "gru and its cell"],
 )
-def test_the_layers_around_are_quantized_at_any_size(recurrent: type[nn.Module]) -> None:
+def test_the_layers_around_are_quantized_at_any_size(kinds: list[type[nn.Module]]) -> None:
     """For the exported module itself the quantizer raises an IndexError with nn.GRU."""
     torch.manual_seed(0)
-    model = Tagger(recurrent).eval()
-    is_cell = issubclass(recurrent, nn.RNNCellBase)
-    x, other = (torch.randn(*(9, 6) if is_cell else (steps, 9, 6)) for steps in (7, 11))
+    model = Taggers(kinds).eval()
+    x, other = (
+        [torch.randn(*(9, 6) if issubclass(kind, nn.RNNCellBase) else (steps, 9, 6)) for kind in kinds]
+        for steps in (7, 11)
+    )
     quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config())
-    with pytest.warns(UserWarning, match=f"{recurrent.__name__} at 'recurrent' stays float"):
+    with pytest.warns(QuantizationWarning) as told:
         prepared = tc.prepare_fx(model, quantizer, (x,))
+    for name in model.taggers:
+        assert any(f"{name} at 'taggers.{name}.recurrent' stays float" in str(each.message) for each in told)
     calibrate(prepared, [(x,), (other,)])
     converted = tc.convert_to_reference_fx(prepared)
-    assert len(quantize_nodes(converted)) >= 4
+    quantizes = set(quantize_nodes(converted))
+    assert [len(quantizes & nodes) >= 4 for nodes in nodes_of_each_result(converted)] == [True, True]
     for given in (x, other):
-        assert 25 < sqnr(model(given), converted(given)) < 60
+        for exact, found in zip(model(given), converted(given), strict=True):
+            assert 25 < sqnr(exact, found) < 60

@@ -74,7 +74,7 @@ def lowered_pair(dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_models_of_other_float_dtypes_keep_them(dtype: torch.dtype) -> None:
-    model, reference, lowered = lowered_pair(dtype)
+    model, reference, lowered = lowered_pair.itself(dtype)
     x = torch.randn(9, 3, 6).to(dtype)
     assert torch.equal(reference(x), lowered(x))
     assert lowered(x).dtype is dtype
@@ -85,7 +85,7 @@ def test_models_of_other_float_dtypes_keep_them(dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def test_no_rows_and_no_steps() -> None:
-    model, reference, lowered = lowered_pair()
+    model, reference, lowered = lowered_pair.itself()
     empty = torch.zeros(5, 0, 6)
     assert model(empty).shape == reference(empty).shape == lowered(empty).shape == (5, 0, 4)
     for each in (reference, lowered):
@@ -107,7 +107,7 @@ def test_no_rows_where_qparams_are_chosen_from_them(make: Any) -> None:
 @pytest.mark.parametrize("name", ["lstm", "gru", "16-bit lstm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_goes_as_in_the_graph(name: str, value: float) -> None:
-    cell = cells_of(converted(name))[0]
+    cell = cells_of(converted.itself(name))[0]
     x, states = inputs_of(cell, 4, 3)
     for place in ("x", "state"):
         given, start = x.clone(), [state.clone() for state in states]
@@ -133,7 +133,7 @@ def dynamic_pair() -> tuple[Any, Any]:
 def test_what_is_no_number_goes_as_in_the_dynamic_graph(value: float) -> None:
     x = torch.randn(4, 3, 6)
     x[2, 1, 3] = value
-    reference, lowered = dynamic_pair()
+    reference, lowered = dynamic_pair.itself()
     for a, b in zip(leaves(reference(x)), leaves(lowered(x)), strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         assert a.isnan().any()
@@ -162,7 +162,7 @@ def test_a_sum_of_more_columns_than_32_bits_hold() -> None:
 def test_threads_change_no_bit_where_states_lie_on_no_8_bit_qparams(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cell = cells_of(converted(name))[0]
+    cell = cells_of(converted.itself(name))[0]
     x, states = inputs_of(cell, 40, 3)
     off = tuple(state * 0.7371 for state in states)
     for given in (states, off):
@@ -278,7 +278,7 @@ def test_models_are_freed_when_they_are_dropped(is_qat: bool) -> None:
 def test_a_fork_after_threads_were_used_computes_with_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    cell = cells_of(converted("gru"))[0]
+    cell = cells_of(converted.itself("gru"))[0]
     x, states = inputs_of(cell, 5, 3)
     monkeypatch.setattr(op, "WORK_PER_THREAD", 1)
     torch.set_num_threads(2)

@@ -80,7 +80,7 @@ def test_no_more_conversions_than_in_the_graph_that_fx_lowers() -> None:
         legacy = fx.prepare_fx(WithoutTuples().eval(), get_default_qconfig_mapping(), (x, *state), MAP_LSTM)
         legacy(x, *state)
         by_fx = fx.convert_fx(legacy, CONVERT_LSTM).graph
-    ours = decoder(1)[1].graph
+    ours = decoder.itself(1)[1].graph
     assert (conversions(by_fx, "quantize_per_tensor"), conversions(by_fx, "dequantize")) == (3, 3)
     # Values that are float outside are quantized and dequantized inside the call.
     assert conversions(ours, ".quantize_per_tensor") == 0
@@ -90,7 +90,7 @@ def test_no_more_conversions_than_in_the_graph_that_fx_lowers() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [1, 2])
 def test_integers_across_the_boundary_change_no_result(layers: int) -> None:
-    reference, lowered = decoder(layers)
+    reference, lowered = decoder.itself(layers)
     for steps, batch in ((3, 2), (1, 1), (40, 5)):
         given = arguments(steps, batch, layers)
         for expected, found in zip(leaves(reference(*given)), leaves(lowered(*given)), strict=True):
@@ -99,7 +99,7 @@ def test_integers_across_the_boundary_change_no_result(layers: int) -> None:
 
 @torch.no_grad()
 def test_arguments_nested_in_another_way_are_refused() -> None:
-    _, lowered = decoder(1)
+    _, lowered = decoder.itself(1)
     x, (h, c) = arguments()
     for wrong in ((x, torch.stack([h, c])), ((x, h), c), (x, (h, c, c)), (x, (h, (c,)))):
         with pytest.raises((CallError, CustomModuleError), match="Hint: "):
@@ -236,7 +236,7 @@ def test_weights_made_in_inference_mode_are_looked_at_in_the_operator() -> None:
 
 @torch.no_grad()
 def test_threads_share_one_module() -> None:
-    lowered: Any = converted("gru").lowered()
+    lowered: Any = converted.itself("gru").lowered()
     inputs = [on(X_QPARAMS, uniform(2.0, 1 + i, 1 + i % 3, 8)) for i in range(6)]
     expected = [leaves(lowered(x)) for x in inputs]
     faults: list[int] = []
@@ -260,7 +260,7 @@ def test_threads_share_one_module() -> None:
 @pytest.mark.parametrize("name", ["lstm", "projected lstm", "16-bit lstm", "gru", "relu rnn"])
 def test_torchs_operators_compute_the_same(name: str, form: str) -> None:
     """The fallback without a compiler, on the operator's own arguments."""
-    bound = converted(name).lowered().bound()
+    bound = converted.itself(name).lowered().bound()
     module = ModuleNumbers.of(bound.program)
     qparams = PerTensorQParams(1 / 100, 3, -128, 127, torch.int8)
     x = on(X_QPARAMS, uniform(2.0, 7, 4, 8))
@@ -312,7 +312,7 @@ def wrong_programs(program: Tensor) -> list[Tensor]:
     "wrong", ["x", "states", "weights", "program", "boundary", "directions", "batch_sizes"]
 )
 def test_the_operator_reads_no_memory_that_is_not_there(wrong: str) -> None:
-    bound = converted("lstm").lowered().bound()
+    bound = converted.itself("lstm").lowered().bound()
     states = [torch.zeros(len(bound.bound), 2, 12)] * 2
     boundary = [1.0, 8.0, *qparams_row(X_QPARAMS), *[0.0] * 5]
     given: dict[str, Any] = {
@@ -350,7 +350,7 @@ def test_the_operator_reads_no_memory_that_is_not_there(wrong: str) -> None:
 
 def test_one_zero_is_no_sizes_and_other_weights_at_the_same_place_are_packed_again() -> None:
     """AOTInductor passes no empty list, and its weights lie in memory that no tensor owns."""
-    bound = converted("lstm").lowered().bound()
+    bound = converted.itself("lstm").lowered().bound()
     states = [torch.zeros(len(bound.bound), 2, 12)] * 2
     memory = [bytearray(weight.detach().numpy().tobytes()) for weight in bound.weights()]
     weights = [
