@@ -15,7 +15,7 @@ from pathlib import Path
 
 #: Tests that ``pytest --smoke`` leaves out, without the parameters in brackets.
 COSTLY = Path(__file__).with_name("costly.txt")
-SECONDS_OF_SMOKE = 0.6
+SECONDS_OF_SMOKE = 0.25
 SLOWEST = 20
 
 
