@@ -185,6 +185,14 @@ def test_saved_loaded_and_exported_again(name: str, shape: str) -> None:
     assert_same_bits(model, saved_and_loaded(again), (4, 3), (7, 2))
 
 
+def test_a_copy_of_a_dynamic_model_exports_the_same_operator() -> None:
+    x = torch.randn(6, 3, 8)
+    model = converted_alone("dynamic")
+    program, of_copy = (tc.export(each, (x,), recurrent="opaque") for each in (model, copy.deepcopy(model)))
+    assert [node.target for node in of_copy.graph.nodes] == [node.target for node in program.graph.nodes]
+    assert all(map(torch.equal, leaves(of_copy.module()(x)), leaves(program.module()(x))))
+
+
 def test_states_given_and_parts_of_16_bits() -> None:
     model = build(bidirectional=True)
     _, converted = run_flow(OURS, model, batches_of(model), **documented())
