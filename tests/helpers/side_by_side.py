@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.fx
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["side_by_side"]
+__all__ = ["Branches", "side_by_side"]
+
+
+class Branches(nn.Module):
+    """Models side by side, each with an input and a result of its own."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return [model(x) for model, x in zip(self.models, inputs, strict=True)]
 
 
 def side_by_side(models: Sequence[nn.Module], inputs: Sequence[Sequence[int]]) -> torch.fx.GraphModule:

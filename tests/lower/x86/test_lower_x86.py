@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +24,7 @@ from torch.ao.quantization import (
 
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate, sqnr
+from tests.helpers.side_by_side import Branches
 from torchq_compat.lower.x86.engines import decide_engine
 from torchq_compat.lower.x86.lowered_module import LoweredGraphModule, lower
 
@@ -197,17 +198,6 @@ def computing(lowered: Any) -> list[str]:
 def result_scale(lowered: Any) -> float:
     dequantize = lowered.reference.graph.output_node().all_input_nodes[0]
     return float(dequantize.args[1])
-
-
-class Branches(nn.Module):
-    """Models side by side, each with an input and a result of its own."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-
-    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        return [model(x) for model, x in zip(self.models, inputs, strict=True)]
 
 
 @functools.cache

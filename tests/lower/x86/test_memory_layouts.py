@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.oracle import by_fx, by_us, calibrate, sqnr
+from tests.helpers.side_by_side import Branches
 
 MAPPING = get_default_qconfig_mapping("x86")
 Op = Callable[[Tensor], Tensor]
@@ -85,17 +86,6 @@ OPS: dict[str, tuple[Op, tuple[int, ...]]] = {
     "max_pool3d": (lambda x: F.max_pool3d(x, 2), (2, 4, 3)),
     "nearest3d": (lambda x: F.interpolate(x, scale_factor=2), (2, 4, 3)),
 }
-
-
-class Branches(nn.Module):
-    """Models side by side, each with an input and a result of its own."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-
-    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        return [model(x) for model, x in zip(self.models, inputs, strict=True)]
 
 
 def test_a_batch_of_one_behind_a_transpose() -> None:
