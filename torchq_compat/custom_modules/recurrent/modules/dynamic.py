@@ -103,8 +103,7 @@ class DynamicRecurrent(RecurrentModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        copied._bind()
+        copied.__setstate__(copy.deepcopy(vars(self), memo))
         return copied
 
     def __reduce__(self) -> Any:
