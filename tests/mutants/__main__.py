@@ -38,24 +38,21 @@ def instrument(checkout: Path, mutants: Iterable[tuple[int, Mutant]]) -> None:
         path.write_bytes(source[: mutant.start] + chosen.encode() + source[mutant.end :])
 
 
-def run_tests(checkout: Path, *arguments: str, **switches: str) -> subprocess.CompletedProcess[str]:
+def run_tests(
+    checkout: Path, *arguments: str, timeout: int = PATIENCE, **switches: str
+) -> subprocess.CompletedProcess[str]:
     """Run pytest in the checkout, with its package before the one that is installed."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"} | switches
     return subprocess.run(
-        command, cwd=checkout, env=environment, text=True, capture_output=True, timeout=PATIENCE, check=False
+        command, cwd=checkout, env=environment, text=True, capture_output=True, timeout=timeout, check=False
     )
 
 
 def note_reached(checkout: Path, workers: int, folder: Path) -> str:
     """Run the default tests with no mutant on; return the last line of the run."""
     folder.mkdir(parents=True, exist_ok=True)
-    global PATIENCE
-    patience, PATIENCE = PATIENCE, 7200
-    try:
-        done = run_tests(checkout, "-n", str(workers), TORCHQ_REACHED=str(folder.resolve()))
-    finally:
-        PATIENCE = patience
+    done = run_tests(checkout, "-n", str(workers), timeout=4 * PATIENCE, TORCHQ_REACHED=str(folder.resolve()))
     return done.stdout.strip().splitlines()[-1]
 
 
