@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
-from torchq_compat.capture.torch_export import capture
+from torchq_compat.capture.torch_export import capture_freely
 
 WIDTHS = (64, 64, 128, 128, 256, 256, 512, 512)
 
@@ -94,7 +94,7 @@ def measure(repeat: int) -> dict[str, float]:
     mapping = get_default_qconfig_mapping("x86")
     seconds = {
         "fixed export": fastest(repeat, lambda: torch.export.export(model, inputs)),
-        "export": fastest(repeat, lambda: capture(model, inputs)),
+        "export": fastest(repeat, lambda: capture_freely(model, inputs)),
         "fx": fastest(repeat, lambda: fx.prepare_fx(copy.deepcopy(model), mapping, inputs)),
         "ours": fastest(repeat, lambda: tc.prepare_fx(model, mapping, inputs)),
     }

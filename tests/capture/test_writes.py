@@ -22,7 +22,7 @@ import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, sqnr
 from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
-from torchq_compat.capture.torch_export import capture
+from torchq_compat.capture.torch_export import capture_freely
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError
 
@@ -98,7 +98,7 @@ def writes_of(graph_module: GraphModule) -> list[str]:
 
 @made_once
 def captured(seed: int) -> GraphModule:
-    return capture(Program(seed), (torch.randn(3, 3, 3),))
+    return capture_freely(Program(seed), (torch.randn(3, 3, 3),))
 
 
 @pytest.mark.parametrize(

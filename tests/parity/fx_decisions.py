@@ -30,10 +30,11 @@ def quantized_by_us(prepared: GraphModule) -> Counter[tuple[str, str]]:
         if decision.node and decision.action in ("quantized", "shared"):
             if "." in decision.kind.split(" + ")[0]:
                 scope = decision.path.rpartition("/")[0]
-                found[scope, _name(decision.kind.split(" + ")[0].split(".")[0])] += 1
+                name = _name(decision.kind.split(" + ")[0].split(".")[0])
+                found[scope, name] += name not in NO_OPS
             else:
                 found[decision.path, ""] += 1
-    return found
+    return +found
 
 
 def quantized_by_fx(prepared: GraphModule) -> Counter[tuple[str, str]]:
@@ -53,7 +54,7 @@ def quantized_by_fx(prepared: GraphModule) -> Counter[tuple[str, str]]:
         name = "" if is_module else _name(_function_name(root))
         if name not in NO_OPS:
             found[str(root.target) if is_module else scopes[root.name][0], name] += 1
-    return found
+    return +found
 
 
 def _is_quantized(node: Node, observers: set[Node]) -> bool:

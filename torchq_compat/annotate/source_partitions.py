@@ -122,7 +122,7 @@ def is_float_tensor(node: Node) -> bool:
 
 
 def _is_size(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _partition(nodes: tuple[Node, ...], origin: Origin, call_index: int) -> SourcePartition:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.capture.sizes.input_sizes import InputSizes, is_same_value
 from torchq_compat.errors import InputError
+from torchq_compat.sizes.input_sizes import InputSizes, is_same_value
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["CallSignature"]

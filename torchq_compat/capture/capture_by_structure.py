@@ -37,7 +37,7 @@ def capture_by_structure(module: nn.Module, args: tuple[Tensor, ...]) -> GraphMo
     )
     captured = _CAPTURED.get(key)
     if captured is None:
-        captured = capture_flat(module, args, (None,) * len(args))
+        captured = capture_flat(module, args)
         shapes = {name: nn.Parameter(p.to("meta"), p.requires_grad) for name, p in _parameters(captured)}
         captured = _with_parameters(captured, shapes)
         if len(_CAPTURED) >= MOST:

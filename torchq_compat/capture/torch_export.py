@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,31 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.capture.call_signature import CallSignature
 from torchq_compat.capture.inlined_blocks import is_block
 from torchq_compat.capture.short_tracebacks import partial_graphs_held_back
 from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError, ExampleInputsError, TorchQCompatError
 from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
+from torchq_compat.sizes.size_reads import SizeReads
 from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.model_copies import copied_model
-from torchq_compat.support.upstream import pytree, symbolic_shapes_config
-from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
+from torchq_compat.support.upstream import guards_of, pytree, symbolic_shapes_config
 
 __all__ = [
-    "Statics",
+    "EVERY_SIZE",
     "capture",
     "capture_flat",
+    "capture_freely",
+    "clean_captured",
     "copied_inputs",
     "explain_failure",
-    "export_with_free_sizes",
+    "export_with",
     "line_of_failure",
 ]
 
+#: As ``dynamic_shapes``: every size is free that the model allows.
+EVERY_SIZE: Any = object()
 #: The directories of torch and of this package: a user's line is in neither.
 LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 #: Advice on traceable forms of code that usually computes with the values of lengths.
@@ -51,44 +54,79 @@ WITHOUT_GRADIENTS = (
     "Inference tensors",
     "functions with out=... arguments don't support automatic differentiation",
 )
-#: (label of an input, dimension) pairs that are fixed to their size in the example.
-Statics = tuple[tuple[str, int], ...]
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None, statics: Statics = ()
-) -> GraphModule:
-    """Return ``model`` as an aten graph that keeps its input and output structure.
+    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None
+) -> tuple[GraphModule, tuple[str, ...]]:
+    """Return ``model`` as an aten graph that keeps its input and output structure, dead code included.
 
     Args:
         model: the model, captured as it is, including its training flags.
         args: example positional arguments.
-        dynamic_shapes: the argument of torch.export; None makes every dimension dynamic that the model
-            allows.
-        statics: the dimensions that are fixed if ``dynamic_shapes`` is None.
+        dynamic_shapes: see ``export_with``.
+
+    Returns:
+        The graph, and what torch.export assumes of the sizes that ``dynamic_shapes`` names, as Python code.
 
     Raises:
         Exception: whatever torch.export or the model raises; see ``explain_failure``.
     """
     try:
-        program = export_with_free_sizes(model, args, dynamic_shapes, statics)
+        program = export_with(model, args, dynamic_shapes)
     except RuntimeError as cause:
         if not any(words in str(cause) for words in WITHOUT_GRADIENTS):
             raise
         with torch.no_grad():
-            program = export_with_free_sizes(model, args, dynamic_shapes, statics)
-    options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
-    graph_module = program.module(**options)
+            program = export_with(model, args, dynamic_shapes)
+    graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, GraphModule)
+    # It checks that calls have the sizes of the example; what follows from sizes is checked by this package.
+    graph_module._forward_pre_hooks.clear()
+    return graph_module, tuple(guards_of(program))
+
+
+def clean_captured(graph_module: GraphModule) -> None:
+    """Remove what a captured graph computes and does not use."""
     graph_module.graph.eliminate_dead_code(lambda node: is_block(node) or node.is_impure())
     _drop_full_slices(graph_module)
-    return graph_module
 
 
-def capture_flat(model: nn.Module, args: tuple[Tensor, ...], dynamic_shapes: Any = None) -> GraphModule:
+def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    """Return the result of ``torch.export.export``.
+
+    Args:
+        dynamic_shapes: as in torch.export, where None is static; or ``EVERY_SIZE``.
+    """
+    args = _distinct(args)
+    oblivious: AbstractContextManager[None] = nullcontext()
+    if dynamic_shapes is EVERY_SIZE:
+        dynamic_shapes = _every_dimension(model, args)
+        # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
+        oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
+    export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
+    with partial_graphs_held_back(), oblivious:
+        return with_seen_python(model, export)
+
+
+def capture_freely(model: nn.Module, args: tuple[Any, ...]) -> GraphModule:
+    """Return ``model`` as an aten graph, with the sizes free that its Python reads; see ``SizeReads``.
+
+    Raises:
+        Exception: whatever torch.export or the model raises.
+    """
+    reads = SizeReads()
+    with reads.during(model):
+        captured, _ = capture(model, args)
+    reads.write_results(captured)
+    clean_captured(captured)
+    return captured
+
+
+def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
     """Return the graph of a module that takes tensors and returns a tuple of tensors, without pytree in its
     calling code, because the graph is called once per time step."""
-    captured = capture(model, args, dynamic_shapes)
+    captured = capture_freely(model, args)
     make_out_of_place(captured)
     flat = GraphModule(captured, captured.graph)
     flat.graph.set_codegen(torch.fx.graph.CodeGen())
@@ -118,22 +156,6 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
     return _capture_refused(type(model).__name__, _user_line(cause), cause)
 
 
-def export_with_free_sizes(
-    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any, statics: Statics = ()
-) -> torch.export.ExportedProgram:
-    """Return the result of ``torch.export.export``; without ``dynamic_shapes`` every dimension is free that
-    ``model`` allows, except ``statics``."""
-    args = _distinct(args)
-    export = partial(torch.export.export, model, args, strict=False)
-    if dynamic_shapes is not None:
-        with partial_graphs_held_back():
-            return with_seen_python(model, partial(export, dynamic_shapes=dynamic_shapes))
-    shapes = _every_dimension(model, args, statics)
-    # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
-    with partial_graphs_held_back(), symbolic_shapes_config.patch(backed_size_oblivious=True):
-        return with_seen_python(model, partial(export, dynamic_shapes=shapes))
-
-
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``args`` with each tensor copied.
 
@@ -151,17 +173,9 @@ def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return distinct
 
 
-def _every_dimension(model: nn.Module, args: tuple[Any, ...], statics: Statics) -> Any:
-    labels = iter(CallSignature.of(model, args).labelled(args)) if statics else itertools.repeat("")
-
+def _every_dimension(model: nn.Module, args: tuple[Any, ...]) -> Any:
     def dimensions(leaf: Any) -> Any:
-        label = next(labels)
-        if isinstance(leaf, Tensor):
-            return {
-                index: torch.export.Dim.STATIC if (label, index) in statics else torch.export.Dim.AUTO
-                for index in range(leaf.dim())
-            }
-        return None
+        return dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO) if isinstance(leaf, Tensor) else None
 
     shapes = _map_as_export_wants(dimensions, args)
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]

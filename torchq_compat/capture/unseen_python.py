@@ -1,8 +1,7 @@
-"""Makes ``tensor.data``, ``len(tensor)``, ``int(size)``, ``max(lengths)`` and similar Python traceable during
-capture; torch.export does not trace them by itself.
+"""Makes ``len(tensor)``, ``int(size)``, ``max(lengths)`` and similar Python traceable during capture;
+torch.export does not trace them by itself.
 
-``data`` is no operator: its result depends on nothing that was traced, and becomes a constant without values;
-``detach()`` is the same tensor in a graph. ``len`` and ``int`` return a plain integer, which fixes the size;
+``len`` and ``int`` return a plain integer, which fixes the size;
 ``size(0)`` is the same number and stays free, as do ``torch.sym_int`` of it and the ``item()`` of a tensor of
 one integer. Python that iterates over lengths fixes their number; ``lengths.max()`` does not, and a list of
 lengths is not taken apart until it is read (``lengths_as_lists``). FX has ``torch.fx.wrap("len")``, which
@@ -24,13 +23,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode
 
 from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
 
 __all__ = ["with_seen_python"]
 
-DATA: Any = torch.Tensor.data
 #: Packages whose methods are not rebound: they do not convert tensors to numbers.
 LIBRARIES = ("torch", __name__.partition(".")[0])
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -49,8 +46,7 @@ def _seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
                 if called and name not in vars(module):
                     vars(module)[name] = MethodType(_with_names(method, called), module)
                     bound.append((module, name))
-        with _DetachedData():
-            yield
+        yield
     finally:
         for module, name in bound:
             del vars(module)[name]
@@ -163,16 +159,6 @@ def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Export
             return export()
         except Exception:
             raise first from None
-
-
-class _DetachedData(TorchFunctionMode):
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # Each read of ``__get__`` gives a new object, so compare by equality.
-        if function == DATA.__get__ and get_proxy_mode() is not None:
-            return args[0].detach()
-        return function(*args, **(kwargs or {}))
 
 
 def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:

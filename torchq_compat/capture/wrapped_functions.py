@@ -17,12 +17,11 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchq_compat.support import metadata
+from torchq_compat.support.metadata import CUSTOM
 from torchq_compat.support.upstream import WRAPPED_FUNCTIONS
 
 __all__ = ["WrappedCall", "marked_functions", "wrapped_call_of"]
 
-#: The key of a node's metadata whose value torch.export keeps.
-CUSTOM = "custom"
 #: (function name, number of the call in the capture)
 WrappedCall = tuple[str, int]
 

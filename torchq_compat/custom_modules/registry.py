@@ -58,7 +58,6 @@ class ObserveRequest:
         standalone: the configuration of a standalone module.
         prepare_inside: prepares a standalone module, or the model that the module holds, as its own model.
         example_inputs: the example inputs of the model that the module holds.
-        ones: (argument, dimension) pairs of that model whose size is always 1.
     """
 
     module: nn.Module
@@ -69,7 +68,6 @@ class ObserveRequest:
     standalone: StandaloneSettings | None = None
     prepare_inside: Callable[[ObserveRequest], GraphModule] | None = None
     example_inputs: tuple[Any, ...] | None = None
-    ones: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import linecache
 import operator
 import traceback
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import CallError, InputError
+from torchq_compat.sizes.input_sizes import Dimension
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import pytree
+
+if TYPE_CHECKING:
+    from torchq_compat.graph.graph_module import QuantizationGraphModule
 
 __all__ = [
     "FAILURES",
@@ -32,7 +36,7 @@ FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError
 
 
 def explain_failed_call(
-    model: GraphModule, stage: str, args: tuple[Any, ...], cause: BaseException
+    model: QuantizationGraphModule, stage: str, args: tuple[Any, ...], cause: BaseException
 ) -> CallError | None:
     """Return the error for the user; None if ``cause`` does not come from the arguments.
 
@@ -46,8 +50,12 @@ def explain_failed_call(
         (str(node.target), node.meta.get("val")) for node in model.graph.nodes if node.op == "placeholder"
     ]
     given = pytree.tree_leaves(args)
-    problem = next(_differences(expected, given), "")
-    wanted = ", ".join(f"{name}: {_described(value)}" for name, value in expected)
+    sizes = model.record.signature.sizes.of_placeholders(model.graph)
+    problem = next(_differences(expected, given, sizes), "")
+    wanted = ", ".join(
+        f"{name}: {_described(value, dimensions)}"
+        for (name, value), dimensions in zip(expected, sizes, strict=True)
+    )
     return _call_failed(stage, _place(cause), problem, cause, wanted)
 
 
@@ -107,12 +115,14 @@ def has_example_dtypes(model: GraphModule, args: tuple[Any, ...]) -> bool:
     )
 
 
-def _differences(expected: list[tuple[str, Any]], given: list[Any]) -> Iterator[str]:
+def _differences(
+    expected: list[tuple[str, Any]], given: list[Any], sizes: list[tuple[Dimension, ...]]
+) -> Iterator[str]:
     """Yield the differences of ``given`` from the example, argument by argument."""
     if len(expected) != len(given):
         yield f"its arguments hold {len(given)} values where the example held {len(expected)}"
         return
-    for (name, example), value in zip(expected, given, strict=True):
+    for (name, example), value, dimensions in zip(expected, given, sizes, strict=True):
         if not isinstance(example, Tensor):
             continue
         if not isinstance(value, Tensor):
@@ -124,15 +134,16 @@ def _differences(expected: list[tuple[str, Any]], given: list[Any]) -> Iterator[
         elif value.device != example.device:
             yield f"argument {name!r} is on {value.device} where the example was on {example.device}"
         else:
-            for dimension, (size, fixed) in enumerate(zip(value.shape, example.shape, strict=True)):
-                if isinstance(fixed, int) and size != fixed:
-                    yield f"argument {name!r} has size {size} in dimension {dimension}, the example {fixed}"
+            for size, each in zip(value.shape, dimensions, strict=True):
+                if each.is_fixed and size != each.example:
+                    where = f"in dimension {each.index}, the example {each.example}"
+                    yield f"argument {name!r} has size {size} {where}"
 
 
-def _described(value: Any) -> str:
+def _described(value: Any, dimensions: Iterable[Dimension]) -> str:
     if not isinstance(value, Tensor):
         return "None" if value is None else type(value).__name__
-    sizes = ", ".join(str(size) if isinstance(size, int) else "any" for size in value.shape)
+    sizes = ", ".join(str(each.example) if each.is_fixed else "any" for each in dimensions)
     return f"{dtype_name(value.dtype)} ({sizes})"
 
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.capture.short_tracebacks import without_frames_of_torch
-from torchq_compat.capture.torch_export import explain_failure, export_with_free_sizes
+from torchq_compat.capture.torch_export import EVERY_SIZE, explain_failure, export_with
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
 from torchq_compat.graph.graph_module import ConvertedGraphModule
@@ -80,7 +80,7 @@ def export(
             checked: torch.nn.Module = with_size_rules(model, args)
             if streams is not None:
                 checked = StreamProgram(checked, model, streams, args)
-            program = export_with_free_sizes(checked, args, dynamic_shapes)
+            program = export_with(checked, args, EVERY_SIZE if dynamic_shapes is None else dynamic_shapes)
         except Exception as cause:
             found = _error(model, args, shape, dynamic_shapes, cause)
             raise found from without_frames_of_torch(cause)
@@ -174,10 +174,12 @@ def _warn_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
     names = program.graph_signature.user_inputs
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     fixed = [
-        f"{name} in dimension {dimension} to {size}"
-        for node, name in zip(model.graph.find_nodes(op="placeholder"), names, strict=True)
-        for dimension, (free, size) in enumerate(zip(_sizes(node), _sizes(nodes.get(str(name))), strict=True))
-        if _constant(free) is None and _constant(size) is not None
+        f"{name} in dimension {dimension.index} to {size}"
+        for name, dimensions in zip(
+            names, model.record.signature.sizes.of_placeholders(model.graph), strict=True
+        )
+        for dimension, size in zip(dimensions, _sizes(nodes.get(str(name))), strict=True)
+        if not dimension.is_fixed and _constant(size) is not None
     ]
     if fixed:
         warn_user(

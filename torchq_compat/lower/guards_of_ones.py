@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from torchq_compat.capture.checked.trial_inputs import Group, SizeGroups, group_of, symbol_values, with_sizes
+from torchq_compat.capture.checked.trial_inputs import SizeGroups, sizes_at, with_sizes
 from torchq_compat.capture.checked.trial_runs import kept_buffers
-from torchq_compat.capture.sizes.input_sizes import Dimension
 from torchq_compat.graph.graph_module import ConvertedGraphModule
+from torchq_compat.sizes.find_sizes import Group, group_of
+from torchq_compat.sizes.input_sizes import Dimension
 from torchq_compat.support.upstream import guards_of, pytree
 from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
@@ -55,7 +56,7 @@ def _calls_refused(
     found = {}
     for guard in guards:
         groups = _ones_refused(guard, dimensions)
-        if groups and signature.sizes.broken_rule(symbol_values(signature.sizes, groups)) is None:
+        if groups and signature.sizes.broken_rule(sizes_at(signature.sizes, groups)) is None:
             found[guard] = groups
     return found
 
@@ -88,12 +89,12 @@ def _is_right(
     module: torch.nn.Module, model: ConvertedGraphModule, args: tuple[Any, ...], groups: SizeGroups
 ) -> bool:
     signature = model.record.signature
-    values = symbol_values(signature.sizes, groups)
+    values = sizes_at(signature.sizes, groups)
     # The other sizes stay as in ``args``: a streaming program accepts only its own batch size.
     changed = {
-        (dimension.label, dimension.index): values[str(dimension.symbol)]
+        dimension.place: values[dimension.place]
         for dimension in signature.sizes.dimensions
-        if values[str(dimension.symbol)] != dimension.example
+        if values[dimension.place] != dimension.example
     }
     call = with_sizes(args, signature.labelled(args), changed)
     try:

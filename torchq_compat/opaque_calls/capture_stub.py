@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.opaque_calls.layouts import CallLayout, LeafKind, Structure
 from torchq_compat.packed_sequences.packing_mode import batch_of_arguments, call_with_batch
+from torchq_compat.sizes.size_reads import current_reads
 
 __all__ = ["OPAQUE_OP", "ORIGINAL", "CallResults", "CaptureStub", "StubRegistry"]
 
@@ -167,6 +168,9 @@ class CaptureStub(nn.Module):
         flat = torch.ops.torchq_compat.custom_module(
             tensors, [*sizes, *more], self.stub_handle, len(stub.layouts) - 1
         )
+        if (reads := current_reads()) is not None:
+            for made, each in zip(flat, shown, strict=True):
+                reads.hand_on_sizes(made, like=each)
         result = outputs.put_together(_with_handed_on(flat, shown, tensors))
         registry.results.results.append(result)
         return result

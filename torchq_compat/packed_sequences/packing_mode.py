@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
@@ -78,6 +79,9 @@ class PackingMode(TorchFunctionMode):
     ) -> Any:
         if function is pack_padded_sequence:
             return self._pack(*args)
+        # Each read of ``__get__`` gives a new object, so compare by equality.
+        if function == torch.Tensor.data.__get__ and get_proxy_mode() is not None:  # type: ignore[attr-defined]
+            return _keep_whole(args[0].detach())
         if function is pad_packed:
             return self._pad(*args)
         if function is torch.Tensor.size and self._is_known(args[0]):

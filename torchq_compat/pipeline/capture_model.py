@@ -96,12 +96,10 @@ def capture_model(
     show_identities(working)
     watching = stubs.results.watch(working)
     inputs = signature.labelled(args)
-    labels = list(inputs)
-    ones = tuple((labels[argument], dimension) for argument, dimension in request.ones)
-    case = CaptureCase(working, args, inputs, request.dynamic_shapes, tried.runs, tried.example, ones=ones)
+    case = CaptureCase(working, args, inputs, request.dynamic_shapes, tried.runs, tried.example)
     try:
         with failed_attempts_held_back():
-            found = capture_checked(case)
+            case, found = capture_checked(case)
     except Exception as cause:
         raise explain_failure(model, args, cause) from without_frames_of_torch(cause)
     finally:

@@ -25,7 +25,6 @@ class PrepareRequest:
         unrolled_because: why loops over time stay as they are written; empty if they may be rolled.
         untraced_because: why modules of torch.nn that FX does not trace are one float call each; empty if
             they are traced.
-        ones: (argument, dimension) pairs whose size is always 1.
         quantizer: annotates everything but custom modules, in place of ``rules`` and ``backend``.
     """
 
@@ -39,7 +38,6 @@ class PrepareRequest:
     is_step: bool = False
     unrolled_because: str = ""
     untraced_because: str = ""
-    ones: tuple[tuple[int, int], ...] = ()
 
     def inside(self, inner: ObserveRequest) -> PrepareRequest:
         """Return the request for preparing a standalone module or the step of a loop."""
@@ -56,7 +54,6 @@ class PrepareRequest:
                 settings=settings,
                 dynamic_shapes=None,
                 is_step=True,
-                ones=inner.ones,
             )
         standalone = inner.standalone
         assert standalone is not None

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from torchq_compat.opaque_calls.layouts import CallLayout
     from torchq_compat.qspecs.qparams import QParams
 
-__all__ = ["KEYS", "MetaKey"]
+__all__ = ["CUSTOM", "KEYS", "MetaKey"]
 
 T = TypeVar("T")
+#: The key of a node's metadata whose value torch.export keeps.
+CUSTOM = "custom"
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,9 @@ RECORDING: MetaKey[Recording] = MetaKey(
     "migrate.comparison.measure.script_recorder",
 )
 #: (function, index of the call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
+SIZES_ASKED: MetaKey[int] = MetaKey(
+    "torchq_compat_sizes_asked", "node", "sizes.size_reads", "capture.checked.attempts"
+)
 WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(
     "torchq_compat_wrapped_call", "node", "capture.wrapped_functions", "capture.origins"
 )

@@ -322,8 +322,11 @@ def test_a_size_that_depends_on_data() -> None:
     assert torch.equal(prepared(x), model(x))
 
 
-def test_a_size_that_cannot_be_found_is_an_error() -> None:
-    config = PrepareCustomConfig().set_non_traceable_module_names(["inner"])
-    with pytest.raises(tc.TorchQCompatError, match="Halved at 'inner' are no sizes of its inputs") as caught:
-        tc.prepare_fx(Doubling(Halved()).eval(), MAPPING, (torch.randn(4, 4),), config)
-    assert "fake_call" in str(caught.value)
+def test_a_size_that_is_none_of_the_inputs() -> None:
+    config, model = PrepareCustomConfig().set_non_traceable_module_names(["inner"]), Doubling(Halved()).eval()
+    with pytest.warns(tc.QuantizationWarning, match="at 'input x' .*fixed: at 4"):
+        prepared = tc.prepare_fx(model, MAPPING, (torch.randn(4, 4),), config)
+    x = torch.randn(4, 4)
+    assert torch.equal(prepared(x), model(x))
+    with pytest.raises(tc.InputError, match="has size 9 in dimension 0"):
+        prepared(torch.randn(9, 4))

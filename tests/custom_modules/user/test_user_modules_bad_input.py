@@ -32,7 +32,7 @@ from tests.helpers.user_modules import (
     settings_for,
     with_weights_of,
 )
-from torchq_compat.errors import TorchQCompatError
+from torchq_compat.errors import InputError, QuantizationWarning, TorchQCompatError
 
 
 @pytest.fixture(autouse=True)
@@ -419,12 +419,12 @@ class UsesASize(Wrapped):
 
 
 def test_a_module_that_returns_a_size() -> None:
-    refuse_prepare(
-        UsesASize(GivesASize()).eval(),
-        mirror(GivesASize)[0],
-        "the module at 'custom' returns an integer computed from the sizes of its inputs",
-        hint="take the size from a tensor outside",
-    )
+    model, x = UsesASize(GivesASize()).eval(), X[0]
+    with pytest.warns(QuantizationWarning, match="at 'input x' .*fixed: at .* by .*shape"):
+        prepared = tc.prepare_fx(model, MAPPING, (x,), mirror(GivesASize)[0])
+    torch.testing.assert_close(prepared(x), model(x), atol=1e-6, rtol=0)
+    with pytest.raises(InputError, match=r"has size \d+ in dimension 0"):
+        prepared(torch.cat([x, x]))
 
 
 class NeedsData(Mixer):

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchq_compat.capture.checked.row_order import check_row_order
 from torchq_compat.capture.checked.same_results import AS_LARGE, CAPTURED, CAST, DOUBTFUL, difference, sqnr
-from torchq_compat.capture.checked.trial_inputs import (
-    Group,
-    SizeGroups,
-    group_of,
-    resized,
-    symbol_values,
-    trial_sizes,
-)
+from torchq_compat.capture.checked.trial_inputs import SizeGroups, resized, trial_sizes, with_sizes
 from torchq_compat.capture.checked.trial_runs import FloatRun, Runs
 from torchq_compat.capture.inlined_blocks import Block, inline_blocks
-from torchq_compat.capture.sizes.input_sizes import InputSizes
-from torchq_compat.capture.sizes.size_guards import GuardLog
-from torchq_compat.capture.torch_export import Statics, capture
+from torchq_compat.capture.torch_export import EVERY_SIZE, capture, clean_captured
 from torchq_compat.capture.wrapped_functions import marked_functions
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.packed_sequences.packing_mode import PackingMode
+from torchq_compat.sizes.find_sizes import Group, find_sizes
+from torchq_compat.sizes.input_sizes import InputSizes, Place
+from torchq_compat.sizes.shape_program import ShapeProgram
+from torchq_compat.sizes.size_reads import SizeReads
+from torchq_compat.sizes.symbolic_sizes import sizes_of_symbols
+from torchq_compat.support.upstream import pytree
 
-__all__ = ["Attempt", "CaptureCase", "Trial", "attempt", "least_sqnr"]
+__all__ = ["Attempt", "CaptureCase", "DependsOnValuesError", "Trial", "Way", "attempt", "least_sqnr"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class CaptureCase:
         runs: runs the float model.
         example: the run of the float model on ``args``.
         packing: how sequences are packed in the graph.
-        ones: dimensions whose size is always 1.
     """
 
     model: nn.Module
@@ -52,7 +51,6 @@ class CaptureCase:
     runs: Runs
     example: FloatRun
     packing: PackingMode = field(default_factory=lambda: PackingMode(whole=False))
-    ones: Statics = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,6 @@ class Attempt:
     graph_module: GraphModule
     sizes: InputSizes
     blocks: tuple[Block, ...]
-    statics: Statics
     problem: str | None
     trials: list[Trial] = field(default_factory=list)
     unknown: dict[Group, Exception] = field(default_factory=dict)
@@ -94,64 +91,86 @@ class Attempt:
         return self.problem is None and all(trial.problem is None for trial in self.trials)
 
 
-def attempt(case: CaptureCase, statics: Statics) -> Attempt:
-    """Capture ``case`` with the dimensions ``statics`` fixed, and try the graph.
+class Way(enum.Enum):
+    """How sizes stay free in a capture."""
+
+    #: Sizes that Python reads are followed; see ``SizeReads``.
+    FOLLOWED = "followed"
+    #: They are symbols of torch.export, as the user's ``dynamic_shapes`` say, or all of them.
+    SYMBOLS = "symbols"
+    #: Sizes that Python reads are fixed.
+    FIXED = "fixed"
+
+
+class DependsOnValuesError(Exception):
+    """Sizes depend on values, such as lengths: torch.export has symbols for them, and computes with these and
+    the sizes of inputs together."""
+
+
+def _depends_on_values(graph_module: GraphModule) -> bool:
+    values = (leaf for node in graph_module.graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
+    return any(
+        isinstance(value, torch.SymInt)
+        or (isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape))
+        for value in values
+    )
+
+
+def attempt(case: CaptureCase, way: Way) -> Attempt:
+    """Capture ``case`` in one ``way``, and try the graph.
 
     Raises:
         Exception: whatever torch.export or the model raises.
     """
-    log = GuardLog()
-    watching = log.watch(case.model)
-    try:
-        stubs = case.runs.stubs
-        with stubs.capturing(case.model), marked_functions(), case.packing.during(case.model):
-            graph_module = capture(case.model, case.args, case.dynamic_shapes, statics)
-            blocks = inline_blocks(graph_module)
-            make_out_of_place(graph_module)
-    finally:
-        watching.remove()
-    sizes = InputSizes.of(graph_module, case.inputs, log.guards())
-    made = Attempt(graph_module, sizes, blocks, statics, None)
+    reads, stubs, is_static = SizeReads(follow=way is Way.FOLLOWED), case.runs.stubs, way is not Way.SYMBOLS
+    shapes = EVERY_SIZE if case.dynamic_shapes is None else case.dynamic_shapes
+    reading = reads.during(case.model) if is_static else nullcontext()
+    with stubs.capturing(case.model), marked_functions(), case.packing.during(case.model), reading:
+        graph_module, conditions = capture(case.model, case.args, None if is_static else shapes)
+        blocks = inline_blocks(graph_module)
+    if way is Way.FOLLOWED and (case.packing.packs or _depends_on_values(graph_module)):
+        raise DependsOnValuesError
+    if is_static:
+        reads.write_results(graph_module)
+        sizes = find_sizes(case.inputs, reads.read, _acceptance(case, graph_module))
+    else:
+        sizes = sizes_of_symbols(graph_module, case.inputs, conditions)
+    clean_captured(graph_module)
+    make_out_of_place(graph_module)
+    made = Attempt(graph_module, sizes, blocks, None)
     made.problem = _compare(case, made, case.example)
     if made.problem is None and case.packing.packs:
         check_row_order(graph_module, case.runs, case.args)
     if made.problem is None:
-        drop_needless_rules(case, made)
         for groups in trial_sizes(made.sizes):
             if not any(groups.items() <= trial.groups.items() for trial in made.trials):
                 try_sizes(case, made, groups)
     return made
 
 
-def drop_needless_rules(case: CaptureCase, made: Attempt) -> None:
-    """Drop the operators' rules that are broken at sizes where graph and float model agree nevertheless:
-    torch's operators require more than their kernels need, above all of a batch of one."""
-    for rule in made.sizes.rules:
-        if rule.excludes_one:
-            _without_rules(case, made, made.sizes, {group_of(rule.dimension): 1})
-    hard = replace(made.sizes, rules=tuple(rule for rule in made.sizes.rules if not rule.is_soft))
-    if len(hard.rules) == len(made.sizes.rules):
-        return
-    for groups in trial_sizes(hard):
-        together = _without_rules(case, made, hard, groups)
-        for group, size in groups.items() if together is None and len(groups) > 1 else ():
-            _without_rules(case, made, hard, {group: size})
+def _acceptance(case: CaptureCase, graph_module: GraphModule) -> Callable[[Mapping[Place, int]], bool]:
+    """Return a function that tells whether the model runs at given sizes of its inputs."""
+    program = ShapeProgram.of(graph_module, case.inputs)
+    example = {
+        (label, index): int(size)
+        for label, value in case.inputs.items()
+        if isinstance(value, Tensor)
+        for index, size in enumerate(value.shape)
+    }
 
+    def runs_on_shapes(sizes: Mapping[Place, int]) -> bool:
+        try:
+            with case.runs.stubs.active():
+                program.run(sizes)
+        except Exception:
+            return False
+        return True
 
-def _without_rules(case: CaptureCase, made: Attempt, hard: InputSizes, groups: SizeGroups) -> Trial | None:
-    """Drop the rules broken at ``groups`` if graph and float model agree there, and return the trial; None if
-    they differ, or no rule is broken."""
-    values = symbol_values(hard, groups)
-    broken = [rule for rule in made.sizes.rules if not rule.holds(values)]
-    if not broken:
-        return None
-    run = case.runs.of_float_model(resized(case.args, case.inputs, hard, groups))
-    if run.error is not None or _compare(case, made, run) is not None:
-        return None
-    made.sizes = replace(made.sizes, rules=tuple(rule for rule in made.sizes.rules if rule not in broken))
-    trial = Trial(groups, run, None)
-    made.trials.append(trial)
-    return trial
+    def runs_on_values(sizes: Mapping[Place, int]) -> bool:
+        return case.runs.of_float_model(with_sizes(case.args, case.inputs, sizes)).error is None
+
+    # Where shapes depend on values, as lengths, only values will do.
+    return runs_on_shapes if runs_on_shapes(example) else runs_on_values
 
 
 def try_sizes(case: CaptureCase, made: Attempt, groups: SizeGroups) -> None:
@@ -175,10 +194,14 @@ def least_sqnr(blocks: tuple[Block, ...], least: float = CAPTURED) -> float:
 
 
 def _compare(case: CaptureCase, made: Attempt, run: FloatRun) -> str | None:
-    def run_again(*, double: bool) -> Any:
-        return case.runs.of_graph(made.graph_module, run.args, double=double)
+    return _differs(case, made.graph_module, run, least_sqnr(made.blocks))
 
-    return compare_runs(case.runs, run, run_again, least_sqnr(made.blocks))
+
+def _differs(case: CaptureCase, graph_module: GraphModule, run: FloatRun, least: float) -> str | None:
+    def run_again(*, double: bool) -> Any:
+        return case.runs.of_graph(graph_module, run.args, double=double)
+
+    return compare_runs(case.runs, run, run_again, least)
 
 
 def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: float) -> str | None:

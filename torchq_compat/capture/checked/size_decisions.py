@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchq_compat.capture.checked.attempts import Attempt, CaptureCase
-from torchq_compat.capture.checked.trial_inputs import group_of, with_sizes
-from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, SizeRule
+from torchq_compat.capture.checked.trial_inputs import with_sizes
+from torchq_compat.sizes.find_sizes import group_of
+from torchq_compat.sizes.input_sizes import Dimension, InputSizes, SizeRule
 from torchq_compat.support.decisions import Action, Decision
 
 __all__ = ["decide_blocks", "decide_sizes"]
-
-TAKEN_AS_ONE = "taken as 1: with that size free the captured graph differs from the float model"
 
 
 def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
@@ -45,12 +44,6 @@ def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
 
 def _decide(case: CaptureCase, found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> Decision:
     path, kind = f"input {dimension.label}", f"dimension {dimension.index}"
-    is_static = (dimension.label, dimension.index) in found.statics
-    if is_static:
-        warn = dimension.index == 0 and _runs_elsewhere(case, found.sizes, dimension)
-        line = f": {rules[0].line}" if rules and rules[0].line else ""
-        reason = TAKEN_AS_ONE if dimension.example == 1 else f"torch.export could not leave it free{line}"
-        return Decision(path, kind, Action.FIXED, f"at {dimension.example}, {reason}", warn=warn)
     if dimension.is_fixed:
         rule = rules[0] if rules else None
         at = f"at {dimension.example}"
@@ -68,7 +61,9 @@ def _decide(case: CaptureCase, found: Attempt, dimension: Dimension, rules: list
 def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
     # The limits of operators are those of the float model too, and are not reported.
     told = [rule for rule in rules if rule.by_python or "==" in rule.expected]
-    texts = [f"{rule.expected} ({rule.line})" if rule.line else rule.expected for rule in told]
+    words = [f"it is {rule.expected}" if rule.is_computed else rule.expected for rule in told]
+    texts = [f"{each} ({rule.line})" if rule.line else each for each, rule in zip(words, told, strict=True)]
+    texts = list(dict.fromkeys(texts))
     if group_of(dimension) in found.unknown:
         error = str(found.unknown[group_of(dimension)]).strip().split("\n", 1)[0]
         texts.append(f"not checked, the float model itself fails at other sizes: {error[:120]}")

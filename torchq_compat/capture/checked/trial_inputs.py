@@ -9,32 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes
+from torchq_compat.sizes.find_sizes import Group, group_of
+from torchq_compat.sizes.input_sizes import InputSizes, Place
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["Group", "SizeGroups", "group_of", "resized", "symbol_values", "trial_sizes", "with_sizes"]
+__all__ = ["SizeGroups", "resized", "sizes_at", "trial_sizes", "with_sizes"]
 
 #: Sizes up to this one grow in trials; larger ones shrink.
 SMALL = 8
-#: (size in the example, dimension for a size of 1, else -1). Sizes of 1 are mostly equal by chance, so they
-#: belong together only if they have the same dimension index.
-Group = tuple[int, int]
 #: The groups of sizes that change -> their new sizes.
 SizeGroups = Mapping[Group, int]
 
 
-def group_of(dimension: Dimension) -> Group:
-    """Return the group of dimensions that change together with ``dimension``."""
-    return dimension.example, dimension.index if dimension.example == 1 else -1
-
-
 def trial_sizes(sizes: InputSizes) -> Iterator[SizeGroups]:
     """Yield up to two sets of sizes other than the example's that ``sizes`` allows."""
-    known = dict.fromkeys(group_of(d) for d in sizes.symbols.values() if d.example > 0)
+    known = dict.fromkeys(group_of(each) for each in sizes.free if each.example > 0)
     if not known:
         return
     leading = next(iter(known))
@@ -65,18 +57,18 @@ def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> Siz
     for group, others in candidates.items():
         for other in others:
             trial = {**chosen, group: other}
-            if other > 0 and sizes.broken_rule(symbol_values(sizes, trial)) is None:
+            if other > 0 and sizes.broken_rule(sizes_at(sizes, trial)) is None:
                 chosen = trial
                 break
     return chosen
 
 
-def symbol_values(sizes: InputSizes, groups: SizeGroups) -> dict[str, int]:
-    """Return the value of each symbol at the sizes ``groups``, including the sizes that depend on these."""
-    values = _changed(sizes, groups)
-    found = {str(symbol): value for symbol, value in values.items()}
-    for dimension in sizes.dimensions:
-        found[str(dimension.symbol)] = _evaluate(dimension, values)
+def sizes_at(sizes: InputSizes, groups: SizeGroups) -> dict[Place, int]:
+    """Return the size of each dimension where ``groups`` have those sizes, and what depends on them too."""
+    found = {each.place: groups.get(group_of(each), each.example) for each in sizes.free}
+    for each in sizes.dimensions:
+        if not each.is_free:
+            found[each.place] = each.example if each.root is None else found[each.root]
     return found
 
 
@@ -84,13 +76,7 @@ def resized(
     args: tuple[Any, ...], inputs: Mapping[str, Any], sizes: InputSizes, groups: SizeGroups
 ) -> tuple[Any, ...]:
     """Return ``args``, whose leaves by label are ``inputs``, resized to the sizes in ``groups``."""
-    values = _changed(sizes, groups)
-    wanted = {(d.label, d.index): _evaluate(d, values) for d in sizes.dimensions}
-    return with_sizes(args, inputs, wanted)
-
-
-def _changed(sizes: InputSizes, groups: SizeGroups) -> dict[Any, int]:
-    return {d.expression: groups.get(group_of(d), d.example) for d in sizes.symbols.values()}
+    return with_sizes(args, inputs, sizes_at(sizes, groups))
 
 
 def with_sizes(
@@ -173,10 +159,3 @@ def _as_lengths(
             falling = bool((example.diff() <= 0).all())
             return fitting.sort(descending=True).values if falling else fitting
     return leaf
-
-
-def _evaluate(dimension: Dimension, values: Mapping[Any, int]) -> int:
-    expression = dimension.expression
-    if dimension.expression.free_symbols - set(values):
-        return dimension.example
-    return int(sympy.sympify(expression).xreplace({k: sympy.Integer(v) for k, v in values.items()}))

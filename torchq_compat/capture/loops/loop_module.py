@@ -135,12 +135,11 @@ class Loop(nn.Module):
 
     Args:
         step: the model of one step, (*states, *parts, *same) -> (*new states, *values).
-        ones: (argument, dimension) pairs of ``step`` whose size is 1 for all inputs.
     """
 
-    def __init__(self, form: LoopForm, step: GraphModel, ones: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, form: LoopForm, step: GraphModel) -> None:
         super().__init__()
-        self.form, self.ones = form, ones
+        self.form = form
         # Not a submodule: the step's modules belong to a model of its own.
         vars(self)["step"] = step
         self.training = step.training

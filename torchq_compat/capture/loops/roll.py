@@ -30,7 +30,7 @@ from torchq_compat.capture.loops.loop_module import GraphModel, Loop
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.loops.two_lengths import Length, follow_lengths
-from torchq_compat.capture.torch_export import capture, copied_inputs
+from torchq_compat.capture.torch_export import capture_freely, copied_inputs
 from torchq_compat.capture.wrapped_functions import marked_functions
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
@@ -205,7 +205,7 @@ def _capture_rolled(
     show_identities(model)
     try:
         with stubs.capturing(model), marked_functions():
-            graph_module = capture(model, args)
+            graph_module = capture_freely(model, args)
             inline_blocks(graph_module)
             make_out_of_place(graph_module, keep_writes_into_views=True)
     except Exception as cause:
@@ -224,7 +224,6 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
         loop.name: Loop(
             loop.form,
             GraphModel(_pruned(working, in_steps[loop.name].__contains__), steps[loop.name]),
-            loop.ones,
         )
         for loop in rolled.loops
     }

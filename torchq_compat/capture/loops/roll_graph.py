@@ -33,14 +33,12 @@ class RolledLoop:
         graph: the graph of one step.
         form: the form of its inputs and results.
         count: the number of steps in the unrolled graph.
-        ones: (argument, dimension) pairs of the step whose size is 1 for all inputs.
     """
 
     name: str
     graph: Graph
     form: LoopForm
     count: int
-    ones: tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -64,7 +62,7 @@ def roll_graph(graph_module: GraphModule, stubs: StubRegistry, names: Sequence[s
     """
     rolled = RolledGraph(graph_module)
     for name in names:
-        tidy_graph(graph_module)
+        tidy_graph(graph_module, stubs)
         found = _first_loop(graph_module, stubs, rolled)
         if found is None:
             break
@@ -166,9 +164,9 @@ class _Roller:
             tuple(dim for _, dim in self.stacked),
             counted=not taken,
         )
-        body, ones = self._body(taken, same), tuple(self._ones(taken, same))
+        body = self._body(taken, same)
         self._erase()
-        return RolledLoop(self.name, body, form, len(self.steps), ones)
+        return RolledLoop(self.name, body, form, len(self.steps))
 
     def call(self, target: Any, *args: Any) -> Node:
         """Insert a call of ``target`` at the graph's insertion point."""
@@ -305,18 +303,6 @@ class _Roller:
         news = [made[Inside(state.position)] for state in self.states]
         graph.output((*news, *(value(read) for read, _ in self.stacked)))
         return graph
-
-    def _ones(self, taken: list[int], same: Mapping[Node, None]) -> Iterator[tuple[int, int]]:
-        shapes = [state.first.meta["val"].shape for state in self.states]
-        for position in taken:
-            shape = self.flow.template[position].meta["val"].shape
-            place = self.flow.taken[position]
-            shapes.append((*shape[: place.dim], *shape[place.dim + 1 :]) if place.keeps else shape)
-        shapes += [node.meta["val"].shape for node in same]
-        for index, shape in enumerate(shapes):
-            for dim, size in enumerate(shape):
-                if isinstance(size, int) and size == 1:
-                    yield index, dim
 
     def _erase(self) -> None:
         graph = self.graph_module.graph

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.sizes.shape_program import ShapeProgram
 from torchq_compat.support.graph_nodes import SLICE_END, module_path_of
 from torchq_compat.support.upstream import OpOverload, pytree
 
@@ -37,7 +38,7 @@ Leaf = Any
 Steps = list[list[Node | None]]
 
 
-def tidy_graph(graph_module: GraphModule) -> None:
+def tidy_graph(graph_module: GraphModule, stubs: StubRegistry) -> None:
     """Make equal steps look equal: read sizes from inputs, remove slices of a whole dimension and checks,
     make constants once, and read the part of a step where it is first used."""
     graph = graph_module.graph
@@ -51,7 +52,7 @@ def tidy_graph(graph_module: GraphModule) -> None:
         elif node.target in TAKEN_APART:
             parts.extend(_read_one_by_one(node))
     graph.eliminate_dead_code()
-    _take_sizes_of_inputs(graph_module)
+    _take_sizes_of_inputs(graph_module, stubs)
     _make_constants_once(graph_module)
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in parts:
@@ -109,27 +110,59 @@ def _size_at(value: Any, dim: Any) -> Any:
     return value.shape[dim]
 
 
-def _take_sizes_of_inputs(graph_module: GraphModule) -> None:
+def _take_sizes_of_inputs(graph_module: GraphModule, stubs: StubRegistry) -> None:
     """Read every size that is the size of an input from that input, once, in front of the first op."""
-    graph, known = graph_module.graph, dict[str, Node]()
-    placeholders = graph.find_nodes(op="placeholder")
+    graph, known = graph_module.graph, dict[tuple[Node, int], Node]()
     first = next((node for node in graph.nodes if node.op == "call_function"), None)
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, torch.SymInt) or first is None:
-            continue
-        name = str(value.node.expr)
-        if name not in known:
-            place = _place_of(placeholders, name)
-            if place is None:
-                continue
+    for node, place in _origins_of_sizes(graph_module, stubs).items():
+        if place not in known:
             with graph.inserting_before(first):
-                known[name] = graph.call_function(ATEN.sym_size.int, place)
-            known[name].meta = dict(node.meta)
-        node.replace_all_uses_with(known[name])
+                known[place] = graph.call_function(ATEN.sym_size.int, place)
+            known[place].meta = dict(node.meta)
+        node.replace_all_uses_with(known[place])
         if node is first:
             first = node.next
         graph.erase_node(node)
+
+
+def _origins_of_sizes(graph_module: GraphModule, stubs: StubRegistry) -> dict[Node, tuple[Node, int]]:
+    """Return node of a size -> input and dimension that have the same size, also if that changes."""
+    asked = [node for node in graph_module.graph.nodes if node.target is ATEN.sym_size.int]
+    inputs = [
+        (node, node.meta["val"])
+        for node in graph_module.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), Tensor)
+    ]
+    places = {(node, dim): int(size) for node, value in inputs for dim, size in enumerate(value.shape)}
+    found: dict[Node, tuple[Node, int]] = {}
+    for place, size in places.items() if asked else ():
+        alike = [other for other, known in places.items() if known == size]
+        for changed in ([place], alike):
+            values = _sizes_at(graph_module, asked, {**places, **dict.fromkeys(changed, size + 1)}, stubs)
+            for node, value in (values or {}).items():
+                if (node.meta["val"], value) == (size, size + 1):
+                    found.setdefault(node, changed[0])
+            if values is not None:
+                break
+    return found
+
+
+def _sizes_at(
+    graph_module: GraphModule,
+    asked: Sequence[Node],
+    places: Mapping[tuple[Node, int], int],
+    stubs: StubRegistry,
+) -> dict[Node, int] | None:
+    """Return the values of the sizes ``asked`` at other sizes of the inputs; None if these do not fit."""
+    nodes = graph_module.graph.find_nodes(op="placeholder")
+    inputs = {node.name: node.meta.get("val") for node in nodes}
+    program = ShapeProgram.of(graph_module, inputs)
+    try:
+        with stubs.active():
+            values = program.values({(node.name, dim): size for (node, dim), size in places.items()})
+    except Exception:
+        return None
+    return {node: values[node] for node in asked}
 
 
 def _make_constants_once(graph_module: GraphModule) -> None:
@@ -163,14 +196,6 @@ def _make_constants_once(graph_module: GraphModule) -> None:
             known[key].meta = dict(node.meta)
         node.replace_all_uses_with(known[key])
         graph.erase_node(node)
-
-
-def _place_of(placeholders: Sequence[Node], name: str) -> tuple[Node, int] | None:
-    for node in placeholders:
-        for index, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
-            if isinstance(size, torch.SymInt) and str(size.node.expr) == name:
-                return node, index
-    return None
 
 
 def leaves_of(node: Node) -> list[Leaf]:

@@ -110,9 +110,7 @@ class _Writer:
     def _zeros(self, x: Node) -> list[Node]:
         """Return zeros for the states of a call that passes none, in the dtype and on the device of ``x``."""
         axis = self._batch_axis()
-        batch = x.meta["val"].shape[axis]
-        if isinstance(batch, torch.SymInt):
-            batch = self._write(ATEN.sym_size.int, (x, axis), batch)
+        batch = self._write(ATEN.sym_size.int, (x, axis), x.meta["val"].shape[axis])
         rows = self.structure.state_rows
         return [
             self._op(ATEN.new_zeros.default, x, [rows, batch, width]) for width in self.structure.state_widths

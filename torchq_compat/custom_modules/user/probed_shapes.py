@@ -7,6 +7,7 @@ otherwise are fixed, and those that it accepts only if they are equal stay equal
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from torchq_compat.errors import UserModuleError
 from torchq_compat.opaque_calls.layouts import Structure
+from torchq_compat.sizes.followed_numbers import is_followed
 from torchq_compat.support.model_copies import copied_model
 from torchq_compat.support.upstream import disable_current_modes
 
@@ -28,12 +30,13 @@ def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
     Raises:
         UserModuleError: if the module fails on example data, or its shapes depend on the data.
     """
-    call = _Call(module, path, *Structure.take_apart_with_sizes((args, kwargs)))
+    inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
+    call = _Call(module, path, inputs, tensors, sizes, [tuple(tensor.shape) for tensor in tensors])
     first = call.run({}, torch.zeros)
     moves, second = _move_sizes(call)
     if first.outputs != second.outputs:
         raise _shapes_depend_on_data(path, type(module))
-    _keep_equal(call.symbolic, moves)
+    _keep_equal(call.followed, moves)
     results = []
     for one, other in zip(first.results, second.results, strict=True):
         if one.dim() != other.dim() or one.dtype != other.dtype:
@@ -44,7 +47,7 @@ def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
     return first.outputs.put_together(results)
 
 
-#: Symbol of a size -> the value it has in place of that of the example.
+#: Expression of a size -> the value it has in place of that of the example.
 Moves = dict[Any, int]
 
 
@@ -61,19 +64,20 @@ class _Call:
     inputs: Structure
     tensors: list[Tensor]
     sizes: list[Any]
+    shapes: list[tuple[Any, ...]]
 
     @property
-    def symbolic(self) -> list[torch.SymInt]:
-        sizes = [*(size for tensor in self.tensors for size in tensor.shape), *self.sizes]
-        return [size for size in sizes if isinstance(size, torch.SymInt)]
+    def followed(self) -> list[torch.SymInt]:
+        """The sizes that the call is given and that are no constants."""
+        return [size for size in (*itertools.chain(*self.shapes), *self.sizes) if is_followed(size)]
 
     def run(self, moves: Moves, fill: Callable[..., Tensor] = torch.ones) -> _Run:
         """Run the module on real tensors at the sizes of the example, but for ``moves``."""
         # Inside torch.export every new tensor would be fake.
         with disable_current_modes():
             real = [
-                fill([_value(size, moves) for size in t.shape], dtype=t.dtype, device=t.device)
-                for t in self.tensors
+                fill([_value(size, moves) for size in shape], dtype=t.dtype, device=t.device)
+                for t, shape in zip(self.tensors, self.shapes, strict=True)
             ]
             args, kwargs = self.inputs.put_together(real, [_value(size, moves) for size in self.sizes])
             try:
@@ -94,16 +98,16 @@ def _move_sizes(call: _Call) -> tuple[Moves, _Run]:
     """Return other values of the sizes that the module accepts, as many as can be found, and its run on
     them: each size on its own value; else those with equal values together."""
     moves: Moves = {}
-    for size in call.symbolic:
-        for symbol in sorted(size.node.expr.free_symbols, key=str):
-            moves.setdefault(symbol, 2 * size.node.shape_env.backed_var_to_val[symbol] + 1 + len(moves))
+    for size in call.followed:
+        moves.setdefault(size.node.expression, 2 * size.node.value + 1 + len(moves))
+    example = {size.node.expression: size.node.value for size in call.followed}
     try:
         return moves, call.run(moves)
     except UserModuleError as refused:
-        alone = {symbol: value for symbol, value in moves.items() if call.accepts({symbol: value})}
+        alone = {size: value for size, value in moves.items() if call.accepts({size: value})}
         together: Moves = {}
-        for value in {_example(call, symbol) for symbol in moves}:
-            alike = [s for s in moves if s not in alone and _example(call, s) == value]
+        for value in set(example.values()):
+            alike = [size for size in moves if size not in alone and example[size] == value]
             group = dict.fromkeys(alike, moves[alike[0]]) if len(alike) > 1 else {}
             together |= group if group and call.accepts(group) else {}
         accepted = {**alone, **together}
@@ -115,31 +119,24 @@ def _move_sizes(call: _Call) -> tuple[Moves, _Run]:
             raise refused from None
 
 
-def _example(call: _Call, symbol: Any) -> int:
-    return int(call.symbolic[0].node.shape_env.backed_var_to_val[symbol])
-
-
-def _keep_equal(symbolic: list[torch.SymInt], moves: Moves) -> None:
+def _keep_equal(followed: list[torch.SymInt], moves: Moves) -> None:
     """Let the captured graph accept no other sizes than the module does."""
     moved: dict[int, torch.SymInt] = {}
-    for size in symbolic:
-        if not size.node.expr.free_symbols <= moves.keys():
+    for size in followed:
+        if size.node.expression not in moves:
             int(size)  # fixes it
-        elif size.node.expr.is_Symbol:
-            first = moved.setdefault(moves[size.node.expr], size)
+        else:
+            first = moved.setdefault(moves[size.node.expression], size)
             bool(first == size)  # a guard
 
 
 def _value(size: Any, moves: Moves) -> int:
-    """Return the value of ``size`` with ``moves``; a symbol has the same value in all sizes."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    values = {s: moves.get(s, size.node.shape_env.backed_var_to_val[s]) for s in size.node.expr.free_symbols}
-    return int(size.node.expr.xreplace(values))
+    """Return the value of ``size`` with ``moves``."""
+    return moves.get(size.node.expression, size.node.value) if is_followed(size) else int(size)
 
 
 def _size(pair: tuple[int, int], call: _Call, moves: Moves) -> Any:
-    for size in call.symbolic:
+    for size in call.followed:
         if (_value(size, {}), _value(size, moves)) == pair:
             return size
     if pair[0] != pair[1]:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from torchq_compat.errors import ExecutorchError
+from torchq_compat.sizes.input_sizes import Dimension
 from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.upstream import pytree
 
@@ -89,15 +90,15 @@ def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
     return tuple(_input(nodes[str(name)]) for name in program.graph_signature.user_inputs)
 
 
-def unexpectedly_fixed(inputs: tuple[InputSpec, ...], converted: Graph) -> list[str]:
-    """Return the sizes above 1 that the graph of the ``converted`` model leaves free and ``inputs`` fix."""
-    found = []
-    for spec, placeholder in zip(inputs, converted.find_nodes(op="placeholder"), strict=True):
-        free = getattr(placeholder.meta.get("val"), "shape", ())
-        for dimension, (size, (low, high)) in enumerate(zip(free, spec.sizes or (), strict=True)):
-            if _is_free(size) and low == high > 1:
-                found.append(f"{spec.name} in dimension {dimension} to {high}")
-    return found
+def unexpectedly_fixed(inputs: tuple[InputSpec, ...], sizes: list[tuple[Dimension, ...]]) -> list[str]:
+    """Return the sizes above 1 that ``inputs`` fix and that the converted model, whose inputs have ``sizes``,
+    leaves free."""
+    return [
+        f"{spec.name} in dimension {dimension.index} to {high}"
+        for spec, dimensions in zip(inputs, sizes, strict=True)
+        for dimension, (low, high) in zip(dimensions, spec.sizes or (), strict=True)
+        if not dimension.is_fixed and low == high > 1
+    ]
 
 
 def _input(placeholder: Node) -> InputSpec:

@@ -105,7 +105,8 @@ def to_executorch(
     if dynamic_shapes is None:
         # The q-dq graph of a lowered model is its attribute ``reference``.
         reference: Any = getattr(converted, "reference", converted)
-        _warn_of_fixed_sizes(unexpectedly_fixed(inputs, reference.graph))
+        sizes = reference.record.signature.sizes.of_placeholders(reference.graph)
+        _warn_of_fixed_sizes(unexpectedly_fixed(inputs, sizes))
     structure = exported.call_spec.out_spec
     try:
         # With gradients enabled, every pass over the graph would also trace the backward of its loops.

@@ -10,15 +10,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
-from torch import SymInt, Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch import Tensor
+from torch.fx import Node
 
 from torchq_compat.capture.checked.same_results import sqnr
 from torchq_compat.custom_modules.recurrent.modules.streams import Streams
 from torchq_compat.errors import StreamingError
 from torchq_compat.lower.streams.recurrent_calls import RecurrentCall
+from torchq_compat.lower.streams.trial_calls import TrialCalls
+from torchq_compat.sizes.input_sizes import Place
 from torchq_compat.support.graph_nodes import module_path_of, user_line_of
 from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
@@ -31,10 +32,9 @@ BATCH = 5
 #: SQNRs in dB that count as equal: q-dq may round differently where a float sum has another order, and
 #: dynamic ranges are computed for each piece.
 EQUAL, EQUAL_DYNAMIC = 30.0, 12.0
-EMBEDDINGS = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx)
 
 
-def check_causality(graph_module: GraphModule, calls: Sequence[RecurrentCall], *, is_dynamic: bool) -> None:
+def check_causality(trial: TrialCalls, calls: Sequence[RecurrentCall], *, is_dynamic: bool) -> None:
     """Run a q-dq graph on random sequences and on their pieces, and compare all values.
 
     Raises:
@@ -44,20 +44,18 @@ def check_causality(graph_module: GraphModule, calls: Sequence[RecurrentCall], *
     if any(call.steps != steps for call in calls):
         raise _refused("its recurrent modules run over different numbers of steps", calls[-1].node)
     sizes = {call.batch: BATCH for call in calls if call.batch is not None}
-    generator = torch.Generator().manual_seed(0)
-    tokens = _tokens(graph_module)
-    total = sum(PIECES)
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    whole = [_random(node, {**sizes, steps: total}, tokens, generator) for node in placeholders]
+    whole = trial.inputs({**sizes, steps: sum(PIECES)})
     # A state that the caller gives also continues from piece to piece.
     kept = frozenset(call.key for call in calls)
-    expected = _run(graph_module, whole, Streams(kept))
+    expected = trial.values(whole, Streams(kept))
     streams, pieces, start = Streams(kept), [], 0
+    placeholders = trial.graph_module.graph.find_nodes(op="placeholder")
     for count in PIECES:
         piece = [
-            _piece(node, value, steps, start, count) for node, value in zip(placeholders, whole, strict=True)
+            _piece(value, trial.places(node), steps, start, count)
+            for node, value in zip(placeholders, whole, strict=True)
         ]
-        pieces.append(_run(graph_module, piece, streams))
+        pieces.append(trial.values(piece, streams))
         start += count
     least = EQUAL_DYNAMIC if is_dynamic else EQUAL
     for node, value in expected.items():
@@ -66,70 +64,12 @@ def check_causality(graph_module: GraphModule, calls: Sequence[RecurrentCall], *
             raise _refused("it is computed from several steps, or from the number of steps", node)
 
 
-class _Recorder(Interpreter):
-    def __init__(self, graph_module: GraphModule) -> None:
-        super().__init__(graph_module, garbage_collect_values=False)
-        self.extra_traceback = False
-
-
-def _run(graph_module: GraphModule, inputs: list[Any], streams: Streams) -> dict[Node, Any]:
-    """Return the value of every node that is no input."""
-    recorder = _Recorder(graph_module)
-    with torch.no_grad(), streams.active():
-        try:
-            recorder.run(*inputs, enable_io_processing=False)
-        except StreamingError:
-            raise
-        except Exception as cause:
-            raise _does_not_run(cause) from cause
-    return {node: value for node, value in recorder.env.items() if node.op not in ("placeholder", "get_attr")}
-
-
-def _random(node: Node, sizes: dict[Any, int], tokens: int, generator: torch.Generator) -> Any:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return value
-    shape = [_size(size, sizes) for size in value.shape]
-    if value.dtype is torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    if not value.dtype.is_floating_point:
-        return torch.randint(0, tokens, shape, generator=generator).to(value.dtype)
-    return torch.randn(shape, generator=generator).to(value.dtype)
-
-
-def _size(size: Any, sizes: dict[Any, int]) -> int:
-    if not isinstance(size, SymInt):
-        return int(size)
-    expression = size.node.expr.xreplace({s: sympy.Integer(n) for s, n in sizes.items() if s is not None})
-    return int(expression) if not expression.free_symbols else int(size.node.hint)
-
-
-def _piece(node: Node, value: Any, steps: Any, start: int, count: int) -> Any:
+def _piece(value: Any, places: Sequence[Place | None], steps: Place, start: int, count: int) -> Any:
     """Return ``count`` steps of ``value`` from step ``start`` on; an input without steps is unchanged."""
-    shape = node.meta["val"].shape if isinstance(value, Tensor) else ()
-    for dimension, size in enumerate(shape):
-        if isinstance(size, SymInt) and size.node.expr == steps:
+    for dimension, place in enumerate(places):
+        if place == steps:
             value = value.narrow(dimension, start, count)
     return value
-
-
-def _tokens(graph_module: GraphModule) -> int:
-    """Return the number of tokens that every embedding table of the graph has."""
-    counts = [2]
-    for node in graph_module.graph.nodes:
-        if node.target in EMBEDDINGS:
-            table = node.args[0]
-            while isinstance(table, Node) and table.op == "call_function":
-                table = table.args[0]
-            if isinstance(table, Node) and table.op == "get_attr":
-                counts.append(len(_attribute(graph_module, str(table.target))))
-    return max(2, min(counts[1:], default=2))
-
-
-def _attribute(owner: Any, path: str) -> Any:
-    for name in path.split("."):
-        owner = getattr(owner, name)
-    return owner
 
 
 def _agrees(whole: Any, pieces: list[Any], least: float) -> bool:
@@ -196,14 +136,4 @@ def _refused(reason: str, node: Node) -> StreamingError:
         f"streaming: {name}{where}{at} gives something else in pieces than for the whole sequence: {reason}.",
         hint="a conv, pooling, attention, mean or position over time needs all steps; stream the part of the "
         "model in which every step is computed from those before it.",
-    )
-
-
-def _does_not_run(cause: Exception) -> StreamingError:
-    first_line = (str(cause).strip().splitlines() or [""])[0]
-    return StreamingError(
-        f"streaming: the model does not run on pieces of {PIECES} steps: {type(cause).__name__}: "
-        f"{first_line}",
-        hint="a conv or pooling over time needs more steps than one; stream the part of the model in which "
-        "every step is computed from those before it.",
     )

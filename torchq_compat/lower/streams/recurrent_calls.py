@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from torchq_compat.custom_modules.recurrent.modules.contracts import SequenceContract
 from torchq_compat.custom_modules.recurrent.modules.dynamic import DynamicRecurrent
 from torchq_compat.custom_modules.recurrent.modules.recurrent_module import RecurrentModule
 from torchq_compat.custom_modules.recurrent.modules.streams import CallKey
 from torchq_compat.errors import StreamingError
+from torchq_compat.lower.streams.trial_calls import TrialCalls
 from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
+from torchq_compat.sizes.input_sizes import Place
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["RecurrentCall", "recurrent_calls"]
@@ -40,16 +41,16 @@ class RecurrentCall:
 
     Attributes:
         key: the name of the call in streams.
-        steps: the symbol of its number of steps.
-        batch: the symbol of its batch size; the number if it is fixed; None if the input is not batched.
+        steps: the place of its number of steps among the sizes of the inputs.
+        batch: the place of its batch size; None if it is fixed, or the input is not batched.
         keeps_state: whether the model gives it no state, or the same state in every call.
     """
 
     node: Node
     module: RecurrentModule
     key: CallKey
-    steps: Any
-    batch: Any
+    steps: Place
+    batch: Place | None
     keeps_state: bool
 
     @property
@@ -57,23 +58,23 @@ class RecurrentCall:
         return isinstance(self.module, DynamicRecurrent)
 
 
-def recurrent_calls(graph_module: GraphModule) -> list[RecurrentCall]:
+def recurrent_calls(trial: TrialCalls) -> list[RecurrentCall]:
     """Return the calls of recurrent modules in a q-dq graph.
 
     Raises:
         StreamingError: a call cannot run in pieces, named by its path; or no call keeps its state.
     """
-    found = []
+    graph_module, found = trial.graph_module, []
     for node in opaque_call_nodes(graph_module):
         module, path = graph_module.get_submodule(str(node.target)), str(node.target)
         if isinstance(module, RecurrentModule):
-            found.append(_read(node, module, path))
+            found.append(_read(trial, node, module, path))
     if not any(call.keeps_state for call in found):
         raise _nothing_to_keep()
     return found
 
 
-def _read(node: Node, module: RecurrentModule, path: str) -> RecurrentCall:
+def _read(trial: TrialCalls, node: Node, module: RecurrentModule, path: str) -> RecurrentCall:
     contract = module.contract
     if not isinstance(contract, SequenceContract):
         raise _refused(path, "it is a cell: the loop around it is Python's and has a fixed number of steps")
@@ -89,28 +90,29 @@ def _read(node: Node, module: RecurrentModule, path: str) -> RecurrentCall:
     _, hidden = contract.arguments_of(path, args, kwargs)
     shape = node.meta["val"][0].shape
     is_batched = len(shape) == 3
-    steps = shape[1 if is_batched and contract.structure.batch_first else 0]
-    if not isinstance(steps, SymInt):
-        raise _refused(path, f"the model fixes its sequences to {steps} steps")
-    batch = shape[0 if contract.structure.batch_first else 1] if is_batched else None
+    axis = 1 if is_batched and contract.structure.batch_first else 0
+    steps = trial.place_of(node, axis)
+    if steps is None:
+        raise _refused(path, f"the model fixes its sequences to {shape[axis]} steps")
+    batch = trial.place_of(node, 0 if contract.structure.batch_first else 1) if is_batched else None
     return RecurrentCall(
         node,
         module,
         (path, index),
-        steps.node.expr,
-        batch.node.expr if isinstance(batch, SymInt) else batch,
-        keeps_state=hidden is None or _is_kept(path, hidden, steps.node.expr),
+        steps,
+        batch,
+        keeps_state=hidden is None or _is_kept(trial, path, hidden, steps),
     )
 
 
-def _is_kept(path: str, hidden: Any, steps: Any) -> bool:
+def _is_kept(trial: TrialCalls, path: str, hidden: Any, steps: Place) -> bool:
     """Return whether an initial state in the graph is the same in every call; False if it is the caller's.
 
     Raises:
         StreamingError: the state is computed from the sequence.
     """
     given = set(_placeholders(pytree.tree_leaves(hidden)))
-    if any(_is_sequence(each, steps) for each in given):
+    if any(steps in trial.places(each) for each in given):
         raise _refused(path, "the state it begins with is computed from the sequence")
     return not given
 
@@ -127,12 +129,6 @@ def _placeholders(waiting: list[Any]) -> Iterator[Node]:
             yield node
         elif node.target not in OF_SHAPES:
             waiting.extend(node.all_input_nodes)
-
-
-def _is_sequence(placeholder: Node, steps: Any) -> bool:
-    value = placeholder.meta.get("val")
-    sizes = value.shape if isinstance(value, Tensor) else ()
-    return any(isinstance(size, SymInt) and steps in size.node.expr.free_symbols for size in sizes)
 
 
 def _refused(path: str, reason: str) -> StreamingError:

@@ -13,6 +13,7 @@ from torchq_compat.errors import StreamingError
 from torchq_compat.graph.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.lower.streams.causality import check_causality
 from torchq_compat.lower.streams.recurrent_calls import recurrent_calls
+from torchq_compat.lower.streams.trial_calls import TrialCalls
 from torchq_compat.support.argument_checks import (
     INDEX,
     Expected,
@@ -128,10 +129,11 @@ def streaming(converted: nn.Module) -> StreamingModel:
         raise _not_converted(converted)
     if reference.record.steps:
         raise _has_loops(reference.record.steps)
-    calls = recurrent_calls(reference)
+    trial = TrialCalls(reference, reference.record.signature.sizes)
+    calls = recurrent_calls(trial)
     dynamic = [call.key[0] for call in calls if call.is_dynamic]
     ranged = [node.name for node in reference.graph.nodes if CHOOSE_QPARAMS in str(node.target)]
-    check_causality(reference, calls, is_dynamic=bool(dynamic or ranged))
+    check_causality(trial, calls, is_dynamic=bool(dynamic or ranged))
     if dynamic or ranged:
         warn_user(
             f"streaming: {', '.join((*dynamic, *ranged))} are quantized dynamically, with the range of each "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.capture.torch_export import capture
+from torchq_compat.capture.torch_export import capture_freely
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
 from torchq_compat.custom_modules.recurrent.modules.contracts import RecurrentContract, SequenceContract
 from torchq_compat.lower.torchscript.scripted import compile_text, script_source, source_of_graph
@@ -37,7 +37,7 @@ def scripted_recurrent(module: nn.Module, contract: RecurrentContract) -> nn.Mod
     batch = x.dim() - 2 if not settings.get("batch_first", False) else 0
     states = tuple(torch.zeros(*(BATCH if size < 0 else size for size in each)) for each in sizes)
     with exporting_loops_as(LoopShape.OPAQUE_TEXT), torch.no_grad():
-        source = source_of_graph(capture(_Flat(module, count).eval(), (x, *states)))
+        source = source_of_graph(capture_freely(_Flat(module, count).eval(), (x, *states)))
     function = script_source(source, f"{contract.kind.name}_call")
     text = _forward_text(contract, sizes, batch, x.dim(), list(source.constants))
     forward = compile_text(text, "forward", {"graph_function": function, "Tensor": Tensor})

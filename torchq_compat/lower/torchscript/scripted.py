@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.capture.torch_export import capture
+from torchq_compat.capture.torch_export import capture_freely
 from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.torchscript.operators import HELPERS
@@ -27,7 +27,7 @@ from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import LEGACY_DTYPES
-from torchq_compat.support.upstream import PythonPrinter, pytree, tracing_paused
+from torchq_compat.support.upstream import pytree, tracing_paused
 from torchq_compat.support.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
 
     try:
         with exporting_loops_as(LoopShape.OPAQUE_TEXT), torch.no_grad():
-            captured = capture(Called().train(leaf.training), examples)
+            captured = capture_freely(Called().train(leaf.training), examples)
     except Exception as cause:
         if model.is_prepared:
             why = "torch.export cannot trace its observers, which are called at every step"
@@ -308,16 +308,15 @@ def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[
     sizes = model.record.signature.sizes
     if any(label not in inputs for label in _labels(model)):
         return
-    places = {name: f"{inputs[each.label]}.size({each.index})" for name, each in sizes._places}
     written = set[str]()
     for rule in sizes.rules:
-        condition = PythonPrinter().doprint(rule.condition)
-        if not PLAIN_CONDITION.fullmatch(condition) or any(name not in places for name in rule.names):
+        condition = rule.condition
+        if not PLAIN_CONDITION.fullmatch(condition) or rule.is_computed:
             continue
-        for name in rule.names:
+        for name, (label, index) in rule.places.items():
             if name not in written:
                 written.add(name)
-                yield f"{name} = {places[name]}"
+                yield f"{name} = {inputs[label]}.size({index})"
         told = f"{rule.dimension.name} is not as captured: {rule.expected}"
         yield f"assert {condition}, {told!r}"
 

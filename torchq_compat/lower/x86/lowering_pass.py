@@ -283,7 +283,8 @@ class _Writer:
         if node in self.quantized:
             return self.quantized[node]
         qparams = self.plan.qparams_of[node]
-        if node.op == "placeholder":
+        # What was moved as integers leaves a region of torch.compile in floats, as in the reference.
+        if node.op == "placeholder" or (node in self.plan.carried and node in self.floats):
             self.quantized[node] = self._quantize(self.floats[node], qparams)
             return self.quantized[node]
         # A dequantize: its quantized tensor is made from the integers that it reads.

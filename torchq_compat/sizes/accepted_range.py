@@ -1,0 +1,113 @@
+"""Says which sizes of an input the rules about computed sizes accept, in numbers: "209 to 224"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torchq_compat.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule
+
+__all__ = ["accepted_range"]
+
+#: Beyond this multiple of the example's size, a rule counts as one without a limit.
+FARTHEST = 4
+
+
+def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSizes:
+    """Return ``sizes`` with each rule about computed sizes told of the dimension that may break it; rules
+    that no size breaks are dropped."""
+    tries = _Tries(sizes, dict(example))
+    told: dict[str, SizeRule] = {}
+    for dimension in (each for each in sizes.dimensions if each.root is None):
+        broken = tries.broken_by(dimension)
+        if not broken:
+            continue
+        words = tries.words(dimension)
+        for rule in broken:
+            told.setdefault(rule.condition, replace(rule, dimension=dimension, expected=words))
+    # What a line of the model fixes is told with that line, not once more as an operator's rule.
+    fixed = {rule.dimension.place for rule in told.values() if rule.expected == str(rule.dimension.example)}
+    rules = tuple(
+        told.get(rule.condition, rule) if rule.is_computed else rule
+        for rule in sizes.rules
+        if rule.condition in told
+        or (tries.may_break(rule) if rule.is_computed else rule.line or rule.dimension.place not in fixed)
+    )
+    needs_program = any(rule.is_computed for rule in rules)
+    return replace(sizes, rules=rules, program=sizes.program if needs_program else None)
+
+
+@dataclass
+class _Tries:
+    """Which sizes of one dimension, all others as in the example, break which rules."""
+
+    sizes: InputSizes
+    example: dict[Place, int]
+    _refused: set[tuple[Place, int]] = field(default_factory=set)
+    _values: dict[Place, set[int]] = field(default_factory=dict)
+    _known: dict[tuple[Place, int], tuple[SizeRule, ...]] = field(default_factory=dict)
+
+    def broken_by(self, dimension: Dimension) -> list[SizeRule]:
+        size = dimension.example
+        near = {size + 1, size + 2, 2 * size, FARTHEST * size, -(-size // 2), size - 1} - {0, -1, size}
+        found: dict[str, SizeRule] = {}
+        for other in sorted(near):
+            for rule in self._broken_at(dimension, other):
+                found[rule.condition] = rule
+        return list(found.values())
+
+    def may_break(self, rule: SizeRule) -> bool:
+        """Return whether a size that ``rule`` is about was another one in some try."""
+        return any(len(self._values.get(place, ())) > 1 for place in rule.places.values())
+
+    def words(self, dimension: Dimension) -> str:
+        size = dimension.example
+        low = self._last_accepted(dimension, size, 0)
+        high = self._last_accepted(dimension, size, FARTHEST * size + 1)
+        if low == high == size:
+            step = next(
+                (
+                    step
+                    for step in (2, 3, 4, 7, 8, 14, 16, 28, 32, 64, size)
+                    if step <= size
+                    and not size % step
+                    and all(self._is_accepted(dimension, size + k * step) for k in (1, 2))
+                ),
+                None,
+            )
+            return str(size) if step is None else f"a multiple of {step}"
+        if high == FARTHEST * size:
+            return f"at least {low}"
+        return f"{low} to {high}"
+
+    def _last_accepted(self, dimension: Dimension, good: int, bad: int) -> int:
+        """Return the last size from ``good`` towards ``bad`` that breaks no rule, by bisection."""
+        while abs(good - bad) > 1:
+            middle = (good + bad) // 2
+            if self._is_accepted(dimension, middle):
+                good = middle
+            else:
+                bad = middle
+        return good
+
+    def _is_accepted(self, dimension: Dimension, size: int) -> bool:
+        return not self._broken_at(dimension, size) and (dimension.place, size) not in self._refused
+
+    def _broken_at(self, dimension: Dimension, size: int) -> Sequence[SizeRule]:
+        key = dimension.place, size
+        if key not in self._known:
+            changed = {
+                each.place: size
+                for each in self.sizes.dimensions
+                if dimension.place in (each.place, each.root)
+            }
+            known = {**self.example, **changed}
+            computed = self.sizes.program.sizes(known) if self.sizes.program else None
+            known.update(computed or {})
+            for place, value in known.items():
+                self._values.setdefault(place, set()).add(value)
+            if computed is None:
+                self._refused.add(key)
+            rules = self.sizes.rules if computed is not None else ()
+            self._known[key] = tuple(r for r in rules if r.is_computed and not r.holds(known))
+        return self._known[key]

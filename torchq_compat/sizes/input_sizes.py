@@ -1,0 +1,230 @@
+"""The sizes a captured model may be called with: free, fixed, or related to each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import SymInt, Tensor
+from torch.fx import Graph
+
+from torchq_compat.errors import InputError
+from torchq_compat.sizes.shape_program import ShapeProgram
+from torchq_compat.support.argument_checks import shown
+
+__all__ = ["Dimension", "InputSizes", "Place", "SizeRule", "is_same_value"]
+
+#: The most forms of calls that are remembered.
+MOST_ACCEPTED = 512
+#: The label of an input, such as ``x`` or ``states[0]``, and a dimension; or an empty label and the number of
+#: a size that a ``ShapeProgram`` computes.
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of an input.
+
+    Attributes:
+        label: the label of the input, such as ``x`` or ``states[0]``.
+        index: the index of the dimension.
+        example: its size in the example inputs.
+        root: the place of the dimension whose size it always has; None if it has a size of its own.
+        is_fixed: whether the model accepts no other size than that of the example, or 1.
+    """
+
+    label: str
+    index: int
+    example: int
+    root: Place | None = None
+    is_fixed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}.size({self.index})"
+
+    @property
+    def place(self) -> Place:
+        return self.label, self.index
+
+    @property
+    def is_free(self) -> bool:
+        return self.root is None and not self.is_fixed
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """A condition on the sizes of a call.
+
+    Attributes:
+        condition: Python code that computes whether the rule holds, from the names in ``places``.
+        places: name in ``condition`` -> the size that it stands for.
+        dimension: the dimension to name if the condition does not hold.
+        expected: the required size, or the condition, as text for people.
+        line: the line of the user's code that the rule comes from; None if it is unknown.
+        by_python: whether Python decided something by the sizes, and not an operator that needs them.
+    """
+
+    condition: str
+    places: Mapping[str, Place]
+    dimension: Dimension
+    expected: str
+    line: str | None = None
+    by_python: bool = False
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the rule is about sizes of tensors that the model computes."""
+        return any(not label for label, _ in self.places.values())
+
+    @cached_property
+    def _test(self) -> Callable[..., Any]:
+        test: Callable[..., Any] = eval(f"lambda {', '.join(self.places)}: {self.condition}", {"math": math})
+        return test
+
+    def holds(self, sizes: Mapping[Place, Any]) -> bool:
+        """Return whether the rule holds for ``sizes``; a rule about an unknown size holds."""
+        if any(place not in sizes for place in self.places.values()):
+            return True
+        try:
+            return bool(self._test(*[sizes[place] for place in self.places.values()]))
+        except (ArithmeticError, ValueError):
+            return True  # A division by the size of an empty batch: the rule means nothing there.
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """The sizes of the inputs of a captured model.
+
+    Attributes:
+        dimensions: the dimensions of every input tensor, in order.
+        constants: label -> value of the inputs that are no tensors, which capture fixed.
+        rules: the conditions on the sizes.
+        program: computes the sizes that rules are about and inputs do not have.
+    """
+
+    dimensions: tuple[Dimension, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    rules: tuple[SizeRule, ...] = ()
+    program: ShapeProgram | None = None
+
+    @property
+    def free(self) -> tuple[Dimension, ...]:
+        """The dimensions that have a size of their own."""
+        return tuple(dimension for dimension in self.dimensions if dimension.is_free)
+
+    def of_placeholders(self, graph: Graph) -> list[tuple[Dimension, ...]]:
+        """Return the dimensions of each input of ``graph``, the captured graph or one made from it."""
+        by_label: dict[str, list[Dimension]] = {}
+        for dimension in self.dimensions:
+            by_label.setdefault(dimension.label, []).append(dimension)
+        waiting = iter(by_label.values())
+        values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+        return [tuple(next(waiting, ())) if isinstance(v, Tensor) and v.dim() else () for v in values]
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        ranks: dict[str, int] = {}
+        for dimension in self.dimensions:
+            ranks[dimension.label] = dimension.index + 1
+        return ranks
+
+    def sizes(self, inputs: Mapping[str, Any]) -> dict[Place, Any]:
+        """Return the sizes of ``inputs``, by label."""
+        shapes = {label: inputs[label].shape for label in self._ranks}
+        return {(label, index): size for label, shape in shapes.items() for index, size in enumerate(shape)}
+
+    def with_rules(self, rules: Sequence[SizeRule]) -> InputSizes:
+        return replace(self, rules=(*self.rules, *rules))
+
+    def broken_rule(self, sizes: Mapping[Place, Any]) -> SizeRule | None:
+        """Return the first rule that ``sizes`` break; None if they break none."""
+        known = dict(sizes)
+        broken = _first_broken((rule for rule in self.rules if not rule.is_computed), known)
+        if broken is not None or self.program is None:
+            return broken
+        computed = self.program.sizes(known)
+        if computed is None:
+            return None  # The operators refuse these sizes by themselves.
+        return _first_broken(self.rules, known | computed)
+
+    @cached_property
+    def _accepted(self) -> set[tuple[Any, ...]]:
+        return set()
+
+    def were_accepted(self, forms: tuple[Any, ...]) -> bool:
+        """Return whether a call with tensors of these ``forms``, shapes and dtypes, was checked before."""
+        return forms in self._accepted
+
+    def accept(self, forms: tuple[Any, ...]) -> None:
+        """Remember that ``check`` accepts calls with tensors of these ``forms``."""
+        if len(self._accepted) >= MOST_ACCEPTED:
+            self._accepted.clear()
+        self._accepted.add(forms)
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Raise if the captured model would compute a wrong result for ``inputs``, by label.
+
+        Raises:
+            InputError: a size, rank or constant does not fit the captured model, or a tensor has no sizes.
+        """
+        for label, value in inputs.items():
+            if isinstance(value, Tensor) and value.is_nested:
+                raise InputError(
+                    f"argument {label!r} is a nested tensor, whose rows have no common size.",
+                    hint="pass a dense tensor: torch.nested.to_padded_tensor makes one.",
+                )
+        for label, rank in self._ranks.items():
+            value = inputs.get(label)
+            if isinstance(value, Tensor) and value.dim() != rank and self.rules:
+                raise InputError(
+                    f"argument {label!r} has {value.dim()} dimensions, and {rank} in the example it was "
+                    "captured with.",
+                    hint="capture the model with an example of that rank.",
+                )
+        for label, constant in self.constants.items():
+            given = inputs.get(label, constant)
+            if type(given) is not type(constant) or isinstance(constant, (int, float, str)):
+                if isinstance(given, SymInt) or is_same_value(given, constant):
+                    continue
+                raise InputError(
+                    f"argument {label!r} is {shown(given)}, but the captured model is fixed to {constant!r}, "
+                    "its value in example_inputs.",
+                    hint="capture the model once for each value; only tensors stay free.",
+                )
+        if not self.rules or any(not isinstance(inputs.get(label), Tensor) for label in self._ranks):
+            return
+        rule = self.broken_rule(self.sizes(inputs))
+        if rule is not None:
+            place = rule.dimension
+            found = inputs[place.label].shape[place.index]
+            raise _fixed_size(place.label, place.index, rule.expected, found, rule.line)
+
+
+def _first_broken(rules: Iterable[SizeRule], sizes: Mapping[Place, Any]) -> SizeRule | None:
+    return next((rule for rule in rules if not rule.holds(sizes)), None)
+
+
+def is_same_value(given: Any, fixed: Any) -> bool:
+    """Return whether a call's value is the ``fixed`` one; one that cannot be compared with it, such as an
+    array, is not."""
+    try:
+        return given is fixed or bool(given == fixed)
+    except Exception:  # whatever the class of ``given`` raises
+        return False
+
+
+def _fixed_size(
+    name: str, dimension: int, expected: str, found: object, line: str | None = None
+) -> InputError:
+    where = f", because of {line}" if line else ""
+    needs = f"is fixed to {expected} there" if expected.isdigit() else f"needs {expected}"
+    return InputError(
+        f"argument {name!r} has size {found} in dimension {dimension}, "
+        f"but the captured model {needs}{where}.",
+        hint="the model's own code depends on that size; capture it with the size you need, "
+        "or pass dynamic_shapes= to prepare_fx.",
+    )
