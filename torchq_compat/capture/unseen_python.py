@@ -80,6 +80,7 @@ class _Asked:
         return {
             "len": self._len,
             "int": self._int,
+            "float": self._float,
             "list": _Called(builtins.list, self._list),
             "tuple": _Called(builtins.tuple, self._list_as_tuple),
             "sorted": self._sorted,
@@ -98,6 +99,11 @@ class _Asked:
             return builtins.int(value, *base)
         found: Any = torch.sym_int(value) if is_size else value.item()  # type: ignore[no-untyped-call]
         return found
+
+    def _float(self, value: Any = 0.0) -> Any:
+        if not self._is_asked(isinstance(value, (torch.SymInt, torch.SymFloat))):
+            return builtins.float(value)
+        return torch.sym_float(value)  # type: ignore[no-untyped-call]
 
     def _list(self, *values: Any) -> Any:
         if not self._is_asked(len(values) == 1 and _are_numbers(values[0])):

@@ -11,6 +11,8 @@ __all__ = ["accepted_range"]
 
 #: Beyond this multiple of the example's size, a rule counts as one without a limit.
 FARTHEST = 4
+#: What is told of a rule that no dimension breaks alone.
+AS_IN_EXAMPLE = "sizes at which the model decides as in the example"
 
 
 def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSizes:
@@ -28,7 +30,7 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
     # What a line of the model fixes is told with that line, not once more as an operator's rule.
     fixed = {rule.dimension.place for rule in told.values() if rule.expected == str(rule.dimension.example)}
     rules = tuple(
-        told.get(rule.condition, rule) if rule.is_computed else rule
+        told.get(rule.condition, replace(rule, expected=AS_IN_EXAMPLE)) if rule.is_computed else rule
         for rule in sizes.rules
         if rule.condition in told
         or (tries.may_break(rule) if rule.is_computed else rule.line or rule.dimension.place not in fixed)
@@ -49,7 +51,7 @@ class _Tries:
 
     def broken_by(self, dimension: Dimension) -> list[SizeRule]:
         size = dimension.example
-        near = {size + 1, size + 2, 2 * size, FARTHEST * size, -(-size // 2), size - 1} - {0, -1, size}
+        near = {1, size + 1, size + 2, 2 * size, FARTHEST * size, -(-size // 2), size - 1} - {0, -1, size}
         found: dict[str, SizeRule] = {}
         for other in sorted(near):
             for rule in self._broken_at(dimension, other):
@@ -61,24 +63,18 @@ class _Tries:
         return any(len(self._values.get(place, ())) > 1 for place in rule.places.values())
 
     def words(self, dimension: Dimension) -> str:
+        """Return the sizes of ``dimension`` around the example's that break no rule, as text for people."""
         size = dimension.example
+        if not any(self._is_accepted(dimension, other) for other in (size - 1, size + 1) if other):
+            step = next((step for step in range(2, size + 1) if self._is_step(dimension, step)), None)
+            return str(size) if step is None else f"a multiple of {step}"
         low = self._last_accepted(dimension, size, 0)
         high = self._last_accepted(dimension, size, FARTHEST * size + 1)
-        if low == high == size:
-            step = next(
-                (
-                    step
-                    for step in (2, 3, 4, 7, 8, 14, 16, 28, 32, 64, size)
-                    if step <= size
-                    and not size % step
-                    and all(self._is_accepted(dimension, size + k * step) for k in (1, 2))
-                ),
-                None,
-            )
-            return str(size) if step is None else f"a multiple of {step}"
-        if high == FARTHEST * size:
-            return f"at least {low}"
-        return f"{low} to {high}"
+        return f"at least {low}" if high == FARTHEST * size else f"{low} to {high}"
+
+    def _is_step(self, dimension: Dimension, step: int) -> bool:
+        size = dimension.example
+        return size % step == 0 and all(self._is_accepted(dimension, size + k * step) for k in (1, 2))
 
     def _last_accepted(self, dimension: Dimension, good: int, bad: int) -> int:
         """Return the last size from ``good`` towards ``bad`` that breaks no rule, by bisection."""

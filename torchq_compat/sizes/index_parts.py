@@ -36,7 +36,7 @@ def sliced(tensor: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
         if part is None:
             tensor = ATEN.unsqueeze.default(tensor, dim)
         elif isinstance(part, slice) and part != slice(None):
-            step = () if part.step in (None, 1) else (part.step,)
+            step = () if part.step is None else (part.step,)
             tensor = ATEN.slice.Tensor(tensor, dim, part.start, part.stop, *step)
         is_plain = is_plain and (part is None or isinstance(part, slice))
         rest.append(slice(None) if part is None or isinstance(part, slice) else part)

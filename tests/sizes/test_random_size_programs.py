@@ -1,0 +1,37 @@
+"""Programs that read sizes in every way are captured once and are right, or refuse, at every size."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.ao.quantization import QConfigMapping
+
+import torchq_compat as tc
+from tests.helpers.oracle import leaves
+from tests.helpers.size_programs import OTHER_SIZES, STEPS, SizeProgram, example
+from torchq_compat.errors import InputError, QuantizationWarning
+
+SEEDS = [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 3_000))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_right_or_refused(seed: int) -> None:
+    program = SizeProgram(seed).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QuantizationWarning)
+        prepared = tc.prepare_fx(program, QConfigMapping(), (example(),))
+    for shape in OTHER_SIZES:
+        x = example(shape)
+        try:
+            expected = leaves(program(x))
+        except (RuntimeError, IndexError):
+            continue
+        try:
+            found = leaves(prepared(x))
+        except InputError as refused:
+            assert "needs" in str(refused) or "fixed" in str(refused)
+            continue
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=f"{program.names} at {shape}")
