@@ -110,7 +110,7 @@ def _counted(x: Tensor) -> Tensor:
 
 
 def _unfolded(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:1] + (x.shape[1] * x.shape[2],)).view(*x.size())
+    return x.reshape((*x.shape[:1], x.shape[1] * x.shape[2])).view(*x.size())
 
 
 STEPS: dict[str, Step] = {
@@ -151,7 +151,7 @@ STEPS: dict[str, Step] = {
     "float": lambda x: x * float(x.size(1)) ** 0.5,
     "unbind": lambda x: torch.stack(x.unbind(2)[::-1], 2),
     "indexed": lambda x: x[:, torch.arange(x.size(1) - 1, -1, -1)],
-    "list": lambda x: x.reshape([s for s in x.shape]),
+    "list": lambda x: x.reshape(list(x.shape)),
     "pooled": lambda x: F.adaptive_avg_pool1d(x.transpose(1, 2), x.size(1)).transpose(1, 2),
     "repeat": lambda x: (
         x.repeat(1, 2, 1)[:, : x.size(1)] + x.repeat_interleave(x.size(1), 1)[:, :: x.size(1)]

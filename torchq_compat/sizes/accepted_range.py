@@ -98,12 +98,13 @@ class _Tries:
                 if dimension.place in (each.place, each.root)
             }
             known = {**self.example, **changed}
-            computed = self.sizes.program.sizes(known) if self.sizes.program else None
-            known.update(computed or {})
+            program = self.sizes.program
+            assert program is not None
+            computed = program.sizes(known)
+            known.update(computed)
             for place, value in known.items():
                 self._values.setdefault(place, set()).add(value)
-            if computed is None:
+            if len(computed) < len(program.asked):
                 self._refused.add(key)
-            rules = self.sizes.rules if computed is not None else ()
-            self._known[key] = tuple(r for r in rules if r.is_computed and not r.holds(known))
+            self._known[key] = tuple(r for r in self.sizes.rules if r.is_computed and not r.holds(known))
         return self._known[key]

@@ -146,10 +146,7 @@ class InputSizes:
         broken = _first_broken((rule for rule in self.rules if not rule.is_computed), known)
         if broken is not None or self.program is None:
             return broken
-        computed = self.program.sizes(known)
-        if computed is None:
-            return None  # The operators refuse these sizes by themselves.
-        return _first_broken(self.rules, known | computed)
+        return _first_broken(self.rules, known | self.program.sizes(known))
 
     @cached_property
     def _accepted(self) -> set[tuple[Any, ...]]:

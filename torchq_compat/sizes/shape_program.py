@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,22 +70,23 @@ class ShapeProgram:
         """Return the program itself, which nothing changes."""
         return self
 
-    def sizes(self, known: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], Any] | None:
+    def sizes(self, known: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], Any]:
         """Return the sizes that are asked for, by ``("", number)``, where the inputs have the ``known`` ones;
-        None if the operators do not accept these."""
-        try:
-            results = self.run(known)
-        except Exception:
-            return None
-        return {("", number): results[index].shape[dim] for number, (index, dim) in enumerate(self.asked)}
+        those in front of the first operator that refuses its arguments, if one does."""
+        interpreter = _OnShapes(self.graph_module)
+        with suppress(Exception):
+            interpreter.run_at(self.inputs, known)
+        tensors = [interpreter.env.get(node) for node in self._results]
+        return {
+            ("", number): tensor.shape[dim]
+            for number, (index, dim) in enumerate(self.asked)
+            if (tensor := tensors[index]) is not None
+        }
 
-    def run(self, known: Mapping[tuple[str, int], Any]) -> Any:
-        """Return the result of the graph, of tensors without values.
-
-        Raises:
-            Exception: what an operator raises at these sizes.
-        """
-        return self._interpreter(known)[1]
+    @property
+    def _results(self) -> tuple[Node, ...]:
+        results: Any = self.graph_module.graph.output_node().args[0]
+        return tuple(results)
 
     def values(self, known: Mapping[tuple[str, int], Any]) -> dict[Node, Any]:
         """Return the value of every node of the graph, each a tensor without values, or a number.
@@ -92,18 +94,9 @@ class ShapeProgram:
         Raises:
             Exception: what an operator raises at these sizes.
         """
-        return self._interpreter(known)[0].env
-
-    def _interpreter(self, known: Mapping[tuple[str, int], Any]) -> tuple[_OnShapes, Any]:
-        with torch.no_grad(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-            leaves = [
-                torch.empty([known[label, dim] for dim in range(rank)], dtype=form, device="meta")
-                if rank >= 0
-                else form
-                for label, form, rank in self.inputs
-            ]
-            interpreter = _OnShapes(self.graph_module)
-            return interpreter, interpreter.run(*leaves, enable_io_processing=False)
+        interpreter = _OnShapes(self.graph_module)
+        interpreter.run_at(self.inputs, known)
+        return interpreter.env
 
 
 class _OnShapes(Interpreter):
@@ -112,6 +105,19 @@ class _OnShapes(Interpreter):
     def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
         self.extra_traceback = False
+
+    def run_at(
+        self, inputs: Sequence[tuple[str, Any, int]], known: Mapping[tuple[str, int], Any]
+    ) -> None:
+        """Run on tensors of the ``known`` sizes."""
+        with torch.no_grad(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+            leaves = [
+                torch.empty([known[label, dim] for dim in range(rank)], dtype=form, device="meta")
+                if rank >= 0
+                else form
+                for label, form, rank in inputs
+            ]
+            self.run(*leaves, enable_io_processing=False)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
