@@ -69,7 +69,13 @@ class DividedByFloat(nn.Module):
         return x / float(x.size(0))
 
 
-@pytest.mark.parametrize("model", [PythonLoop(), Iterated(), Unbound(), DividedByFloat()], ids=repr)
+def test_a_float_of_a_size_stays_free() -> None:
+    ours = prepared(DividedByFloat(), torch.randn(4, 5))
+    for batch in (4, 7, 1):
+        assert_as_float(DividedByFloat(), ours, torch.randn(batch, 5))
+
+
+@pytest.mark.parametrize("model", [PythonLoop(), Iterated(), Unbound()], ids=repr)
 def test_size_that_python_fixes_is_remembered(model: nn.Module) -> None:
     with pytest.warns(QuantizationWarning, match=r"dimension 0 at 'input x' is fixed: at 4 by test_checked"):
         ours = tc.prepare_fx(model.eval(), MAPPING, (torch.randn(4, 5),))

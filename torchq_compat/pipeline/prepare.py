@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,35 +69,34 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     check_float_model(model)
     # torchao's prepare for QAT makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        return _first_that_succeeds(model, request)
+
+
+def _first_that_succeeds(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
+    """Return ``model`` prepared in the first way that succeeds; raise the first error if none does."""
+    waiting, first = [request], None
+    while waiting:
+        tried = waiting.pop(0)
         try:
-            return _prepare_traced_or_not(model, request)
-        except CaptureError as error:
-            # FX runs nothing in prepare: scripts may give it one sample, and train with larger batches.
-            if not is_one_value_a_channel(error.__cause__) or request.dynamic_shapes is not None:
-                raise
-            two = replace(request, example_inputs=with_two_samples(request.example_inputs))
-            return _prepare_traced_or_not(model, two)
+            return _prepare(model, tried)
+        except _RolledModelFailedError as failed:
+            waiting.insert(0, replace(tried, unrolled_because=str(failed)))
+        except TorchQCompatError as error:
+            first = first or error
+            if isinstance(error, CaptureError):
+                waiting.extend(_other_ways(model, tried, error))
+    assert first is not None
+    raise first from first.__cause__
 
 
-def _prepare_traced_or_not(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
-    """Prepare ``model``, if that fails with the modules that FX does not trace as float calls."""
-    try:
-        return _prepare_rolled_or_not(model, request)
-    except CaptureError as error:
-        if not any(is_untraced_in_fx(module, request.backend) for module in model.modules()):
-            raise
-        reason = f"{UNTRACED}: {error.message.splitlines()[0]}"
-        try:
-            return _prepare_rolled_or_not(model, replace(request, untraced_because=reason))
-        except TorchQCompatError:
-            raise error from error.__cause__
-
-
-def _prepare_rolled_or_not(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
-    try:
-        return _prepare(model, request)
-    except _RolledModelFailedError as failed:
-        return _prepare(model, replace(request, unrolled_because=str(failed)))
+def _other_ways(model: nn.Module, tried: PrepareRequest, error: CaptureError) -> Iterator[PrepareRequest]:
+    """Yield what to try after ``tried`` failed with ``error``."""
+    if is_one_value_a_channel(error.__cause__) and tried.dynamic_shapes is None and not tried.has_two_samples:
+        # FX runs nothing in prepare: scripts may give it one sample, and train with larger batches.
+        yield replace(tried, example_inputs=with_two_samples(tried.example_inputs), has_two_samples=True)
+    has_untraced = any(is_untraced_in_fx(module, tried.backend) for module in model.modules())
+    if has_untraced and not tried.untraced_because:
+        yield replace(tried, untraced_because=f"{UNTRACED}: {error.message.splitlines()[0]}")
 
 
 class _RolledModelFailedError(Exception):

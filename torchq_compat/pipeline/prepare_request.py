@@ -25,6 +25,7 @@ class PrepareRequest:
         unrolled_because: why loops over time stay as they are written; empty if they may be rolled.
         untraced_because: why modules of torch.nn that FX does not trace are one float call each; empty if
             they are traced.
+        has_two_samples: whether each single sample of the example was doubled.
         quantizer: annotates everything but custom modules, in place of ``rules`` and ``backend``.
     """
 
@@ -38,6 +39,7 @@ class PrepareRequest:
     is_step: bool = False
     unrolled_because: str = ""
     untraced_because: str = ""
+    has_two_samples: bool = False
 
     def inside(self, inner: ObserveRequest) -> PrepareRequest:
         """Return the request for preparing a standalone module or the step of a loop."""

@@ -106,9 +106,7 @@ class _OnShapes(Interpreter):
         super().__init__(graph_module, garbage_collect_values=False)
         self.extra_traceback = False
 
-    def run_at(
-        self, inputs: Sequence[tuple[str, Any, int]], known: Mapping[tuple[str, int], Any]
-    ) -> None:
+    def run_at(self, inputs: Sequence[tuple[str, Any, int]], known: Mapping[tuple[str, int], Any]) -> None:
         """Run on tensors of the ``known`` sizes."""
         with torch.no_grad(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             leaves = [

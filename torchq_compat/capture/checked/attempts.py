@@ -142,7 +142,7 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
     if made.problem is None and case.packing.packs:
         check_row_order(graph_module, case.runs, case.args)
     if made.problem is None:
-        for groups in trial_sizes(made.sizes):
+        for groups in trial_sizes(made.sizes, are_short=bool(case.runs.modules)):
             if not any(groups.items() <= trial.groups.items() for trial in made.trials):
                 try_sizes(case, made, groups)
     return made

@@ -10,6 +10,7 @@ from torch import nn
 
 from torchq_compat.capture.checked.attempts import Attempt, CaptureCase, compare_runs, least_sqnr
 from torchq_compat.capture.checked.same_results import CAPTURED, FOLDED
+from torchq_compat.capture.checked.trial_inputs import LONG
 from torchq_compat.capture.checked.trial_runs import in_double, run_prepared
 from torchq_compat.errors import CaptureError
 from torchq_compat.support.decisions import Action, Decision
@@ -25,7 +26,8 @@ def check_prepared(
     users_own: Sequence[str],
     lost_forwards: Sequence[str],
 ) -> tuple[Decision, ...]:
-    """Run ``prepared`` beside the float model, at the example's sizes and at all others that were tried.
+    """Run ``prepared`` beside the float model, at the example's sizes and at all others that were tried; its
+    recurrent modules run step by step, so a long example is left out where short ones were tried.
 
     Args:
         users_own: paths of modules whose observed class the user wrote, which may compute something else.
@@ -40,7 +42,9 @@ def check_prepared(
     has_batch_norm = any(isinstance(m, BatchNormBase) for m in case.runs.model.modules())
     least = least_sqnr(found.blocks, FOLDED if has_batch_norm else CAPTURED)
     others = [trial.run for trial in found.trials if trial.problem is None]
-    for run in (case.example, *others):
+    long = any(dimension.example > LONG for dimension in found.sizes.free)
+    runs = others if case.runs.modules and long and others else [case.example, *others]
+    for run in runs:
         args = run.args
 
         def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:

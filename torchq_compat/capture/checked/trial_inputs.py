@@ -16,22 +16,33 @@ from torchq_compat.sizes.find_sizes import Group, group_of
 from torchq_compat.sizes.input_sizes import InputSizes, Place
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["SizeGroups", "resized", "sizes_at", "trial_sizes", "with_sizes"]
+__all__ = ["LONG", "SizeGroups", "resized", "sizes_at", "trial_sizes", "with_sizes"]
 
 #: Sizes up to this one grow in trials; larger ones shrink.
 SMALL = 8
+#: What counts as a long sequence, and the numbers of steps that are tried in its place.
+LONG, SHORT = 32, (12, 7)
 #: The groups of sizes that change -> their new sizes.
 SizeGroups = Mapping[Group, int]
 
 
-def trial_sizes(sizes: InputSizes) -> Iterator[SizeGroups]:
-    """Yield up to two sets of sizes other than the example's that ``sizes`` allows."""
+def trial_sizes(sizes: InputSizes, *, are_short: bool = False) -> Iterator[SizeGroups]:
+    """Yield up to two sets of sizes other than the example's that ``sizes`` allows.
+
+    Args:
+        are_short: whether to try short sequences first: a prepared recurrent module runs step by step.
+    """
     known = dict.fromkeys(group_of(each) for each in sizes.free if each.example > 0)
     if not known:
         return
     leading = next(iter(known))
-    first = _choose(sizes, {group: _first(group[0]) for group in known})
-    second = _choose(sizes, {group: _second(group[0], is_batch=group == leading) for group in known})
+    firsts = {group: _first(group[0]) for group in known}
+    seconds = {group: _second(group[0], is_batch=group == leading) for group in known}
+    if are_short:
+        longs = [group for group in known if group[0] > LONG]
+        firsts.update((group, [SHORT[0], *firsts[group]]) for group in longs)
+        seconds.update((group, [SHORT[1], *seconds[group]]) for group in longs if group != leading)
+    first, second = _choose(sizes, firsts), _choose(sizes, seconds)
     seen: list[SizeGroups] = []
     for groups in (first, second):
         if groups and groups not in seen:
