@@ -104,9 +104,19 @@ class CaptureError(TorchQCompatError):
         return cls(
             f"{model} cannot be quantized: {stage} computes something else than the float model on the "
             f"example inputs ({what}).",
-            hint="the result would be wrong, so there is none. Give example_inputs without sizes of 1, or "
-            "fix the sizes that the model's code depends on with dynamic_shapes=; if that does not help, "
-            "it is a defect of torchq_compat: report it with the model's code. The model was not changed.",
+            hint="the result would be wrong, so there is none. Fix the sizes that the model's code depends "
+            "on with dynamic_shapes=; if that does not help, it is a defect of torchq_compat: report it with "
+            "the model's code. The model was not changed.",
+        )
+
+    @classmethod
+    def is_random(cls, model: str, what: str) -> CaptureError:
+        return cls(
+            f"{model} cannot be quantized: the float model gives other results on each run of the example "
+            f"inputs, with the same random seed ({what}), so nothing can be held to it.",
+            hint="draw with torch's, Python's or NumPy's global generator, which are seeded for each run, or "
+            "give the model what it draws, or counts from call to call, as an argument. The model was not "
+            "changed.",
         )
 
     @classmethod

@@ -453,6 +453,21 @@ def test_graph_that_differs_everywhere_is_refused() -> None:
         prepared(model, torch.randn(2, 3))
 
 
+class Counting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        COUNTED.append(len(COUNTED))
+        return x * len(COUNTED)
+
+
+COUNTED: list[int] = []
+
+
+def test_a_model_that_differs_from_itself_is_told_as_random() -> None:
+    with pytest.raises(CaptureError, match=r"Counting .* other results on each run") as caught:
+        prepared(Counting(), torch.randn(2, 3))
+    assert "defect" not in str(caught.value)
+
+
 class OnlyHere(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale = 1.0 if isinstance(x.size(0), torch.SymInt) else float(x.size(0)) / 4

@@ -21,6 +21,7 @@ from torchq_compat.capture.inlined_blocks import Block, inline_blocks
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, clean_captured
 from torchq_compat.capture.wrapped_functions import marked_functions
 from torchq_compat.capture.writes.out_of_place import make_out_of_place
+from torchq_compat.errors import CaptureError
 from torchq_compat.packed_sequences.packing_mode import PackingMode
 from torchq_compat.sizes.find_sizes import Group, find_sizes
 from torchq_compat.sizes.input_sizes import InputSizes, Place
@@ -29,7 +30,16 @@ from torchq_compat.sizes.size_reads import SizeReads
 from torchq_compat.sizes.symbolic_sizes import sizes_of_symbols
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["Attempt", "CaptureCase", "DependsOnValuesError", "Trial", "Way", "attempt", "least_sqnr"]
+__all__ = [
+    "Attempt",
+    "CaptureCase",
+    "DependsOnValuesError",
+    "Trial",
+    "Way",
+    "attempt",
+    "differs",
+    "least_sqnr",
+]
 
 
 @dataclass(frozen=True)
@@ -236,3 +246,13 @@ def _may_be_rounding(measured: float, run: FloatRun, wide: FloatRun) -> bool:
 
 def _told(cause: Exception) -> str:
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause) else ''}"
+
+
+def differs(case: CaptureCase, stage: str, problem: str) -> CaptureError:
+    """Return the error for a ``stage`` that differs from the float model, which may differ from itself."""
+    name = type(case.runs.model).__name__
+    again = case.runs.of_float_model(case.example.args)
+    itself = None if again.error else difference(case.example.value, again.value, CAPTURED)
+    return (
+        CaptureError.differs(name, stage, problem) if itself is None else CaptureError.is_random(name, itself)
+    )

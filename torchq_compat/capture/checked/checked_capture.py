@@ -15,9 +15,10 @@ from torchq_compat.capture.checked.attempts import (
     DependsOnValuesError,
     Way,
     attempt,
+    differs,
     try_sizes,
 )
-from torchq_compat.errors import CaptureError, TorchQCompatError
+from torchq_compat.errors import TorchQCompatError
 from torchq_compat.packed_sequences.packing_mode import PackingMode
 from torchq_compat.sizes.find_sizes import Group, group_of
 from torchq_compat.sizes.input_sizes import SizeRule
@@ -55,7 +56,7 @@ def capture_checked(case: CaptureCase) -> tuple[CaptureCase, Attempt]:
         # What this package says of a model is told rather than where torch stopped.
         raise next((error for error in errors if isinstance(error, TorchQCompatError)), errors[0])
     problem = str(made[0][1].problem)
-    raise CaptureError.differs(type(case.runs.model).__name__, "the captured graph", problem)
+    raise differs(case, "the captured graph", problem)
 
 
 def _ways(case: CaptureCase) -> Iterator[tuple[CaptureCase, Way]]:

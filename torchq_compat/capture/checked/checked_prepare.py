@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from torchq_compat.capture.checked.attempts import Attempt, CaptureCase, compare_runs, least_sqnr
+from torchq_compat.capture.checked.attempts import (
+    Attempt,
+    CaptureCase,
+    compare_runs,
+    differs,
+    least_sqnr,
+)
 from torchq_compat.capture.checked.same_results import CAPTURED, FOLDED
 from torchq_compat.capture.checked.trial_inputs import LONG
 from torchq_compat.capture.checked.trial_runs import in_double, run_prepared
@@ -60,5 +66,5 @@ def check_prepared(
             where = ", ".join(repr(path) for path in lost_forwards)
             raise CaptureError.lost_forward(type(case.runs.model).__name__, where, problem)
         if problem is not None:
-            raise CaptureError.differs(type(case.runs.model).__name__, "the prepared model", problem)
+            raise differs(case, "the prepared model", problem)
     return ()
