@@ -11,6 +11,8 @@ __all__ = ["accepted_range"]
 
 #: Beyond this multiple of the example's size, a rule counts as one without a limit.
 FARTHEST = 4
+#: How many sizes next to the example's are tried one by one.
+NEAR = 16
 #: What is told of a rule that no dimension breaks alone.
 AS_IN_EXAMPLE = "sizes at which the model decides as in the example"
 
@@ -24,9 +26,12 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
         broken = tries.broken_by(dimension)
         if not broken:
             continue
-        words = tries.words(dimension)
+        own = f"s{sizes.dimensions.index(dimension)}"
+        words, alone = tries.words(dimension, own)
         for rule in broken:
-            told.setdefault(rule.condition, replace(rule, dimension=dimension, expected=words))
+            told.setdefault(
+                rule.condition, replace(rule, dimension=dimension, expected=words, alone=alone, own=own)
+            )
     # What a line of the model fixes is told with that line, not once more as an operator's rule.
     fixed = {rule.dimension.place for rule in told.values() if rule.expected == str(rule.dimension.example)}
     rules = tuple(
@@ -62,22 +67,33 @@ class _Tries:
         """Return whether a size that ``rule`` is about was another one in some try."""
         return any(len(self._values.get(place, ())) > 1 for place in rule.places.values())
 
-    def words(self, dimension: Dimension) -> str:
-        """Return the sizes of ``dimension`` around the example's that break no rule, as text for people."""
+    def words(self, dimension: Dimension, own: str) -> tuple[str, str]:
+        """Return the sizes of ``dimension`` around the example's that break no rule, as text for people, and
+        as Python code about ``own``."""
         size = dimension.example
         if not any(self._is_accepted(dimension, other) for other in (size - 1, size + 1) if other):
             step = next((step for step in range(2, size + 1) if self._is_step(dimension, step)), None)
-            return str(size) if step is None else f"a multiple of {step}"
+            if step is None:
+                return str(size), f"{own} == {size}"
+            return f"a multiple of {step}", f"{own} % {step} == 0"
         low = self._last_accepted(dimension, size, 0)
         high = self._last_accepted(dimension, size, FARTHEST * size + 1)
-        return f"at least {low}" if high == FARTHEST * size else f"{low} to {high}"
+        if high == FARTHEST * size:
+            return f"at least {low}", f"{own} >= {low}"
+        return f"{low} to {high}", f"{low} <= {own} <= {high}"
 
     def _is_step(self, dimension: Dimension, step: int) -> bool:
         size = dimension.example
         return size % step == 0 and all(self._is_accepted(dimension, size + k * step) for k in (1, 2))
 
     def _last_accepted(self, dimension: Dimension, good: int, bad: int) -> int:
-        """Return the last size from ``good`` towards ``bad`` that breaks no rule, by bisection."""
+        """Return the last size from ``good`` towards ``bad`` that breaks no rule: one by one at first, as what
+        repeats does so soon, then by bisection."""
+        step = 1 if bad > good else -1
+        for _ in range(NEAR):
+            if good + step == bad or not self._is_accepted(dimension, good + step):
+                return good
+            good += step
         while abs(good - bad) > 1:
             middle = (good + bad) // 2
             if self._is_accepted(dimension, middle):

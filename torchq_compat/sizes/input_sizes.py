@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph
 
@@ -66,6 +67,9 @@ class SizeRule:
         expected: the required size, or the condition, as text for people.
         line: the line of the user's code that the rule comes from; None if it is unknown.
         by_python: whether Python decided something by the sizes, and not an operator that needs them.
+        alone: of a rule about computed sizes, what it says of ``dimension`` where all others are as in the
+            example, as Python code with its name in ``own``; empty if it is not known.
+        own: the name of ``dimension`` in ``alone``.
     """
 
     condition: str
@@ -74,6 +78,17 @@ class SizeRule:
     expected: str
     line: str | None = None
     by_python: bool = False
+    alone: str = ""
+    own: str = ""
+
+    def as_plain(self) -> SizeRule | None:
+        """Return the rule, if it is about computed sizes as what it says of one dimension; None if that is
+        not known. Compilers do not run the program that computes sizes."""
+        if not self.is_computed:
+            return self
+        if not self.alone:
+            return None
+        return replace(self, condition=self.alone, places={self.own: self.dimension.place}, alone="")
 
     @property
     def is_computed(self) -> bool:
@@ -146,7 +161,24 @@ class InputSizes:
         broken = _first_broken((rule for rule in self.rules if not rule.is_computed), known)
         if broken is not None or self.program is None:
             return broken
+        if torch.compiler.is_dynamo_compiling():
+            return _first_broken(self._plain_rules, known)
         return _first_broken(self.rules, known | self.program.sizes(known))
+
+    @cached_property
+    def _plain_rules(self) -> tuple[SizeRule, ...]:
+        return tuple(plain for rule in self.rules if (plain := rule.as_plain()) is not None)
+
+    def made_ready(self) -> InputSizes:
+        """Return the sizes after computing what is kept: Dynamo enters no lock of a cached property."""
+        for rule in (*self.rules, *self._plain_rules):
+            assert rule._test
+        assert self._ranks is not None
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InputSizes:
+        """Return the sizes themselves, which nothing changes."""
+        return self
 
     @cached_property
     def _accepted(self) -> set[tuple[Any, ...]]:

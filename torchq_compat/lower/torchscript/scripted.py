@@ -309,9 +309,9 @@ def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[
     if any(label not in inputs for label in _labels(model)):
         return
     written = set[str]()
-    for rule in sizes.rules:
+    for rule in filter(None, (each.as_plain() for each in sizes.rules)):
         condition = rule.condition
-        if not PLAIN_CONDITION.fullmatch(condition) or rule.is_computed:
+        if not PLAIN_CONDITION.fullmatch(condition):
             continue
         for name, (label, index) in rule.places.items():
             if name not in written:

@@ -1,0 +1,127 @@
+"""What Python decides by sizes inside the model is a rule in every form of the model, told in numbers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
+
+import torchq_compat as tc
+from tests.helpers.oracle import calibrate
+from torchq_compat.errors import InputError, QuantizationWarning
+
+
+class Windows(nn.Module):
+    """Decides by the height behind a convolution, and pads to windows without deciding anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 2, 2), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        y = y * 2 if y.size(2) > 4 else y - 1
+        height, width = y.shape[2:]
+        y = F.pad(y, (0, -width % 3, 0, -height % 3))
+        return self.fc(y.flatten(2).transpose(1, 2)).sum(1) / height
+
+
+class Decides(nn.Module):
+    def __init__(self, condition: str) -> None:
+        super().__init__()
+        self.conv, self.condition = nn.Conv1d(3, 3, 2, 2), condition
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y * 2 if eval(self.condition, {"n": y.size(2), "b": y.size(0)}) else y - 1
+
+
+def quietly(model: nn.Module, example: Tensor, mapping: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QuantizationWarning)
+        return tc.prepare_fx(model.eval(), mapping, (example,))
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected", "right", "wrong"),
+    [
+        ("n > 4", "at least 10", 23, 9),
+        ("n < 12", "2 to 23", 2, 24),
+        ("4 < n < 12", "10 to 23", 23, 24),
+        ("n == 8", "16 to 17", 17, 18),
+        ("n % 2 == 0", "16 to 17", 17, 18),
+        ("n % 2 == 0 and n > 1", "16 to 17", 16, 19),
+    ],
+)
+def test_rules_are_told_in_numbers(condition: str, expected: str, right: int, wrong: int) -> None:
+    model = Decides(condition)
+    prepared = quietly(model, torch.randn(2, 3, 16), QConfigMapping())
+    x = torch.randn(5, 3, right)
+    torch.testing.assert_close(prepared(x), model(x))
+    message = rf"'x' has size {wrong} in dimension 2, .* needs {expected}, because of .*eval"
+    with pytest.raises(InputError, match=message):
+        prepared(torch.randn(2, 3, wrong))
+    told = [d for d in tc.explain(prepared).decisions if expected in d.reason]
+    assert [d.kind for d in told] == ["dimension 2"]
+
+
+def test_a_multiple_of_a_number_is_told_as_one() -> None:
+    class Even(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            return y + 1 if y.size(1) % 4 == 0 else y
+
+    prepared = quietly(Even(), torch.randn(2, 8), QConfigMapping())
+    assert torch.equal(prepared(torch.ones(3, 20)), torch.full((3, 20), 3.0))
+    with pytest.raises(InputError, match=r"has size 10 in dimension 1, .* needs a multiple of 4"):
+        prepared(torch.randn(2, 10))
+
+
+def test_a_rule_about_two_sizes_at_once() -> None:
+    model = Decides("n * b > 12")
+    prepared = quietly(model, torch.randn(2, 3, 16), QConfigMapping())
+    for shape in ((2, 3, 16), (7, 3, 4), (1, 3, 40)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(prepared(x), model(x))
+    for shape in ((2, 3, 12), (1, 3, 16), (3, 3, 8)):
+        with pytest.raises(InputError, match="the captured model needs"):
+            prepared(torch.randn(shape))
+
+
+def test_every_form_keeps_the_rule() -> None:
+    torch.manual_seed(0)
+    model, x = Windows(), torch.randn(2, 3, 16, 16)
+    prepared = quietly(model, x, get_default_qconfig_mapping("x86"))
+    calibrate(prepared, [(x,)])
+    reference, converted = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    other, small = torch.randn(3, 3, 20, 14), torch.randn(2, 3, 6, 6)
+    for form in (prepared, reference, converted, copy.deepcopy(converted)):
+        assert form(other).shape == (3, 4)
+        with pytest.raises(InputError, match=r"size 6 in dimension 2, .* needs at least 10"):
+            form(small)
+    program = tc.export(converted, (x,)).module()
+    assert torch.equal(program(other), reference(other))
+    with pytest.raises(AssertionError, match=">= 10"):
+        program(small)
+    scripted = torch.jit.script(converted)
+    assert torch.equal(scripted(other), converted(other))
+    with pytest.raises(torch.jit.Error, match="at least 10"):
+        scripted(small)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_form_keeps_the_rule(dynamic: bool) -> None:
+    model, x = Windows(), torch.randn(2, 3, 16, 16)
+    reference = tc.convert_to_reference_fx(quietly(model, x, QConfigMapping()))
+    compiled = torch.compile(reference, backend="eager", dynamic=dynamic)
+    other = torch.randn(3, 3, 20, 14)
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(compiled(other), model(other))
+    with pytest.raises(InputError, match=r"size 6 in dimension 2, .* needs at least 10"):
+        compiled(torch.randn(2, 3, 6, 6))
