@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchq_compat.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule
 
@@ -50,6 +51,7 @@ class _Tries:
 
     sizes: InputSizes
     example: dict[Place, int]
+    _shapes: dict[Any, Any] = field(default_factory=dict)
     _refused: set[tuple[Place, int]] = field(default_factory=set)
     _values: dict[Place, set[int]] = field(default_factory=dict)
     _known: dict[tuple[Place, int], tuple[SizeRule, ...]] = field(default_factory=dict)
@@ -87,7 +89,7 @@ class _Tries:
         return size % step == 0 and all(self._is_accepted(dimension, size + k * step) for k in (1, 2))
 
     def _last_accepted(self, dimension: Dimension, good: int, bad: int) -> int:
-        """Return the last size from ``good`` towards ``bad`` that breaks no rule: one by one at first, as what
+        """Return the last size from ``good`` to ``bad`` that breaks no rule: one by one at first, as what
         repeats does so soon, then by bisection."""
         step = 1 if bad > good else -1
         for _ in range(NEAR):
@@ -116,7 +118,7 @@ class _Tries:
             known = {**self.example, **changed}
             program = self.sizes.program
             assert program is not None
-            computed = program.sizes(known)
+            computed = program.sizes(known, self._shapes)
             known.update(computed)
             for place, value in known.items():
                 self._values.setdefault(place, set()).add(value)

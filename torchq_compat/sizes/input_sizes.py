@@ -172,7 +172,7 @@ class InputSizes:
     def made_ready(self) -> InputSizes:
         """Return the sizes after computing what is kept: Dynamo enters no lock of a cached property."""
         for rule in (*self.rules, *self._plain_rules):
-            assert rule._test
+            assert rule._test is not None
         assert self._ranks is not None
         return self
 

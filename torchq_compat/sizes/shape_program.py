@@ -21,6 +21,10 @@ __all__ = ["ShapeProgram", "is_computable"]
 OPAQUE = "torchq_compat.custom_module.default"
 
 
+#: A node, and the shapes and numbers that it is given -> its result.
+Shapes = dict[tuple[Any, ...], Any]
+
+
 @dataclass(frozen=True)
 class ShapeProgram:
     """A graph that runs on shapes.
@@ -70,10 +74,16 @@ class ShapeProgram:
         """Return the program itself, which nothing changes."""
         return self
 
-    def sizes(self, known: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], Any]:
+    def sizes(
+        self, known: Mapping[tuple[str, int], Any], shapes: Shapes | None = None
+    ) -> dict[tuple[str, int], Any]:
         """Return the sizes that are asked for, by ``("", number)``, where the inputs have the ``known`` ones;
-        those in front of the first operator that refuses its arguments, if one does."""
-        interpreter = _OnShapes(self.graph_module)
+        those in front of the first operator that refuses its arguments, if one does.
+
+        Args:
+            shapes: what nodes gave in other runs; this run adds what it computes.
+        """
+        interpreter = _OnShapes(self.graph_module, shapes)
         with suppress(Exception):
             interpreter.run_at(self.inputs, known)
         tensors = [interpreter.env.get(node) for node in self._results]
@@ -102,9 +112,10 @@ class ShapeProgram:
 class _OnShapes(Interpreter):
     """Runs a graph with every tensor on the meta device."""
 
-    def __init__(self, graph_module: GraphModule) -> None:
+    def __init__(self, graph_module: GraphModule, shapes: Shapes | None = None) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
         self.extra_traceback = False
+        self.shapes = shapes
 
     def run_at(self, inputs: Sequence[tuple[str, Any, int]], known: Mapping[tuple[str, int], Any]) -> None:
         """Run on tensors of the ``known`` sizes."""
@@ -122,6 +133,14 @@ class _OnShapes(Interpreter):
         return value.to("meta") if isinstance(value, Tensor) else value
 
     def run_node(self, n: Node) -> Any:
+        if self.shapes is None or n.op != "call_function":
+            return self._computed(n)
+        key = n, *(_form(self.env[source]) for source in n.all_input_nodes)
+        if key not in self.shapes:
+            self.shapes[key] = self._computed(n)
+        return self.shapes[key]
+
+    def _computed(self, n: Node) -> Any:
         given = n.all_input_nodes
         is_of_one = n.op == "call_function" and len(given) == 1 and isinstance(self.env[given[0]], Tensor)
         if is_of_one and torch.Tag.pointwise in getattr(n.target, "tags", ()):
@@ -134,6 +153,12 @@ class _OnShapes(Interpreter):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("meta")}
         return super().call_function(target, args, kwargs)
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride()
+    return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else value
 
 
 def is_computable(node: Node | None, read: ReadSizes) -> bool:

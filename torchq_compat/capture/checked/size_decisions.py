@@ -8,7 +8,7 @@ from typing import Any
 from torchq_compat.capture.checked.attempts import Attempt, CaptureCase
 from torchq_compat.capture.checked.trial_inputs import with_sizes
 from torchq_compat.sizes.find_sizes import group_of
-from torchq_compat.sizes.input_sizes import Dimension, InputSizes, SizeRule
+from torchq_compat.sizes.input_sizes import Dimension, SizeRule
 from torchq_compat.support.decisions import Action, Decision
 
 __all__ = ["decide_blocks", "decide_sizes"]
@@ -48,10 +48,10 @@ def _decide(case: CaptureCase, found: Attempt, dimension: Dimension, rules: list
         rule = rules[0] if rules else None
         at = f"at {dimension.example}"
         line = f" by {rule.line}" if rule is not None and rule.line else ""
-        warn = rule is not None and rule.by_python and _runs_elsewhere(case, found.sizes, dimension)
+        warn = rule is not None and rule.by_python and _runs_elsewhere(case, found, dimension)
         return Decision(path, kind, Action.FIXED, f"{at}{line}", warn=warn)
     by_python = any(rule.by_python for rule in rules)
-    warn = by_python and _runs_elsewhere(case, found.sizes, dimension)
+    warn = by_python and _runs_elsewhere(case, found, dimension)
     constant = f"{dimension.name} == {dimension.example}"
     is_constant = any(rule.expected in (constant, str(dimension.example)) for rule in rules)
     action = Action.FIXED if is_constant else Action.FREE
@@ -70,16 +70,16 @@ def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> 
     return "as long as " + "; ".join(texts) if texts else "checked against the float model"
 
 
-def _runs_elsewhere(case: CaptureCase, sizes: InputSizes, dimension: Dimension) -> bool:
+def _runs_elsewhere(case: CaptureCase, found: Attempt, dimension: Dimension) -> bool:
     """Return whether the float model accepts another size of ``dimension``, alone or together with all
     dimensions of the same size in the example."""
-    alike = {(d.label, d.index) for d in sizes.dimensions if d.example == dimension.example}
+    if any(group_of(dimension) in trial.groups for trial in found.trials):
+        return True
+    alike = {each.place for each in found.sizes.dimensions if each.example == dimension.example}
     inputs: Mapping[str, Any] = case.inputs
-    for places in ({(dimension.label, dimension.index)}, alike):
-        for size in (2 * dimension.example + 1, dimension.example - 1):
-            if size < 1:
-                continue
+    for places in ({dimension.place}, alike):
+        for size in (dimension.example - 1, 2 * dimension.example + 1):
             args = with_sizes(case.args, inputs, dict.fromkeys(places, size))
-            if case.runs.of_float_model(args).error is None:
+            if size > 0 and case.runs.of_float_model(args).error is None:
                 return True
     return False

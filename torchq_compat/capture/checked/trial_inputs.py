@@ -36,7 +36,7 @@ def trial_sizes(sizes: InputSizes, *, are_short: bool = False) -> Iterator[SizeG
     if not known:
         return
     leading = next(iter(known))
-    firsts = {group: _first(group[0]) for group in known}
+    firsts = {group: _first(group[0], is_batch=group == leading) for group in known}
     seconds = {group: _second(group[0], is_batch=group == leading) for group in known}
     if are_short:
         longs = [group for group in known if group[0] > LONG]
@@ -50,7 +50,9 @@ def trial_sizes(sizes: InputSizes, *, are_short: bool = False) -> Iterator[SizeG
             yield groups
 
 
-def _first(size: int) -> list[int]:
+def _first(size: int, *, is_batch: bool) -> list[int]:
+    if is_batch:
+        return [size + 1, 2 * size, size - 1]
     if size <= SMALL:
         return [2 * size, size + 1, 3 * size, size - 1]
     return [-(-size // 2), size - size // 4, 2 * size, size + 1]
