@@ -73,7 +73,7 @@ def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> 
 def _runs_elsewhere(case: CaptureCase, found: Attempt, dimension: Dimension) -> bool:
     """Return whether the float model accepts another size of ``dimension``, alone or together with all
     dimensions of the same size in the example."""
-    if any(group_of(dimension) in trial.groups for trial in found.trials):
+    if not dimension.is_fixed and any(group_of(dimension) in trial.groups for trial in found.trials):
         return True
     alike = {each.place for each in found.sizes.dimensions if each.example == dimension.example}
     inputs: Mapping[str, Any] = case.inputs
