@@ -18,6 +18,7 @@ from torchq_compat.custom_modules.swap import Swap, apply_swaps
 from torchq_compat.errors import ExampleInputsError
 from torchq_compat.opaque_calls.capture_stub import StubRegistry
 from torchq_compat.pipeline.prepare_request import PrepareRequest
+from torchq_compat.pipeline.roll_loops import WithLoops
 
 __all__ = ["CapturedModel", "TriedModel", "capture_model", "try_model"]
 
@@ -61,16 +62,18 @@ class CapturedModel:
 
 
 def try_model(
-    working: nn.Module, swaps: Sequence[Swap], request: PrepareRequest, *, is_rolled: bool = False
+    working: nn.Module, swaps: Sequence[Swap], request: PrepareRequest, with_loops: WithLoops
 ) -> TriedModel:
-    """Run a copy of ``working`` on the example inputs.
+    """Run a copy of ``working`` on the example inputs, or take the run that there was.
 
     Args:
-        is_rolled: whether ``swaps`` belong to a model with rolled loops, whose calls differ from those of
+        with_loops: the model of ``swaps``; if it has rolled loops, its calls differ from those of
             ``working``.
     """
     runs = Runs(trial_copy(working), StubRegistry(), {swap.paths[0]: swap.module for swap in swaps})
-    recorded = [] if request.is_qat or is_rolled else [swap.paths[0] for swap in swaps]
+    recorded = [] if request.is_qat or with_loops.steps else [swap.paths[0] for swap in swaps]
+    if not recorded and with_loops.example is not None:
+        return TriedModel(runs, with_loops.example)
     return TriedModel(runs, runs.of_float_model(request.example_inputs, recorded=recorded))
 
 

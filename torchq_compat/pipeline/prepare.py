@@ -157,7 +157,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
     # Try, and capture what was tried.
     in_evaluation = run_in_evaluation(as_written, request.example_inputs) if is_qat else EvaluationRun()
     with slow_stage(f"capturing {name}"):
-        tried = try_model(as_written, swaps, request, is_rolled=bool(with_loops.steps))
+        tried = try_model(as_written, swaps, request, with_loops)
         captured = capture_model(working, model, tried, signature, swaps, request)
     graph_module = captured.found.graph_module
     mark_infinite_values(graph_module, captured.case)

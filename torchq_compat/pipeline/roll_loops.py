@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from torchq_compat.capture.call_signature import CallSignature
-from torchq_compat.capture.checked.trial_runs import Runs, trial_copy
+from torchq_compat.capture.checked.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.loops.roll import LoopedSizes, find_looped_sizes, roll_loops
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.custom_modules.swap import apply_swaps, decide_swaps
@@ -28,11 +28,13 @@ class WithLoops:
         model: the model to capture; a new one if loops were rolled.
         steps: paths in ``model`` of the submodules that compute one step.
         decisions: the decisions about the loops.
+        example: the run of ``model`` on the example inputs, if there was one.
     """
 
     model: nn.Module
     steps: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    example: FloatRun | None = None
 
 
 def with_rolled_loops(working: nn.Module, signature: CallSignature, request: PrepareRequest) -> WithLoops:
@@ -42,9 +44,9 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
     args = request.example_inputs
     inputs: Mapping[str, Any] = signature.labelled(args)
     runs = Runs(trial_copy(working), StubRegistry(), {})
-    looped = find_looped_sizes(runs, args, inputs)
+    looped, example = find_looped_sizes(runs, args, inputs)
     if looped is None:
-        return WithLoops(working)
+        return WithLoops(working, example=example)
     if request.unrolled_because:
         return _as_written(working, looped, request.unrolled_because)
     swaps, _ = decide_swaps(

@@ -85,15 +85,18 @@ class _Captured:
     modules: Mapping[str, nn.Module]
 
 
-def find_looped_sizes(runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> LoopedSizes | None:
-    """Return the sizes that determine how often modules are called; None if there are none.
+def find_looped_sizes(
+    runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, Any]
+) -> tuple[LoopedSizes | None, FloatRun]:
+    """Return the sizes that determine how often modules are called, None if there are none; and the run of
+    the float model on ``args``.
 
     Args:
         inputs: the leaves of ``args`` by label.
     """
-    counts = _count_calls(runs, args)
+    counts, example = _count_calls(runs, args)
     if counts is None or max(counts.values(), default=0) < 2:
-        return None
+        return None, example
     places = [
         (label, index)
         for label, leaf in inputs.items()
@@ -107,17 +110,17 @@ def find_looped_sizes(runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, An
         if any(place in group for group in groups):
             continue
         for group in ((place,), tuple(other for other in places if size[other] == size[place])):
-            other = _count_calls(runs, with_sizes(args, inputs, dict.fromkeys(group, size[place] + 1)))
+            other, _ = _count_calls(runs, with_sizes(args, inputs, dict.fromkeys(group, size[place] + 1)))
             if other is None:
                 continue
             if other != counts:
                 groups.append(group)
             break
     repeated = frozenset(path for path, count in counts.items() if count > 1)
-    return LoopedSizes(tuple(groups), repeated) if groups else None
+    return LoopedSizes(tuple(groups), repeated) if groups else None, example
 
 
-def _count_calls(runs: Runs, args: tuple[Any, ...]) -> Counter[str] | None:
+def _count_calls(runs: Runs, args: tuple[Any, ...]) -> tuple[Counter[str] | None, FloatRun]:
     counts: Counter[str] = Counter()
 
     def count(path: str) -> Callable[..., None]:
@@ -133,7 +136,7 @@ def _count_calls(runs: Runs, args: tuple[Any, ...]) -> Counter[str] | None:
                 hook = module.register_forward_pre_hook(count(path))
                 stack.callback(hook.remove)
         run = runs.of_float_model(args)
-    return None if run.error is not None else counts
+    return None if run.error is not None else counts, run
 
 
 def roll_loops(
