@@ -141,12 +141,13 @@ class _OnShapes(Interpreter):
         return self.shapes[key]
 
     def _computed(self, n: Node) -> Any:
-        given = n.all_input_nodes
-        is_of_one = n.op == "call_function" and len(given) == 1 and isinstance(self.env[given[0]], Tensor)
-        if is_of_one and torch.Tag.pointwise in getattr(n.target, "tags", ()):
+        values = [self.env[source] for source in n.all_input_nodes]
+        given = [value for value in values if isinstance(value, Tensor)]
+        if given and n.op == "call_function" and torch.Tag.pointwise in getattr(n.target, "tags", ()):
             # torch computes many such shapes in Python, at milliseconds each.
-            value = n.meta.get("val")
-            return self.env[given[0]].new_empty(self.env[given[0]].shape, dtype=getattr(value, "dtype", None))
+            shapes = {tensor.shape for tensor in given}
+            shape = given[0].shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+            return given[0].new_empty(shape, dtype=getattr(n.meta.get("val"), "dtype", None))
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
