@@ -146,7 +146,7 @@ class _OnShapes(Interpreter):
         if given and n.op == "call_function" and torch.Tag.pointwise in getattr(n.target, "tags", ()):
             # torch computes many such shapes in Python, at milliseconds each.
             shapes = {tensor.shape for tensor in given}
-            shape = given[0].shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+            shape = given[0].shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
             return given[0].new_empty(shape, dtype=getattr(n.meta.get("val"), "dtype", None))
         return super().run_node(n)
 
