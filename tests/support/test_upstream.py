@@ -90,13 +90,6 @@ def test_op_overloads() -> None:
     assert torch.ops.aten.add.Tensor.namespace == "aten"
 
 
-def test_printer_writes_sizes_as_python() -> None:
-    import sympy
-
-    s = sympy.Symbol("s", integer=True)
-    assert eval(upstream.PythonPrinter().doprint(2 * s + 1), {"s": 5}) == 11
-
-
 def test_observers_are_recognised() -> None:
     from torchao.quantization.pt2e.observer import MinMaxObserver
 

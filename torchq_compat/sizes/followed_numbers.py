@@ -28,6 +28,7 @@ __all__ = [
     "followed",
     "in_terms_of",
     "is_followed",
+    "plain",
     "sizes_in",
 ]
 
@@ -260,3 +261,8 @@ def followed(guards: Guards, value: int, node: Node, dim: int) -> SymInt:
 def is_followed(value: Any) -> bool:
     """Return whether ``value`` is a number that knows its sizes, not one of torch's own symbols."""
     return isinstance(value, NUMBERS) and isinstance(value.node, Followed)
+
+
+def plain(leaf: Any) -> Any:
+    """Return the plain number of a followed one, and anything else as it is."""
+    return leaf.node.value if is_followed(leaf) else leaf

@@ -23,15 +23,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 
+from torchq_compat.sizes.aside import UNKNOWN, called_aside
 from torchq_compat.sizes.followed_numbers import (
     Computed,
-    Followed,
-    FollowedInt,
     Operation,
     Size,
     followed,
     in_terms_of,
     is_followed,
+    plain,
     sizes_in,
 )
 from torchq_compat.sizes.index_parts import has_slices, sliced
@@ -52,10 +52,6 @@ PARTS = Operation(
     lambda size, count: max(1, -(-size // max(1, -(-size // count)))),
     "max(1, -(-{0} // max(1, -(-{0} // {1}))))",
 )
-#: A size that no model has by chance.
-PRIME = 9973
-#: A size that a function outside of the trace computes.
-UNKNOWN = Size(None, 0)
 _CURRENT: ContextVar[SizeReads | None] = ContextVar("torchq_compat_size_reads", default=None)
 
 
@@ -175,7 +171,7 @@ class SizeReads(TorchFunctionMode):
         self._results = {i: leaf.node.expression for i, leaf in enumerate(leaves) if is_followed(leaf)}
         if not self._results:
             return result
-        return pytree.tree_unflatten([_plain(leaf) for leaf in leaves], spec)
+        return pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
 
     def write_results(self, captured: GraphModule) -> None:
         """Compute the numbers that the model returns in the ``captured`` graph."""
@@ -222,7 +218,7 @@ class SizeReads(TorchFunctionMode):
         if self._is_written_in_python(function):
             return self._seen_inside(function, args, kwargs)
         if get_proxy_mode() is None:
-            return self._computed_aside(function, args, kwargs)
+            return called_aside(self, function, args, kwargs)
         return function(*args, **kwargs)
 
     # Reads.
@@ -237,7 +233,7 @@ class SizeReads(TorchFunctionMode):
         if node is None or (node.op in ("placeholder", "get_attr") and node not in self._inputs):
             return values
         found = tuple(
-            size if isinstance(size, torch.SymInt) else followed(self._guard, int(size), node, dim)
+            size if isinstance(size, torch.SymInt) else followed(self.guard, int(size), node, dim)
             for dim, size in enumerate(values)
         )
         return found
@@ -308,7 +304,7 @@ class SizeReads(TorchFunctionMode):
         size = sizes[next(iter((*dim, *named.values())), 0)]
         if is_followed(size) and not isinstance(each, (list, tuple)):
             given = each.node.expression if is_followed(each) else each
-            self._guard(Computed(parts, (size.node.expression, given)), len(found))
+            self.guard(Computed(parts, (size.node.expression, given)), len(found))
         return found
 
     def _unbind(self, function: Any, tensor: Tensor, *dim: Any, **named: Any) -> Any:
@@ -368,60 +364,7 @@ class SizeReads(TorchFunctionMode):
         with self:
             return self._called_as(function, lambda: code(*args, **kwargs))
 
-    def _computed_aside(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function that is not traced, as those that compute the shapes of a custom module's results,
-        and find out where the sizes of its results come from: it is called once more with each followed size
-        replaced by a prime, and a size that becomes the prime is that size."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        plain, named = pytree.tree_unflatten([_plain(leaf) for leaf in leaves], spec)
-        result = function(*plain, **named)
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        sizes = self._followed_in(leaves)
-        if not sizes or not made or _fake_mode() is None:
-            return result
-        found = [list(tensor.shape) for tensor in made]
-        for expression, size in sizes.items():
-            alike = [each for each, other in sizes.items() if other.node.value == size.node.value]
-            for changed in ([expression], alike):
-                called = pytree.tree_unflatten([self._marked(leaf, changed) for leaf in leaves], spec)
-                try:
-                    others = pytree.tree_leaves(function(*called[0], **called[1]))
-                except Exception:  # The function wants these sizes to be as they are.
-                    continue
-                others = [leaf for leaf in others if isinstance(leaf, Tensor)]
-                for own, tensor, other in zip(found, made, others, strict=True):
-                    for dim, (before, after) in enumerate(zip(tensor.shape, other.shape, strict=False)):
-                        if not (type(before) is type(after) is int) or before == after:
-                            continue
-                        if not is_followed(own[dim]):
-                            own[dim] = size if after == PRIME else self._unknown(int(before))
-                break
-        for own, tensor in zip(found, made, strict=True):
-            self._remember(tensor, tuple(own))
-        return result
-
-    def _followed_in(self, leaves: Sequence[Any]) -> dict[Any, Any]:
-        """Return expression -> size, for the sizes among ``leaves`` and of the tensors among them."""
-        sizes: list[Any] = []
-        for leaf in leaves:
-            sizes.extend(self.sizes(leaf) if isinstance(leaf, Tensor) else [leaf])
-        return {size.node.expression: size for size in sizes if is_followed(size)}
-
-    def _marked(self, leaf: Any, changed: Sequence[Any]) -> Any:
-        def marked(size: Any) -> Any:
-            return PRIME if is_followed(size) and size.node.expression in changed else _plain(size)
-
-        if not isinstance(leaf, Tensor):
-            return marked(leaf)
-        shape = [marked(size) for size in self.sizes(leaf)]
-        if not any(type(size) is int and size == PRIME for size in shape):
-            return leaf
-        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-
-    def _unknown(self, value: int) -> Any:
-        return FollowedInt(Followed(self._guard, value, UNKNOWN))
-
-    def _remember(self, tensor: Tensor, sizes: tuple[Any, ...]) -> None:
+    def remember(self, tensor: Tensor, sizes: tuple[Any, ...]) -> None:
         """Answer reads of the sizes of ``tensor`` with ``sizes``, if any is computed from others."""
         if any(map(is_followed, sizes)):
             self._known[id(tensor)] = (tensor, sizes)
@@ -431,7 +374,7 @@ class SizeReads(TorchFunctionMode):
         computed."""
         sizes = self.sizes(like)
         if not any(UNKNOWN in sizes_in(size.node.expression) for size in sizes if is_followed(size)):
-            self._remember(tensor, sizes)
+            self.remember(tensor, sizes)
 
     # The trace.
 
@@ -439,7 +382,7 @@ class SizeReads(TorchFunctionMode):
         slot: Any = get_proxy_slot(tensor, self._tracer, None)
         return None if slot is None else slot.proxy.node
 
-    def _guard(self, expression: Any, value: Any) -> None:
+    def guard(self, expression: Any, value: Any) -> None:
         key = (expression, value)
         if key not in self.guards and any(sizes_in(expression)):
             self.guards[key] = Guard(expression, value, place_in_code())
@@ -451,7 +394,7 @@ class SizeReads(TorchFunctionMode):
         graph: Graph = self._tracer.graph
         last = next(iter(reversed(graph.nodes)), None)
         if numbers:
-            args, kwargs = pytree.tree_unflatten([_plain(leaf) for leaf in leaves], spec)
+            args, kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
         result = dispatch(func, kinds, args, kwargs)
         made = graph.nodes if last is None else _after(last, graph)
         node = None
@@ -471,7 +414,7 @@ class SizeReads(TorchFunctionMode):
 
     def _write(self, node: Node | None, numbers: dict[int, Any]) -> None:
         leaves, spec = pytree.tree_flatten(() if node is None else (node.args, node.kwargs))
-        if node is None or any(leaves[index : index + 1] != [_plain(n)] for index, n in numbers.items()):
+        if node is None or any(leaves[index : index + 1] != [plain(n)] for index, n in numbers.items()):
             for number in numbers.values():
                 number.node.guard()
             return
@@ -499,14 +442,6 @@ class SizeReads(TorchFunctionMode):
         made.meta.update({key: like.meta[key] for key in kept if key in like.meta}, val=value)
         self._made[expression] = made
         return made
-
-
-def _fake_mode() -> Any:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.node.value if is_followed(leaf) else leaf
 
 
 def _after(last: Node, graph: Graph) -> Iterator[Node]:

@@ -26,7 +26,6 @@ from torch.fx.graph_module import _forward_from_src as forward_from_src
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._sympy.printers import PythonPrinter
 from torchao.quantization.pt2e.observer import _is_activation_post_process as is_activation_post_process
 from torchao.quantization.pt2e.utils import _get_node_name_to_scope as get_node_name_to_scope
 
@@ -44,7 +43,6 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "PyTreeCodeGen",
-    "PythonPrinter",
     "assume",
     "detect_fake_mode",
     "disable_current_modes",
