@@ -72,8 +72,10 @@ def try_model(
     """
     runs = Runs(trial_copy(working), StubRegistry(), {swap.paths[0]: swap.module for swap in swaps})
     recorded = [] if request.is_qat or with_loops.steps else [swap.paths[0] for swap in swaps]
-    if not recorded and with_loops.example is not None:
-        return TriedModel(runs, with_loops.example)
+    example = with_loops.example
+    # Hooks, which counted the calls of modules, break the loops of torch's own operators.
+    if not recorded and example is not None and example.error is None:
+        return TriedModel(runs, example)
     return TriedModel(runs, runs.of_float_model(request.example_inputs, recorded=recorded))
 
 

@@ -252,7 +252,8 @@ def differs(case: CaptureCase, stage: str, problem: str) -> CaptureError:
     """Return the error for a ``stage`` that differs from the float model, which may differ from itself."""
     name = type(case.runs.model).__name__
     again = case.runs.of_float_model(case.example.args)
-    itself = None if again.error else difference(case.example.value, again.value, CAPTURED)
+    failed = again.error or case.example.error
+    itself = None if failed else difference(case.example.value, again.value, CAPTURED)
     return (
         CaptureError.differs(name, stage, problem) if itself is None else CaptureError.is_random(name, itself)
     )
