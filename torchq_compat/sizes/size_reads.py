@@ -160,8 +160,8 @@ class SizeReads(TorchFunctionMode):
         finally:
             _CURRENT.reset(token)
             del vars(mode)["__torch_dispatch__"]
-            if self.guards:
-                self.read = self._snapshot()
+            # A trace that failed before this one may have had guards.
+            self.read = self._snapshot() if self.guards else ReadSizes()
             for number, node in enumerate(self._nodes_returned()):
                 node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), metadata.SIZES_ASKED.name: number}
 
@@ -205,8 +205,8 @@ class SizeReads(TorchFunctionMode):
         for tensor, sizes in self._known.values():
             is_of_values = any(isinstance(size, torch.SymInt) and not is_followed(size) for size in sizes)
             if (node := self._slot(tensor)) is not None and not is_of_values:
-                plain = (size.node.expression if is_followed(size) else int(size) for size in sizes)
-                known[twins[node]] = tuple(in_terms_of(expression, twins) for expression in plain)
+                expressions = (size.node.expression if is_followed(size) else int(size) for size in sizes)
+                known[twins[node]] = tuple(in_terms_of(each, twins) for each in expressions)
         guards = (replace(g, expression=in_terms_of(g.expression, twins)) for g in self.guards.values())
         return ReadSizes(tuple(None if n is None else twins[n] for n in self._inputs), tuple(guards), known)
 
@@ -232,11 +232,10 @@ class SizeReads(TorchFunctionMode):
         node = self._slot(tensor)
         if node is None or (node.op in ("placeholder", "get_attr") and node not in self._inputs):
             return values
-        found = tuple(
+        return tuple(
             size if isinstance(size, torch.SymInt) else followed(self.guard, int(size), node, dim)
             for dim, size in enumerate(values)
         )
-        return found
 
     def _shape(self, _function: Any, tensor: Tensor) -> torch.Size:
         return torch.Size(map(self._answer, self.sizes(tensor)))
