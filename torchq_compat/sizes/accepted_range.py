@@ -30,9 +30,9 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
         own = f"s{sizes.dimensions.index(dimension)}"
         words, alone = tries.words(dimension, own)
         for rule in broken:
-            told.setdefault(
-                rule.condition, replace(rule, dimension=dimension, expected=words, alone=alone, own=own)
-            )
+            of_one = replace(rule, dimension=dimension, expected=words)
+            plain = replace(of_one, condition=alone, places={own: dimension.place})
+            told.setdefault(rule.condition, replace(of_one, alone=plain))
     # What a line of the model fixes is told with that line, not once more as an operator's rule.
     fixed = {rule.dimension.place for rule in told.values() if rule.expected == str(rule.dimension.example)}
     rules = tuple(

@@ -11,9 +11,9 @@ from torch.fx import Node
 
 from torchq_compat.sizes.accepted_range import accepted_range
 from torchq_compat.sizes.followed_numbers import Size, condition_of, sizes_in
-from torchq_compat.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule
+from torchq_compat.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
 from torchq_compat.sizes.shape_program import ShapeProgram, is_computable
-from torchq_compat.sizes.size_reads import Guard, ReadSizes
+from torchq_compat.sizes.size_reads import ReadSizes
 
 __all__ = ["Group", "find_sizes", "group_of"]
 
@@ -36,16 +36,11 @@ def find_sizes(inputs: Mapping[str, Any], read: ReadSizes, accepts: Callable[[Si
         read: what the model's Python asked of sizes.
         accepts: returns whether the graph, or the float model, runs at given sizes of the inputs.
     """
-    dimensions = tuple(
-        Dimension(label, index, int(size))
-        for label, value in inputs.items()
-        if isinstance(value, Tensor)
-        for index, size in enumerate(value.shape)
-    )
+    example = sizes_of(inputs)
+    dimensions = tuple(Dimension(*place, int(size)) for place, size in example.items())
     constants = {label: value for label, value in inputs.items() if not isinstance(value, Tensor)}
     program, rules = _rules_of_guards(inputs, read, dimensions)
     sizes = InputSizes(dimensions, constants, rules, program)
-    example = {dimension.place: dimension.example for dimension in dimensions}
     search = _Search(sizes, example, accepts)
     own = search.own_sizes()
     operators = tuple(search.rules_of_operators(own, rules))
@@ -63,7 +58,9 @@ def _rules_of_guards(
     rules: dict[str, SizeRule] = {}
     for guard in read.guards:
         if not all(is_computable(size.node, read) for size in sizes_in(guard.expression)):
-            rules.update((rule.condition, rule) for rule in _as_in_example(dimensions, guard))
+            for number, each in enumerate(dimensions):
+                rule = SizeRule.fixing(number, each, guard.place.line, by_python=guard.place.by_user)
+                rules[rule.condition] = rule
             continue
         names: dict[Size, str] = {}
         places: dict[str, Place] = {}
@@ -81,13 +78,6 @@ def _rules_of_guards(
         rules[condition] = replace(rule, expected=_words(rule, by_place))
     program = ShapeProgram.of_sizes(list(asked), read, inputs) if asked else None
     return program, tuple(rules.values())
-
-
-def _as_in_example(dimensions: Sequence[Dimension], guard: Guard) -> Iterator[SizeRule]:
-    for number, dimension in enumerate(dimensions):
-        name, size = f"s{number}", dimension.example
-        line, by_python = guard.place.line, guard.place.by_user
-        yield SizeRule(f"{name} == {size}", {name: dimension.place}, dimension, str(size), line, by_python)
 
 
 def _words(rule: SizeRule, dimensions: Mapping[Place, Dimension]) -> str:

@@ -50,9 +50,9 @@ class Operation:
 
 #: The methods that torch calls on the node of a number -> what they compute.
 OPERATIONS = {
-    **{name: Operation(operator.add, "({} + {})") for name in ("add",)},
-    **{name: Operation(operator.sub, "({} - {})") for name in ("sub",)},
-    **{name: Operation(operator.mul, "({} * {})") for name in ("mul",)},
+    "add": Operation(operator.add, "({} + {})"),
+    "sub": Operation(operator.sub, "({} - {})"),
+    "mul": Operation(operator.mul, "({} * {})"),
     **{name: Operation(operator.floordiv, "({} // {})") for name in ("floordiv", "int_floordiv")},
     **{
         name: Operation(operator.truediv, "({} / {})") for name in ("truediv", "int_truediv", "float_truediv")

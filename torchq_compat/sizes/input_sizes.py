@@ -16,7 +16,7 @@ from torchq_compat.errors import InputError
 from torchq_compat.sizes.shape_program import ShapeProgram
 from torchq_compat.support.argument_checks import shown
 
-__all__ = ["Dimension", "InputSizes", "Place", "SizeRule", "is_same_value"]
+__all__ = ["Dimension", "InputSizes", "Place", "SizeRule", "is_same_value", "sizes_of"]
 
 #: The most forms of calls that are remembered.
 MOST_ACCEPTED = 512
@@ -68,8 +68,7 @@ class SizeRule:
         line: the line of the user's code that the rule comes from; None if it is unknown.
         by_python: whether Python decided something by the sizes, and not an operator that needs them.
         alone: of a rule about computed sizes, what it says of ``dimension`` where all others are as in the
-            example, as Python code with its name in ``own``; empty if it is not known.
-        own: the name of ``dimension`` in ``alone``.
+            example; None if it is not known.
     """
 
     condition: str
@@ -78,17 +77,20 @@ class SizeRule:
     expected: str
     line: str | None = None
     by_python: bool = False
-    alone: str = ""
-    own: str = ""
+    alone: SizeRule | None = None
+
+    @classmethod
+    def fixing(
+        cls, number: int, dimension: Dimension, line: str | None = None, *, by_python: bool = False
+    ) -> SizeRule:
+        """Return the rule that ``dimension``, the one of that ``number``, has its size in the example."""
+        name, size = f"s{number}", str(dimension.example)
+        return cls(f"{name} == {size}", {name: dimension.place}, dimension, size, line, by_python)
 
     def as_plain(self) -> SizeRule | None:
         """Return the rule, if it is about computed sizes as what it says of one dimension; None if that is
         not known. Compilers do not run the program that computes sizes."""
-        if not self.is_computed:
-            return self
-        if not self.alone:
-            return None
-        return replace(self, condition=self.alone, places={self.own: self.dimension.place}, alone="")
+        return self.alone if self.is_computed else self
 
     @property
     def is_computed(self) -> bool:
@@ -147,11 +149,6 @@ class InputSizes:
             ranks[dimension.label] = dimension.index + 1
         return ranks
 
-    def sizes(self, inputs: Mapping[str, Any]) -> dict[Place, Any]:
-        """Return the sizes of ``inputs``, by label."""
-        shapes = {label: inputs[label].shape for label in self._ranks}
-        return {(label, index): size for label, shape in shapes.items() for index, size in enumerate(shape)}
-
     def with_rules(self, rules: Sequence[SizeRule]) -> InputSizes:
         return replace(self, rules=(*self.rules, *rules))
 
@@ -171,9 +168,7 @@ class InputSizes:
 
     def made_ready(self) -> InputSizes:
         """Return the sizes after computing what is kept: Dynamo enters no lock of a cached property."""
-        for rule in (*self.rules, *self._plain_rules):
-            assert rule._test is not None
-        assert self._ranks is not None
+        _ = self._ranks, [rule._test for rule in (*self.rules, *self._plain_rules)]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InputSizes:
@@ -226,11 +221,17 @@ class InputSizes:
                 )
         if not self.rules or any(not isinstance(inputs.get(label), Tensor) for label in self._ranks):
             return
-        rule = self.broken_rule(self.sizes(inputs))
+        rule = self.broken_rule(sizes_of(inputs))
         if rule is not None:
             place = rule.dimension
             found = inputs[place.label].shape[place.index]
             raise _fixed_size(place.label, place.index, rule.expected, found, rule.line)
+
+
+def sizes_of(inputs: Mapping[str, Any]) -> dict[Place, Any]:
+    """Return the sizes of the tensors among ``inputs``, by label."""
+    tensors = {label: value for label, value in inputs.items() if isinstance(value, Tensor)}
+    return {(label, dim): size for label, value in tensors.items() for dim, size in enumerate(value.shape)}
 
 
 def _first_broken(rules: Iterable[SizeRule], sizes: Mapping[Place, Any]) -> SizeRule | None:

@@ -51,13 +51,11 @@ def _rules_of_dimensions(
 ) -> Iterator[SizeRule]:
     numbers = {dimension.place: number for number, dimension in enumerate(dimensions)}
     for number, dimension in enumerate(dimensions):
-        own = {f"s{number}": dimension.place}
         if dimension.is_fixed:
-            words, by_python = str(dimension.example), dimension.place in specialized
-            yield SizeRule(f"s{number} == {words}", own, dimension, words, by_python=by_python)
+            yield SizeRule.fixing(number, dimension, by_python=dimension.place in specialized)
         elif dimension.root is not None:
             other = numbers[dimension.root]
-            places = {**own, f"s{other}": dimension.root}
+            places = {f"s{number}": dimension.place, f"s{other}": dimension.root}
             words = f"{dimension.name} == {dimensions[other].name}"
             yield SizeRule(f"s{number} == s{other}", places, dimension, words)
 

@@ -167,10 +167,11 @@ RECORDING: MetaKey[Recording] = MetaKey(
     "migrate.comparison.measure.script_recorder",
     "migrate.comparison.measure.script_recorder",
 )
-#: (function, index of the call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
+#: The number of a node whose sizes the model returns; inside torch.export's own key "custom".
 SIZES_ASKED: MetaKey[int] = MetaKey(
-    "torchq_compat_sizes_asked", "node", "sizes.size_reads", "capture.checked.attempts"
+    "torchq_compat_sizes_asked", "node", "sizes.size_reads", "sizes.size_reads"
 )
+#: (function, index of the call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
 WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(
     "torchq_compat_wrapped_call", "node", "capture.wrapped_functions", "capture.origins"
 )

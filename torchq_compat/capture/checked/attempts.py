@@ -24,7 +24,7 @@ from torchq_compat.capture.writes.out_of_place import make_out_of_place
 from torchq_compat.errors import CaptureError
 from torchq_compat.packed_sequences.packing_mode import PackingMode
 from torchq_compat.sizes.find_sizes import Group, find_sizes
-from torchq_compat.sizes.input_sizes import InputSizes, Place
+from torchq_compat.sizes.input_sizes import InputSizes, Place, sizes_of
 from torchq_compat.sizes.shape_program import ShapeProgram
 from torchq_compat.sizes.size_reads import SizeReads
 from torchq_compat.sizes.symbolic_sizes import sizes_of_symbols
@@ -161,12 +161,6 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
 def _acceptance(case: CaptureCase, graph_module: GraphModule) -> Callable[[Mapping[Place, int]], bool]:
     """Return a function that tells whether the model runs at given sizes of its inputs."""
     program = ShapeProgram.of(graph_module, case.inputs)
-    example = {
-        (label, index): int(size)
-        for label, value in case.inputs.items()
-        if isinstance(value, Tensor)
-        for index, size in enumerate(value.shape)
-    }
 
     def runs_on_shapes(sizes: Mapping[Place, int]) -> bool:
         try:
@@ -180,7 +174,7 @@ def _acceptance(case: CaptureCase, graph_module: GraphModule) -> Callable[[Mappi
         return case.runs.of_float_model(with_sizes(case.args, case.inputs, sizes)).error is None
 
     # Where shapes depend on values, as lengths, only values will do.
-    return runs_on_shapes if runs_on_shapes(example) else runs_on_values
+    return runs_on_shapes if runs_on_shapes(sizes_of(case.inputs)) else runs_on_values
 
 
 def try_sizes(case: CaptureCase, made: Attempt, groups: SizeGroups) -> None:

@@ -91,7 +91,7 @@ def _fix_wrong_sizes(case: CaptureCase, found: Attempt) -> Attempt:
 def _rules(found: Attempt, group: Group, *, only_one: bool) -> Iterator[SizeRule]:
     for number, dimension in enumerate(found.sizes.dimensions):
         if dimension.is_free and group_of(dimension) == group:
-            name, size = f"s{number}", dimension.example
-            condition = f"{name} != 1" if only_one else f"{name} == {size}"
-            words = "more than 1" if only_one else str(size)
-            yield SizeRule(condition, {name: dimension.place}, dimension, words, DIFFERS, by_python=True)
+            rule = SizeRule.fixing(number, dimension, DIFFERS, by_python=True)
+            if only_one:
+                rule = replace(rule, condition=f"s{number} != 1", expected="more than 1")
+            yield rule
