@@ -30,7 +30,6 @@ from torchq_compat.exported_lstm.rolled import write_rolled
 from torchq_compat.exported_lstm.unrolled import write_unrolled
 from torchq_compat.exported_lstm.writer import NodeWriter
 from torchq_compat.multi_output.edges_and_nodes import Output, canonical
-from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
 __all__ = ["decompose_lstm", "decompose_recurrent"]
 
@@ -155,8 +154,7 @@ def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any])
 
 def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
     if isinstance(program, ExportedProgram):
-        options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
-        module = program.module(**options)
+        module = program.module(check_guards=False)
         assert isinstance(module, GraphModule)
         return module
     if isinstance(program, GraphModule):

@@ -20,7 +20,6 @@ from torchq_compat.graph.graph_module import ConvertedGraphModule
 from torchq_compat.sizes.find_sizes import Group, group_of
 from torchq_compat.sizes.input_sizes import Dimension
 from torchq_compat.support.upstream import guards_of, pytree
-from torchq_compat.support.versions import EXPORT_MODULE_TAKES_CHECK_GUARDS
 
 __all__ = ["drop_guards_of_ones"]
 
@@ -37,8 +36,7 @@ def drop_guards_of_ones(program: ExportedProgram, model: ConvertedGraphModule, a
     calls = _calls_refused(guards, model, args)
     if not calls:
         return
-    options = {"check_guards": False} if EXPORT_MODULE_TAKES_CHECK_GUARDS else {}
-    module = program.module(**options)
+    module = program.module(check_guards=False)
     right: dict[frozenset[Group], bool] = {}
     for guard, groups in calls.items():
         if frozenset(groups) not in right:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 
 import torch
@@ -10,12 +9,7 @@ import torchao
 
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["EXPORT_MODULE_TAKES_CHECK_GUARDS", "TESTED", "untested_pair", "warn_of_untested_pair"]
-
-# torch 2.8 added the guards submodule to ExportedProgram.module() and the flag that leaves it out.
-EXPORT_MODULE_TAKES_CHECK_GUARDS = (
-    "check_guards" in inspect.signature(torch.export.ExportedProgram.module).parameters
-)
+__all__ = ["TESTED", "untested_pair", "warn_of_untested_pair"]
 
 #: The tested pairs of versions; torchao imports private names of torch, so they work in pairs.
 #: CONTRIBUTING.md says what of the suite each ran; the import warns about every other pair.
