@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.fx import Node
 
@@ -23,6 +24,11 @@ from torchq_compat.qspecs.selectors import Selection
 from torchq_compat.support.torch_ao import qconfig_equals
 
 __all__ = ["FusedPattern", "match_fused_patterns"]
+
+ATEN = torch.ops.aten
+TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
+#: The position of their argument of that name.
+GROUPS = 6
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,10 @@ def _fused_pattern(
     entry, own_entry = _entry(ops, backend), _entry(ops[:1], backend)
     if entry is not None and ops[0].label in folded_into and not _fuses_batch_norm(ops, backend):
         entry = replace(entry, is_fused_module=False)
+    if entry is not None and _is_grouped_and_transposed(ops[0]):
+        entry = replace(
+            entry, is_fused_module=False
+        )  # Its batch norm stays apart: see batch_norm/foldable.py.
     roles = own_entry.input_type_to_index if own_entry else {}
     first, deciding = _record(ops[0], ops[0].label), _record(ops[-1], ops[0].label)
     if entry is not None and entry.is_fused_module:
@@ -184,6 +194,11 @@ def _fused_pattern(
         deciding = first
     observes_inputs = first.select(rules).qconfig is not None
     return FusedPattern(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
+
+
+def _is_grouped_and_transposed(op: SourcePartition) -> bool:
+    node = op.nodes[-1]
+    return node.target in TRANSPOSED and len(node.args) > GROUPS and bool(node.args[GROUPS] != 1)
 
 
 def _fuses_batch_norm(ops: tuple[SourcePartition, ...], backend: BackendTable) -> bool:

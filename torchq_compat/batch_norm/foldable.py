@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
-from torchq_compat.batch_norm.fuse import OUTPUT_DIMENSIONS
+from torchq_compat.batch_norm.fuse import OUTPUT_DIMENSIONS, TRANSPOSED
 from torchq_compat.batch_norm.nodes import BETA, EPS, GAMMA, RUNNING_MEAN, RUNNING_VAR, TRAINING
 
 __all__ = ["unfoldable_batch_norms"]
@@ -49,6 +49,8 @@ def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
         return False
     if not all(_is_constant(batch_norm.args[position]) for position in (RUNNING_MEAN, RUNNING_VAR)):
         return False
+    if op.target in TRANSPOSED and not _has_all_outputs(op, batch_norm):
+        return False
     constants = [argument for argument in op.args[1:3] if argument is not None]
     # Other readers of the weight or the bias must feed an equal batch norm, as in a block called several
     # times.
@@ -57,6 +59,15 @@ def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
         and all(_is_same_block(reader, op, batch_norm) for reader in readers[_name(constant)])
         for constant in constants
     )
+
+
+def _has_all_outputs(op: Node, batch_norm: Node) -> bool:
+    """Return whether the weight of a transposed convolution has an axis with all output channels: with groups
+    it has none, and torch's ``fuse_conv_bn_weights`` fails (2.13)."""
+    weight, mean = op.args[1], batch_norm.args[RUNNING_MEAN]
+    assert isinstance(weight, Node)
+    assert isinstance(mean, Node)
+    return bool(weight.meta["val"].shape[1] == mean.meta["val"].shape[0])
 
 
 def _is_same_block(reader: Node, op: Node, batch_norm: Node) -> bool:

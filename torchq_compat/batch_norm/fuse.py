@@ -21,7 +21,7 @@ from torchq_compat.batch_norm.nodes import EPS, GAMMA, RUNNING_VAR, batch_norm_n
 from torchq_compat.capture.training_modes import has_fixed_mode, training_flag
 from torchq_compat.support.upstream import is_activation_post_process
 
-__all__ = ["fuse_batch_norms"]
+__all__ = ["OUTPUT_DIMENSIONS", "TRANSPOSED", "fuse_batch_norms"]
 
 ATEN = torch.ops.aten
 #: Op -> the number of dimensions its output must have for the batch norm behind it to normalize the op's
