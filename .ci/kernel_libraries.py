@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from torchq_compat.custom_modules.recurrent.native.build import FLAGS, OPERATOR, SOURCE, TARGET
+from torchq_compat.custom_modules.recurrent.native.build import FLAGS, OPERATORS, SOURCE, TARGET
 from torchq_compat.custom_modules.recurrent.native.carried import LIBRARIES, TARGETS, Target
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def compile_for(target: Target) -> None:
         sources = [
             f"-I{INCLUDE}",
             str(SOURCE),
-            str(OPERATOR),
+            *map(str, OPERATORS),
             f"-L{directory}",
             "-Wl,--no-as-needed",
             "-ltorch_cpu",

@@ -27,17 +27,19 @@ from torchq_compat.custom_modules.recurrent.native.kernel_cache import (
     keep,
     one_at_a_time,
 )
-from torchq_compat.support.upstream import has_kernel
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["KernelBuild", "build_kernel", "kernel_build"]
+__all__ = ["OF_LIBRARY", "KernelBuild", "build_kernel", "kernel_build"]
 
 SOURCE = Path(__file__).with_name("cell_loop.cpp")
 HEADERS = tuple(
     SOURCE.with_name(f"{name}.h")
-    for name in ("cell_loop", "cell_program", "cell_kernels", "instruction_sets", "tile_kernels", "threads")
+    for name in (
+        *("cell_loop", "cell_program", "cell_kernels", "instruction_sets", "tile_kernels", "threads"),
+        *("integer_kernels", "stable_tensors"),
+    )
 )
-OPERATOR = SOURCE.with_name("recurrent_operator.cpp")
+OPERATORS = tuple(SOURCE.with_name(f"{name}.cpp") for name in ("recurrent_operator", "integer_operators"))
 # No contraction: a fused multiply-add would round differently from the q-dq graph. The instruction set is
 # chosen at run time, by the CPU.
 FLAGS = (
@@ -46,7 +48,8 @@ FLAGS = (
 )
 #: The oldest torch the library supports: 2.13. Later versions keep the part of the stable ABI that it uses.
 TARGET = "-DTORCH_TARGET_VERSION=0x020d000000000000"
-OPERATOR_NAME = "torchq_compat_native::recurrent"
+#: An operator that only the library has; the others are defined in Python before it is loaded.
+OF_LIBRARY = "kept_weights"
 TIME_LIMIT_SECONDS = 120
 LOCK = threading.RLock()
 
@@ -71,9 +74,9 @@ def kernel_build() -> KernelBuild:
         build = build_kernel()
     if build.library is None:
         warn_user(
-            "recurrent modules run step by step on torch's operators, with the same numbers but slowly: the "
-            f"native kernel could not be built ({build.problem}). Hint: install a C++ compiler with OpenMP, "
-            "such as g++, or name one in the environment variable CXX."
+            "converted models run on torch's operators, recurrent modules step by step, with equal numbers "
+            f"but slowly: the native kernel could not be built ({build.problem}). Hint: install a C++ "
+            "compiler with OpenMP, such as g++, or name one in the environment variable CXX."
         )
     return build
 
@@ -148,10 +151,10 @@ def _with_operator(path: Path) -> Path:
     Raises:
         OSError: if it does not load.
     """
-    if has_kernel(OPERATOR_NAME, "CPU"):
+    if hasattr(torch.ops.torchq_compat_native, OF_LIBRARY):
         return path  # A second library would replace the one in use.
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
-    if not has_kernel(OPERATOR_NAME, "CPU"):
+    if not hasattr(torch.ops.torchq_compat_native, OF_LIBRARY):
         raise OSError("it does not have the operator of the kernel")
     return path
 
@@ -159,10 +162,10 @@ def _with_operator(path: Path) -> Path:
 def _compile(compiler: list[str], path: Path) -> None:
     """Compile in a temporary directory, then move to ``path``, which other processes may load or write."""
     root = _torch_root()
-    print(f"torchq_compat: compiling the kernel of recurrent modules, once, into {path}", file=sys.stderr)
+    print(f"torchq_compat: compiling the kernels of converted models, once, into {path}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         made = Path(directory) / path.name
-        objects = {source: made.with_name(f"{source.stem}.o") for source in (SOURCE, OPERATOR)}
+        objects = {source: made.with_name(f"{source.stem}.o") for source in (SOURCE, *OPERATORS)}
         commands = [
             [*compiler, f"-I{root / 'include'}", "-c", str(source), "-o", str(objects[source])]
             for source in objects
@@ -186,7 +189,7 @@ def _run(command: list[str]) -> None:
 
 def _key(compiler: list[str], flags: list[str]) -> str:
     """Return a key of the sources, compiler, flags, torch and architecture: machines may share a cache."""
-    files = [file.read_bytes() for file in (SOURCE, *HEADERS, OPERATOR)]
+    files = [file.read_bytes() for file in (SOURCE, *HEADERS, *OPERATORS)]
     parts = [*files, repr([compiler, flags, torch.__version__, platform.machine()]).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
