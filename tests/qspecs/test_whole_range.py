@@ -22,7 +22,7 @@ import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import sqnr
 from torchq_compat.errors import ConfigError
-from torchq_compat.lower.x86.lowered_module import LoweredGraphModule
+from torchq_compat.lower.integers.lowered_module import LoweredGraphModule
 from torchq_compat.profiles import whole_range_dynamic
 from torchq_compat.qspecs.qdq import CHOOSE_QPARAMS
 

@@ -113,14 +113,6 @@ def test_per_channel(values: torch.Tensor, zero_points: torch.Tensor) -> None:
     assert qt.integers_of(quantized)[1].tolist() == [2, 80]
 
 
-def test_operators_of_lowered_graphs(values: torch.Tensor) -> None:
-    quantized = qt.QUANTIZE_OP(values, 0.5, 10, torch.quint8)
-    assert torch.equal(quantized.dequantize(), qt.quantize(values, 0.5, 10, torch.quint8).dequantize())
-    again = qt.OF_INTEGERS_OP(qt.INTEGERS_OP(quantized), 0.5, 10)
-    assert torch.equal(qt.DEQUANTIZE_OP(again), quantized.dequantize())
-    assert qt.KERNELS.add(quantized, again, 1.0, 0).q_scale() == 1.0
-
-
 def test_every_use_has_a_replacement() -> None:
     assert len(qt.REPLACEMENTS) == 4
     assert all(use and replacement for use, replacement in qt.REPLACEMENTS.items())
@@ -165,13 +157,12 @@ quantized = tc.convert_fx(prepared)
 print(*model(x).flatten().tolist())
 print(*quantized(x).flatten().tolist())
 for decision in tc.explain(quantized):
-    if decision.kind in ("convert_fx", "aten.conv1d.default", "aten.linear.default", "ConvertedLSTM"):
+    if decision.action in ("lowered", "reference"):
         print(decision.kind, decision.action, decision.reason, sep=": ")
 """
 
 
-@pytest.mark.slow
-def test_a_torch_without_quantized_tensors_runs_the_rest() -> None:
+def test_a_torch_without_quantized_tensors_runs_everything() -> None:
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT]
     result = subprocess.run(
         command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300, check=False
@@ -182,17 +173,15 @@ def test_a_torch_without_quantized_tensors_runs_the_rest() -> None:
         torch.tensor([float(value) for value in line.split()]) for line in (float_line, quantized_line)
     )
     assert 30 < sqnr(floats, quantized) < 60
-    whys = {kind: (action, why) for kind, action, why in (line.split(": ", 2) for line in decisions)}
-    without = "this torch has no quantized tensors, which the kernels need"
-    assert whys["convert_fx"] == ("reference", without)
-    assert whys["aten.conv1d.default"] == ("reference", f"runs in floats between its q-dq: {without}")
-    assert whys["aten.linear.default"][0] == whys["ConvertedLSTM"][0] == "lowered"
+    actions = {kind: action for kind, action, _ in (line.split(": ", 2) for line in decisions)}
+    assert {"aten.conv1d.default", "aten.linear.default", "ConvertedLSTM"} <= actions.keys()
+    assert set(actions.values()) == {"lowered"}
 
 
 def test_what_is_absent_is_told_by_name_and_equals_nothing() -> None:
-    absent = qt._aten("there_is_none")
-    assert absent != torch.ops.aten.relu.default
-    with pytest.raises(RuntimeError, match=r"it lacks torch\.ops\.aten\.there_is_none\.default"):
+    absent = qt._of_torch("there_is_none")
+    assert absent != torch.relu
+    with pytest.raises(RuntimeError, match=r"it lacks torch\.there_is_none"):
         absent(torch.ones(1))
     with pytest.raises(RuntimeError, match=r"it lacks torch\.ops\.quantized\.there_is_none\.default"):
         qt.KERNELS.there_is_none.default(torch.ones(1))

@@ -187,6 +187,11 @@ def test_what_is_assumed_of_a_size_that_is_data_lets_export_go_on() -> None:
         program.module()(torch.ones(4), torch.tensor(1))
 
 
+def test_names_of_attributes_in_generated_code() -> None:
+    assert upstream.format_target("self", "conv.weight") == "self.conv.weight"
+    assert upstream.format_target("self", "0.weight") == 'getattr(self, "0").weight'
+
+
 def test_a_forward_is_made_of_its_source_and_its_lines_are_found() -> None:
     source = "def forward(self, x):\n    doubled = twice(x)\n    return doubled"
     forward = upstream.forward_from_src(source, {"twice": lambda x: 2 * x})

@@ -125,6 +125,7 @@ class ModelRecord:
         fx_converts_otherwise: paths of the ops that FX converts to other qparams or ranges than they trained
             with; from convert on.
         observer_qparams: whether it was converted to those.
+        trial_inputs: arguments that the float model took, for trials; None from convert on.
     """
 
     stage: Stage
@@ -141,6 +142,7 @@ class ModelRecord:
     observed: tuple[ObservedPlace, ...] = ()
     fx_converts_otherwise: tuple[str, ...] = ()
     observer_qparams: bool = False
+    trial_inputs: tuple[Any, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -230,8 +232,6 @@ class QuantizationGraphModule(GraphModule):
                     # Its quantize nodes refuse what the kernels would read as integers on their own qparams.
                     return self.reference(*bound)
         if is_traced:
-            for name in self.packed_weights():
-                vars(self).pop(name, None)
             return self._scripted().call(bound)
         try:
             observes = record.stage is Stage.PREPARED and not record.is_qat
@@ -254,12 +254,7 @@ class QuantizationGraphModule(GraphModule):
     @property
     def __jit_ignored_attributes__(self) -> list[str]:
         """The names torch.jit.trace skips: it would compile what submodules export, and the scripted graph
-        calls none of them.
-
-        torch.jit.trace reads this property before it collects attributes. So the packed weights are set here,
-        and removed when the model is called, because torch.export cannot handle them.
-        """
-        vars(self).update(self.packed_weights())
+        calls none of them."""
         return ["is_prepared", *self._modules]
 
     def __dir__(self) -> list[str]:
@@ -269,14 +264,6 @@ class QuantizationGraphModule(GraphModule):
             private = {name for name in vars(self) if name.startswith("_torchq_compat")}
             return sorted(names - set(self._modules) - private)
         return sorted(names - {"torchscript_observes"})
-
-    def on_torchs_operators(self) -> QuantizationGraphModule:
-        """Return the model in a form that runs without this package, as TorchScript needs it."""
-        return self
-
-    def packed_weights(self) -> Mapping[str, Any]:
-        """Return name -> packed weights, which torch.jit.trace finds as attributes of the traced module."""
-        return {}
 
     @torch.jit.export
     def torchscript_observes(self) -> bool:

@@ -264,9 +264,6 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
             quant_max=quant_max,
         )
         prepared.set_submodule(str(node.target), frozen)
-        source = node.args[0]
-        assert isinstance(source, Node)
-        metadata.OBSERVED_RANGE.write(source, _observed_range(module))
 
 
 def _ops_converted_otherwise(prepared: GraphModule, *, is_trained: bool) -> Iterator[str]:
@@ -299,12 +296,6 @@ def _use_loaded_qparams(prepared: GraphModule) -> None:
     for node, module in observer_nodes(prepared):
         if has_loaded_qparams(module) and not isinstance(module, WeightObserver):
             set_loaded_observer(prepared, str(node.target))
-
-
-def _observed_range(module: nn.Module) -> tuple[int, int]:
-    """Return the least and largest integer of the calibrated range; a reduced range has half of them."""
-    source = getattr(module, "activation_post_process", module)
-    return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]
 
 
 def _quantize_on_the_fly(prepared: GraphModule) -> None:

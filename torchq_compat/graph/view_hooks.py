@@ -19,8 +19,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.errors import ModuleAttributeError
 from torchq_compat.qspecs.qdq import DEQUANTIZES, QUANTIZE
+from torchq_compat.qspecs.qparams import PerTensorQParams, QParams
+from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import module_path_of
-from torchq_compat.support.quantized_tensors import DEQUANTIZE_OP, QUANTIZE_OP
+from torchq_compat.support.quantized_tensors import AVAILABLE, integers_of, is_quantized, of_integers
 
 __all__ = ["HOOKED", "HOOK_STATE", "calling_hooks", "check_hookable", "has_hooks", "is_of_a_hook"]
 
@@ -41,7 +43,9 @@ OF_A_HOOK = "_torchq_compat_of_a_hook"
 ATEN = torch.ops.aten
 BATCH_NORMS = (ATEN.batch_norm.default,)
 #: Nodes between modules.
-BETWEEN = (*DEQUANTIZES, QUANTIZE, QUANTIZE_OP, DEQUANTIZE_OP)
+BETWEEN = {*map(str, (*DEQUANTIZES, QUANTIZE))} | {
+    f"torchq_compat_native.{name}.default" for name in ("quantize", "dequantize")
+}
 
 
 def has_hooks(view: nn.Module) -> bool:
@@ -105,10 +109,13 @@ def _compile(model: GraphModule, views: dict[str, nn.Module]) -> Callable[..., A
 
 def _insert_calls(graph: Graph, view: nn.Module, nodes: list[Node], result: Node) -> None:
     inputs = tuple(_inputs_of(nodes))
+    given, returned = tuple(map(metadata.INTEGERS.of, inputs)), metadata.INTEGERS.of(result)
     with graph.inserting_before(nodes[0]):
-        graph.call_function(_named(partial(_call_pre_hooks, view), "pre_hooks"), inputs)
+        graph.call_function(_named(partial(_call_pre_hooks, view, given), "pre_hooks"), inputs)
     with graph.inserting_after(result):
-        seen = graph.call_function(_named(partial(_call_hooks, view), "hooks"), (result, *inputs))
+        hooks = partial(_call_hooks, view, (returned, *given))
+        seen = graph.call_function(_named(hooks, "hooks"), (result, *inputs))
+    metadata.INTEGERS.write(seen, returned)
     result.replace_all_uses_with(seen, delete_user_cb=lambda user: user is not seen and user not in nodes)
 
 
@@ -127,7 +134,15 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return named
 
 
-def _call_pre_hooks(view: nn.Module, *inputs: Any) -> None:
+def _as_in_fx(value: Any, qparams: QParams | None) -> Any:
+    """Return integers as FX's hooks see them, while torch has such tensors: with their qparams."""
+    if not isinstance(qparams, PerTensorQParams) or not AVAILABLE:
+        return value
+    return of_integers(value, qparams.scale, qparams.zero_point)
+
+
+def _call_pre_hooks(view: nn.Module, given: tuple[QParams | None, ...], *inputs: Any) -> None:
+    inputs = tuple(map(_as_in_fx, inputs, given))
     for key, hook in list(view._forward_pre_hooks.items()):
         with_kwargs = key in view._forward_pre_hooks_with_kwargs
         if (hook(view, inputs, {}) if with_kwargs else hook(view, inputs)) is not None:
@@ -137,19 +152,21 @@ def _call_pre_hooks(view: nn.Module, *inputs: Any) -> None:
             )
 
 
-def _call_hooks(view: nn.Module, result: Any, *inputs: Any) -> Any:
+def _call_hooks(view: nn.Module, all_qparams: tuple[QParams | None, ...], *values: Any) -> Any:
+    result, *others = map(_as_in_fx, values, all_qparams)
+    inputs = tuple(others)
     for key, hook in list(view._forward_hooks.items()):
         with_kwargs = key in view._forward_hooks_with_kwargs
         given = hook(view, inputs, {}, result) if with_kwargs else hook(view, inputs, result)
         result = result if given is None else given
-    return result
+    return integers_of(result) if is_quantized(result) else result
 
 
 def _calls_of(graph_module: GraphModule, path: str) -> list[list[Node]]:
     """Return the nodes of each call of the module at ``path`` that depend on the model's inputs."""
     calls: dict[str, list[Node]] = {}
     for node in graph_module._graph.nodes:
-        is_op = node.op == "call_function" and node.target not in BETWEEN
+        is_op = node.op == "call_function" and str(node.target) not in BETWEEN
         if is_op and module_path_of(node).partition("@")[0] == path and _depends_on_inputs(node):
             calls.setdefault(list(node.meta["nn_module_stack"])[-1], []).append(node)
     return list(calls.values())

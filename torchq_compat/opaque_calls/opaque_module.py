@@ -31,8 +31,8 @@ class OpaqueModule(nn.Module):
     opaque_shows_result_qparams = False
     #: Whether it accepts and returns floats rounded to the qparams of its layouts, in place of integers.
     opaque_in_floats = False
-    #: Whether it rounds float inputs without qparams to those of its layouts, and accepts and returns
-    #: torch.ao's quantized tensors; a call's ``leaf_quantized`` then gives the results to quantize.
+    #: Whether it rounds float inputs to the qparams of its layouts, and accepts integers too; a call's
+    #: ``leaf_quantized`` then gives the results to return as integers.
     leaf_quantizes = False
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:

@@ -115,6 +115,7 @@ def convert_to_reference(
         decisions=decisions,
         fx_converts_otherwise=otherwise,
         observer_qparams=observer_qparams,
+        trial_inputs=None,
     )
     return ConvertedGraphModule.wrap(converted, record, preserved)
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from torchq_compat import batch_norm
 from torchq_compat.capture.call_signature import CallSignature
-from torchq_compat.capture.checked.checked_prepare import check_prepared
+from torchq_compat.capture.checked.checked_prepare import check_prepared, trial_runs
 from torchq_compat.capture.checked.infinite_values import mark_infinite_values
 from torchq_compat.capture.checked.size_decisions import decide_blocks, decide_sizes
 from torchq_compat.capture.example_inputs import is_one_value_a_channel, with_two_samples
@@ -25,6 +25,7 @@ from torchq_compat.capture.purposeful_training import (
     run_in_evaluation,
 )
 from torchq_compat.capture.source_functions import restore_source_functions
+from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.training_flags import decide_training_flags, set_training_flags
 from torchq_compat.capture.unmatched_rules import decide_unmatched_rules, decide_unmatched_settings
 from torchq_compat.custom_modules.root import with_parent
@@ -198,6 +199,7 @@ def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) 
         batch_norms=batch_norms,
         steps=with_loops.steps,
         observed=tuple(observed_places(prepared)),
+        trial_inputs=copied_inputs(trial_runs(captured.case, captured.found)[0].args),
     )
     made = QuantizationGraphModule.wrap(prepared, record, _preserved(as_written, request))
     with slow_stage(f"checking {name}"):

@@ -103,10 +103,6 @@ DEQUANTIZED: MetaKey[QParams] = MetaKey(
 INFINITE: MetaKey[bool] = MetaKey(
     "torchq_compat_infinite", "node", "capture.checked.infinite_values", "annotate.decide"
 )
-#: (least, largest) integer of the calibrated range; a reduced range has half of the dtype's integers.
-OBSERVED_RANGE: MetaKey[tuple[int, int]] = MetaKey(
-    "torchq_compat_observed_range", "node", "graph.observed_graph", "lower.x86.qdq_operands"
-)
 #: The labels of the ops that FX converts to other qparams or ranges than they trained with; from convert on.
 FX_CONVERTS_OTHERWISE: MetaKey[tuple[str, ...]] = MetaKey(
     "torchq_compat_fx_converts_otherwise", "graph", "graph.observed_graph", "pipeline.convert"
@@ -158,7 +154,7 @@ GLUE: MetaKey[bool] = MetaKey(
 )
 #: The name of the node of the reference graph that a lowered node was written for.
 REFERENCE_NODE: MetaKey[str] = MetaKey(
-    "torchq_compat_reference", "node", "lower.x86.lowering_pass", "lower.x86.lowering_pass"
+    "torchq_compat_reference", "node", "lower.integers.rewrite", "lower.torchscript.scripted"
 )
 #: The recording that ``torchq-compat compare`` made of a model that FX prepared.
 RECORDING: MetaKey[Recording] = MetaKey(

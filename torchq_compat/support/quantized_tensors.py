@@ -1,9 +1,9 @@
 """Functions on tensors of torch.quint8, qint8 and qint32, which carry their qparams.
 
 torch deprecates these tensors from 2.13 on (https://github.com/pytorch/pytorch/issues/184982). This package
-uses them in four places only, and ``REPLACEMENTS`` names for each what replaces them when torch removes them.
-The results of ``convert_to_reference_fx``, ``export``, ``to_executorch`` and ``to_onnx`` have none. Without
-these tensors this module is imported all the same, ``AVAILABLE`` is False, and its names raise when called.
+makes them only where a user asks for them, by FX's names, and ``REPLACEMENTS`` says what replaces them when
+torch removes them. No converted model has any. Without these tensors this module is imported all the same,
+``AVAILABLE`` is False, and its names raise when called.
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ from torchq_compat.support.upstream import make_per_channel_quantized_tensor, ma
 
 __all__ = [
     "AVAILABLE",
-    "DEQUANTIZE_FUNCTION",
-    "DEQUANTIZE_OP",
-    "INTEGERS_OP",
     "KERNELS",
-    "OF_INTEGERS_OP",
     "QUANTIZE_FUNCTION",
     "QUANTIZE_FUNCTIONS",
-    "QUANTIZE_OP",
     "REPLACEMENTS",
     "as_float",
     "channel_qparams",
@@ -45,13 +40,10 @@ __all__ = [
 
 #: Where quantized tensors are used -> what replaces them.
 REPLACEMENTS = {
-    "integer kernels of x86 and qnnpack, `torch.ops.quantized`, but those of recurrent modules": "for "
-    "linears the operator `torchq_compat_native::recurrent`, which runs them already where there is no "
-    "engine; for the rest the q-dq graph of `convert_to_reference_fx`: Inductor takes it, and torchao's "
-    "`lower_pt2e_quantized_to_x86`, whose kernels have plain integer tensors",
     "quantized classes of a user's custom modules": "`takes_floats = True` on the class: it gets floats",
     "`input_quantized_idxs`, `output_quantized_idxs`": "plain integer tensors, which are taken already; "
     "their qparams are in the state_dict",
+    "hooks of a converted model's modules": "integers in plain tensors; `explain` has their qparams",
     "`weight()` of a converted module, and states saved by FX": "integers, scales and zero points as three "
     "tensors, as the converted graph has them",
 }
@@ -83,28 +75,16 @@ def _of_torch(name: str) -> Any:
     return getattr(torch, name, None) or _Absent(f"torch.{name}")
 
 
-def _aten(name: str, overload: str = "default") -> Any:
-    packet = getattr(torch.ops.aten, name, None)
-    return getattr(packet, overload, None) or _Absent(f"torch.ops.aten.{name}.{overload}")
-
-
-#: Whether this torch has quantized tensors: without them nothing is lowered to an engine's kernels.
+#: Whether this torch has quantized tensors: without them users' quantized classes get floats.
 AVAILABLE = all(
     hasattr(torch, name) for name in ("quint8", "quantize_per_tensor", "quantize_per_channel", "dequantize")
 ) and hasattr(torch.ops.quantized, "linear")
 
 #: The namespace of operators on quantized tensors.
 KERNELS: Any = _Kernels()
-#: Operators in lowered graphs that make, dequantize and read quantized tensors.
-QUANTIZE_OP = _aten("quantize_per_tensor")
-DEQUANTIZE_OP = _aten("dequantize", "self")
-INTEGERS_OP = _aten("int_repr")
-OF_INTEGERS_OP = _aten("_make_per_tensor_quantized_tensor")
 #: The quantize functions that FX's graphs call.
 QUANTIZE_FUNCTION = _of_torch("quantize_per_tensor")
 QUANTIZE_FUNCTIONS = (QUANTIZE_FUNCTION, _of_torch("quantize_per_channel"))
-#: The function of ``DEQUANTIZE_OP``.
-DEQUANTIZE_FUNCTION = _of_torch("dequantize")
 
 PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric)
 FLOAT_QPARAMS = torch.per_channel_affine_float_qparams

@@ -20,6 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
+from torch.fx.graph import _format_target as format_target
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as USER_PRESERVED_ATTRIBUTES_KEY
 from torch.fx.graph_module import _forward_from_src as forward_from_src
@@ -46,6 +47,7 @@ __all__ = [
     "assume",
     "detect_fake_mode",
     "disable_current_modes",
+    "format_target",
     "forward_from_src",
     "get_node_name_to_scope",
     "guards_of",

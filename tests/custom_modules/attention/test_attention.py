@@ -307,7 +307,7 @@ def test_the_qparams_are_those_of_the_eager_engine(name: str) -> None:
     qconfig = QConfig(activation=MinMaxObserver, weight=default_weight_observer)  # type: ignore[arg-type]
     prepared = tc.prepare_fx(model, QConfigMapping().set_global(qconfig), data[0], MAP)
     calibrate(prepared, data)
-    converted = tc.convert_fx(prepared, CONVERT)
+    converted = tc.convert_to_reference_fx(prepared, CONVERT)
     theirs = copy.deepcopy(model)
     theirs.attention.qconfig = qconfig
     theirs.attention = nnqa.MultiheadAttention.from_float(theirs.attention)

@@ -21,7 +21,7 @@ import torchq_compat as tc
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from torchq_compat.errors import QuantizationWarning
-from torchq_compat.lower.x86.lowered_module import LoweredGraphModule
+from torchq_compat.lower.integers.lowered_module import LoweredGraphModule
 from torchq_compat.nn import quantizable
 from torchq_compat.profiles import int8_parts, int8_products
 from torchq_compat.recurrent_parts import get_individually_observed_parts

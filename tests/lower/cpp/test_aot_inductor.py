@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig_mapping
 
@@ -44,23 +45,47 @@ def test_the_library_has_the_operator() -> None:
     assert b"torchq_compat_native" in native_library().read_bytes()
 
 
+class Signals(nn.Module):
+    """Convolutions, an activation, a sum, a pool and a head, on (steps, batch, channels)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.each = nn.Conv1d(6, 8, 3, padding=1), nn.Conv1d(8, 8, 3, padding=1, groups=8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x.permute(1, 2, 0)))
+        y = F.hardswish(self.each(y)) + y
+        return self.head(F.max_pool1d(y, 3, 1, 1).permute(2, 0, 1))
+
+
+def recurrent(converted: Any) -> Any:
+    return tc.export(converted, (example(5, 2),), recurrent="opaque")
+
+
+def plain(converted: Any) -> Any:
+    free = torch.export.Dim.AUTO
+    return torch.export.export(converted, (example(5, 2),), dynamic_shapes=({0: free, 1: free},))
+
+
 @pytest.mark.slow
-def test_a_package_runs_in_a_program_of_cpp_at_other_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("build", "export"), [(Tagger, recurrent), (Signals, plain), (Tagger, plain)])
+def test_a_package_runs_in_a_program_of_cpp_at_other_sizes(build: Any, export: Any, tmp_path: Path) -> None:
     assert shutil.which("cmake"), "cmake is needed"
     torch.manual_seed(0)
-    float_model = Tagger().eval()
+    float_model = build().eval()
     config = tc.get_default_prepare_custom_config()
     prepared = tc.prepare_fx(float_model, get_default_qconfig_mapping(), (example(5, 2),), config)
     calibrate(prepared, [(example(20, 6),)])
-    program = tc.export(tc.convert_fx(prepared), (example(5, 2),), recurrent="opaque")
+    program = export(tc.convert_fx(prepared))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "tagger.pt2"))
-    build = tmp_path / "build"
+    made = tmp_path / "build"
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    subprocess.run(["cmake", "-S", str(HERE), "-B", str(build), prefix], check=True, capture_output=True)
-    subprocess.run(["cmake", "--build", str(build)], check=True, capture_output=True)
+    subprocess.run(["cmake", "-S", str(HERE), "-B", str(made), prefix], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", str(made)], check=True, capture_output=True)
     for steps, batch in ((5, 2), (23, 4), (1, 1)):
         output = tmp_path / "output"
-        command = [str(build / "run_package"), str(native_library()), str(package), str(output)]
+        command = [str(made / "run_package"), str(native_library()), str(package), str(output)]
         subprocess.run([*command, str(steps), str(batch), "6"], check=True)
         found = torch.frombuffer(bytearray(output.read_bytes()), dtype=torch.float32).view(steps, batch, 3)
         x = example(steps, batch)

@@ -149,13 +149,10 @@ def test_classifier(stage: str, how: Callable[..., Any]) -> None:
     again = loaded_again(how(quantized, (x,)))
     for sizes in ((4, 3, 9, 9), (7, 3, 9, 9), (1, 3, 12, 9)):
         check_equal(quantized, again, (torch.randn(*sizes),))
-    assert ("quantized::conv2d_relu" in str(again.inlined_graph)) == (stage == "lowered")
+    assert ("torchq_compat_native::convolution" in str(again.inlined_graph)) == (stage == "lowered")
     low, high = (100, float("inf")) if stage == "prepared" else (25, 50)
     with torch.no_grad():
         assert low < sqnr(model(x), again(x)) <= high
-    if stage == "lowered":
-        # torch.export cannot trace packed weights, and must find none after a trace.
-        assert len(torch.export.export(quantized, (x,)).state_dict) == len(quantized.state_dict()) - 1
 
 
 @pytest.mark.parametrize("how", [script, trace])
@@ -173,7 +170,7 @@ def test_mapped_lstm(how: Callable[..., Any]) -> None:
     again = loaded_again(how(quantized, (tokens,)))
     for sizes in ((5, 3), (9, 1)):
         check_equal(quantized, again, (torch.randint(20, sizes),))
-    assert "quantized::linear" in str(again.inlined_graph)
+    assert "torchq_compat_native::recurrent" in str(again.inlined_graph)
     with torch.no_grad():
         assert 20 < sqnr(model(tokens)[0], again(tokens)[0]) < 45
 

@@ -138,8 +138,8 @@ def test_a_lowered_op_is_one_row() -> None:
     ops = [row for row in rows if row.role == "op"]
     assert [row.path for row in ops] == ["0", "2"]
     assert {row.role for row in rows} == {"op", "input", "weight", "size"}
-    if ops[0].on_integers:
-        assert ops[0].runs_as == "runs as quantized.linear_relu.default"
+    assert ops[0].on_integers
+    assert ops[0].runs_as == "runs as torchq_compat_native.linear.default"
 
 
 def test_a_comparison_in_a_notebook() -> None:

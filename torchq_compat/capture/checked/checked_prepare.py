@@ -17,12 +17,20 @@ from torchq_compat.capture.checked.attempts import (
 )
 from torchq_compat.capture.checked.same_results import CAPTURED, FOLDED
 from torchq_compat.capture.checked.trial_inputs import LONG
-from torchq_compat.capture.checked.trial_runs import in_double, run_prepared
+from torchq_compat.capture.checked.trial_runs import FloatRun, in_double, run_prepared
 from torchq_compat.errors import CaptureError
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
-__all__ = ["check_prepared"]
+__all__ = ["check_prepared", "trial_runs"]
+
+
+def trial_runs(case: CaptureCase, found: Attempt) -> list[FloatRun]:
+    """Return the runs of the float model at the example's sizes and at all others that were tried; prepared
+    recurrent modules run step by step, so a long example is left out where short ones were tried."""
+    others = [trial.run for trial in found.trials if trial.problem is None]
+    long = any(dimension.example > LONG for dimension in found.sizes.free)
+    return others if case.runs.modules and long and others else [case.example, *others]
 
 
 def check_prepared(
@@ -32,8 +40,7 @@ def check_prepared(
     users_own: Sequence[str],
     lost_forwards: Sequence[str],
 ) -> tuple[Decision, ...]:
-    """Run ``prepared`` beside the float model, at the example's sizes and at all others that were tried; its
-    recurrent modules run step by step, so a long example is left out where short ones were tried.
+    """Run ``prepared`` beside the float model in all ``trial_runs``.
 
     Args:
         users_own: paths of modules whose observed class the user wrote, which may compute something else.
@@ -47,10 +54,7 @@ def check_prepared(
     """
     has_batch_norm = any(isinstance(m, BatchNormBase) for m in case.runs.model.modules())
     least = least_sqnr(found.blocks, FOLDED if has_batch_norm else CAPTURED)
-    others = [trial.run for trial in found.trials if trial.problem is None]
-    long = any(dimension.example > LONG for dimension in found.sizes.free)
-    runs = others if case.runs.modules and long and others else [case.example, *others]
-    for run in runs:
+    for run in trial_runs(case, found):
         args = run.args
 
         def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:

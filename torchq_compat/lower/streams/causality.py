@@ -21,7 +21,6 @@ from torchq_compat.lower.streams.recurrent_calls import RecurrentCall
 from torchq_compat.lower.streams.trial_calls import TrialCalls
 from torchq_compat.sizes.input_sizes import Place
 from torchq_compat.support.graph_nodes import module_path_of, user_line_of
-from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
 
 __all__ = ["check_causality"]
@@ -113,17 +112,13 @@ def _join(pieces: list[Tensor], axis: int) -> Tensor | None:
     others = {math.prod(piece.shape) // max(1, piece.shape[axis]) for piece in pieces}
     if len(others) > 1:
         return None
-    return torch.cat([_plain(piece) for piece in pieces], axis)
-
-
-def _plain(value: Tensor) -> Tensor:
-    return as_float(value)
+    return torch.cat(pieces, axis)
 
 
 def _equal(whole: Tensor, found: Tensor, least: float) -> bool:
     if whole.shape != found.shape:
         return False
-    a, b = _plain(whole).double(), _plain(found).double()
+    a, b = whole.double(), found.double()
     return torch.equal(a, b) or sqnr(a, b) >= least
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchq_compat.qspecs import qdq
-from torchq_compat.support.quantized_tensors import as_float
 
 __all__ = ["FUNCTIONS", "HELPERS", "INT_FLOAT", "TEMPLATES"]
 
@@ -87,6 +86,27 @@ def dequantize_per_channel(
     return ((q - zero_points.view(shape)) * scales.view(shape)).to(torch.float32)
 
 
+def anew(tensors: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Return a list that torch.jit cannot take for a constant, since it depends on ``x``."""
+    made: list[Tensor] = []
+    for each in tensors:
+        if x.numel() >= 0:
+            made.append(each)
+    return made
+
+
+def as_float(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    return x if x.is_floating_point() else (x.to(torch.float32) - zero_point) * scale
+
+
+def as_floats(x: Tensor, scales: Tensor, zero_points: Tensor, axis: int) -> Tensor:
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    return (
+        x if x.is_floating_point() else ((x - zero_points.view(shape)) * scales.view(shape)).to(torch.float32)
+    )
+
+
 def convert_element_type(x: Tensor, dtype: int) -> Tensor:
     return x.to(dtype)
 
@@ -107,6 +127,8 @@ HELPERS: Mapping[str, Any] = {
         quantize_per_channel,
         dequantize_per_channel,
         convert_element_type,
+        anew,
         as_float,
+        as_floats,
     )
 }

@@ -26,7 +26,6 @@ from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.opaque_calls.opaque_module import OpaqueModule
 from torchq_compat.qspecs.qparams import PerTensorQParams
 from torchq_compat.support import metadata
-from torchq_compat.support.dtypes import LEGACY_DTYPES
 from torchq_compat.support.upstream import pytree, tracing_paused
 from torchq_compat.support.user_warnings import warn_user
 
@@ -98,9 +97,9 @@ def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
             "TorchScript of a prepared model does not observe: its observers are inactive and its "
             "fake-quantizes keep their current qparams. Calibrate or train before."
         )
-    model = model.on_torchs_operators()
     leaves = _Leaves(model)
     source = write_function(model, lambda path: operator.attrgetter(path)(model), leaves.write)
+    source.is_without_gradients = model.reference is not model
     constants = {
         name: value.detach() if isinstance(value, Tensor) else value
         for name, value in source.constants.items()
@@ -129,6 +128,7 @@ class _Leaves:
     def _call_of_leaf(self, node: Node, leaf: OpaqueModule, function: FunctionSource, args: list[str]) -> str:
         inner = _function_of_leaf(leaf, node, self.model)
         if leaf.leaf_quantizes:
+            inner.is_without_gradients = True
             _take_and_hand_integers(inner, leaf.opaque_layouts[int(node.kwargs["opaque_layout"])], node)  # type: ignore[arg-type]
         compiled = script_source(inner, f"module_{len(function.called)}")
         name = f"module_{len(function.called)}"
@@ -167,14 +167,27 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
 
 
 def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Node) -> None:
-    """Make the function of a leaf dequantize quantized inputs, and quantize the results read as such."""
-    inner.lines[:0] = [f"{name} = as_float({name})" for name, kind in inner.inputs if kind == "Tensor"]
+    """Make the function of a leaf dequantize integers, and quantize the results read as such."""
+    lines = []
+    for (name, _), qparams in zip(inner.inputs, layout.input_qparams, strict=False):
+        if isinstance(qparams, PerTensorQParams):
+            lines.append(f"{name} = as_float({name}, {qparams.scale!r}, {qparams.zero_point})")
+        elif qparams is not None:
+            scales, zeros = (inner.constant(each) for each in qparams.tensors(torch.device("cpu")))
+            lines.append(f"{name} = as_floats({name}, {scales}, {zeros}, {qparams.axis})")
+    inner.lines[:0] = lines
     handed: Any = node.kwargs.get("leaf_quantized", ())
     for position in handed:
-        qparams = layout.output_qparams[position]
-        assert isinstance(qparams, PerTensorQParams)
-        written = f"{qparams.scale!r}, {qparams.zero_point}, {LEGACY_DTYPES[qparams.dtype]}"
-        inner.results[position] = f"torch.quantize_per_tensor({inner.results[position]}, {written})"
+        qparams, result = layout.output_qparams[position], inner.results[position]
+        if isinstance(qparams, PerTensorQParams):
+            numbers: tuple[Any, ...] = (repr(qparams.scale), qparams.zero_point)
+        else:
+            assert qparams is not None
+            numbers = tuple(inner.constant(each) for each in qparams.tensors(torch.device("cpu")))
+            numbers += (qparams.axis,)
+        kind = "tensor" if isinstance(qparams, PerTensorQParams) else "channel"
+        written = ", ".join(map(str, (*numbers, qparams.quant_min, qparams.quant_max, qparams.dtype)))
+        inner.results[position] = f"quantize_per_{kind}({result}, {written})"
 
 
 def source_of_graph(captured: GraphModule, kind: str = "the module", path: str = "") -> FunctionSource:

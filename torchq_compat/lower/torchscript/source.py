@@ -40,6 +40,8 @@ class FunctionSource:
         lines: the lines of its body.
         results: the expressions of the flat results.
         called: name -> compiled function that it calls.
+        is_without_gradients: whether it computes on integers: TorchScript, deriving the floats around them,
+            gives operators tensors without memory.
     """
 
     inputs: list[tuple[str, str]] = field(default_factory=list)
@@ -47,12 +49,16 @@ class FunctionSource:
     lines: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     called: dict[str, Any] = field(default_factory=dict)
+    is_without_gradients: bool = False
 
     def text(self, name: str) -> str:
         """Return the function as text, which returns a single result itself and several as a tuple."""
         typed = [f"{each}: {kind}" for each, kind in self.inputs]
         typed += [f"{each}: {_type_of(value)}" for each, value in self.constants.items()]
-        body = [*self.lines, f"return {self.returned(self.results)}"]
+        body = self.lines
+        if self.is_without_gradients and body:
+            body = ["with torch.no_grad():", *(f"{INDENT}{line}" for line in body)]
+        body = [*body, f"return {self.returned(self.results)}"]
         return f"def {name}({', '.join(typed)}):\n" + "".join(f"{INDENT}{line}\n" for line in body)
 
     def returned(self, results: list[str]) -> str:
@@ -207,6 +213,12 @@ def _expression(node: Node, names: Mapping[Node, str]) -> str:
     kinds = list(arguments.values())
     given = [_literal(each, kind, names) for each, kind in zip(node.args, kinds, strict=False)]
     given += [f"{name}={_literal(each, arguments[name], names)}" for name, each in node.kwargs.items()]
+    if schema.name.startswith("torchq_compat_native::"):
+        # The stable ABI moves tensors out of a list, also out of one that is a constant (torch 2.13).
+        given = [
+            f"anew({each}, {given[0]})" if kind == "List[Tensor]" else each
+            for each, kind in zip(given, kinds, strict=False)
+        ]
     called = FUNCTIONS.get(target) or f"torch.ops.{schema.name.replace('::', '.')}"
     return f"{called}({', '.join(given)})"
 

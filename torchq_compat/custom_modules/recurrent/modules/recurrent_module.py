@@ -38,7 +38,7 @@ from torchq_compat.custom_modules.recurrent.modules.runners import (
 from torchq_compat.custom_modules.recurrent.modules.streams import active_streams
 from torchq_compat.custom_modules.recurrent.native.bound_module import BoundModule
 from torchq_compat.custom_modules.recurrent.native.columns import qparams_of_call
-from torchq_compat.custom_modules.recurrent.native.direct_calls import DirectCall, direct_call, quantized_on
+from torchq_compat.custom_modules.recurrent.native.direct_calls import DirectCall, direct_call
 from torchq_compat.errors import CustomModuleError, RecurrentModuleError
 from torchq_compat.graph.other_engines import OBSERVED_KEY
 from torchq_compat.opaque_calls.layouts import CallLayout
@@ -50,11 +50,12 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     optional,
 )
-from torchq_compat.support.quantized_tensors import as_float, is_quantized
 from torchq_compat.support.torch_ao import NoopObserver, QConfig
 
 __all__ = ["ConvertedRecurrent", "ObservedRecurrent", "RecurrentModule"]
 
+#: The buffer of a lowered module with the program of the native operator.
+PROGRAM = "operator_program"
 NOTHING_OBSERVED: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # type: ignore[no-untyped-call]
 
 
@@ -143,13 +144,11 @@ class RecurrentModule(PartOwner):
         assert opaque_layout is not None
         all_qparams = self.opaque_layouts[opaque_layout].output_qparams
         return tuple(
-            quantized_on(each, all_qparams[index]) if index in leaf_quantized else each
+            qparams.quantize(each) if index in leaf_quantized and (qparams := all_qparams[index]) else each
             for index, each in enumerate(results)
         )
 
     def _as_floats(self, tensor: Tensor, qparams: QParams | None) -> Tensor:
-        if is_quantized(tensor):
-            return as_float(tensor)
         if qparams is None or not (self.is_lowered and tensor.is_floating_point()):
             return super()._as_floats(tensor, qparams)
         return qparams.dequantize(qparams.quantize(tensor), tensor.dtype)
@@ -220,14 +219,15 @@ class RecurrentModule(PartOwner):
     def runner(self) -> Runner:
         """Return the runner for the next call."""
         if torch.compiler.is_exporting():
-            return self._runner_of_export(shape_in_export())
+            return self._runner_of_export(LoopShape.OPAQUE if self.is_lowered else shape_in_export())
         if self.is_lowered or (torch.compiler.is_compiling() and self.can_be_lowered):
             return NativeRunner(self.bound())
         return PythonRunner()
 
     def _runner_of_export(self, shape: LoopShape) -> Runner:
         if shape is LoopShape.OPAQUE:
-            return OpaqueRunner(self.bound() if self.can_be_lowered else None)
+            bound = self.bound() if self.can_be_lowered else None
+            return OpaqueRunner(bound, self._buffers.get(PROGRAM))
         return OpaqueRunner(None) if self._is_opaque_as(shape) else TracedRunner()
 
     #: Whether its linears choose qparams from their inputs, and nothing else is quantized.
@@ -255,6 +255,11 @@ class RecurrentModule(PartOwner):
         vars(lowered).update(vars(self))
         lowered.is_lowered = True
         lowered._direct = {}  # Direct calls are bound to the weights as they are now.
+        if self._bound is not None:
+            # A buffer: the loop of an exported program is handed the buffers of the modules that it calls.
+            vars(lowered)["_buffers"] = {**self._buffers, PROGRAM: self._bound.program}
+            names = {*self._non_persistent_buffers_set, PROGRAM}
+            vars(lowered)["_non_persistent_buffers_set"] = names
         return lowered
 
     def __copy__(self) -> Self:

@@ -151,12 +151,14 @@ class OpaqueRunner(TracedRunner):
     Args:
         bound: the module's arguments of the native operator; None if a cell has no program, or if the cells
             are to be readable text.
+        program: in place of the program of ``bound``.
     """
 
     reads_columns = True
 
-    def __init__(self, bound: BoundModule | None) -> None:
+    def __init__(self, bound: BoundModule | None, program: Tensor | None = None) -> None:
         self.bound = bound
+        self.program = program
 
     def run_layers(
         self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
@@ -169,7 +171,7 @@ class OpaqueRunner(TracedRunner):
             return call_opaque(handed, given.x, states)
         stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
         columns = given.columns or ((given.x.shape[-1], None),)
-        output, *last = self.bound.run_exported(given.x, stacked, columns)
+        output, *last = self.bound.run_exported(given.x, stacked, columns, self.program)
         all_qparams = [direction.cell.state_qparams() for direction in directions]
         count = self.bound.directions
         parts = output.chunk(count, -1) if count > 1 else (output,)
@@ -184,7 +186,7 @@ class OpaqueRunner(TracedRunner):
         if self.bound is None:
             _, [new] = call_opaque([[OpaqueDirection(cell)]], x.unsqueeze(0), [state])
             return new
-        ends = self.bound.run_exported(x, list(state), columns or ((x.shape[-1], None),))
+        ends = self.bound.run_exported(x, list(state), columns or ((x.shape[-1], None),), self.program)
         return tuple(map(q_dq, ends, cell.state_qparams()))
 
 

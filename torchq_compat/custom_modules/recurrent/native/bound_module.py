@@ -142,13 +142,19 @@ class BoundModule:
             owner=self.owner,
         )
 
-    def run_exported(self, x: Tensor, states: Sequence[Tensor], columns: ColumnQParams) -> list[Tensor]:
-        """Run like ``run``, for torch.export to trace: the weights of an exported program have no owner."""
+    def run_exported(
+        self, x: Tensor, states: Sequence[Tensor], columns: ColumnQParams, program: Tensor | None = None
+    ) -> list[Tensor]:
+        """Run like ``run``, for torch.export to trace: the weights of an exported program have no owner.
+
+        Args:
+            program: in place of the module's own.
+        """
         return recurrent(
             x,
             states,
             self.weights(),
-            self.program,
+            self.program if program is None else program,
             floats_around(as_numbers(columns), self.states),
             batch_sizes=NO_SIZES,
             directions=self.directions,

@@ -17,9 +17,8 @@ from torchq_compat.custom_modules.recurrent.native.module_numbers import Boundar
 from torchq_compat.custom_modules.recurrent.native.program import qparams_row
 from torchq_compat.opaque_calls.layouts import CallLayout
 from torchq_compat.qspecs.qparams import PerChannelQParams, PerTensorQParams, QParams
-from torchq_compat.support.quantized_tensors import integers_of, is_quantized, of_integers
 
-__all__ = ["DirectCall", "direct_call", "quantized_on"]
+__all__ = ["DirectCall", "direct_call"]
 
 EIGHT_BITS = (torch.uint8, torch.int8)
 
@@ -35,7 +34,6 @@ class DirectCall:
         boundary: ``Boundary.numbers()``.
         states: the number of states of a cell.
         places: the indices of x and the states among the tensors that the graph passes.
-        quantized: (index, qparams) of the results returned as quantized tensors.
         is_possible: whether the operator accepts calls of this form.
         ticket: the result of ``op.bind_call``.
         bound_to: the owner, and the ids, versions and addresses of the weights that ``ticket`` is for; None
@@ -48,7 +46,6 @@ class DirectCall:
     boundary: list[float]
     states: int
     places: tuple[int, ...] = ()
-    quantized: tuple[tuple[int, PerTensorQParams], ...] = ()
     is_possible: bool = True
     ticket: int = 0
     bound_to: tuple[int, list[int], list[int], list[int]] | None = None
@@ -69,19 +66,14 @@ class DirectCall:
             if not isinstance(states, (tuple, list)) or len(states) != self.states:
                 return None
             found = (x, *states)
-        any_quantized = False
         for tensor in found:
             if type(tensor) is not Tensor:
                 return None
-            if tensor.dtype is not torch.float32:
-                if self.layout is None or not is_quantized(tensor):
-                    return None
-                any_quantized = True
+            if tensor.dtype is not torch.float32 and (self.layout is None or tensor.dtype not in EIGHT_BITS):
+                return None
         x = found[0]
         if x.dim() != self.rank or not x.numel():
             return None
-        if any_quantized:
-            return tuple([each if each.dtype is torch.float32 else integers_of(each) for each in found])
         return found
 
     def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:
@@ -100,8 +92,6 @@ class DirectCall:
         except RuntimeError:
             self.bound_to = None
             return None
-        for index, qparams in self.quantized:
-            results[index] = of_integers(results[index], qparams.scale, qparams.zero_point)
         if self.layout is not None:
             return results
         last = results if self.rank == 2 else results[1:]
@@ -144,7 +134,7 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
 
     Args:
         layout: the layout of the graph's call; None for calls by a user.
-        quantized: the indices of the results to return as quantized tensors.
+        quantized: the indices of the results to return as integers.
     """
     states = len(contract.kind.states)
     form = (layout, contract.rank, contract.batch_first)
@@ -165,20 +155,19 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
     is_known = all(each is not None for each in rows) and (x_qparams is None or x_qparams.dtype in EIGHT_BITS)
     columns = tuple(as_numbers(column_qparams(x_qparams, contract.input_size, contract.rank)))
     on = tuple(each or () for each in rows) or ((),) * states
-    handed = [(index, layout.output_qparams[index]) for index in quantized]
-    asked = tuple((index, qparams) for index, qparams in handed if isinstance(qparams, PerTensorQParams))
+    handed = {index: layout.output_qparams[index] for index in quantized}
+    if not all(isinstance(qparams, PerTensorQParams) for qparams in handed.values()):
+        is_known = False  # The operator's results have one scale each.
     # A cell has no output besides its states.
     first = contract.rank == 2
-    by_result = {index + first: qparams_row(qparams) for index, qparams in asked}
+    by_result = {
+        index + first: qparams_row(qparams)
+        for index, qparams in handed.items()
+        if isinstance(qparams, PerTensorQParams)
+    }
     results = tuple(by_result.get(index) for index in range(1 + states))
     boundary = Boundary(columns, on, results)
-    return DirectCall(*form, boundary.numbers(), states, places, asked, is_possible=is_known)
-
-
-def quantized_on(values: Tensor, qparams: QParams | None) -> Tensor:
-    """Return ``values``, already rounded to ``qparams``, as a quantized tensor of torch.ao."""
-    assert isinstance(qparams, PerTensorQParams)
-    return of_integers(qparams.quantize(values), qparams.scale, qparams.zero_point)
+    return DirectCall(*form, boundary.numbers(), states, places, is_possible=is_known)
 
 
 def _rows_on(qparams: QParams | None) -> tuple[QParamsRow, ...] | None:

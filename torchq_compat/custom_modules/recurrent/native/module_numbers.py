@@ -20,7 +20,14 @@ from torchq_compat.custom_modules.recurrent.native.instruction_set import (
     QParamsRow,
 )
 
-__all__ = ["Boundary", "CellNumbers", "ModuleNumbers", "floats_around", "weight_mask"]
+__all__ = [
+    "Boundary",
+    "CellNumbers",
+    "ModuleNumbers",
+    "floats_around",
+    "last_result_dtype",
+    "weight_mask",
+]
 
 CONSTANT_COLUMNS = 2 * QPARAMS_COLUMNS + 2
 SEGMENT_COLUMNS = 1 + QPARAMS_COLUMNS
@@ -105,6 +112,15 @@ class Boundary:
         ]
         results = tuple(each[0] if each else None for each in rows[states:])
         return cls(tuple(columns), tuple(rows[:states]), results)
+
+
+def last_result_dtype(boundary: Sequence[float]) -> torch.dtype:
+    """Return the dtype of the last result of a call with ``boundary``, for one state that is not given."""
+    at = 1 + SEGMENT_COLUMNS * int(boundary[0])
+    _, _, count, *row = boundary[at:]
+    if not count:
+        return torch.float32
+    return torch.int8 if row[2] < 0 else torch.uint8
 
 
 def floats_around(columns: Sequence[float], states: int) -> list[float]:

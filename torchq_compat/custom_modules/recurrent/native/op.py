@@ -21,6 +21,7 @@ from torchq_compat.custom_modules.recurrent.native.module_numbers import (
     CellNumbers,
     ModuleNumbers,
     floats_around,
+    last_result_dtype,
     weight_mask,
 )
 
@@ -76,7 +77,9 @@ def _shapes(
     version: int = -1,
     work_per_thread: int = 0,
 ) -> list[Tensor]:
-    """Return results of the right shapes for a call with states; programs are captured with states."""
+    """Return results of the right shapes; recurrent modules are captured with states, linears have none."""
+    if not states:
+        return [x.new_empty(x.shape[0], weights[0].shape[0], dtype=last_result_dtype(boundary))]
     last = [torch.empty_like(state) for state in states]
     if x.dim() == 2 and not _sizes(batch_sizes):
         return last

@@ -1,0 +1,81 @@
+"""Behind a dropout the lowered model is on the steps of the dropout's input, as FX's is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.ao.quantization.quantize_fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qconfig_mapping
+
+import torchq_compat as tc
+from tests.helpers.oracle import sqnr
+from torchq_compat.lower.integers.dropout_qparams import hand_on_through_dropout
+from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
+
+
+class Head(nn.Module):
+    """As of MobileNetV2: a mean, whose range is a part of that of what it averages, a dropout, a linear."""
+
+    def __init__(self, drop: Callable[[Tensor], Tensor] | nn.Module, *, flat: bool = False) -> None:
+        super().__init__()
+        self.conv, self.side = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)
+        self.pool, self.flat, self.drop, self.fc = nn.AdaptiveAvgPool2d(2), flat, drop, nn.Linear(32, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        x = self.pool(x + self.side(x))
+        x = torch.flatten(self.drop(x), 1) if self.flat else self.drop(torch.flatten(x, 1))
+        result: Tensor = self.fc(x)
+        return result
+
+
+def functional(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.3, training=False)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["flattened before", "flattened behind"])
+@pytest.mark.parametrize("drop", [nn.Dropout(0.2), functional], ids=["module", "function"])
+def test_integers_pass_a_dropout_as_in_fx(drop: Callable[[Tensor], Tensor], flat: bool) -> None:
+    torch.manual_seed(0)
+    model, x, mapping = (
+        Head(drop, flat=flat).eval(),
+        torch.randn(64, 3, 8, 8),
+        get_default_qconfig_mapping("x86"),
+    )
+    theirs = fx.prepare_fx(copy.deepcopy(model), mapping, (x,))
+    ours = tc.prepare_fx(model, mapping, (x,))
+    theirs(x), ours(x)
+    lowered, reference, expected = (
+        tc.convert_fx(ours),
+        tc.convert_to_reference_fx(ours),
+        fx.convert_fx(theirs)(x),
+    )
+    # A rounding tie may fall on the other step; requantized, most rows differ.
+    assert sqnr(expected, lowered(x)) > 60 > 50 > sqnr(expected, reference(x)) > 25
+    targets = [str(node.target) for node in lowered.graph.nodes]
+    # The input, and the averages, which are computed in floats.
+    assert targets.count("torchq_compat_native.quantize.default") == 2
+    assert not any("lookup" in target for target in targets)
+
+
+@pytest.mark.parametrize(("dtype", "high"), [(torch.uint8, 255), (torch.uint8, 127), (torch.int16, 255)])
+def test_another_range_behind_a_dropout_is_quantized_again(dtype: torch.dtype, high: int) -> None:
+    graph = torch.fx.Graph()
+    value = graph.placeholder("x")
+    for args in ((0.5, 3, 0, 255, torch.uint8), (0.1, 7, 0, high, dtype)):
+        integers = graph.call_function(QUANTIZE, (value, *args))
+        floats = graph.call_function(DEQUANTIZE, (integers, *args))
+        value = graph.call_function(torch.ops.aten.dropout.default, (floats, 0.5, False))
+    graph.output(value)
+    model = torch.fx.GraphModule(nn.Module(), graph)
+    for node in graph.nodes:
+        node.meta["val"] = torch.zeros(2)
+    hand_on_through_dropout(model)
+    is_same = (dtype, high) == (torch.uint8, 255)
+    last = [node for node in graph.nodes if node.target in (QUANTIZE, DEQUANTIZE)][2:]
+    assert [node.args[1:3] for node in last] == [(0.5, 3) if is_same else (0.1, 7)] * 2

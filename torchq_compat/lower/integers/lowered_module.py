@@ -1,0 +1,309 @@
+"""The result of ``convert_fx``: one graph on plain integers, and the reference graph it was made from.
+
+Legacy: the GraphModule of ``convert_fx``, with modules of ``torch.ao.nn.quantized`` and packed weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+from torch.fx.graph import PythonCode
+
+from torchq_compat.capture.checked.trial_runs import kept_buffers
+from torchq_compat.custom_modules.standalone.standalone_module import ConvertedStandalone, standalone
+from torchq_compat.graph.graph_module import (
+    ConvertedGraphModule,
+    ConvertedModel,
+    QuantizationGraphModule,
+    preserved_of,
+    record_of,
+)
+from torchq_compat.graph.quantized_interface import quantize_inputs, take_integers
+from torchq_compat.lower.integers.direct_code import direct_forward
+from torchq_compat.lower.integers.lowered_graph import MADE, Made, share_state, with_modules
+from torchq_compat.lower.integers.opaque_edges import hand_over_floats
+from torchq_compat.lower.integers.opaque_modules import LoweredOpaqueModule, lower_opaque_modules
+from torchq_compat.lower.integers.operators import forget_weights
+from torchq_compat.lower.integers.rewrite import Rewriter
+from torchq_compat.lower.integers.side_by_side import StandsFor, faults_of
+from torchq_compat.lower.integers.state_versions import StateVersions
+from torchq_compat.lower.integers.where import why_not_here
+from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.qspecs.qparams import QParams
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.later_stages import is_captured_for_onnx
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["LoweredGraphModule", "lower"]
+
+#: Attribute that holds the ``_Lowering`` of a lowered model.
+LOWERING = "_torchq_compat_lowering"
+#: Attribute that holds what to call when its packed weights are no longer needed.
+PACKED = "_torchq_compat_packed"
+#: How often ops that are wrong on integers are left in floats before the rest is.
+MOST_TRIALS = 5
+
+
+@dataclass
+class _Lowering:
+    """The lowered graph made from ``reference``.
+
+    Attributes:
+        is_stale: whether qparams changed since the lowering.
+        versions: versions of the state that constants of the graph were made from.
+        input_qparams: see ``ConvertedGraphModule``.
+        refused: name of an op -> why it does not run on integers here.
+        generation: which of the graphs made so far it is.
+        stands_for: see ``Rewriter``.
+    """
+
+    reference: ConvertedGraphModule
+    is_stale: bool = True
+    versions: StateVersions | None = None
+    decisions: tuple[Decision, ...] = ()
+    input_qparams: tuple[QParams | None, ...] = field(default=())
+    refused: Mapping[str, str] = field(default_factory=dict)
+    generation: int = 0
+    stands_for: StandsFor = field(default_factory=dict)
+
+
+def lower(reference: ConvertedGraphModule, trial_inputs: tuple[Any, ...] | None = None) -> LoweredGraphModule:
+    """Return ``reference`` on plain integers; the result holds ``reference``.
+
+    Args:
+        trial_inputs: arguments to run both models on; None: they are not compared.
+    """
+    kind = LoweredStandalone if isinstance(reference, ConvertedStandalone) else LoweredGraphModule
+    lowered = kind(nn.Module(), Graph())
+    share_state(lowered, reference)
+    lowered.meta = reference.meta
+    vars(lowered)[LOWERING] = _Lowering(reference)
+    for name, value in preserved_of(reference).items():
+        setattr(lowered, name, value)
+    lowered.training = reference.training
+    lowered._lower_again()
+    if trial_inputs is not None:
+        lowered._refuse_what_is_wrong(trial_inputs)
+    return lowered
+
+
+class LoweredGraphModule(ConvertedModel):
+    """A converted model that runs on plain integers, in every form: called, exported, compiled, scripted.
+
+    The reference graph is the one source of truth: the parameters, buffers, submodules and state_dict are
+    its own, and the lowered graph reads them. Its own constants, tables most of all, are made from them again
+    whenever a state was loaded, moved or written in place.
+    """
+
+    __jit_unused_properties__ = [*QuantizationGraphModule.__jit_unused_properties__, "_lowering"]  # noqa: RUF012
+
+    @property
+    def reference(self) -> ConvertedGraphModule:
+        """The q-dq graph of ``convert_to_reference_fx``, which shares its state with this model."""
+        return self._lowering.reference
+
+    @property
+    def lowering(self) -> tuple[Decision, ...]:
+        """The decisions about the ops: how each runs on integers, or why it runs in floats."""
+        return self._lowering.decisions
+
+    @property
+    def _lowering(self) -> _Lowering:
+        lowering: _Lowering = vars(self)[LOWERING]
+        return lowering
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_captured_for_onnx():
+            return self.reference(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._refresh()
+        lowering = self._lowering
+        assert lowering.generation > 0  # Dynamo compiles again when the number has changed.
+        if self.record.interface.inputs:
+            bound = self.record.signature.bind(args, kwargs)
+            return super().__call__(*take_integers(bound, lowering.input_qparams))
+        return super().__call__(*args, **kwargs)
+
+    def _refresh(self) -> None:
+        """Make the graph again if the state that its constants were made of has changed."""
+        lowering = self._lowering
+        if lowering.is_stale or lowering.versions is None or not lowering.versions.are_current():
+            self._lower_again()
+
+    def _lower_again(self, refused: Mapping[str, str] | None = None) -> None:
+        """Make the graph from the current reference graph; ``refused``: see ``_Lowering``."""
+        before, state = self._lowering, vars(self)
+        reference = before.reference
+        refused = before.refused if refused is None else refused
+        opaque: list[LoweredOpaqueModule] = []
+        with torch.no_grad():
+            rewriter = Rewriter(reference, {}, _left_float(reference), refused)
+            elsewhere = why_not_here(reference)
+            if elsewhere is None:
+                rewriter.run()
+                opaque = lower_opaque_modules(reference, _lower_inside)
+        graph, modules = rewriter.lowered.graph, {each.path: each.module for each in opaque if each.module}
+        hand_over_floats(graph, modules, rewriter.stands_for)
+        graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
+        made = with_modules(reference, modules)
+        state["_modules"] = {**made, MADE: Made(rewriter.lowered.constants)}
+        state[LOWERING] = _Lowering(
+            reference,
+            is_stale=False,
+            versions=StateVersions(reference),
+            decisions=(elsewhere,)
+            if elsewhere is not None
+            else (*rewriter.decisions(), *(decision for each in opaque for decision in each.decisions)),
+            input_qparams=reference.input_qparams(),
+            refused=refused,
+            generation=before.generation + 1,
+            stands_for=rewriter.stands_for,
+        )
+        self.graph = graph
+        self._forget_packed_weights()
+
+    def _forget_packed_weights(self) -> None:
+        """Drop what kernels packed of weights that are no longer in the state; at the end, of all."""
+        state = vars(self)
+        known = state.pop(PACKED, None)
+        if known is not None:
+            known()
+        weights = [buffer for buffer in self.reference.buffers() if buffer.dtype is torch.int8]
+        addresses = [weight.data_ptr() for weight in weights if weight.device.type == "cpu"]
+        state[PACKED] = weakref.finalize(self, forget_weights, addresses)
+        state[PACKED].atexit = False
+
+    def _refuse_what_is_wrong(self, trial_inputs: tuple[Any, ...]) -> None:
+        """Leave ops in floats whose results on integers are not the reference's, on ``trial_inputs``."""
+        leaves = pytree.tree_leaves(trial_inputs, is_leaf=lambda leaf: leaf is None)
+        for _ in range(MOST_TRIALS):
+            lowering = self._lowering
+            try:
+                with kept_buffers(lowering.reference):
+                    faults = faults_of(lowering.reference, self, lowering.stands_for, tuple(leaves))
+            except Exception:
+                return  # The reference does not run on what the float model took: its own trials say so.
+            if not faults.keys() - lowering.refused.keys():
+                return
+            self._lower_again({**lowering.refused, **faults})
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that runs; for torch.onnx, which has none of its operators, that of the reference."""
+        if record_of(self) is None:
+            return self._graph
+        return self.reference.graph if is_captured_for_onnx() else super().graph
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    def recompile(self) -> PythonCode:
+        """See ``torch.fx.GraphModule``.
+
+        ``forward`` reads the state past ``nn.Module.__getattr__``, which takes as long as a small kernel; for
+        torch.compile it does not, since that has to know where a tensor is from.
+        """
+        code = super().recompile()
+        plain, direct = type(self).forward, direct_forward(code, self._graph, self)
+
+        @wraps(plain)
+        def forward(self: LoweredGraphModule, *args: Any) -> Any:
+            return plain(self, *args) if torch.compiler.is_compiling() else direct(self, *args)
+
+        type(self).forward = forward
+        return code
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the reference: what is lowered inside this model has no other."""
+        return self.reference.state_dict(*args, **kwargs)
+
+    def delete_all_unused_submodules(self) -> None:
+        """Delete what the reference graph does not use; the state of lowered modules is used there."""
+        self.reference.delete_all_unused_submodules()
+
+    def input_qparams(self) -> tuple[QParams | None, ...]:
+        """See ``ConvertedModel``."""
+        return self.reference.input_qparams()
+
+    def output_qparams(self) -> tuple[QParams | None, ...]:
+        """See ``ConvertedModel``."""
+        return self.reference.output_qparams()
+
+    def get_extra_state(self) -> Tensor:
+        return self.reference.get_extra_state()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Mark the lowering as stale: called while an outer model loads a state, before the parts of this
+        model load theirs."""
+        self.reference.set_extra_state(state)
+        self._lowering.is_stale = True
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See ``QuantizationGraphModule``; the graph then has the loaded qparams."""
+        keys = self.reference.load_state_dict(state_dict, strict=strict, assign=assign)
+        self._lower_again()
+        return keys
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoweredGraphModule:
+        copied = lower(copy.deepcopy(self.reference, memo))
+        if self._lowering.refused:
+            copied._lower_again(self._lowering.refused)
+        memo[id(self)] = copied
+        return copied
+
+    def __copy__(self) -> LoweredGraphModule:
+        """Return a deep copy: the weights of one model with the qparams of another compute nonsense."""
+        return copy.deepcopy(self)
+
+    def train(self, mode: bool = True) -> Self:
+        """See ``QuantizationGraphModule``."""
+        changes = mode != self.training
+        self.reference.train(mode)
+        self.training = mode
+        if changes:
+            self._lower_again()
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """See ``QuantizationGraphModule``."""
+        self.reference.apply(fn)
+        self._lower_again()
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self.reference._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._lower_again()
+        return self
+
+
+@standalone
+class LoweredStandalone(OpaqueModule, LoweredGraphModule):
+    """A lowered standalone module."""
+
+    def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.record.signature.bind(args, kwargs)
+        return LoweredGraphModule.__call__(self, *quantize_inputs(bound, self.input_qparams()))
+
+
+def _left_float(reference: ConvertedGraphModule) -> dict[str, str]:
+    """Return name of an op -> why the configuration leaves it float."""
+    decisions = reference.record.decisions
+    return {each.node: each.reason for each in decisions if each.action is Action.FLOAT and each.node}
+
+
+def _lower_inside(
+    reference: ConvertedGraphModule,
+) -> tuple[QuantizationGraphModule, tuple[Decision, ...]]:
+    lowered = lower(reference)
+    return lowered, lowered.lowering

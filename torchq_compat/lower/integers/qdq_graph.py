@@ -1,0 +1,183 @@
+"""Read a q-dq graph: arguments by name, constants, integers behind a value, and what becomes of a result."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE
+from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support.dtypes import KERNEL_DTYPES
+from torchq_compat.support.upstream import OpOverload
+
+__all__ = [
+    "Integers",
+    "Place",
+    "Result",
+    "Site",
+    "arguments_of",
+    "constant_of",
+    "example_value",
+    "integers_at",
+    "only_reader",
+    "rank_of",
+    "result_of",
+]
+
+ATEN = torch.ops.aten
+SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+#: Op -> the range to which it clamps, from its arguments; None is no bound.
+CLAMPS: dict[Any, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
+    ATEN.relu.default: lambda _: (0.0, None),
+    ATEN.relu6.default: lambda _: (0.0, 6.0),
+    ATEN.hardtanh.default: lambda arguments: (arguments["min_val"], arguments["max_val"]),
+    ATEN.clamp.default: lambda arguments: (arguments["min"], arguments["max"]),
+    ATEN.clamp_min.default: lambda arguments: (arguments["min"], None),
+}
+
+
+@dataclass(frozen=True)
+class Integers:
+    """The 8-bit integers behind a float value of the graph."""
+
+    node: Node
+    qparams: PerTensorQParams
+
+
+class Place(NamedTuple):
+    """A value of the reference that a node of the lowered graph has.
+
+    Attributes:
+        qparams: of the integers that the lowered node has in place of floats; None: it has the same.
+        is_judged: whether the two values have to agree.
+        op: the op whose kernel computes the value; None: the node itself.
+    """
+
+    node: Node
+    qparams: PerTensorQParams | None = None
+    is_judged: bool = True
+    op: Node | None = None
+
+    @property
+    def name(self) -> str:
+        return (self.op or self.node).name
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a q-dq graph makes of the result of an op.
+
+    Attributes:
+        covered: the op, and a clamp after it that only its quantize reads.
+        last: the node whose value a kernel gives: the quantize, or the op if its result stays float.
+        qparams: of the quantize, with the clamp's range; None if the result stays float.
+    """
+
+    covered: tuple[Node, ...]
+    last: Node
+    qparams: PerTensorQParams | None
+
+
+@dataclass(frozen=True)
+class Site:
+    """An op for which a rule answers, with what becomes of its result."""
+
+    graph_module: GraphModule
+    op: Node
+    arguments: dict[str, Any]
+    result: Result
+
+    def constant(self, name: str) -> Tensor | None:
+        """Return the tensor that argument ``name`` reads from the state; None if it is no constant."""
+        return constant_of(self.graph_module, self.arguments[name])
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Return the arguments of an operator call by name, defaults included."""
+    assert isinstance(node.target, OpOverload)
+    found: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name in node.kwargs:
+            found[argument.name] = node.kwargs[argument.name]
+        elif not argument.kwarg_only and position < len(node.args):
+            found[argument.name] = node.args[position]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def example_value(node: Node) -> Any:
+    """Return the example value at ``node``, or of its input for q-dq nodes, which torchao gives none."""
+    while "val" not in node.meta and node.target in (QUANTIZE, *DEQUANTIZES):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node = source
+    return node.meta.get("val")
+
+
+def rank_of(node: Node) -> int | None:
+    """Return the number of dimensions of the tensor at ``node``; None if torchao left no example value."""
+    value = example_value(node)
+    return value.dim() if isinstance(value, Tensor) else None
+
+
+def constant_of(graph_module: GraphModule, node: Any) -> Tensor | None:
+    """Return the tensor that a ``get_attr`` node reads; None for any other node."""
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return None
+    value = operator.attrgetter(str(node.target))(graph_module)
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+def integers_at(node: Any) -> Integers | None:
+    """Return the integers of which ``node`` is the per-tensor dequantize; None for any other value."""
+    if not isinstance(node, Node) or node.target is not DEQUANTIZE or node.kwargs:
+        return None
+    source, qparams = node.args[0], PerTensorQParams.of_node(node)
+    assert isinstance(source, Node)
+    return Integers(source, qparams) if qparams.dtype in KERNEL_DTYPES else None
+
+
+def only_reader(node: Node) -> Node | None:
+    """Return the one node that reads ``node``; None if there is another number of them."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def result_of(op: Node) -> Result:
+    """Return what becomes of the result of ``op``."""
+    reader = only_reader(op)
+    clamp = reader if reader is not None and reader.target in CLAMPS else None
+    quantize = reader if clamp is None else only_reader(clamp)
+    if quantize is None or quantize.target is not QUANTIZE:
+        return Result((op,), op, None)
+    qparams = PerTensorQParams.of_node(quantize)
+    if qparams.dtype not in KERNEL_DTYPES:
+        return Result((op,), op, None)
+    if clamp is None:
+        return Result((op,), quantize, qparams)
+    bounds = CLAMPS[clamp.target](arguments_of(clamp))
+    if not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
+        return Result((op,), op, None)
+    return Result((op, clamp), quantize, within(qparams, *bounds))
+
+
+def within(qparams: PerTensorQParams, low: float | None, high: float | None) -> PerTensorQParams:
+    """Return ``qparams`` with the range of integers that floats between ``low`` and ``high`` are rounded to:
+    rounding is monotonic, so clamping before and after it gives the same integers."""
+    lowest, highest = qparams.quant_min, qparams.quant_max
+    if low is not None:
+        lowest = int(qparams.quantize(torch.tensor(float(low))))
+    if high is not None:
+        highest = int(qparams.quantize(torch.tensor(float(high))))
+    return PerTensorQParams(qparams.scale, qparams.zero_point, lowest, highest, qparams.dtype)
+
+
+def tensors_read(node: Node) -> list[Node]:
+    """Return the inputs of an operator call that are tensors; the other inputs are sizes."""
+    return [source for source in node.all_input_nodes if not isinstance(example_value(source), SCALARS)]

@@ -1,0 +1,17 @@
+"""How ops run on integers: one file for each family of ops.
+
+Every module in this folder that declares a ``Family`` is found; there is no other list. Ops that compute
+value by value (``tables.py``) or only move values (``moves.py``) need no rule of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torchq_compat.lower.integers.rules.rule import Family
+from torchq_compat.support.discovery import declared
+
+__all__ = ["FAMILIES"]
+
+#: Sorted by the names of their modules.
+FAMILIES = declared(sys.modules[__name__], Family)

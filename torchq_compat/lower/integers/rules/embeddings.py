@@ -1,0 +1,70 @@
+"""Rows of integer tables: gathered as integers, and dequantized after. Legacy: ``nnq.Embedding``,
+``nnq.EmbeddingBag``."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from torchq_compat.lower.integers.lowered_graph import LoweredGraph
+from torchq_compat.lower.integers.qdq_graph import Site
+from torchq_compat.lower.integers.rules.rule import Family, Kernel, Refusal
+from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL, is_dequantize
+
+__all__ = ["FAMILY"]
+
+ATEN = torch.ops.aten
+
+
+def _is_of_rows(weight: object) -> bool:
+    """Return whether ``weight`` dequantizes a constant table by rows, with floats as zero points."""
+    return bool(isinstance(weight, Node) and weight.target is DEQUANTIZE_PER_CHANNEL and weight.args[3] == 0)
+
+
+def _rows(lowered: LoweredGraph, weight: Node, indices: Node) -> Node:
+    """Write the dequantized rows of the table at ``indices``."""
+    values, scales, zero_points = weight.args[:3]
+    rows = lowered.call(ATEN.embedding.default, values, indices)
+    scale, zero = (
+        lowered.call(ATEN.unsqueeze.default, lowered.call(ATEN.index.Tensor, each, [indices]), -1)
+        for each in (scales, zero_points)
+    )
+    difference = lowered.call(ATEN.sub.Tensor, rows, zero)
+    return lowered.call(ATEN.to.dtype, lowered.call(ATEN.mul.Tensor, difference, scale), torch.float32)
+
+
+def _embedding(site: Site) -> Kernel | Refusal | None:
+    weight, indices = site.arguments["weight"], site.arguments["indices"]
+    if not is_dequantize(weight):
+        return None
+    if not _is_of_rows(weight):
+        return Refusal("its weight has no qparams for each row")
+    return Kernel(
+        f"{ATEN.embedding.default} on integers",
+        lambda lowered: _rows(lowered, weight, indices),
+        value=site.op,
+    )
+
+
+def _embedding_bag(site: Site) -> Kernel | Refusal | None:
+    weight, indices = site.arguments["weight"], site.arguments["indices"]
+    if not is_dequantize(weight):
+        return None
+    if not _is_of_rows(weight):
+        return Refusal("its weight has no qparams for each row")
+    if site.arguments["padding_idx"] is not None:
+        return Refusal("it skips an index")
+
+    def write(lowered: LoweredGraph) -> Node:
+        rows = _rows(lowered, weight, indices)
+        count = lowered.call(ATEN.sym_size.int, indices, 0)
+        each = lowered.call(ATEN.arange.default, count, device=torch.device("cpu"))
+        others = list(site.op.args[2:])
+        return lowered.call(site.op.target, rows, each, *others, **site.op.kwargs)
+
+    return Kernel(f"{ATEN.embedding.default} on integers", write, value=site.op)
+
+
+FAMILY = Family(
+    {ATEN.embedding.default: _embedding, ATEN.embedding_bag.padding_idx: _embedding_bag},
+)

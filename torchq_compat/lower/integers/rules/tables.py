@@ -1,0 +1,176 @@
+"""Ops on one quantized tensor, value by value: a table of 256, which the reference's own ops compute.
+
+Legacy: ``nnq.Hardswish``, ``nnq.LeakyReLU``, ``nnq.ELU``, ``nnq.Sigmoid``, ... . Here any such op, any chain
+of them, and a number or a constant for each channel that is added or multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from torchq_compat.lower.integers.lowered_graph import LoweredGraph
+from torchq_compat.lower.integers.operators import LOOKUP
+from torchq_compat.lower.integers.qdq_graph import (
+    Integers,
+    Site,
+    arguments_of,
+    constant_of,
+    example_value,
+    integers_at,
+    only_reader,
+    rank_of,
+)
+from torchq_compat.lower.integers.rules.rule import Kernel, Refusal
+from torchq_compat.qspecs.qdq import QUANTIZE
+from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.support.dtypes import KERNEL_DTYPES
+from torchq_compat.support.upstream import OpOverload
+
+__all__ = ["is_by_value", "requantize", "table_of_chain"]
+
+ATEN = torch.ops.aten
+BATCH_NORM = ATEN.batch_norm.default
+#: Ops that torch's tag for them forgets.
+UNTAGGED = (ATEN.hardswish.default, ATEN.log_sigmoid.default)
+#: Integers as bytes: the entry of a table for the integer ``i`` is at ``i % 256``.
+BYTES = {
+    torch.uint8: torch.arange(256).to(torch.uint8),
+    torch.int8: torch.arange(256).to(torch.uint8).view(torch.int8),
+}
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Ops that compute a value from one integer each.
+
+    Attributes:
+        source: the integers.
+        value: the dequantized value that the first op reads.
+        ops: the ops; each is the only reader of the one before.
+        axis: the dimension along which constants differ; None: they do not.
+    """
+
+    source: Integers
+    value: Node
+    ops: tuple[Node, ...]
+    axis: int | None
+
+
+def is_by_value(op: Node) -> bool:
+    """Return whether each number of the result of ``op`` is computed from one number of each input."""
+    if not isinstance(op.target, OpOverload) or op.target._schema.is_mutable:
+        return False
+    if op.target is BATCH_NORM:
+        return not arguments_of(op)["training"]
+    is_random = torch.Tag.nondeterministic_seeded in op.target.tags
+    return op.target in UNTAGGED or (torch.Tag.pointwise in op.target.tags and not is_random)
+
+
+def table_of_chain(site: Site) -> Kernel | Refusal | None:
+    """Return the table of the longest chain that begins at the op of ``site`` and ends in a quantize."""
+    op = site.op
+    inputs = [each for each in op.all_input_nodes if each.op != "get_attr"]
+    source = integers_at(inputs[0]) if len(inputs) == 1 and is_by_value(op) else None
+    if source is None:
+        return None
+    ops, end = _ops_from(op)
+    if end is None:
+        return Refusal("its result is not quantized to 8 bits")
+    if _same_shape(inputs[0], ops[-1]) is False:
+        return Refusal("its result has another shape than its quantized input")
+    axes = {axis for each in ops for axis in _axes(site, each)}
+    if None in axes or len(axes) > 1 or (axes and (rank_of(ops[-1]) or 0) < 2):
+        return Refusal("a constant that it reads differs from place to place")
+    chain = _Chain(source, inputs[0], ops, next(iter(axes), None))
+    table = _table(site, chain, PerTensorQParams.of_node(end))
+
+    def write(lowered: LoweredGraph) -> Node:
+        return lowered.call(LOOKUP, source.node, lowered.constant(table), chain.axis or 0)
+
+    return Kernel(str(LOOKUP), write, note="a table of its 256 results", value=end)
+
+
+def _ops_from(op: Node) -> tuple[tuple[Node, ...], Node | None]:
+    """Return ``op`` and what alone reads it value by value, and the quantize at the end, if there is one."""
+    ops: list[Node] = [op]
+    while True:
+        reader = only_reader(ops[-1])
+        if reader is None or reader.op != "call_function":
+            return tuple(ops), None
+        if reader.target is QUANTIZE:
+            is_known = PerTensorQParams.of_node(reader).dtype in KERNEL_DTYPES
+            return tuple(ops), reader if is_known else None
+        others = [each for each in reader.all_input_nodes if each is not ops[-1] and each.op != "get_attr"]
+        if not is_by_value(reader) or others:
+            return tuple(ops), None
+        ops.append(reader)
+
+
+def _same_shape(before: Node, after: Node) -> bool | None:
+    shapes = [getattr(example_value(node), "shape", None) for node in (before, after)]
+    return None if None in shapes else shapes[0] == shapes[1]
+
+
+def _axes(site: Site, op: Node) -> Iterator[int | None]:
+    """Yield the dimension along which each constant of ``op`` differs; None if it is not one dimension."""
+    if op.target is BATCH_NORM:
+        yield 1
+        return
+    rank = rank_of(op)
+    for each in op.all_input_nodes:
+        if each.op != "get_attr":
+            continue
+        constant = constant_of(site.graph_module, each)
+        if constant is None or rank is None:
+            yield None
+            continue
+        long = [index - constant.dim() for index, size in enumerate(constant.shape) if size != 1]
+        if long:
+            yield rank + long[0] if len(long) == 1 else None
+
+
+def _table(site: Site, chain: _Chain, qparams: PerTensorQParams) -> Tensor:
+    """Return the table: (256,), or a row for each index along the axis of the chain."""
+    shape = [1] * max(1, rank_of(chain.ops[-1]) or 1)
+    # The 256 integers lie along another dimension than the channels.
+    along = 0 if chain.axis != 0 else 1
+    shape[along] = 256
+    channels = 1
+    if chain.axis is not None:
+        shape[chain.axis] = channels = int(example_value(chain.ops[-1]).shape[chain.axis])
+    integers = BYTES[chain.source.qparams.dtype].reshape(
+        [256 if d == along else 1 for d in range(len(shape))]
+    )
+    floats = _run(site, chain, chain.source.qparams.dequantize(integers.expand(shape)))
+    rows = qparams.quantize(floats).movedim(along, -1).reshape(channels, 256)
+    return rows[0].clone() if chain.axis is None else rows.contiguous()
+
+
+def _run(site: Site, chain: _Chain, x: Tensor) -> Tensor:
+    values: dict[Node, Any] = {chain.value: x}
+
+    def read(node: Node) -> Any:
+        if node not in values:
+            values[node] = constant_of(site.graph_module, node)
+        return values[node]
+
+    for op in chain.ops:
+        assert callable(op.target)
+        values[op] = op.target(*map_arg(op.args, read), **map_arg(op.kwargs, read))
+    result: Tensor = values[chain.ops[-1]]
+    return result
+
+
+def requantize(lowered: LoweredGraph, source: Integers, qparams: PerTensorQParams) -> Node:
+    """Write the integers of ``source`` on other ``qparams``; nothing if they are the same."""
+    if source.qparams == qparams:
+        return source.node
+    table = qparams.quantize(source.qparams.dequantize(BYTES[source.qparams.dtype]))
+    return lowered.call(LOOKUP, source.node, lowered.constant(table), 0)

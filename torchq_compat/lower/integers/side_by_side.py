@@ -1,0 +1,149 @@
+"""Run a lowered graph beside its reference, node by node, on the trial inputs of prepare.
+
+Every node gets the values that the reference has at its inputs, in the memory layouts of the lowered graph,
+so that each is judged by itself: a kernel is only as good as the library and the CPU it runs on, and a float
+op may read memory in another order than the reference has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+
+from torchq_compat.lower.integers.qdq_graph import Place
+from torchq_compat.support.upstream import pytree
+
+__all__ = ["faults_of"]
+
+#: Kernels round where the q-dq op rounds, but ties may round to the other side.
+MOST_STEPS = 1.001
+#: The relative error of float sums in another order.
+EPSILON = 1e-4
+
+StandsFor = Mapping[Node, Place]
+
+
+def faults_of(
+    reference: GraphModule, lowered: GraphModule, stands_for: StandsFor, args: tuple[Any, ...]
+) -> dict[str, str]:
+    """Return name of a node of ``reference`` -> what is wrong with the value that ``lowered`` has for it.
+
+    Args:
+        args: the flat inputs.
+        stands_for: see ``Rewriter``.
+
+    Raises:
+        Exception: whatever the reference raises on ``args``.
+    """
+    expected = _values(reference, args, {place.node for place in stands_for.values()})
+    return dict(_Judge(lowered, stands_for, expected).faults(args))
+
+
+def _values(reference: GraphModule, args: tuple[Any, ...], wanted: set[Node]) -> dict[Node, Any]:
+    """Return the values of the ``wanted`` nodes; those that only dequantize a constant are not computed."""
+    found: dict[Node, Any] = {}
+
+    class Recorder(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if n in wanted:
+                found[n] = value
+            return value
+
+    with torch.no_grad():
+        Recorder(reference).run(*args, enable_io_processing=False)
+    return found
+
+
+class _Judge:
+    def __init__(self, lowered: GraphModule, stands_for: StandsFor, expected: Mapping[Node, Any]) -> None:
+        self.interpreter = Interpreter(lowered)
+        self.nodes = list(lowered.graph.nodes)
+        self.stands_for = stands_for
+        self.expected = expected
+
+    def faults(self, args: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+        values: dict[Node, Any] = {}
+        given = iter(args)
+        for node in self.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op != "output":
+                read, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                wanted = self._wanted(node)
+                try:
+                    with torch.no_grad():
+                        found = getattr(self.interpreter, node.op)(node.target, read, kwargs)
+                except RuntimeError as error:
+                    if wanted is None:
+                        raise
+                    yield self.stands_for[node].name, f"fails ({str(error).splitlines()[0]})"
+                    found = wanted
+                if wanted is not None and node.op == "call_function" and self.stands_for[node].is_judged:
+                    fault = _fault(found, wanted, node)
+                    if fault is not None and self._is_the_same_in_order(node, read, kwargs):
+                        fault = None  # Memory that is not filled in, or random numbers.
+                    if fault is not None:
+                        yield self.stands_for[node].name, fault
+                values[node] = found if wanted is None else _taught(found, wanted)
+
+    def _is_the_same_in_order(self, node: Node, args: Any, kwargs: Any) -> bool:
+        """Return whether an op of the reference is as wrong in the reference's own memory layouts."""
+        place = self.stands_for[node]
+        if node.target is not place.node.target or place.qparams is not None:
+            return False
+        with torch.no_grad():
+            plain, named = pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
+            again = self.interpreter.call_function(node.target, plain, named)
+        return _fault(again, self.expected[place.node], node) is not None
+
+    def _wanted(self, node: Node) -> Any:
+        """Return the value that ``node`` should have; None if it is not known."""
+        if node not in self.stands_for or self.stands_for[node].node not in self.expected:
+            return None
+        place = self.stands_for[node]
+        value = self.expected[place.node]
+        if place.qparams is None:
+            return value
+        return place.qparams.quantize(value) if isinstance(value, Tensor) else None
+
+
+def _fault(found: Any, wanted: Any, node: Node) -> str | None:
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True)
+    for one, other in pairs:
+        if not isinstance(one, Tensor):
+            continue
+        if one.shape != other.shape:
+            return f"gives another shape than its q-dq op ({tuple(one.shape)} for {tuple(other.shape)})"
+        if not one.numel() or one.dtype != other.dtype:
+            continue
+        steps = _steps(one, other)
+        if not steps <= MOST_STEPS:
+            return f"{node.target} is {steps:.0f} steps off its q-dq op on this CPU"
+    return None
+
+
+def _steps(found: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference: in integers, or relative to what float sums in another order make."""
+    if found.is_complex():
+        return max(_steps(found.real, wanted.real), _steps(found.imag, wanted.imag))
+    if not found.is_floating_point():
+        return float((found.to(torch.int64) - wanted.to(torch.int64)).abs().max())
+    most = EPSILON * (wanted.abs() + wanted.abs().mean()) + 1e-9
+    apart = (found.double() - wanted.double()).abs()
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    return float(torch.where(same, 0.0, apart / most).nan_to_num(nan=float("inf")).max())
+
+
+def _taught(found: Any, wanted: Any) -> Any:
+    """Return ``wanted`` in the memory layout of ``found``."""
+    if not isinstance(found, Tensor) or not isinstance(wanted, Tensor) or found.shape != wanted.shape:
+        return found
+    if found.dtype != wanted.dtype:
+        return found
+    return torch.empty_like(found).copy_(wanted)

@@ -1,1 +1,0 @@
-"""Lowering to the int8 kernels of torch on x86."""
