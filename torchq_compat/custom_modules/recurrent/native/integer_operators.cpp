@@ -3,11 +3,13 @@
 // take plain integers. integer_kernels.h has the loops of the others.
 
 #include <algorithm>
+#include <cstdlib>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -848,7 +850,15 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
 bool has_exact_products() {
   if (aoti_torch_cpu__qlinear_pointwise_tensor == nullptr) return false;
 #if defined(__x86_64__)
-  static const bool has_vnni = __builtin_cpu_supports("avx512vnni") || __builtin_cpu_supports("avxvnni");
+  static const bool has_vnni = [] {
+    // oneDNN may be held to older instructions; every name that has VNNI is one of these.
+    const char* held = std::getenv("ONEDNN_MAX_CPU_ISA");
+    const std::string_view name = held == nullptr ? "DEFAULT" : held;
+    const bool is_free = name == "DEFAULT" || name.ends_with("VNNI") || name.ends_with("_VNNI_2") ||
+                         name.find("BF16") != name.npos || name.find("FP16") != name.npos ||
+                         name.find("AMX") != name.npos || name.find("AVX10") != name.npos;
+    return is_free && (__builtin_cpu_supports("avx512vnni") || __builtin_cpu_supports("avxvnni"));
+  }();
   return has_vnni;
 #else
   return true;
